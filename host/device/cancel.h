@@ -1,0 +1,31 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "absl/status/status.h"
+
+namespace spillway {
+
+// Tells a running job to stop. Thread-safe. A device looks at least once per
+// 4096 rows of work.
+class CancelToken {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit CancelToken(Clock::time_point deadline = Clock::time_point::max())
+      : deadline_(deadline) {}
+  void Cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+  bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
+  // OK, CANCELLED or DEADLINE_EXCEEDED.
+  absl::Status Check() const {
+    if (cancelled()) return absl::CancelledError("the caller cancelled the request");
+    if (Clock::now() >= deadline_) return absl::DeadlineExceededError("the deadline passed");
+    return absl::OkStatus();
+  }
+
+ private:
+  const Clock::time_point deadline_;
+  std::atomic<bool> cancelled_{false};
+};
+
+}  // namespace spillway

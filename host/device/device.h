@@ -1,0 +1,139 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "host/device/attend.h"
+#include "host/device/cancel.h"
+#include "host/memory/layer_rows.h"
+#include "host/model/model_spec.h"
+#include "host/policy/policy.h"
+
+namespace spillway {
+
+struct DeviceInfo {
+  std::string name;         // "cpu:0"
+  std::string description;  // for people
+  int thread_count = 0;
+  std::string simd_target;
+};
+
+// A model's weights on a device (rotations, MLPs). Opaque; thread-safe.
+class DeviceModel {
+ public:
+  virtual ~DeviceModel() = default;
+  virtual const ModelSpec& spec() const = 0;
+  // Bytes that it holds.
+  virtual int64_t bytes() const = 0;
+};
+
+// What a device keeps of one sequence (codes, factors, centres). Opaque; not
+// thread-safe: the engine orders what touches one sequence.
+class DeviceSequence {
+ public:
+  virtual ~DeviceSequence() = default;
+  virtual int64_t index_bytes() const = 0;
+};
+
+// New K/V of one (sequence, layer). Rows and device state were prepared; the
+// job writes and encodes, then commits rows->token_count() = start + count.
+struct AppendWork {
+  LayerRows* rows = nullptr;
+  int64_t start = 0;
+  int64_t count = 0;
+  const std::byte* k = nullptr;  // [H_kv, count, d] in the model's dtype
+  const std::byte* v = nullptr;  // the same
+};
+
+// Queries of one (sequence, layer).
+struct AttendWork {
+  const LayerRows* rows = nullptr;
+  Policy policy;  // valid for the model
+  DType q_dtype = DType::kF32;
+  const std::byte* q = nullptr;  // [T, H_q, d]
+  int64_t query_count = 0;       // T
+  std::vector<int64_t> visible;  // [T], each in [1, rows after the append]
+  // Choose rows only: selections is filled, out and lse are not.
+  bool select_only = false;
+
+  // Filled by the device.
+  std::vector<float> out;                   // [T, H_q, d]
+  std::vector<float> lse;                   // [T, H_q], natural log
+  std::vector<Certificate> certificates;    // [T, H_q]
+  std::vector<int64_t> touched_row_counts;  // [T, H_kv]
+  std::vector<Selection> selections;        // [T, H_kv], with select_only
+};
+
+// Work on one sequence: an append, an attend, or both in that order.
+struct JobItem {
+  DeviceSequence* sequence = nullptr;
+  std::optional<AppendWork> append;
+  std::optional<AttendWork> attend;
+  absl::Status status;  // filled; an item that fails leaves the others alone.
+                        // With both, an attend that fails keeps the append.
+};
+
+// One layer's work for sequences of one model, served as one parallel job.
+struct Job {
+  DeviceModel* model = nullptr;
+  int layer = 0;
+  std::vector<JobItem> items;
+  std::shared_ptr<CancelToken> cancel;  // may be null
+  double device_time_us = 0;            // filled
+};
+
+// Computes codes, selections and attention over rows in host memory. Shared
+// state is the device's own; the engine guarantees that no two jobs, and no
+// job and another call, touch the same sequence at once. All methods are
+// thread-safe otherwise. A device may answer from any thread and long after
+// Submit returned; counts and budgets are known only with the completion.
+class Device {
+ public:
+  using Completion = std::function<void(std::unique_ptr<Job>)>;
+
+  virtual ~Device() = default;
+  virtual const DeviceInfo& info() const = 0;
+
+  // A chunk of host memory that rows will live in; called before it is used
+  // and after its last use. A CUDA device pins it.
+  virtual absl::Status RegisterMemory(std::span<std::byte> chunk) = 0;
+  virtual void UnregisterMemory(std::span<std::byte> chunk) = 0;
+
+  // safetensors: the MLP weights when spec.hash.kind is kMlp, else empty; not
+  // kept. INVALID_ARGUMENT names the tensor that is missing or misshapen.
+  virtual absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
+      const ModelSpec& spec, std::span<const std::byte> safetensors) = 0;
+
+  // The model outlives its sequences.
+  virtual absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) = 0;
+  // A copy of every layer's first token_count tokens, pages shared.
+  virtual absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel& model,
+                                                                       DeviceSequence& source,
+                                                                       int64_t token_count) = 0;
+  // Keeps the first token_count tokens of each longer layer.
+  virtual void TruncateSequence(DeviceModel& model, DeviceSequence& sequence,
+                                int64_t token_count) = 0;
+
+  // Makes room for the codes of tokens [start, start + count) of a layer, so
+  // that the job that appends them cannot fail for want of memory.
+  // RESOURCE_EXHAUSTED changes nothing that can be seen; room that a job does
+  // not use goes with the next truncation or append.
+  virtual absl::Status PrepareAppend(DeviceModel& model, DeviceSequence& sequence, int layer,
+                                     int64_t start, int64_t count) = 0;
+
+  // Device bytes of codes per token of one layer, all KV heads.
+  virtual int64_t IndexBytesPerToken(const ModelSpec& spec) const = 0;
+
+  // Starts a job; done is called exactly once, with the job.
+  virtual void Submit(std::unique_ptr<Job> job, Completion done) = 0;
+};
+
+}  // namespace spillway

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "host/memory/memory_budget.h"
+
+namespace spillway {
+
+inline constexpr int64_t kSlabBytes = int64_t{2} << 20;
+
+struct ArenaOptions {
+  // Address space reserved, and the most that is ever committed; rounded down
+  // to whole chunks.
+  int64_t limit_bytes = 0;
+  // Committed at a time; a multiple of kSlabBytes.
+  int64_t chunk_bytes = int64_t{64} << 20;
+  // NUMA node to bind to (hwloc logical index); -1: the system's choice.
+  int numa_node = -1;
+  // Threads that touch a new chunk; 0: one per core of the node.
+  int touch_thread_count = 0;
+};
+
+struct ArenaStatistics {
+  int64_t limit_bytes = 0;
+  int64_t committed_bytes = 0;  // obtained from the system
+  int64_t used_bytes = 0;       // in slabs that are handed out
+  int64_t huge_page_bytes = 0;  // AnonHugePages of the mapping, from smaps
+};
+
+// Host memory that pages come from: one private anonymous mapping, advised to
+// use huge pages, committed chunk by chunk (bound to its NUMA node and touched
+// in parallel) and handed out in 2 MiB-aligned slabs. Committed memory is kept
+// for reuse and charged to the budget. Thread-safe.
+class Arena {
+ public:
+  // Called with every chunk after it is committed and before it goes; a
+  // device registers it there. A failure of commit refuses the allocation.
+  struct ChunkObserver {
+    std::function<absl::Status(std::span<std::byte>)> committed;
+    std::function<void(std::span<std::byte>)> released;
+  };
+
+  static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
+                                                       MemoryBudget* budget,
+                                                       ChunkObserver observer = {});
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // slab_count adjacent slabs. RESOURCE_EXHAUSTED with needed and free bytes.
+  absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
+  void FreeSlabs(std::byte* base, int64_t slab_count);
+
+  // Bytes that can still be handed out before admission refuses: slabs
+  // committed and free, plus what budget and limit still allow.
+  int64_t free_bytes() const;
+  ArenaStatistics statistics() const;  // reads /proc/self/smaps
+
+ private:
+  struct Impl;
+  explicit Arena(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace spillway

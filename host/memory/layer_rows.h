@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "host/memory/page_table.h"
+#include "host/model/model_spec.h"
+
+namespace spillway {
+
+inline constexpr int kPageTokenCount = 128;
+
+// The K/V rows of one (sequence, layer): per KV head a page table of rows
+// [K(d) | V(d)]. Shared by all devices. Not thread-safe for writes; reads of
+// committed rows from many threads are safe while no write runs.
+class LayerRows {
+ public:
+  // pool's pages hold kPageTokenCount rows of spec.row_bytes().
+  LayerRows(PagePool* pool, const ModelSpec& spec);
+
+  // Rows that are committed: visible to attends.
+  int64_t token_count() const { return token_count_; }
+  int kv_head_count() const { return static_cast<int>(heads_.size()); }
+  int64_t row_bytes() const { return row_bytes_; }
+
+  // Makes room for count tokens at token_count(). RESOURCE_EXHAUSTED changes
+  // nothing that can be seen.
+  absl::Status PrepareAppend(int64_t count);
+  // Copies tokens [from, to) of K and V, each [H_kv, count, d] in the row's
+  // dtype, into the rows of one KV head, prepared before: token t of the
+  // source goes to row start + t. Different (head, range) may run in parallel.
+  void WriteRows(int kv_head, int64_t start, int64_t count, int64_t from, int64_t to,
+                 const std::byte* k, const std::byte* v);
+  // Makes the prepared rows visible: token_count() becomes `token_count`.
+  void Commit(int64_t token_count) { token_count_ = token_count; }
+  // Gives back what was prepared and not committed.
+  void Rollback();
+
+  void Truncate(int64_t token_count);
+  LayerRows Share(int64_t token_count) const;
+
+  // First row of page `page` of a KV head; rows follow at row_bytes().
+  const std::byte* Page(int kv_head, int64_t page) const { return heads_[kv_head].Page(page); }
+  const std::byte* Row(int kv_head, int64_t token) const {
+    return Page(kv_head, token / kPageTokenCount) + (token % kPageTokenCount) * row_bytes_;
+  }
+  // Whether tokens [start, start + count) hold exactly these bytes.
+  bool Equals(int64_t start, int64_t count, const std::byte* k, const std::byte* v) const;
+  int64_t bytes() const;
+
+ private:
+  LayerRows(int64_t row_bytes) : row_bytes_(row_bytes) {}
+  int64_t row_bytes_;
+  int64_t token_count_ = 0;
+  std::vector<PageTable> heads_;
+};
+
+}  // namespace spillway

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "host/memory/arena.h"
+
+namespace spillway {
+
+// A page of a pool. The generation changes whenever the page is freed, so a
+// reference kept too long is found out instead of read.
+struct PageRef {
+  uint32_t index = 0;
+  uint32_t generation = 0;  // 0: no page
+
+  explicit operator bool() const { return generation != 0; }
+  friend bool operator==(const PageRef&, const PageRef&) = default;
+};
+
+// Fixed-size, reference-counted pages cut from arena slabs (2 MiB or a
+// multiple). A slab goes back to the arena when its last page is freed.
+// Thread-safe; Data() is wait-free.
+class PagePool {
+ public:
+  // page_bytes is rounded up to 64. The arena outlives the pool.
+  PagePool(Arena* arena, int64_t page_bytes);
+  ~PagePool();
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  // A page with reference count 1, next to `neighbour` in its slab where that
+  // place is free. Contents are undefined. RESOURCE_EXHAUSTED.
+  absl::StatusOr<PageRef> Allocate(PageRef neighbour = {});
+  void AddReference(PageRef page);
+  // Drops one reference; the page is freed with the last.
+  void Release(PageRef page);
+  bool IsShared(PageRef page) const;
+
+  // The page's memory, 64-byte aligned, stable while it has a reference.
+  // nullptr if the reference is stale.
+  std::byte* Data(PageRef page) const;
+
+  int64_t page_bytes() const { return page_bytes_; }
+  // Pages with at least one reference.
+  int64_t used_page_count() const;
+  // Pages that fit into slabs this pool holds already.
+  int64_t spare_page_count() const;
+  int64_t pages_per_slab() const;
+
+ private:
+  struct Impl;
+  const int64_t page_bytes_;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace spillway

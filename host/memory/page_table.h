@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "host/memory/page_pool.h"
+
+namespace spillway {
+
+// The pages of one run of items (rows or codes), page_item_count items a
+// page, in order, with copy-on-write sharing between forks. Move-only. Not
+// thread-safe: the engine orders what touches one sequence.
+class PageTable {
+ public:
+  PageTable(PagePool* pool, int64_t page_item_count)
+      : pool_(pool), page_item_count_(page_item_count) {}
+  ~PageTable() { Clear(); }
+  PageTable(PageTable&& other) noexcept;
+  PageTable& operator=(PageTable&& other) noexcept;
+
+  // Makes items [begin, end) writable, begin <= the items that exist: new
+  // pages where there is none, a copy of a page that is shared (only if the
+  // write does not cover it from its start). On RESOURCE_EXHAUSTED every page
+  // is as it was.
+  absl::Status PrepareWrite(int64_t begin, int64_t end);
+  // Drops the pages beyond item_count items.
+  void Truncate(int64_t item_count);
+  void Clear() { Truncate(0); }
+  // A table that shares the pages of the first item_count items.
+  PageTable Share(int64_t item_count) const;
+
+  int64_t page_count() const { return static_cast<int64_t>(pages_.size()); }
+  // Memory of page i; aborts if its reference is stale, which would be a bug.
+  std::byte* Page(int64_t i) const;
+  int64_t page_item_count() const { return page_item_count_; }
+  int64_t page_bytes() const { return pool_->page_bytes(); }
+  int64_t bytes() const { return page_count() * page_bytes(); }
+
+ private:
+  PagePool* pool_;
+  int64_t page_item_count_;
+  std::vector<PageRef> pages_;
+};
+
+}  // namespace spillway

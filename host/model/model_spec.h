@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+
+namespace spillway {
+
+// Element type of K/V rows and queries, little endian.
+enum class DType : uint8_t { kF32, kF16, kBF16 };
+
+constexpr int DTypeBytes(DType t) { return t == DType::kF32 ? 4 : 2; }
+std::string_view DTypeName(DType t);
+
+// How keys and queries become codes.
+enum class HashKind : uint8_t { kNone, kRotation, kMlp };
+
+struct HashSpec {
+  HashKind kind = HashKind::kRotation;
+  // kRotation: bits per dimension, [1, 4], and the rotation's seed.
+  int bits_per_dim = 2;
+  uint64_t seed = 0;
+  // kMlp: code length (a multiple of 32 in [32, 1024]), hidden width, and
+  // Spotlight's residual form.
+  int hash_bits = 128;
+  int hidden_dim = 0;
+  bool residual = false;
+};
+
+// Shapes of a model. Immutable once created.
+struct ModelSpec {
+  int layer_count = 0;
+  int query_head_count = 0;
+  int kv_head_count = 0;
+  int head_dim = 0;
+  DType dtype = DType::kBF16;
+  double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
+  HashSpec hash;
+
+  // Query heads that share a KV head: query head h reads KV head h / group().
+  int group() const { return query_head_count / kv_head_count; }
+  // Bytes of one row [K(d) | V(d)] of one KV head.
+  int64_t row_bytes() const { return int64_t{2} * head_dim * DTypeBytes(dtype); }
+  // Bit planes of a code and 32-bit words of a plane (zero-padded).
+  int plane_count() const {
+    return hash.kind == HashKind::kRotation ? hash.bits_per_dim
+           : hash.kind == HashKind::kMlp    ? 1
+                                            : 0;
+  }
+  int plane_words() const {
+    return ((hash.kind == HashKind::kMlp ? hash.hash_bits : head_dim) + 31) / 32;
+  }
+};
+
+// A field that was refused and why ("value 7 is not in [1, 4]").
+struct FieldError {
+  std::string field;
+  std::string description;
+};
+
+// Fills in defaults. Returns what is out of range, empty when valid; field
+// names are those of the proto (query_head_count, hash_weights.rotation...).
+std::vector<FieldError> Normalize(ModelSpec& spec);
+
+}  // namespace spillway

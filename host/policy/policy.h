@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "host/model/model_spec.h"
+
+namespace spillway {
+
+enum class Selector : uint8_t { kAsymmetric, kHamming, kOracle, kAll };
+enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
+enum class Tail : uint8_t { kNone, kUniform, kStratified };
+enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
+
+// How one attend chooses its rows and how sure it must be, every field
+// resolved. Ranges and meanings stand in proto/spillway/v1/policy.proto.
+struct Policy {
+  int64_t sink_token_count = 64;
+  int64_t window_token_count = 64;
+  int64_t dense_token_count = 2048;
+  std::vector<int32_t> dense_layers;
+  Selector selector = Selector::kAsymmetric;
+  HeavyKind heavy_kind = HeavyKind::kCount;
+  int64_t heavy_count = 256;     // kCount
+  double heavy_fraction = 0;     // kFraction, (0, 1]
+  double heavy_mass = 0.95;      // kMass, (0, 1]
+  int64_t heavy_floor = 64;      // kMass
+  int64_t heavy_ceiling = 4096;  // kMass
+  Tail tail = Tail::kStratified;
+  Bound bound = Bound::kRatio;  // kUniform only
+  double epsilon = 0.1;
+  double delta = 0.1;
+  int32_t pilot_token_count = 48;
+  double inflation = 1.25;
+  uint64_t seed = 0;
+  int64_t row_count_max = 0;  // 0: no limit
+
+  bool IsDenseLayer(int layer) const;
+};
+
+// The default policy of a model: the values above with the selector that the
+// model's codes allow (asymmetric, hamming or all).
+Policy DefaultPolicy(const ModelSpec& spec);
+
+// What is impossible about the policy on this model, empty when valid. Field
+// names are the proto's, without a prefix ("epsilon", "top_p.mass").
+std::vector<FieldError> Validate(const Policy& policy, const ModelSpec& spec);
+
+}  // namespace spillway
