@@ -1,0 +1,75 @@
+# Everything that a checkout offers; each target does the set-up it needs.
+.DEFAULT_GOAL := help
+.PHONY: help setup venv build demo test test-cpp test-python bench lint format proto asan tsan clean
+
+JOBS ?= $(shell nproc)
+PYTHON := .venv/bin/python
+export SPILLWAYD := $(CURDIR)/build/release/daemon/spillwayd
+
+# quote: one shell word, whatever the value holds.
+quote = '$(subst ','\'',$(1))'
+# option: --name value when the variable is set.
+option = $(if $($(2)),--$(1) $(call quote,$($(2))))
+# configure: runs cmake for a preset; ninja repeats it when a list file changes.
+configure = @test -f build/$(1)/build.ninja || cmake --preset $(1)
+
+CPP_FILES = $(shell git ls-files '*.cc' '*.h')
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## system packages from Debian's archive
+	@scripts/setup.sh
+
+venv: setup ## Python environment in .venv
+	@scripts/venv.sh
+
+build: setup ## release build in build/release
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS)
+
+demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd
+	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED)
+
+test: test-cpp test-python ## all tests
+
+test-cpp: build ## C++ tests on the release build
+	ctest --test-dir build/release --output-on-failure --parallel $(JOBS)
+
+test-python: build venv ## Python tests against the release daemon
+	$(PYTHON) -m pytest $(wildcard tests/python clients/python/tests)
+
+bench: build venv ## benchmarks and plots
+	$(PYTHON) bench/run.py
+
+lint: setup venv proto ## formatting, ruff, mypy, API compatibility
+	@clang-format --dry-run -Werror $(CPP_FILES)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	cd clients/python && ../../$(PYTHON) -m mypy
+
+format: setup venv ## format everything in place
+	@clang-format -i $(CPP_FILES)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+proto: venv ## the API may only grow: compare with the frozen descriptor
+	@$(PYTHON) scripts/check_proto.py
+
+asan: setup ## C++ tests under AddressSanitizer and UBSan
+	$(call configure,asan)
+	cmake --build --preset asan --parallel $(JOBS)
+	ASAN_OPTIONS=strict_string_checks=1:detect_stack_use_after_return=1 \
+	  UBSAN_OPTIONS=print_stacktrace=1 \
+	  ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
+
+tsan: setup ## host and engine tests under ThreadSanitizer
+	$(call configure,tsan)
+	cmake --build --preset tsan --parallel $(JOBS)
+	TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp:second_deadlock_stack=1 \
+	  ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS) --label-exclude grpc
+
+clean: ## remove builds and the Python environment
+	rm -rf build .venv clients/python/spillway/_proto

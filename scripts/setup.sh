@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Installs every system package that building and testing need, from Debian's
+# own archive. Works for root and for a user with sudo; when everything is
+# there already it asks dpkg only and changes nothing.
+set -euo pipefail
+
+packages=(
+  # Build.
+  ca-certificates ccache cmake g++ make ninja-build pkg-config
+  protobuf-compiler protobuf-compiler-grpc
+  # Libraries.
+  libabsl-dev libcli11-dev libgrpc++-dev libhwloc-dev libhwy-dev
+  libmimalloc-dev libprotobuf-dev libspdlog-dev libtbb-dev libtoml11-dev
+  nlohmann-json3-dev
+  # Tests and benchmarks.
+  libbenchmark-dev libgmock-dev libgtest-dev
+  # Lint, and the Python client's virtual environment.
+  clang-format git python3 python3-venv
+)
+
+if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
+  echo "setup: this script installs Debian packages and found no dpkg and apt-get;" >&2
+  echo "setup: install the equivalents of: ${packages[*]}" >&2
+  exit 1
+fi
+
+installed() {
+  [[ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" == installed ]]
+}
+
+missing=()
+for package in "${packages[@]}"; do
+  installed "$package" || missing+=("$package")
+done
+if ((${#missing[@]} == 0)); then
+  exit 0
+fi
+echo "setup: installing ${missing[*]}"
+
+as_root=()
+if ((EUID != 0)); then
+  if ! command -v sudo >/dev/null; then
+    echo "setup: ${#missing[@]} packages are missing; run as root or install sudo" >&2
+    exit 1
+  fi
+  # sudo drops the environment, so the front end is named on its command line.
+  as_root=(sudo env DEBIAN_FRONTEND=noninteractive)
+fi
+export DEBIAN_FRONTEND=noninteractive
+
+apt_install() {
+  "${as_root[@]}" apt-get install -y --no-install-recommends -o Dpkg::Use-Pty=0 "${missing[@]}"
+}
+
+# The package lists may be absent or too old to name files that still exist.
+if ! apt-get install -s --no-install-recommends "${missing[@]}" >/dev/null 2>&1 || ! apt_install; then
+  "${as_root[@]}" apt-get update
+  apt_install
+fi

