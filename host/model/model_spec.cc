@@ -1,0 +1,94 @@
+#include "host/model/model_spec.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "host/model/field_checks.h"
+
+namespace spillway {
+namespace {
+
+constexpr int kLayerCountMax = 1024;
+constexpr int kQueryHeadCountMax = 1024;
+constexpr int kGroupMax = 16;
+constexpr int kHeadDimStep = 16;
+constexpr int kHeadDimMax = 256;
+constexpr int kBitsPerDimMax = 4;
+constexpr int kHashBitsStep = 32;
+constexpr int kHashBitsMax = 1024;
+constexpr int kHiddenDimMax = 4096;
+
+void CheckHeads(const ModelSpec& spec, FieldChecks& checks) {
+  const bool query_ok =
+      checks.InRange("query_head_count", spec.query_head_count, 1, kQueryHeadCountMax);
+  const bool kv_ok = checks.InRange("kv_head_count", spec.kv_head_count, 1, kQueryHeadCountMax);
+  if (!query_ok || !kv_ok) return;
+  if (spec.query_head_count % spec.kv_head_count != 0) {
+    checks.Add("query_head_count",
+               absl::StrCat("value ", spec.query_head_count, " is not a multiple of kv_head_count ",
+                            spec.kv_head_count));
+  } else if (spec.group() > kGroupMax) {
+    checks.Add("kv_head_count", absl::StrCat("query_head_count ", spec.query_head_count,
+                                             " / kv_head_count ", spec.kv_head_count, " = ",
+                                             spec.group(), " is not in [1, ", kGroupMax, "]"));
+  }
+}
+
+void NormalizeMlp(ModelSpec& spec, FieldChecks& checks) {
+  HashSpec& hash = spec.hash;
+  checks.MultipleInRange("hash_weights.mlp.hash_bits", hash.hash_bits, kHashBitsStep, kHashBitsMax);
+  if (hash.hidden_dim == 0) hash.hidden_dim = spec.head_dim;
+  checks.InRange("hash_weights.mlp.hidden_dim", hash.hidden_dim, 1, kHiddenDimMax);
+  if (hash.residual && (hash.hidden_dim != spec.head_dim || hash.hash_bits != spec.head_dim)) {
+    checks.Add("hash_weights.mlp.residual",
+               absl::StrCat("needs hidden_dim = head_dim = hash_bits, which are ", hash.hidden_dim,
+                            ", ", spec.head_dim, " and ", hash.hash_bits));
+  }
+}
+
+}  // namespace
+
+std::string_view DTypeName(DType t) {
+  switch (t) {
+    case DType::kF32:
+      return "f32";
+    case DType::kF16:
+      return "f16";
+    case DType::kBF16:
+      return "bf16";
+  }
+  return "unknown";
+}
+
+std::vector<FieldError> Normalize(ModelSpec& spec) {
+  FieldChecks checks;
+  checks.InRange("layer_count", spec.layer_count, 1, kLayerCountMax);
+  CheckHeads(spec, checks);
+  const bool dim_ok = checks.MultipleInRange("head_dim", spec.head_dim, kHeadDimStep, kHeadDimMax);
+  if (spec.dtype > DType::kBF16) {
+    checks.Add("dtype", absl::StrCat("value ", static_cast<int>(spec.dtype), " is unknown"));
+  }
+  if (spec.softmax_scale == 0 && dim_ok) {
+    spec.softmax_scale = 1 / std::sqrt(static_cast<double>(spec.head_dim));
+  } else if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale < 0) {
+    checks.Add("softmax_scale",
+               absl::StrCat("value ", spec.softmax_scale, " is not finite and greater than 0"));
+  }
+  switch (spec.hash.kind) {
+    case HashKind::kNone:
+      break;
+    case HashKind::kRotation:
+      checks.InRange("hash_weights.rotation.bits_per_dim", spec.hash.bits_per_dim, 1,
+                     kBitsPerDimMax);
+      break;
+    case HashKind::kMlp:
+      NormalizeMlp(spec, checks);
+      break;
+    default:
+      checks.Add("hash_weights",
+                 absl::StrCat("kind ", static_cast<int>(spec.hash.kind), " is unknown"));
+  }
+  return checks.Take();
+}
+
+}  // namespace spillway

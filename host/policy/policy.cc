@@ -1,0 +1,160 @@
+#include "host/policy/policy.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "host/model/field_checks.h"
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kEdgeTokenCountMax = int64_t{1} << 20;
+constexpr int64_t kDenseTokenCountMin = 1024;
+constexpr int64_t kDenseTokenCountMax = int64_t{1} << 40;
+constexpr int64_t kHeavyCountMax = std::numeric_limits<int32_t>::max();
+constexpr int kPilotMin = 16;
+constexpr int kPilotMax = 65536;
+constexpr double kInflationMax = 16;
+constexpr double kDeltaMax = 0.2;
+constexpr double kDeltaMaxDenominator = 0.5;
+
+void CheckDenseLayers(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
+  std::vector<int32_t> layers = policy.dense_layers;
+  std::sort(layers.begin(), layers.end());
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (layers[i] < 0 || layers[i] >= spec.layer_count) {
+      checks.Add("dense_layers.layers",
+                 absl::StrCat("layer ", layers[i], " is not in [0, ", spec.layer_count, ")"));
+      return;
+    }
+    if (i > 0 && layers[i] == layers[i - 1]) {
+      checks.Add("dense_layers.layers", absl::StrCat("layer ", layers[i], " is repeated"));
+      return;
+    }
+  }
+}
+
+void CheckSelector(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
+  switch (policy.selector) {
+    case Selector::kAsymmetric:
+      if (spec.hash.kind != HashKind::kRotation) {
+        checks.Add("selector", "SELECTOR_ASYMMETRIC needs a model with a rotation");
+      }
+      return;
+    case Selector::kHamming:
+      if (spec.hash.kind == HashKind::kNone) {
+        checks.Add("selector", "SELECTOR_HAMMING needs a model with a rotation or an MLP");
+      }
+      return;
+    case Selector::kOracle:
+    case Selector::kAll:
+      return;
+  }
+  checks.Add("selector", absl::StrCat("value ", static_cast<int>(policy.selector), " is unknown"));
+}
+
+void CheckHeavy(const Policy& policy, FieldChecks& checks) {
+  switch (policy.heavy_kind) {
+    case HeavyKind::kCount:
+      checks.InRange("top_k.count", policy.heavy_count, 1, kHeavyCountMax);
+      return;
+    case HeavyKind::kFraction:
+      checks.Positive("top_k.fraction", policy.heavy_fraction, 1, true);
+      return;
+    case HeavyKind::kMass:
+      if (policy.selector == Selector::kHamming) {
+        checks.Add("top_p", "needs a selector that estimates logits; SELECTOR_HAMMING counts bits");
+      }
+      checks.Positive("top_p.mass", policy.heavy_mass, 1, true);
+      checks.InRange("top_p.floor_token_count", policy.heavy_floor, 1, kHeavyCountMax);
+      checks.InRange("top_p.ceiling_token_count", policy.heavy_ceiling,
+                     std::max<int64_t>(policy.heavy_floor, 1), kHeavyCountMax);
+      return;
+  }
+  checks.Add("top_k", absl::StrCat("kind ", static_cast<int>(policy.heavy_kind), " is unknown"));
+}
+
+// Fewest heavy tokens that a KV head can be asked for.
+int64_t HeavyCountMin(const Policy& policy) {
+  switch (policy.heavy_kind) {
+    case HeavyKind::kCount:
+      return policy.heavy_count;
+    case HeavyKind::kFraction:
+      return 1;
+    case HeavyKind::kMass:
+      return policy.heavy_floor;
+  }
+  return 1;
+}
+
+void CheckTail(const Policy& policy, FieldChecks& checks) {
+  if (policy.tail > Tail::kStratified) {
+    checks.Add("tail", absl::StrCat("value ", static_cast<int>(policy.tail), " is unknown"));
+  }
+  if (policy.bound > Bound::kRatio) {
+    checks.Add("bound", absl::StrCat("value ", static_cast<int>(policy.bound), " is unknown"));
+  }
+  checks.Positive("epsilon", policy.epsilon, 1, false);
+  const bool denominator = policy.tail == Tail::kUniform && policy.bound == Bound::kDenominator;
+  checks.Positive("delta", policy.delta, denominator ? kDeltaMaxDenominator : kDeltaMax, true);
+  checks.InRange("pilot_token_count", policy.pilot_token_count, kPilotMin, kPilotMax);
+  if (!(policy.inflation >= 1 && policy.inflation <= kInflationMax)) {
+    checks.Add("inflation",
+               absl::StrCat("value ", policy.inflation, " is not in [1, ", kInflationMax, "]"));
+  }
+}
+
+void CheckRowCountMax(const Policy& policy, FieldChecks& checks) {
+  if (policy.row_count_max == 0) return;
+  // Clamped to their ranges, which are checked above, so that the sum cannot
+  // overflow.
+  const int64_t least = std::clamp<int64_t>(policy.sink_token_count, 0, kEdgeTokenCountMax) +
+                        std::clamp<int64_t>(policy.window_token_count, 1, kEdgeTokenCountMax) +
+                        std::clamp<int64_t>(HeavyCountMin(policy), 1, kHeavyCountMax) + kPilotMin;
+  if (policy.row_count_max < least) {
+    checks.Add("row_count_max",
+               absl::StrCat("value ", policy.row_count_max, " is neither 0 nor at least ", least,
+                            " (sink + window + heavy count + ", kPilotMin, ")"));
+  }
+}
+
+}  // namespace
+
+bool Policy::IsDenseLayer(int layer) const {
+  return std::find(dense_layers.begin(), dense_layers.end(), layer) != dense_layers.end();
+}
+
+Policy DefaultPolicy(const ModelSpec& spec) {
+  Policy policy;
+  switch (spec.hash.kind) {
+    case HashKind::kRotation:
+      policy.selector = Selector::kAsymmetric;
+      break;
+    case HashKind::kMlp:
+      policy.selector = Selector::kHamming;
+      break;
+    case HashKind::kNone:
+      policy.selector = Selector::kAll;
+      break;
+  }
+  return policy;
+}
+
+std::vector<FieldError> Validate(const Policy& policy, const ModelSpec& spec) {
+  FieldChecks checks;
+  checks.InRange("sink_token_count", policy.sink_token_count, 0, kEdgeTokenCountMax);
+  checks.InRange("window_token_count", policy.window_token_count, 1, kEdgeTokenCountMax);
+  checks.InRange("dense_token_count", policy.dense_token_count, kDenseTokenCountMin,
+                 kDenseTokenCountMax);
+  CheckDenseLayers(policy, spec, checks);
+  CheckSelector(policy, spec, checks);
+  CheckHeavy(policy, checks);
+  CheckTail(policy, checks);
+  CheckRowCountMax(policy, checks);
+  return checks.Take();
+}
+
+}  // namespace spillway
