@@ -16,9 +16,10 @@ inline constexpr int64_t kSlabBytes = int64_t{2} << 20;
 
 struct ArenaOptions {
   // Address space reserved, and the most that is ever committed; rounded down
-  // to whole chunks.
+  // to whole slabs.
   int64_t limit_bytes = 0;
-  // Committed at a time; a multiple of kSlabBytes.
+  // Committed at a time; a multiple of kSlabBytes. Less where limit or budget
+  // leave less.
   int64_t chunk_bytes = int64_t{64} << 20;
   // NUMA node to bind to (hwloc logical index); -1: the system's choice.
   int numa_node = -1;
@@ -41,6 +42,7 @@ class Arena {
  public:
   // Called with every chunk after it is committed and before it goes; a
   // device registers it there. A failure of commit refuses the allocation.
+  // Both run with the arena locked and must not call it.
   struct ChunkObserver {
     std::function<absl::Status(std::span<std::byte>)> committed;
     std::function<void(std::span<std::byte>)> released;
@@ -56,6 +58,11 @@ class Arena {
   // slab_count adjacent slabs. RESOURCE_EXHAUSTED with needed and free bytes.
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);
+
+  // First slab; every slab lies in [base, base + slab_capacity() * kSlabBytes).
+  std::byte* base() const;
+  // Slabs of the limit.
+  int64_t slab_capacity() const;
 
   // Bytes that can still be handed out before admission refuses: slabs
   // committed and free, plus what budget and limit still allow.

@@ -51,7 +51,9 @@ class LayerRows {
   int64_t bytes() const;
 
  private:
-  LayerRows(int64_t row_bytes) : row_bytes_(row_bytes) {}
+  LayerRows(PagePool* pool, int64_t row_bytes) : pool_(pool), row_bytes_(row_bytes) {}
+
+  PagePool* pool_;
   int64_t row_bytes_;
   int64_t token_count_ = 0;
   std::vector<PageTable> heads_;

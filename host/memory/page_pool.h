@@ -3,12 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "host/memory/arena.h"
 
 namespace spillway {
@@ -24,8 +21,10 @@ struct PageRef {
 };
 
 // Fixed-size, reference-counted pages cut from arena slabs (2 MiB or a
-// multiple). A slab goes back to the arena when its last page is freed.
-// Thread-safe; Data() is wait-free.
+// multiple). A slab goes back to the arena when its last page is freed; 8
+// bytes of bookkeeping a page stay until the pool goes. Thread-safe; Data() is
+// wait-free. Using a reference that is stale, other than in Data(), aborts: it
+// is a bug that would hand one sequence's rows to another.
 class PagePool {
  public:
   // page_bytes is rounded up to 64. The arena outlives the pool.
@@ -51,12 +50,18 @@ class PagePool {
   int64_t used_page_count() const;
   // Pages that fit into slabs this pool holds already.
   int64_t spare_page_count() const;
+  // Pages that can still be allocated: the spare ones and those of slabs that
+  // the arena would give. Another user of the arena may take them first.
+  int64_t free_page_count() const;
+  // Pages of one allocation of slab_count() adjacent slabs.
   int64_t pages_per_slab() const;
+  // Slabs taken at once: as few as leave at most 1/64 of them unused.
+  int64_t slab_count() const;
 
  private:
   struct Impl;
   const int64_t page_bytes_;
-  std::unique_ptr<Impl> impl_;
+  const std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace spillway

@@ -2,9 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "host/memory/page_pool.h"
 
 namespace spillway {
@@ -20,11 +23,35 @@ class PageTable {
   PageTable(PageTable&& other) noexcept;
   PageTable& operator=(PageTable&& other) noexcept;
 
+  // Pages obtained for a write and not yet part of a table. Gives them back
+  // unless they are installed. Move-only.
+  class StagedWrite {
+   public:
+    explicit StagedWrite(PagePool* pool) : pool_(pool) {}
+    ~StagedWrite();
+    StagedWrite(StagedWrite&& other) noexcept
+        : pool_(other.pool_), begin_(other.begin_), pages_(std::exchange(other.pages_, {})) {}
+    StagedWrite& operator=(StagedWrite&&) = delete;
+
+   private:
+    friend class PageTable;
+    PagePool* pool_;
+    int64_t begin_ = 0;
+    std::vector<std::pair<int64_t, PageRef>> pages_;  // position in the table, ascending
+  };
+
   // Makes items [begin, end) writable, begin <= the items that exist: new
   // pages where there is none, a copy of a page that is shared (only if the
   // write does not cover it from its start). On RESOURCE_EXHAUSTED every page
   // is as it was.
   absl::Status PrepareWrite(int64_t begin, int64_t end);
+  // The two halves of PrepareWrite, for writes to several tables that happen
+  // together or not at all. Between them the table does not change.
+  absl::StatusOr<StagedWrite> StageWrite(int64_t begin, int64_t end) const;
+  void Install(StagedWrite staged);
+  // Pages that PrepareWrite would take from the pool.
+  int64_t NewPageCount(int64_t begin, int64_t end) const;
+
   // Drops the pages beyond item_count items.
   void Truncate(int64_t item_count);
   void Clear() { Truncate(0); }
@@ -39,9 +66,16 @@ class PageTable {
   int64_t bytes() const { return page_count() * page_bytes(); }
 
  private:
+  // Pages that hold the first item_count items.
+  int64_t PagesFor(int64_t item_count) const;
+
   PagePool* pool_;
   int64_t page_item_count_;
   std::vector<PageRef> pages_;
 };
+
+// needed_pages of `pool` for `what`, refused: RESOURCE_EXHAUSTED with the
+// bytes needed and those free for that pool.
+absl::Status PagesExhausted(std::string_view what, int64_t needed_pages, const PagePool& pool);
 
 }  // namespace spillway

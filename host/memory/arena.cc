@@ -1,0 +1,326 @@
+#include "host/memory/arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "host/memory/topology.h"
+#include "tbb/parallel_for.h"
+#include "tbb/task_arena.h"
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kSlabCountMax = std::numeric_limits<int64_t>::max() / kSlabBytes;
+
+int64_t RoundDown(int64_t bytes) { return std::max<int64_t>(bytes, 0) / kSlabBytes * kSlabBytes; }
+
+absl::Status SystemError(std::string_view call, int64_t bytes) {
+  return absl::InternalError(
+      absl::StrCat(std::string(call), " of ", bytes, " bytes failed: ", std::strerror(errno)));
+}
+
+// One private anonymous mapping of address space, slab-aligned, with at least
+// a slab of unused space on both sides: so the kernel merges it with no other
+// mapping and smaps counts it alone.
+class AddressSpace {
+ public:
+  static absl::StatusOr<AddressSpace> Reserve(int64_t bytes) {
+    const size_t total = static_cast<size_t>(bytes + 3 * kSlabBytes);
+    void* p = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return SystemError("mmap", bytes);
+    return AddressSpace(static_cast<std::byte*>(p), total);
+  }
+  AddressSpace(AddressSpace&& o) noexcept
+      : map_(std::exchange(o.map_, nullptr)), total_(o.total_) {}
+  AddressSpace& operator=(AddressSpace&&) = delete;
+  ~AddressSpace() {
+    if (map_ != nullptr) munmap(map_, total_);
+  }
+  std::byte* base() const {
+    const auto first = reinterpret_cast<uintptr_t>(map_) + kSlabBytes;
+    return reinterpret_cast<std::byte*>((first + kSlabBytes - 1) / kSlabBytes * kSlabBytes);
+  }
+
+ private:
+  AddressSpace(std::byte* map, size_t total) : map_(map), total_(total) {}
+  std::byte* map_;
+  size_t total_;
+};
+
+// Writes one byte of every small page, on thread_count threads.
+void Touch(std::span<std::byte> chunk, int thread_count) {
+  constexpr int64_t kSmallPage = 4096;
+  tbb::task_arena arena(thread_count);
+  arena.execute([&] {
+    tbb::parallel_for(int64_t{0}, static_cast<int64_t>(chunk.size()) / kSlabBytes, [&](int64_t s) {
+      volatile std::byte* slab = chunk.data() + s * kSlabBytes;
+      for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) slab[i] = std::byte{0};
+    });
+  });
+}
+
+// AnonHugePages of the mappings that lie in [begin, end).
+int64_t HugePageBytes(uintptr_t begin, uintptr_t end) {
+  std::ifstream smaps("/proc/self/smaps");
+  int64_t bytes = 0;
+  bool inside = false;
+  for (std::string line; std::getline(smaps, line);) {
+    uint64_t first = 0, last = 0;
+    const size_t dash = line.find('-');
+    const size_t space = line.find(' ');
+    // A mapping's first line is "first-last perms ..."; the others are
+    // "Name:   value kB".
+    if (dash != std::string::npos && dash < space &&
+        absl::SimpleHexAtoi(line.substr(0, dash), &first) &&
+        absl::SimpleHexAtoi(line.substr(dash + 1, space - dash - 1), &last)) {
+      inside = first >= begin && last <= end;
+      continue;
+    }
+    constexpr char kKey[] = "AnonHugePages:";
+    if (!inside || line.rfind(kKey, 0) != 0) continue;
+    const size_t digits = line.find_first_of("0123456789");
+    int64_t kib = 0;
+    if (digits != std::string::npos &&
+        absl::SimpleAtoi(line.substr(digits, line.find(' ', digits) - digits), &kib)) {
+      bytes += kib * 1024;
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+struct Arena::Impl {
+  Impl(const ArenaOptions& options, int touch_thread_count, MemoryBudget* budget,
+       ChunkObserver observer, AddressSpace space)
+      : limit_bytes(options.limit_bytes),
+        chunk_bytes(options.chunk_bytes),
+        numa_node(options.numa_node),
+        touch_thread_count(touch_thread_count),
+        budget(budget),
+        observer(std::move(observer)),
+        space(std::move(space)) {}
+
+  struct Chunk {
+    std::span<std::byte> memory;
+    MemoryReservation reservation;
+  };
+
+  std::byte* base() const { return space.base(); }
+  // The next bytes become usable memory, or everything is as before.
+  absl::Status Prepare(std::span<std::byte> memory);
+  void Unprepare(std::span<std::byte> memory);
+  // Commits at least min_bytes more, a whole chunk where limit and budget
+  // allow it.
+  absl::Status Grow(int64_t min_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // First run of at least slab_count free slabs, by address.
+  std::byte* TakeRun(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  void GiveRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Free slabs at the end of what is committed.
+  int64_t TrailingSlabs() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  int64_t FreeBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+
+  const int64_t limit_bytes;
+  const int64_t chunk_bytes;
+  const int numa_node;
+  const int touch_thread_count;
+  MemoryBudget* const budget;
+  const ChunkObserver observer;
+  const AddressSpace space;
+
+  mutable absl::Mutex mutex;
+  std::vector<Chunk> chunks ABSL_GUARDED_BY(mutex);
+  int64_t committed_bytes ABSL_GUARDED_BY(mutex) = 0;
+  int64_t free_slab_count ABSL_GUARDED_BY(mutex) = 0;
+  // Free runs of committed slabs: first slab -> slabs; no two adjoin.
+  std::map<int64_t, int64_t> free_runs ABSL_GUARDED_BY(mutex);
+};
+
+absl::Status Arena::Impl::Prepare(std::span<std::byte> memory) {
+  const int64_t bytes = static_cast<int64_t>(memory.size());
+  if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
+    return SystemError("mprotect", bytes);
+  }
+  absl::Status status;
+  // EINVAL: a kernel without huge pages. What was obtained shows in the
+  // statistics.
+  if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
+    status = SystemError("madvise", bytes);
+  }
+  if (status.ok() && numa_node >= 0) status = BindMemory(memory, numa_node);
+  if (status.ok()) {
+    Touch(memory, touch_thread_count);
+    if (observer.committed) status = observer.committed(memory);
+  }
+  if (!status.ok()) Unprepare(memory);
+  return status;
+}
+
+void Arena::Impl::Unprepare(std::span<std::byte> memory) {
+  // Maps fresh address space over it: frees the pages and forgets the
+  // binding.
+  mmap(memory.data(), memory.size(), PROT_NONE,
+       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+absl::Status Arena::Impl::Grow(int64_t min_bytes) {
+  const int64_t room = limit_bytes - committed_bytes;
+  if (min_bytes > room) return MemoryExhausted("the arena", min_bytes, FreeBytes());
+  int64_t bytes = std::clamp(RoundDown(budget->free_bytes()), min_bytes,
+                             std::min(room, std::max(chunk_bytes, min_bytes)));
+  absl::StatusOr<MemoryReservation> reservation = budget->Reserve(bytes, "an arena chunk");
+  if (!reservation.ok() && bytes > min_bytes) {
+    // Somebody else took from the budget in between.
+    bytes = min_bytes;
+    reservation = budget->Reserve(bytes, "an arena chunk");
+  }
+  if (!reservation.ok()) return reservation.status();
+  const std::span<std::byte> memory(base() + committed_bytes, static_cast<size_t>(bytes));
+  if (absl::Status status = Prepare(memory); !status.ok()) return status;
+  chunks.push_back({memory, *std::move(reservation)});
+  const int64_t first = committed_bytes / kSlabBytes;
+  committed_bytes += bytes;
+  GiveRun(first, bytes / kSlabBytes);
+  return absl::OkStatus();
+}
+
+std::byte* Arena::Impl::TakeRun(int64_t slab_count) {
+  for (auto it = free_runs.begin(); it != free_runs.end(); ++it) {
+    const auto [first, count] = *it;
+    if (count < slab_count) continue;
+    free_runs.erase(it);
+    if (count > slab_count) free_runs.emplace(first + slab_count, count - slab_count);
+    free_slab_count -= slab_count;
+    return base() + first * kSlabBytes;
+  }
+  return nullptr;
+}
+
+void Arena::Impl::GiveRun(int64_t first, int64_t slab_count) {
+  free_slab_count += slab_count;
+  auto next = free_runs.lower_bound(first);
+  assert(next == free_runs.end() || first + slab_count <= next->first);
+  if (next != free_runs.end() && next->first == first + slab_count) {
+    slab_count += next->second;
+    next = free_runs.erase(next);
+  }
+  if (next != free_runs.begin()) {
+    const auto previous = std::prev(next);
+    assert(previous->first + previous->second <= first);
+    if (previous->first + previous->second == first) {
+      previous->second += slab_count;
+      return;
+    }
+  }
+  free_runs.emplace_hint(next, first, slab_count);
+}
+
+int64_t Arena::Impl::TrailingSlabs() const {
+  if (free_runs.empty()) return 0;
+  const auto [first, count] = *free_runs.rbegin();
+  return (first + count) * kSlabBytes == committed_bytes ? count : 0;
+}
+
+int64_t Arena::Impl::FreeBytes() const {
+  return free_slab_count * kSlabBytes +
+         RoundDown(std::min(limit_bytes - committed_bytes, budget->free_bytes()));
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
+                                                     MemoryBudget* budget, ChunkObserver observer) {
+  ArenaOptions rounded = options;
+  rounded.limit_bytes = RoundDown(options.limit_bytes);
+  if (rounded.limit_bytes <= 0) {
+    return absl::InvalidArgumentError(absl::StrCat("arena limit of ", options.limit_bytes,
+                                                   " bytes is below one slab of ", kSlabBytes));
+  }
+  if (options.chunk_bytes <= 0 || options.chunk_bytes % kSlabBytes != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("arena chunk of ", options.chunk_bytes,
+                                                   " bytes is not a positive multiple of ",
+                                                   kSlabBytes));
+  }
+  absl::StatusOr<Topology> topology = DetectTopology();
+  if (!topology.ok()) return topology.status();
+  const int node_count = static_cast<int>(topology->numa_nodes.size());
+  if (options.numa_node < -1 || options.numa_node >= node_count) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("NUMA node ", options.numa_node, " is not in [-1, ", node_count, ")"));
+  }
+  int threads = options.touch_thread_count;
+  if (threads <= 0) {
+    threads = options.numa_node < 0 ? topology->core_count
+                                    : topology->numa_nodes[options.numa_node].core_count;
+  }
+  absl::StatusOr<AddressSpace> space = AddressSpace::Reserve(rounded.limit_bytes);
+  if (!space.ok()) return space.status();
+  return std::unique_ptr<Arena>(new Arena(std::make_unique<Impl>(
+      rounded, std::max(threads, 1), budget, std::move(observer), *std::move(space))));
+}
+
+Arena::Arena(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Arena::~Arena() {
+  absl::MutexLock lock(&impl_->mutex);
+  if (!impl_->observer.released) return;
+  for (const Impl::Chunk& chunk : impl_->chunks) impl_->observer.released(chunk.memory);
+}
+
+absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
+  assert(slab_count > 0);
+  absl::MutexLock lock(&impl_->mutex);
+  if (std::byte* base = impl_->TakeRun(slab_count)) return base;
+  // Saturated: a count beyond the limit cannot overflow its bytes.
+  const int64_t needed_bytes = std::min(slab_count, kSlabCountMax) * kSlabBytes;
+  const int64_t missing_bytes = needed_bytes - impl_->TrailingSlabs() * kSlabBytes;
+  if (absl::Status grown = impl_->Grow(missing_bytes); !grown.ok()) {
+    if (!absl::IsResourceExhausted(grown)) return grown;
+    return MemoryExhausted("the arena", needed_bytes, impl_->FreeBytes());
+  }
+  return impl_->TakeRun(slab_count);
+}
+
+void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
+  absl::MutexLock lock(&impl_->mutex);
+  const int64_t offset = base - impl_->base();
+  assert(offset >= 0 && offset % kSlabBytes == 0);
+  assert(offset + slab_count * kSlabBytes <= impl_->committed_bytes);
+  impl_->GiveRun(offset / kSlabBytes, slab_count);
+}
+
+std::byte* Arena::base() const { return impl_->base(); }
+
+int64_t Arena::slab_capacity() const { return impl_->limit_bytes / kSlabBytes; }
+
+int64_t Arena::free_bytes() const {
+  absl::MutexLock lock(&impl_->mutex);
+  return impl_->FreeBytes();
+}
+
+ArenaStatistics Arena::statistics() const {
+  ArenaStatistics s;
+  s.limit_bytes = impl_->limit_bytes;
+  {
+    absl::MutexLock lock(&impl_->mutex);
+    s.committed_bytes = impl_->committed_bytes;
+    s.used_bytes = impl_->committed_bytes - impl_->free_slab_count * kSlabBytes;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(impl_->base());
+  s.huge_page_bytes = HugePageBytes(begin, begin + impl_->limit_bytes);
+  return s;
+}
+
+}  // namespace spillway

@@ -1,0 +1,100 @@
+#include "host/memory/layer_rows.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+namespace spillway {
+
+LayerRows::LayerRows(PagePool* pool, const ModelSpec& spec)
+    : pool_(pool), row_bytes_(spec.row_bytes()) {
+  assert(pool->page_bytes() >= kPageTokenCount * row_bytes_);
+  heads_.reserve(spec.kv_head_count);
+  for (int h = 0; h < spec.kv_head_count; ++h) heads_.emplace_back(pool, kPageTokenCount);
+}
+
+absl::Status LayerRows::PrepareAppend(int64_t count) {
+  assert(count >= 0 && count <= std::numeric_limits<int64_t>::max() - token_count_);
+  const int64_t end = token_count_ + count;
+  int64_t needed = 0;
+  for (const PageTable& head : heads_) {
+    if (__builtin_add_overflow(needed, head.NewPageCount(token_count_, end), &needed)) {
+      needed = std::numeric_limits<int64_t>::max();
+      break;
+    }
+  }
+  if (needed > pool_->free_page_count()) return PagesExhausted("an append", needed, *pool_);
+  std::vector<PageTable::StagedWrite> staged;
+  staged.reserve(heads_.size());
+  for (const PageTable& head : heads_) {
+    absl::StatusOr<PageTable::StagedWrite> write = head.StageWrite(token_count_, end);
+    if (!write.ok()) {
+      staged.clear();  // before the free bytes are counted
+      if (!absl::IsResourceExhausted(write.status())) return write.status();
+      return PagesExhausted("an append", needed, *pool_);
+    }
+    staged.push_back(*std::move(write));
+  }
+  for (size_t h = 0; h < heads_.size(); ++h) heads_[h].Install(std::move(staged[h]));
+  return absl::OkStatus();
+}
+
+void LayerRows::WriteRows(int kv_head, int64_t start, int64_t count, int64_t from, int64_t to,
+                          const std::byte* k, const std::byte* v) {
+  assert(start >= 0 && 0 <= from && from <= to && to <= count);
+  const int64_t half = row_bytes_ / 2;
+  const std::byte* k_head = k + kv_head * count * half;
+  const std::byte* v_head = v + kv_head * count * half;
+  for (int64_t t = from; t < to;) {
+    const int64_t token = start + t;
+    const int64_t place = token % kPageTokenCount;
+    const int64_t run = std::min(to - t, kPageTokenCount - place);
+    std::byte* row = heads_[kv_head].Page(token / kPageTokenCount) + place * row_bytes_;
+    for (int64_t i = 0; i < run; ++i, ++t, row += row_bytes_) {
+      std::memcpy(row, k_head + t * half, static_cast<size_t>(half));
+      std::memcpy(row + half, v_head + t * half, static_cast<size_t>(half));
+    }
+  }
+}
+
+void LayerRows::Rollback() {
+  for (PageTable& head : heads_) head.Truncate(token_count_);
+}
+
+void LayerRows::Truncate(int64_t token_count) {
+  assert(token_count >= 0 && token_count <= token_count_);
+  token_count_ = token_count;
+  Rollback();
+}
+
+LayerRows LayerRows::Share(int64_t token_count) const {
+  assert(token_count >= 0 && token_count <= token_count_);
+  LayerRows copy(pool_, row_bytes_);
+  copy.token_count_ = token_count;
+  copy.heads_.reserve(heads_.size());
+  for (const PageTable& head : heads_) copy.heads_.push_back(head.Share(token_count));
+  return copy;
+}
+
+bool LayerRows::Equals(int64_t start, int64_t count, const std::byte* k, const std::byte* v) const {
+  assert(start >= 0 && count >= 0 && start + count <= token_count_);
+  const int64_t half = row_bytes_ / 2;
+  const auto bytes = static_cast<size_t>(half);
+  for (int h = 0; h < kv_head_count(); ++h) {
+    for (int64_t t = 0; t < count; ++t, k += half, v += half) {
+      const std::byte* row = Row(h, start + t);
+      if (std::memcmp(row, k, bytes) != 0 || std::memcmp(row + half, v, bytes) != 0) return false;
+    }
+  }
+  return true;
+}
+
+int64_t LayerRows::bytes() const {
+  int64_t sum = 0;
+  for (const PageTable& head : heads_) sum += head.bytes();
+  return sum;
+}
+
+}  // namespace spillway

@@ -1,0 +1,266 @@
+#include "host/memory/page_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <set>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int kWordBits = 64;
+
+int64_t RoundUp(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+[[noreturn]] void Die(const char* what, PageRef page) {
+  std::fprintf(stderr, "page pool: %s of stale page %u, generation %u\n", what, page.index,
+               page.generation);
+  std::abort();
+}
+
+// Which pages of a slab are free.
+class FreePlaces {
+ public:
+  explicit FreePlaces(int64_t count)
+      : count_(count), words_((count + kWordBits - 1) / kWordBits, ~uint64_t{0}) {
+    if (count % kWordBits != 0) words_.back() = (uint64_t{1} << (count % kWordBits)) - 1;
+  }
+  int64_t count() const { return count_; }
+  // Takes the first free place at or after `from`, else the first of all.
+  // REQUIRES: count() > 0.
+  int64_t Take(int64_t from) {
+    int64_t place = Find(from);
+    if (place < 0) place = Find(0);
+    words_[place / kWordBits] &= ~(uint64_t{1} << (place % kWordBits));
+    --count_;
+    return place;
+  }
+  void Give(int64_t place) {
+    words_[place / kWordBits] |= uint64_t{1} << (place % kWordBits);
+    ++count_;
+  }
+
+ private:
+  int64_t Find(int64_t from) const {
+    for (size_t w = static_cast<size_t>(from / kWordBits); w < words_.size(); ++w) {
+      uint64_t word = words_[w];
+      if (static_cast<int64_t>(w) == from / kWordBits) word &= ~uint64_t{0} << (from % kWordBits);
+      if (word != 0) return static_cast<int64_t>(w) * kWordBits + std::countr_zero(word);
+    }
+    return -1;
+  }
+
+  int64_t count_;
+  std::vector<uint64_t> words_;
+};
+
+// Generation and references of a page in one word, so that the last release
+// also ends the generation: no reference can be added in between.
+struct State {
+  uint32_t generation;
+  uint32_t reference_count;
+
+  static State Unpack(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
+  }
+  uint64_t Pack() const { return uint64_t{generation} << 32 | reference_count; }
+  bool Holds(PageRef page) const { return reference_count > 0 && generation == page.generation; }
+};
+
+uint32_t NextGeneration(uint32_t generation) {
+  // 0 means "no page".
+  return generation == std::numeric_limits<uint32_t>::max() ? 1 : generation + 1;
+}
+
+}  // namespace
+
+// A page's index is its slab's number in the arena, shifted, plus its place
+// in the slab: its address needs no table that could move under a reader.
+struct PagePool::Impl {
+  using States = std::unique_ptr<std::atomic<uint64_t>[]>;
+
+  Impl(Arena* arena, int64_t page_bytes);
+
+  uint32_t SlabOf(PageRef page) const { return page.index >> shift; }
+  int64_t PlaceOf(PageRef page) const { return page.index & ((uint32_t{1} << shift) - 1); }
+  std::byte* SlabBase(uint32_t slab) const { return arena->base() + slab * kSlabBytes; }
+  // The page's state, or null for an index that the pool never handed out.
+  std::atomic<uint64_t>* StateOf(PageRef page) const {
+    const uint32_t slab = SlabOf(page);
+    const int64_t place = PlaceOf(page);
+    if (slab >= slab_capacity || place >= pages_per_slab) return nullptr;
+    std::atomic<uint64_t>* states = slab_states[slab].load(std::memory_order_acquire);
+    return states == nullptr ? nullptr : &states[place];
+  }
+  // The slab to take a page from: the neighbour's, one with room, a new one.
+  absl::StatusOr<uint32_t> ChooseSlab(PageRef neighbour) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  void FreePage(PageRef page);
+
+  Arena* const arena;
+  int64_t slab_count = 1;
+  int64_t pages_per_slab = 0;
+  int shift = 0;
+  uint32_t slab_capacity = 0;
+  // [slab_capacity]; null until the pool first holds that slab, then never
+  // changed while the pool lives, so that stale references find their state.
+  std::unique_ptr<std::atomic<std::atomic<uint64_t>*>[]> slab_states;
+
+  mutable absl::Mutex mutex;
+  std::vector<States> owned_states ABSL_GUARDED_BY(mutex);
+  absl::flat_hash_map<uint32_t, FreePlaces> slabs ABSL_GUARDED_BY(mutex);  // held now
+  std::set<uint32_t> with_room ABSL_GUARDED_BY(mutex);
+  int64_t used_page_count ABSL_GUARDED_BY(mutex) = 0;
+};
+
+PagePool::Impl::Impl(Arena* arena, int64_t page_bytes) : arena(arena) {
+  constexpr int64_t kWasteShare = 64;
+  slab_count = (page_bytes + kSlabBytes - 1) / kSlabBytes;
+  while (slab_count * kSlabBytes % page_bytes * kWasteShare > slab_count * kSlabBytes) ++slab_count;
+  pages_per_slab = slab_count * kSlabBytes / page_bytes;
+  shift = std::bit_width(static_cast<uint64_t>(pages_per_slab - 1));
+  slab_capacity =
+      static_cast<uint32_t>(std::min(arena->slab_capacity(), int64_t{1} << (32 - shift)));
+  slab_states = std::make_unique<std::atomic<std::atomic<uint64_t>*>[]>(slab_capacity);
+}
+
+absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
+  if (neighbour) {
+    const auto it = slabs.find(SlabOf(neighbour));
+    if (it != slabs.end() && it->second.count() > 0) return it->first;
+  }
+  if (!with_room.empty()) return *with_room.begin();
+  const absl::StatusOr<std::byte*> base = arena->AllocateSlabs(slab_count);
+  if (!base.ok()) return base.status();
+  const int64_t slab = (*base - arena->base()) / kSlabBytes;
+  if (slab >= slab_capacity) {
+    arena->FreeSlabs(*base, slab_count);
+    return absl::ResourceExhaustedError("the page pool has used all of its page indices");
+  }
+  const auto id = static_cast<uint32_t>(slab);
+  if (slab_states[id].load(std::memory_order_relaxed) == nullptr) {
+    owned_states.push_back(std::make_unique<std::atomic<uint64_t>[]>(pages_per_slab));
+    slab_states[id].store(owned_states.back().get(), std::memory_order_release);
+  }
+  slabs.emplace(id, FreePlaces(pages_per_slab));
+  with_room.insert(id);
+  return id;
+}
+
+void PagePool::Impl::FreePage(PageRef page) {
+  absl::MutexLock lock(&mutex);
+  const uint32_t slab = SlabOf(page);
+  const auto it = slabs.find(slab);
+  it->second.Give(PlaceOf(page));
+  --used_page_count;
+  if (it->second.count() < pages_per_slab) {
+    with_room.insert(slab);
+    return;
+  }
+  with_room.erase(slab);
+  slabs.erase(it);
+  arena->FreeSlabs(SlabBase(slab), slab_count);
+}
+
+PagePool::PagePool(Arena* arena, int64_t page_bytes)
+    : page_bytes_(RoundUp(page_bytes, kAlignment)),
+      impl_(std::make_unique<Impl>(arena, page_bytes_)) {}
+
+PagePool::~PagePool() {
+  absl::MutexLock lock(&impl_->mutex);
+  for (const auto& [slab, places] : impl_->slabs) {
+    impl_->arena->FreeSlabs(impl_->SlabBase(slab), impl_->slab_count);
+  }
+}
+
+absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
+  absl::MutexLock lock(&impl_->mutex);
+  const absl::StatusOr<uint32_t> slab = impl_->ChooseSlab(neighbour);
+  if (!slab.ok()) {
+    if (!absl::IsResourceExhausted(slab.status())) return slab.status();
+    return MemoryExhausted("a page", page_bytes_, 0);
+  }
+  FreePlaces& places = impl_->slabs.at(*slab);
+  const bool beside = neighbour && impl_->SlabOf(neighbour) == *slab;
+  const int64_t place = places.Take(beside ? impl_->PlaceOf(neighbour) + 1 : 0);
+  if (places.count() == 0) impl_->with_room.erase(*slab);
+  ++impl_->used_page_count;
+
+  PageRef page{*slab << impl_->shift | static_cast<uint32_t>(place), 0};
+  std::atomic<uint64_t>& state = *impl_->StateOf(page);
+  page.generation = State::Unpack(state.load(std::memory_order_relaxed)).generation;
+  if (page.generation == 0) page.generation = 1;
+  state.store(State{page.generation, 1}.Pack(), std::memory_order_release);
+  return page;
+}
+
+void PagePool::AddReference(PageRef page) {
+  std::atomic<uint64_t>* state = impl_->StateOf(page);
+  if (state == nullptr) Die("AddReference", page);
+  uint64_t word = state->load(std::memory_order_relaxed);
+  do {
+    if (!State::Unpack(word).Holds(page)) Die("AddReference", page);
+  } while (!state->compare_exchange_weak(word, word + 1, std::memory_order_relaxed));
+}
+
+void PagePool::Release(PageRef page) {
+  std::atomic<uint64_t>* state = impl_->StateOf(page);
+  if (state == nullptr) Die("Release", page);
+  uint64_t word = state->load(std::memory_order_relaxed);
+  State next;
+  do {
+    next = State::Unpack(word);
+    if (!next.Holds(page)) Die("Release", page);
+    if (--next.reference_count == 0) next.generation = NextGeneration(next.generation);
+    // Release: our reads of the page come before its reuse; acquire: so do
+    // those of the others when ours is the last reference.
+  } while (!state->compare_exchange_weak(word, next.Pack(), std::memory_order_acq_rel,
+                                         std::memory_order_relaxed));
+  if (next.reference_count == 0) impl_->FreePage(page);
+}
+
+bool PagePool::IsShared(PageRef page) const {
+  const std::atomic<uint64_t>* state = impl_->StateOf(page);
+  if (state == nullptr) Die("IsShared", page);
+  // Acquire: who sees itself alone may write, after the others' reads.
+  const State now = State::Unpack(state->load(std::memory_order_acquire));
+  if (!now.Holds(page)) Die("IsShared", page);
+  return now.reference_count > 1;
+}
+
+std::byte* PagePool::Data(PageRef page) const {
+  const std::atomic<uint64_t>* state = impl_->StateOf(page);
+  if (state == nullptr || !State::Unpack(state->load(std::memory_order_acquire)).Holds(page)) {
+    return nullptr;
+  }
+  return impl_->SlabBase(impl_->SlabOf(page)) + impl_->PlaceOf(page) * page_bytes_;
+}
+
+int64_t PagePool::used_page_count() const {
+  absl::MutexLock lock(&impl_->mutex);
+  return impl_->used_page_count;
+}
+
+int64_t PagePool::spare_page_count() const {
+  absl::MutexLock lock(&impl_->mutex);
+  return static_cast<int64_t>(impl_->slabs.size()) * impl_->pages_per_slab - impl_->used_page_count;
+}
+
+int64_t PagePool::free_page_count() const {
+  return spare_page_count() +
+         impl_->arena->free_bytes() / (impl_->slab_count * kSlabBytes) * impl_->pages_per_slab;
+}
+
+int64_t PagePool::pages_per_slab() const { return impl_->pages_per_slab; }
+
+int64_t PagePool::slab_count() const { return impl_->slab_count; }
+
+}  // namespace spillway
