@@ -1,0 +1,38 @@
+// The subcommands of the tool. Each asks one daemon and prints the answer;
+// none knows the command line.
+#pragma once
+
+#include <ostream>
+#include <stop_token>
+#include <string>
+
+#include "absl/status/status.h"
+#include "cli/bench_options.h"
+#include "spillway/client.h"
+
+namespace spillway::cli {
+
+// Where and how a command prints.
+struct Output {
+  std::ostream& out;
+  // One JSON document instead of text for people.
+  bool json = false;
+};
+
+// Version, devices, memory, and per model what it holds and how many tokens
+// still fit.
+absl::Status Status(Client& client, const CallOptions& call, const Output& output);
+
+// Every model's shape, and bytes per token.
+absl::Status Models(Client& client, const CallOptions& call, const Output& output);
+
+// Every sequence, or those of one model (models/{id} or {id}).
+absl::Status Sequences(Client& client, const std::string& model, const CallOptions& call,
+                       const Output& output);
+
+// Times attends over a temporary sequence of random K/V; deletes what it made
+// whatever happens.
+absl::Status AttendBench(Client& client, const BenchOptions& options, const CallOptions& call,
+                         const Output& output);
+
+}  // namespace spillway::cli

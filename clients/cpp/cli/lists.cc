@@ -1,0 +1,115 @@
+#include <string>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "cli/commands.h"
+#include "cli/json.h"
+#include "cli/output.h"
+
+namespace spillway::cli {
+namespace {
+
+// How the model's keys become codes, in a word.
+std::string HashName(const v1::HashWeights& weights) {
+  switch (weights.kind_case()) {
+    case v1::HashWeights::kRotation:
+      return absl::StrCat("rotation:", weights.rotation().bits_per_dim());
+    case v1::HashWeights::kMlp:
+      return absl::StrCat("mlp:", weights.mlp().hash_bits());
+    case v1::HashWeights::KIND_NOT_SET:
+      return "none";
+  }
+  return "unknown";
+}
+
+// "DTYPE_BF16" as "bf16".
+std::string DTypeName(v1::DType dtype) {
+  return absl::AsciiStrToLower(absl::StripPrefix(v1::DType_Name(dtype), "DTYPE_"));
+}
+
+Json ModelJson(const v1::Model& model) {
+  return {{"name", model.name()},
+          {"layer_count", model.layer_count()},
+          {"query_head_count", model.query_head_count()},
+          {"kv_head_count", model.kv_head_count()},
+          {"head_dim", model.head_dim()},
+          {"dtype", DTypeName(model.dtype())},
+          {"softmax_scale", model.softmax_scale()},
+          {"hash", HashName(model.hash_weights())},
+          {"ready", model.ready()},
+          {"row_bytes_per_token", model.row_bytes_per_token()},
+          {"index_bytes_per_token", model.index_bytes_per_token()},
+          {"create_time", TimeJson(model.has_create_time(), model.create_time())}};
+}
+
+Json SequenceJson(const v1::Sequence& sequence) {
+  return {{"name", sequence.name()},
+          {"model", sequence.model()},
+          {"token_count", sequence.token_count()},
+          {"generation", sequence.generation()},
+          {"row_bytes", sequence.row_bytes()},
+          {"index_bytes", sequence.index_bytes()},
+          {"create_time", TimeJson(sequence.has_create_time(), sequence.create_time())},
+          {"expire_time", TimeJson(sequence.has_expire_time(), sequence.expire_time())}};
+}
+
+}  // namespace
+
+absl::Status Models(Client& client, const CallOptions& call, const Output& output) {
+  const absl::StatusOr<std::vector<v1::Model>> models = client.ListModels(call);
+  if (!models.ok()) return models.status();
+  if (output.json) {
+    Json list = Json::array();
+    for (const v1::Model& model : *models) list.push_back(ModelJson(model));
+    output.out << Json{{"models", std::move(list)}}.dump(2) << '\n';
+    return absl::OkStatus();
+  }
+  if (models->empty()) {
+    output.out << "no models\n";
+    return absl::OkStatus();
+  }
+  Table table({"MODEL", "LAYERS", "HEADS", "KV HEADS", "HEAD DIM", "DTYPE", "HASH", "ROWS/TOKEN",
+               "INDEX/TOKEN", "READY"});
+  for (const v1::Model& model : *models) {
+    table.AddRow({model.name(), absl::StrCat(model.layer_count()),
+                  absl::StrCat(model.query_head_count()), absl::StrCat(model.kv_head_count()),
+                  absl::StrCat(model.head_dim()), DTypeName(model.dtype()),
+                  HashName(model.hash_weights()), FormatBytes(model.row_bytes_per_token()),
+                  FormatBytes(model.index_bytes_per_token()), model.ready() ? "yes" : "no"});
+  }
+  table.Print(output.out);
+  return absl::OkStatus();
+}
+
+absl::Status Sequences(Client& client, const std::string& model, const CallOptions& call,
+                       const Output& output) {
+  const std::string name =
+      model.empty() || absl::StartsWith(model, "models/") ? model : absl::StrCat("models/", model);
+  const absl::StatusOr<std::vector<v1::Sequence>> sequences = client.ListSequences(name, call);
+  if (!sequences.ok()) return sequences.status();
+  if (output.json) {
+    Json list = Json::array();
+    for (const v1::Sequence& sequence : *sequences) list.push_back(SequenceJson(sequence));
+    output.out << Json{{"sequences", std::move(list)}}.dump(2) << '\n';
+    return absl::OkStatus();
+  }
+  if (sequences->empty()) {
+    output.out << "no sequences\n";
+    return absl::OkStatus();
+  }
+  const absl::Time now = absl::Now();
+  Table table({"SEQUENCE", "MODEL", "TOKENS", "GENERATION", "ROWS", "INDEX", "AGE", "EXPIRES IN"});
+  for (const v1::Sequence& sequence : *sequences) {
+    table.AddRow(
+        {sequence.name(), sequence.model(), FormatCount(sequence.token_count()),
+         absl::StrCat(sequence.generation()), FormatBytes(sequence.row_bytes()),
+         FormatBytes(sequence.index_bytes()), FormatAge(now - ToTime(sequence.create_time())),
+         sequence.has_expire_time() ? FormatAge(ToTime(sequence.expire_time()) - now) : "never"});
+  }
+  table.Print(output.out);
+  return absl::OkStatus();
+}
+
+}  // namespace spillway::cli

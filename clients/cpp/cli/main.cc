@@ -1,0 +1,104 @@
+// spillway: asks a daemon how it does, and times it.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "cli/bench_options.h"
+#include "cli/commands.h"
+#include "cli/interrupt.h"
+#include "spillway/client.h"
+#include "spillway/error.h"
+
+namespace spillway::cli {
+namespace {
+
+enum ExitCode {
+  kOk = 0,
+  // The daemon answered with an error, or the output could not be written.
+  kFailed = 1,
+  // The command line is wrong.
+  kUsage = 2,
+  // No daemon answers at the target.
+  kUnreachable = 3,
+};
+
+constexpr char kFooter[] =
+    "Output is a table on a terminal and JSON elsewhere or with --json.\n"
+    "Exit codes: 0 done, 1 the daemon refused or failed, 2 wrong command line,\n"
+    "3 no daemon at the target, 128 + N ended by signal N.";
+
+void PrintError(const absl::Status& status) {
+  std::cerr << "spillway: " << status.message() << " (" << absl::StatusCodeToString(status.code());
+  if (const std::string reason = ErrorReason(status); !reason.empty()) std::cerr << ", " << reason;
+  std::cerr << ")\n";
+  for (const FieldViolation& violation : FieldViolations(status)) {
+    std::cerr << "  " << violation.field << ": " << violation.description << '\n';
+  }
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app("Client of the Spillway daemon.", "spillway");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  app.set_version_flag("--version", SPILLWAY_VERSION);
+  std::string target = DefaultTarget();
+  bool json = false;
+  double timeout_s = 60;
+  app.add_option("--target", target, "gRPC target of the daemon")
+      ->envname("SPILLWAY_TARGET")
+      ->capture_default_str();
+  app.add_flag("--json", json, "print JSON on a terminal too");
+  app.add_option("--timeout", timeout_s, "seconds that one call may take")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  // Global options may stand after the subcommand too.
+  app.fallthrough();
+
+  CLI::App* status = app.add_subcommand("status", "the daemon, its memory, its models");
+  CLI::App* models = app.add_subcommand("models", "list models");
+  CLI::App* sequences = app.add_subcommand("sequences", "list sequences");
+  std::string model;
+  sequences->add_option("--model", model, "only this model's");
+  CLI::App* bench =
+      app.add_subcommand("attend-bench", "time attends over a temporary random sequence");
+  BenchOptions bench_options;
+  AddBenchOptions(*bench, bench_options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kOk : kUsage;
+  }
+
+  Interrupt interrupt;
+  const auto finish = [&](const absl::Status& result, ExitCode code) -> int {
+    if (interrupt.signal() != 0) return 128 + interrupt.signal();
+    PrintError(result);
+    return code;
+  };
+  const ClientOptions options{.call_timeout = absl::Seconds(timeout_s)};
+  absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(target, options);
+  if (!client.ok()) {
+    const bool reached = absl::IsFailedPrecondition(client.status());
+    return finish(client.status(), reached ? kFailed : kUnreachable);
+  }
+  const CallOptions call{.stop = interrupt.token()};
+  const Output output{.out = std::cout, .json = json || isatty(STDOUT_FILENO) == 0};
+  absl::Status result;
+  if (status->parsed()) result = Status(**client, call, output);
+  if (models->parsed()) result = Models(**client, call, output);
+  if (sequences->parsed()) result = Sequences(**client, model, call, output);
+  if (bench->parsed()) result = AttendBench(**client, bench_options, call, output);
+  if (!result.ok()) return finish(result, kFailed);
+  std::cout.flush();
+  if (!std::cout) return finish(absl::DataLossError("cannot write the output"), kFailed);
+  return kOk;
+}
+
+}  // namespace
+}  // namespace spillway::cli
+
+int main(int argc, char** argv) { return spillway::cli::Main(argc, argv); }

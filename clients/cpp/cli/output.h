@@ -1,0 +1,40 @@
+// How the tool writes: tables and units for people.
+#pragma once
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace spillway::cli {
+
+// Columns as wide as their widest cell; the first is aligned left, the others
+// right.
+class Table {
+ public:
+  explicit Table(std::vector<std::string> headers) : rows_{std::move(headers)} {}
+
+  // REQUIRES: as many cells as headers.
+  void AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+
+  void Print(std::ostream& out) const;
+
+ private:
+  std::vector<std::vector<std::string>> rows_;
+};
+
+// "1.5 GiB".
+std::string FormatBytes(int64_t bytes);
+
+// "1,234,567".
+std::string FormatCount(int64_t count);
+
+// "12.3 %" of the whole; "-" when the whole is 0.
+std::string FormatShare(double part, double whole);
+
+// "3 d 4 h", "5 min", "12 s": two units at most.
+std::string FormatAge(absl::Duration age);
+
+}  // namespace spillway::cli

@@ -1,0 +1,30 @@
+// Tensors of the API: bytes with a dtype and a shape, C order, little endian.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "spillway/v1/tensor.pb.h"
+
+namespace spillway {
+
+// Bytes of one element; 0 for a dtype that is not in the API.
+size_t DTypeBytes(v1::DType dtype);
+
+// A tensor that holds a copy of `data`.
+// REQUIRES: data.size() == product(shape) * DTypeBytes(dtype).
+v1::Tensor MakeTensor(v1::DType dtype, absl::Span<const int64_t> shape, std::string_view data);
+
+// A DTYPE_F32 tensor that holds a copy of `values`.
+// REQUIRES: values.size() == product(shape).
+v1::Tensor MakeTensor(absl::Span<const int64_t> shape, absl::Span<const float> values);
+
+// The elements of a DTYPE_F32 tensor where they lie; valid as long as the
+// tensor is neither changed nor destroyed. INVALID_ARGUMENT for another dtype
+// or when the size does not fit the shape.
+absl::StatusOr<absl::Span<const float>> FloatValues(const v1::Tensor& tensor);
+
+}  // namespace spillway
