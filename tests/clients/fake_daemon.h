@@ -1,0 +1,192 @@
+// A gRPC server that answers as a test tells it to, on a unix socket in a
+// directory of its own.
+#pragma once
+
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "grpcpp/server.h"
+#include "grpcpp/server_builder.h"
+#include "spillway/v1/admin_service.grpc.pb.h"
+#include "spillway/v1/attention_service.grpc.pb.h"
+#include "spillway/v1/model_service.grpc.pb.h"
+
+namespace spillway {
+
+// A refusal as the daemon sends it: ErrorInfo and BadRequest in the details.
+inline google::rpc::Status RefusalDetails() {
+  google::rpc::Status status;
+  status.set_code(grpc::StatusCode::INVALID_ARGUMENT);
+  status.set_message("head_dim 17 is not a multiple of 16");
+  google::rpc::ErrorInfo info;
+  info.set_reason("INVALID_MODEL");
+  info.set_domain("spillway");
+  (*info.mutable_metadata())["boot_id"] = "b00t";
+  status.add_details()->PackFrom(info);
+  google::rpc::BadRequest request;
+  for (const char* field : {"model.head_dim", "model.dtype"}) {
+    auto* violation = request.add_field_violations();
+    violation->set_field(field);
+    violation->set_description("is wrong");
+  }
+  status.add_details()->PackFrom(request);
+  return status;
+}
+
+inline grpc::Status Refusal() {
+  const google::rpc::Status details = RefusalDetails();
+  return {static_cast<grpc::StatusCode>(details.code()), details.message(),
+          details.SerializeAsString()};
+}
+
+class FakeDaemon final : public v1::AdminService::Service,
+                         public v1::ModelService::Service,
+                         public v1::AttentionService::Service {
+ public:
+  FakeDaemon() {
+    std::string path = (std::filesystem::temp_directory_path() / "spillway-XXXXXX").string();
+    if (mkdtemp(path.data()) == nullptr) std::abort();
+    directory_ = path;
+    info.set_version("0.1.0");
+    info.set_boot_id("b00t");
+    info.mutable_limits()->set_message_bytes_max(int64_t{4} << 20);
+  }
+
+  ~FakeDaemon() override {
+    if (server_) server_->Shutdown(std::chrono::system_clock::now());
+    std::filesystem::remove_all(directory_);
+  }
+
+  std::string target() const { return "unix:" + (directory_ / "s").string(); }
+
+  void Start() {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort(target(), grpc::InsecureServerCredentials());
+    builder.RegisterService(static_cast<v1::AdminService::Service*>(this));
+    builder.RegisterService(static_cast<v1::ModelService::Service*>(this));
+    builder.RegisterService(static_cast<v1::AttentionService::Service*>(this));
+    server_ = builder.BuildAndStart();
+  }
+
+  // Set before Start.
+  v1::GetServerInfoResponse info;
+  // Models of each page that ListModels answers.
+  std::vector<std::vector<std::string>> model_pages;
+  // Append refuses this chunk, counted from 0.
+  int refused_chunk = -1;
+  // Largest AppendRequest or upload message seen, serialised.
+  std::atomic<size_t> message_bytes_seen = 0;
+  std::vector<v1::KvChunk> chunks;
+  std::string uploaded;
+  int64_t uploaded_total_bytes = 0;
+  // Attend waits until its call is cancelled.
+  std::atomic<bool> hang = false;
+  std::atomic<bool> was_cancelled = false;
+  // FetchPages sends this many messages, or until cancelled.
+  int fetch_messages = 3;
+  std::atomic<int> fetch_messages_sent = 0;
+
+ private:
+  grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
+                             v1::GetServerInfoResponse* response) override {
+    *response = info;
+    return grpc::Status::OK;
+  }
+
+  grpc::Status CreateModel(grpc::ServerContext*, const v1::CreateModelRequest*,
+                           v1::CreateModelResponse*) override {
+    return Refusal();
+  }
+
+  grpc::Status ListModels(grpc::ServerContext*, const v1::ListModelsRequest* request,
+                          v1::ListModelsResponse* response) override {
+    const size_t page = request->page_token().empty() ? 0 : std::stoul(request->page_token());
+    for (const std::string& name : model_pages.at(page)) response->add_models()->set_name(name);
+    if (page + 1 < model_pages.size()) response->set_next_page_token(std::to_string(page + 1));
+    return grpc::Status::OK;
+  }
+
+  grpc::Status UploadHashWeights(grpc::ServerContext*,
+                                 grpc::ServerReader<v1::UploadHashWeightsRequest>* reader,
+                                 v1::UploadHashWeightsResponse* response) override {
+    v1::UploadHashWeightsRequest request;
+    while (reader->Read(&request)) {
+      if (!request.name().empty()) response->mutable_model()->set_name(request.name());
+      if (request.total_bytes() != 0) uploaded_total_bytes = request.total_bytes();
+      message_bytes_seen = std::max(message_bytes_seen.load(), request.data().size());
+      uploaded += request.data();
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Append(grpc::ServerContext*, grpc::ServerReader<v1::AppendRequest>* reader,
+                      v1::AppendResponse* response) override {
+    v1::AppendRequest request;
+    while (reader->Read(&request)) {
+      if (static_cast<int>(chunks.size()) == refused_chunk) {
+        return {grpc::StatusCode::OUT_OF_RANGE, "token_start 7 leaves a gap"};
+      }
+      message_bytes_seen = std::max(message_bytes_seen.load(), request.ByteSizeLong());
+      chunks.push_back(request.chunk());
+    }
+    response->set_appended_chunk_count(static_cast<int64_t>(chunks.size()));
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Attend(grpc::ServerContext* context, const v1::AttendRequest* request,
+                      v1::AttendResponse* response) override {
+    while (hang) {
+      if (context->IsCancelled()) {
+        was_cancelled = true;
+        return grpc::Status::CANCELLED;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    for (const v1::AttendItem& item : request->items()) {
+      *response->add_results()->mutable_out() = item.q();
+    }
+    return grpc::Status::OK;
+  }
+
+  // Answers each request, the odd ids with an error; id 1000 ends the stream.
+  grpc::Status Decode(
+      grpc::ServerContext*,
+      grpc::ServerReaderWriter<v1::DecodeResponse, v1::DecodeRequest>* stream) override {
+    v1::DecodeRequest request;
+    while (stream->Read(&request)) {
+      if (request.correlation_id() == 1000) return {grpc::StatusCode::INTERNAL, "broken"};
+      v1::DecodeResponse response;
+      response.set_correlation_id(request.correlation_id());
+      if (request.correlation_id() % 2 == 1) {
+        *response.mutable_result()->mutable_status() = RefusalDetails();
+      }
+      stream->Write(response);
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status FetchPages(grpc::ServerContext* context, const v1::FetchPagesRequest*,
+                          grpc::ServerWriter<v1::FetchPagesResponse>* writer) override {
+    for (int message = 0; message < fetch_messages; ++message) {
+      v1::FetchPagesResponse response;
+      response.set_kv_head(message);
+      if (!writer->Write(response)) break;
+      ++fetch_messages_sent;
+    }
+    was_cancelled = context->IsCancelled();
+    return grpc::Status::OK;
+  }
+
+  std::filesystem::path directory_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+}  // namespace spillway
