@@ -1,0 +1,86 @@
+// Serves the bare echo on the target given as the only argument, until its
+// standard input ends.
+#include <unistd.h>
+
+#include <iostream>
+#include <string>
+
+#include "bench/rpc/echo.grpc.pb.h"
+#include "grpcpp/server.h"
+#include "grpcpp/server_builder.h"
+
+namespace spillway::bench {
+namespace {
+
+void Answer(const EchoRequest& request, EchoResponse& response) {
+  response.mutable_data()->assign(static_cast<size_t>(request.response_bytes()), 'e');
+}
+
+class StreamReactor final : public grpc::ServerBidiReactor<EchoRequest, EchoResponse> {
+ public:
+  StreamReactor() { StartRead(&request_); }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      Finish(grpc::Status::OK);
+      return;
+    }
+    Answer(request_, response_);
+    StartWrite(&response_);
+  }
+
+  void OnWriteDone(bool ok) override {
+    if (!ok) {
+      Finish(grpc::Status::CANCELLED);
+      return;
+    }
+    StartRead(&request_);
+  }
+
+  void OnDone() override { delete this; }
+
+ private:
+  EchoRequest request_;
+  EchoResponse response_;
+};
+
+class EchoServer final : public EchoService::CallbackService {
+  grpc::ServerUnaryReactor* Echo(grpc::CallbackServerContext* context, const EchoRequest* request,
+                                 EchoResponse* response) override {
+    Answer(*request, *response);
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+
+  grpc::ServerBidiReactor<EchoRequest, EchoResponse>* EchoStream(
+      grpc::CallbackServerContext*) override {
+    return new StreamReactor();
+  }
+};
+
+int Main(int argc, char** argv) {
+  if (argc != 2) {
+    std::cerr << "usage: rpc_echo_server TARGET\n";
+    return 2;
+  }
+  EchoServer service;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(argv[1], grpc::InsecureServerCredentials());
+  builder.RegisterService(&service);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr) {
+    std::cerr << "rpc_echo_server: cannot listen on " << argv[1] << '\n';
+    return 1;
+  }
+  char byte;
+  while (read(STDIN_FILENO, &byte, 1) > 0) {
+  }
+  server->Shutdown();
+  return 0;
+}
+
+}  // namespace
+}  // namespace spillway::bench
+
+int main(int argc, char** argv) { return spillway::bench::Main(argc, argv); }

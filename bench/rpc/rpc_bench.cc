@@ -1,0 +1,392 @@
+// Round trips of Attend and Decode beyond device time, against a bare gRPC
+// echo that moves as many bytes over a socket of the same kind.
+//
+// Starts a daemon and an echo server of its own on unix sockets in a temporary
+// directory. Calls to the two alternate in short blocks, so that a drift of the
+// machine meets both. The client of both is gRPC's synchronous stub.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "bench/rpc/child_process.h"
+#include "bench/rpc/echo.grpc.pb.h"
+#include "cli/cleanup.h"
+#include "cli/random_rows.h"
+#include "grpcpp/create_channel.h"
+#include "nlohmann/json.hpp"
+#include "spillway/client.h"
+#include "spillway/error.h"
+#include "spillway/tensor.h"
+
+namespace spillway::bench {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Options {
+  std::string spillwayd;
+  std::string echo_server;
+  std::string json_path;
+  int block_count = 40;
+  int block_size = 50;
+};
+
+// Shape of a case. Short sequences: the device's work is subtracted, and the
+// less there is the less its noise counts.
+struct Case {
+  std::string name;
+  int32_t query_head_count;
+  int32_t kv_head_count;
+  int32_t head_dim;
+  v1::DType dtype;
+  int64_t token_count;
+  bool decode;
+};
+
+const std::vector<Case>& Cases() {
+  static const auto* cases = new std::vector<Case>{
+      {"attend 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 256, false},
+      {"attend 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 256, false},
+      {"decode 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 256, true},
+      {"decode 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 256, true},
+  };
+  return *cases;
+}
+
+// Nearest rank. REQUIRES: values is not empty, share in (0, 1].
+double Percentile(std::vector<double> values, double share) {
+  const auto rank = static_cast<size_t>(std::ceil(share * static_cast<double>(values.size())));
+  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(rank - 1), values.end());
+  return values[rank - 1];
+}
+
+Json Percentiles(const std::vector<double>& values) {
+  return {{"median", Percentile(values, 0.5)}, {"p99", Percentile(values, 0.99)}};
+}
+
+// A call, with what it took.
+struct Timing {
+  double round_trip_us = 0;
+  double device_us = 0;
+};
+using TimedCall = std::function<absl::StatusOr<Timing>()>;
+
+// Calls to a daemon with one model and one sequence of a case.
+class DaemonCalls {
+ public:
+  DaemonCalls(Client& client, const Case& bench_case)
+      : client_(client),
+        case_(bench_case),
+        resources_(client),
+        random_(bench_case.dtype, 1, 1),
+        token_count_(bench_case.token_count) {}
+
+  absl::Status Create() {
+    v1::Model spec;
+    spec.set_layer_count(1);
+    spec.set_query_head_count(case_.query_head_count);
+    spec.set_kv_head_count(case_.kv_head_count);
+    spec.set_head_dim(case_.head_dim);
+    spec.set_dtype(case_.dtype);
+    spec.mutable_hash_weights()->mutable_rotation();
+    auto model = client_.CreateModel("", spec);
+    if (!model.ok()) return model.status();
+    resources_.OwnModel(model->name());
+    v1::Sequence sequence;
+    sequence.set_model(model->name());
+    auto created = client_.CreateSequence("", sequence);
+    if (!created.ok()) return created.status();
+    sequence_ = created->name();
+    resources_.OwnSequence(sequence_);
+    const std::string k = DrawRows(case_.token_count);
+    const std::string v = DrawRows(case_.token_count);
+    absl::Status status = client_
+                              .Append({.sequence = sequence_,
+                                       .layer_count = 1,
+                                       .token_count = case_.token_count,
+                                       .kv_head_count = case_.kv_head_count,
+                                       .head_dim = case_.head_dim,
+                                       .dtype = case_.dtype,
+                                       .k = k,
+                                       .v = v})
+                              .status();
+    if (!status.ok()) return status;
+    if (case_.decode) stream_ = client_.OpenDecode();
+    FillItem(*attend_request_.add_items());
+    FillItem(*decode_request_.mutable_item());
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<Timing> Call() {
+    Timing timing;
+    absl::StatusOr<v1::AttendResult> result =
+        case_.decode ? Decode(timing.round_trip_us) : Attend(timing.round_trip_us);
+    if (!result.ok()) return result.status();
+    if (absl::Status status = ToAbslStatus(result->status()); !status.ok()) return status;
+    timing.device_us = result->statistics().device_time_us();
+    return timing;
+  }
+
+  // Serialised sizes of the last call.
+  size_t request_bytes() const { return request_bytes_; }
+  size_t response_bytes() const { return response_bytes_; }
+
+ private:
+  std::string DrawRows(int64_t tokens) {
+    return random_.Draw(static_cast<size_t>(tokens * case_.kv_head_count * case_.head_dim));
+  }
+
+  void FillItem(v1::AttendItem& item) {
+    item.set_sequence(sequence_);
+    *item.mutable_q() = MakeTensor(case_.dtype, {1, case_.query_head_count, case_.head_dim},
+                                   random_.Draw(static_cast<size_t>(case_.query_head_count) *
+                                                static_cast<size_t>(case_.head_dim)));
+  }
+
+  absl::StatusOr<v1::AttendResult> Attend(double& round_trip_us) {
+    const absl::Time start = absl::Now();
+    absl::StatusOr<v1::AttendResponse> response = client_.Attend(attend_request_);
+    round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
+    if (!response.ok()) return response.status();
+    request_bytes_ = attend_request_.ByteSizeLong();
+    response_bytes_ = response->ByteSizeLong();
+    return std::move(*response->mutable_results(0));
+  }
+
+  absl::StatusOr<v1::AttendResult> Decode(double& round_trip_us) {
+    v1::KvChunk& chunk = *decode_request_.mutable_chunk();
+    chunk.set_sequence(sequence_);
+    chunk.set_token_start(token_count_);
+    for (v1::Tensor* tensor : {chunk.mutable_k(), chunk.mutable_v()}) {
+      *tensor = MakeTensor(case_.dtype, {1, case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
+    }
+    const absl::Time start = absl::Now();
+    absl::StatusOr<v1::AttendResult> result = stream_->Step(decode_request_);
+    round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
+    if (!result.ok()) return result.status();
+    ++token_count_;
+    request_bytes_ = decode_request_.ByteSizeLong();
+    v1::DecodeResponse response;
+    *response.mutable_result() = *result;
+    response_bytes_ = response.ByteSizeLong();
+    return result;
+  }
+
+  Client& client_;
+  const Case& case_;
+  cli::TemporaryResources resources_;
+  cli::RandomRows random_;
+  std::string sequence_;
+  int64_t token_count_;
+  v1::AttendRequest attend_request_;
+  v1::DecodeRequest decode_request_;
+  // Before the resources in destruction: the stream ends, then they go.
+  std::unique_ptr<DecodeStream> stream_;
+  size_t request_bytes_ = 0;
+  size_t response_bytes_ = 0;
+};
+
+// The same bytes to the echo server and back.
+class EchoCalls {
+ public:
+  EchoCalls(EchoService::Stub& stub, bool streaming, size_t request_bytes, size_t response_bytes)
+      : stub_(stub) {
+    // The messages' own headers count: the data shrinks until the whole fits.
+    EchoResponse response;
+    FillTo(response_bytes, response);
+    request_.set_response_bytes(static_cast<int64_t>(response.data().size()));
+    FillTo(request_bytes, request_);
+    if (streaming) stream_ = stub.EchoStream(&context_);
+  }
+
+  ~EchoCalls() {
+    if (!stream_) return;
+    stream_->WritesDone();
+    stream_->Finish();
+  }
+
+  absl::StatusOr<Timing> Call() {
+    EchoResponse response;
+    const absl::Time start = absl::Now();
+    grpc::Status status = grpc::Status::OK;
+    if (stream_) {
+      if (!stream_->Write(request_) || !stream_->Read(&response)) status = stream_->Finish();
+    } else {
+      grpc::ClientContext context;
+      context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
+      status = stub_.Echo(&context, request_, &response);
+    }
+    const double round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
+    if (!status.ok()) return ToAbslStatus(status);
+    return Timing{.round_trip_us = round_trip_us};
+  }
+
+ private:
+  template <typename Message>
+  static void FillTo(size_t bytes, Message& message) {
+    message.mutable_data()->assign(bytes, 'x');
+    while (message.ByteSizeLong() > bytes) message.mutable_data()->pop_back();
+  }
+
+  EchoService::Stub& stub_;
+  EchoRequest request_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<EchoRequest, EchoResponse>> stream_;
+};
+
+absl::StatusOr<Json> RunCase(Client& client, EchoService::Stub& echo_stub, const Case& bench_case,
+                             const Options& options) {
+  DaemonCalls daemon(client, bench_case);
+  if (absl::Status status = daemon.Create(); !status.ok()) return status;
+  // Sizes are known after one call.
+  if (auto first = daemon.Call(); !first.ok()) return first.status();
+  EchoCalls echo(echo_stub, bench_case.decode, daemon.request_bytes(), daemon.response_bytes());
+
+  std::vector<double> round_trips;
+  std::vector<double> device;
+  std::vector<double> beyond;
+  std::vector<double> echoes;
+  // The first block of each warms up.
+  for (int block = 0; block <= options.block_count; ++block) {
+    for (int call = 0; call < options.block_size; ++call) {
+      const absl::StatusOr<Timing> timing = daemon.Call();
+      if (!timing.ok()) return timing.status();
+      if (block == 0) continue;
+      round_trips.push_back(timing->round_trip_us);
+      device.push_back(timing->device_us);
+      beyond.push_back(timing->round_trip_us - timing->device_us);
+    }
+    for (int call = 0; call < options.block_size; ++call) {
+      const absl::StatusOr<Timing> timing = echo.Call();
+      if (!timing.ok()) return timing.status();
+      if (block > 0) echoes.push_back(timing->round_trip_us);
+    }
+  }
+  const double ratio = Percentile(beyond, 0.5) / Percentile(echoes, 0.5);
+  std::cout << absl::StrFormat("%-34s %6d %6d %9.1f %9.1f %9.1f %9.1f %7.2f\n", bench_case.name,
+                               daemon.request_bytes(), daemon.response_bytes(),
+                               Percentile(round_trips, 0.5), Percentile(device, 0.5),
+                               Percentile(beyond, 0.5), Percentile(echoes, 0.5), ratio)
+            << std::flush;
+  return Json{{"case", bench_case.name},
+              {"token_count", bench_case.token_count},
+              {"request_bytes", daemon.request_bytes()},
+              {"response_bytes", daemon.response_bytes()},
+              {"call_count", round_trips.size()},
+              {"round_trip_us", Percentiles(round_trips)},
+              {"device_time_us", Percentiles(device)},
+              {"beyond_device_us", Percentiles(beyond)},
+              {"echo_us", Percentiles(echoes)},
+              {"ratio_of_medians", ratio}};
+}
+
+// Removes a directory with everything in it.
+struct RemoveDirectory {
+  std::string path;
+  ~RemoveDirectory() { std::filesystem::remove_all(path); }
+};
+
+absl::StatusOr<std::unique_ptr<Client>> ConnectWithin(const std::string& target,
+                                                      absl::Duration patience) {
+  const absl::Time end = absl::Now() + patience;
+  while (true) {
+    absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(target);
+    if (client.ok() || !absl::IsUnavailable(client.status()) || absl::Now() > end) return client;
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+}
+
+std::string ProcessorName() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  }
+  return "unknown";
+}
+
+absl::StatusOr<Json> Run(const Options& options) {
+  std::string path = (std::filesystem::temp_directory_path() / "spillway-rpc-XXXXXX").string();
+  if (mkdtemp(path.data()) == nullptr) return absl::ErrnoToStatus(errno, path);
+  const RemoveDirectory directory{path};
+  const std::string daemon_target = absl::StrCat("unix:", path, "/daemon");
+  const std::string echo_target = absl::StrCat("unix:", path, "/echo");
+  auto echo_server = ChildProcess::Start({options.echo_server, echo_target});
+  if (!echo_server.ok()) return echo_server.status();
+  auto daemon = ChildProcess::Start({options.spillwayd, "--listen", daemon_target});
+  if (!daemon.ok()) return daemon.status();
+  auto client = ConnectWithin(daemon_target, absl::Seconds(20));
+  if (!client.ok()) return client.status();
+  auto channel = grpc::CreateChannel(echo_target, grpc::InsecureChannelCredentials());
+  if (!channel->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(20))) {
+    return absl::UnavailableError(absl::StrCat("no echo server at ", echo_target));
+  }
+  const std::unique_ptr<EchoService::Stub> echo = EchoService::NewStub(channel);
+
+  std::cout << absl::StrFormat("%-34s %6s %6s %9s %9s %9s %9s %7s\n", "MEDIANS IN MICROSECONDS",
+                               "OUT B", "IN B", "ROUND", "DEVICE", "BEYOND", "ECHO", "RATIO");
+  Json cases = Json::array();
+  for (const Case& bench_case : Cases()) {
+    absl::StatusOr<Json> result = RunCase(**client, *echo, bench_case, options);
+    if (!result.ok()) return result.status();
+    cases.push_back(*std::move(result));
+  }
+  return Json{{"benchmark", "rpc"},
+              {"date", absl::FormatTime("%Y-%m-%d", absl::Now(), absl::UTCTimeZone())},
+              {"processor", ProcessorName()},
+              {"core_count", std::thread::hardware_concurrency()},
+              {"daemon_version", (*client)->server_info().version()},
+              {"device", (*client)->server_info().devices(0).description()},
+              {"cases", std::move(cases)}};
+}
+
+int Main(int argc, char** argv) {
+  const std::filesystem::path here = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  Options options;
+  options.spillwayd = (here / "../../daemon/spillwayd").lexically_normal().string();
+  options.echo_server = (here / "rpc_echo_server").string();
+  CLI::App app("Round trips beyond device time, against a bare gRPC echo.", "rpc_bench");
+  app.add_option("--spillwayd", options.spillwayd, "the daemon to start")->capture_default_str();
+  app.add_option("--echo-server", options.echo_server, "the echo server to start")
+      ->capture_default_str();
+  app.add_option("--json", options.json_path, "file to write the results to");
+  app.add_option("--blocks", options.block_count, "measured blocks of each kind")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--block-size", options.block_size, "calls of a block")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const absl::StatusOr<Json> result = Run(options);
+  if (!result.ok()) {
+    std::cerr << "rpc_bench: " << result.status() << '\n';
+    return 1;
+  }
+  if (!options.json_path.empty()) {
+    std::ofstream file(options.json_path);
+    file << result->dump(2) << '\n';
+    if (!file.flush()) {
+      std::cerr << "rpc_bench: cannot write " << options.json_path << '\n';
+      return 1;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace spillway::bench
+
+int main(int argc, char** argv) { return spillway::bench::Main(argc, argv); }
