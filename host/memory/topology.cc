@@ -1,6 +1,7 @@
 #include "host/memory/topology.h"
 
 #include <hwloc.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -161,7 +162,9 @@ absl::StatusOr<Topology> DetectTopology() {
     t.numa_nodes.push_back({CountInside(topology, HWLOC_OBJ_CORE, allowed.get(), o->cpuset),
                             static_cast<int64_t>(o->attr->numanode.local_memory)});
   }
-  t.memory_bytes = static_cast<int64_t>(root->total_memory);
+  // Not hwloc's sum over the nodes: that misses memory that a virtual machine
+  // was given after it started.
+  t.memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
   t.cgroup_memory_limit_bytes = CgroupMemoryLimit("/proc/self/cgroup", "/sys/fs/cgroup");
   t.transparent_huge_pages = TransparentHugePages();
   return t;

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace spillway {
+
+// Bytes of a file with this header text and data, whatever they say.
+inline std::vector<std::byte> RawSafeTensors(const std::string& header, const std::string& data,
+                                             int64_t header_bytes = -1) {
+  const uint64_t length = header_bytes < 0 ? header.size() : static_cast<uint64_t>(header_bytes);
+  std::vector<std::byte> file(8 + header.size() + data.size());
+  std::memcpy(file.data(), &length, 8);
+  std::memcpy(file.data() + 8, header.data(), header.size());
+  std::memcpy(file.data() + 8 + header.size(), data.data(), data.size());
+  return file;
+}
+
+// Writes well-formed files of F32 tensors.
+class SafeTensorsWriter {
+ public:
+  void Add(const std::string& name, const std::vector<int64_t>& shape,
+           const std::vector<float>& values) {
+    std::string list;
+    for (const int64_t n : shape) list += (list.empty() ? "" : ",") + std::to_string(n);
+    const size_t begin = data_.size();
+    data_.append(reinterpret_cast<const char*>(values.data()), 4 * values.size());
+    header_ += (header_.empty() ? "" : ",") + ("\"" + name + "\":{\"dtype\":\"F32\",\"shape\":[") +
+               list + "],\"data_offsets\":[" + std::to_string(begin) + "," +
+               std::to_string(data_.size()) + "]}";
+  }
+  std::vector<std::byte> File() const { return RawSafeTensors("{" + header_ + "}", data_); }
+
+ private:
+  std::string header_, data_;
+};
+
+}  // namespace spillway

@@ -1,0 +1,208 @@
+#include "host/memory/arena.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+
+namespace spillway {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kS = kSlabBytes;
+
+std::unique_ptr<Arena> MakeArena(int64_t slabs, int64_t chunk_slabs, MemoryBudget* budget,
+                                 Arena::ChunkObserver observer = {}) {
+  ArenaOptions options;
+  options.limit_bytes = slabs * kS;
+  options.chunk_bytes = chunk_slabs * kS;
+  auto arena = Arena::Create(options, budget, std::move(observer));
+  EXPECT_TRUE(arena.ok()) << arena.status();
+  return *std::move(arena);
+}
+
+TEST(Arena, RefusesSenselessOptions) {
+  MemoryBudget budget(64 * kS);
+  EXPECT_FALSE(Arena::Create({.limit_bytes = kS - 1}, &budget).ok());
+  EXPECT_FALSE(Arena::Create({.limit_bytes = kS, .chunk_bytes = 0}, &budget).ok());
+  EXPECT_FALSE(Arena::Create({.limit_bytes = kS, .chunk_bytes = kS + 1}, &budget).ok());
+  const auto far = Arena::Create({.limit_bytes = kS, .numa_node = 4096}, &budget);
+  EXPECT_THAT(std::string(far.status().message()), HasSubstr("4096"));
+}
+
+TEST(Arena, CommitsByChunksAndKeepsThem) {
+  MemoryBudget budget(64 * kS);
+  {
+    auto arena = MakeArena(10, 4, &budget);
+    EXPECT_EQ(arena->statistics().committed_bytes, 0);
+    EXPECT_EQ(arena->free_bytes(), 10 * kS);
+    const auto a = arena->AllocateSlabs(1);
+    ASSERT_TRUE(a.ok());
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(*a) % kS, 0u);
+    EXPECT_EQ(arena->statistics().committed_bytes, 4 * kS);
+    EXPECT_EQ(arena->statistics().used_bytes, kS);
+    EXPECT_EQ(budget.used_bytes(), 4 * kS);
+    EXPECT_EQ(arena->free_bytes(), 9 * kS);
+    arena->FreeSlabs(*a, 1);
+    EXPECT_EQ(arena->statistics().committed_bytes, 4 * kS);
+    EXPECT_EQ(arena->statistics().used_bytes, 0);
+    EXPECT_EQ(arena->free_bytes(), 10 * kS);
+  }
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+TEST(Arena, MemoryIsWritableAndItsOwn) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(6, 2, &budget);
+  std::vector<std::byte*> slabs;
+  for (int i = 0; i < 6; ++i) {
+    const auto s = arena->AllocateSlabs(1);
+    ASSERT_TRUE(s.ok()) << s.status();
+    std::memset(*s, i + 1, kS);
+    slabs.push_back(*s);
+  }
+  for (int i = 0; i < 6; ++i) {
+    EXPECT_EQ(slabs[i][0], std::byte(i + 1));
+    EXPECT_EQ(slabs[i][kS - 1], std::byte(i + 1));
+  }
+}
+
+TEST(Arena, SaysNeededAndFreeBytesAtItsLimit) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(5, 4, &budget);
+  ASSERT_TRUE(arena->AllocateSlabs(3).ok());
+  const absl::Status status = arena->AllocateSlabs(3).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(std::to_string(3 * kS)));
+  EXPECT_THAT(std::string(status.message()), HasSubstr(std::to_string(2 * kS)));
+  EXPECT_TRUE(arena->AllocateSlabs(2).ok());
+  EXPECT_EQ(arena->free_bytes(), 0);
+  EXPECT_FALSE(arena->AllocateSlabs(int64_t{1} << 60).ok());
+}
+
+TEST(Arena, TheBudgetBindsBeforeTheLimit) {
+  MemoryBudget budget(3 * kS + 100);
+  auto arena = MakeArena(100, 8, &budget);
+  EXPECT_EQ(arena->free_bytes(), 3 * kS);
+  EXPECT_FALSE(arena->AllocateSlabs(4).ok());
+  EXPECT_EQ(budget.used_bytes(), 0);
+  // A chunk smaller than chunk_bytes uses what the budget leaves.
+  ASSERT_TRUE(arena->AllocateSlabs(3).ok());
+  EXPECT_EQ(budget.used_bytes(), 3 * kS);
+  EXPECT_EQ(arena->free_bytes(), 0);
+}
+
+TEST(Arena, AnotherUserOfTheBudgetLessensWhatIsFree) {
+  MemoryBudget budget(8 * kS);
+  auto arena = MakeArena(8, 2, &budget);
+  ASSERT_TRUE(arena->AllocateSlabs(1).ok());
+  const auto other = budget.Reserve(4 * kS, "other");
+  ASSERT_TRUE(other.ok());
+  EXPECT_EQ(arena->free_bytes(), 3 * kS);  // one committed, two of the budget
+  EXPECT_FALSE(arena->AllocateSlabs(4).ok());
+  EXPECT_TRUE(arena->AllocateSlabs(3).ok());
+}
+
+TEST(Arena, RunsGrowFromTheFreeEndOfWhatIsCommitted) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(4, 2, &budget);
+  ASSERT_TRUE(arena->AllocateSlabs(1).ok());
+  // One slab is free at the end; three adjacent ones need it and two more.
+  EXPECT_TRUE(arena->AllocateSlabs(3).ok());
+}
+
+TEST(Arena, TellsTheObserverOfEveryChunk) {
+  MemoryBudget budget(64 * kS);
+  std::map<std::byte*, size_t> live;
+  {
+    Arena::ChunkObserver observer;
+    observer.committed = [&](std::span<std::byte> c) {
+      EXPECT_EQ(c[0], std::byte{0});
+      live[c.data()] = c.size();
+      return absl::OkStatus();
+    };
+    observer.released = [&](std::span<std::byte> c) {
+      EXPECT_EQ(live[c.data()], c.size());
+      live.erase(c.data());
+    };
+    auto arena = MakeArena(5, 2, &budget, observer);
+    ASSERT_TRUE(arena->AllocateSlabs(2).ok());
+    EXPECT_EQ(live.size(), 1u);
+    ASSERT_TRUE(arena->AllocateSlabs(2).ok());
+    ASSERT_TRUE(arena->AllocateSlabs(1).ok());
+    EXPECT_EQ(live.size(), 3u);
+  }
+  EXPECT_TRUE(live.empty());
+}
+
+TEST(Arena, AChunkThatTheObserverRefusesIsGivenBack) {
+  MemoryBudget budget(64 * kS);
+  bool refuse = true;
+  Arena::ChunkObserver observer;
+  observer.committed = [&](std::span<std::byte>) {
+    return refuse ? absl::InternalError("cannot pin") : absl::OkStatus();
+  };
+  auto arena = MakeArena(4, 2, &budget, observer);
+  EXPECT_EQ(arena->AllocateSlabs(1).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(budget.used_bytes(), 0);
+  EXPECT_EQ(arena->statistics().committed_bytes, 0);
+  refuse = false;
+  const auto slab = arena->AllocateSlabs(1);
+  ASSERT_TRUE(slab.ok()) << slab.status();
+  std::memset(*slab, 1, kS);
+}
+
+TEST(Arena, RandomUseNeverOverlapsAndReturnsToItsStart) {
+  constexpr int kSlabs = 24;
+  MemoryBudget budget(kSlabs * kS);
+  auto arena = MakeArena(kSlabs, 5, &budget);
+  std::mt19937 rng(3);
+  std::map<std::byte*, int64_t> held;
+  int64_t held_slabs = 0;
+  for (int step = 0; step < 4000; ++step) {
+    if (rng() % 2 == 0 || held.empty()) {
+      const int64_t count = 1 + rng() % 3;
+      const auto base = arena->AllocateSlabs(count);
+      if (!base.ok()) {
+        // Only for want of a long enough run.
+        EXPECT_TRUE(held_slabs + count > kSlabs || count > 1) << base.status();
+        continue;
+      }
+      const auto next = held.upper_bound(*base);
+      if (next != held.end()) {
+        ASSERT_LE(*base + count * kS, next->first);
+      }
+      if (next != held.begin()) {
+        ASSERT_LE(std::prev(next)->first + std::prev(next)->second * kS, *base);
+      }
+      held[*base] = count;
+      held_slabs += count;
+    } else {
+      const auto it = std::next(held.begin(), rng() % held.size());
+      arena->FreeSlabs(it->first, it->second);
+      held_slabs -= it->second;
+      held.erase(it);
+    }
+    ASSERT_EQ(arena->free_bytes(), (kSlabs - held_slabs) * kS);
+  }
+  for (const auto& [base, count] : held) arena->FreeSlabs(base, count);
+  EXPECT_EQ(arena->statistics().used_bytes, 0);
+  EXPECT_TRUE(arena->AllocateSlabs(kSlabs).ok()) << "free runs were not joined";
+}
+
+TEST(Arena, ReportsHugePagesWithinWhatIsCommitted) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(8, 4, &budget);
+  ASSERT_TRUE(arena->AllocateSlabs(1).ok());
+  const ArenaStatistics s = arena->statistics();
+  EXPECT_EQ(s.limit_bytes, 8 * kS);
+  EXPECT_GE(s.huge_page_bytes, 0);
+  EXPECT_LE(s.huge_page_bytes, s.committed_bytes);
+  EXPECT_EQ(s.huge_page_bytes % kS, 0);
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,90 @@
+#include "host/memory/memory_budget.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <barrier>
+#include <limits>
+#include <thread>
+#include <vector>
+
+namespace spillway {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(MemoryBudget, ChargesUntilTheReservationGoes) {
+  MemoryBudget budget(100);
+  {
+    absl::StatusOr<MemoryReservation> a = budget.Reserve(60, "a");
+    ASSERT_TRUE(a.ok());
+    EXPECT_EQ(budget.used_bytes(), 60);
+    EXPECT_EQ(budget.free_bytes(), 40);
+    MemoryReservation moved = *std::move(a);
+    EXPECT_EQ(moved.bytes(), 60);
+    EXPECT_EQ(budget.used_bytes(), 60);
+    moved.Release();
+    EXPECT_EQ(budget.used_bytes(), 0);
+    EXPECT_TRUE(budget.Reserve(100, "all").ok());
+  }
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+TEST(MemoryBudget, RefusesWithNeededAndFreeBytes) {
+  MemoryBudget budget(100);
+  const auto held = budget.Reserve(70, "held");
+  ASSERT_TRUE(held.ok());
+  const absl::Status status = budget.Reserve(31, "a workspace").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a workspace"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("31"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("30"));
+  const auto payload =
+      status.GetPayload(absl::string_view(kNeededFreePayload.data(), kNeededFreePayload.size()));
+  ASSERT_TRUE(payload.has_value());
+  EXPECT_EQ(std::string(*payload), "31 30");
+  EXPECT_EQ(budget.used_bytes(), 70);
+  EXPECT_TRUE(budget.Reserve(30, "the rest").ok());
+}
+
+TEST(MemoryBudget, AHugeRequestDoesNotOverflow) {
+  MemoryBudget budget(100);
+  const auto held = budget.Reserve(100, "held");
+  EXPECT_FALSE(budget.Reserve(std::numeric_limits<int64_t>::max(), "huge").ok());
+  EXPECT_EQ(budget.used_bytes(), 100);
+}
+
+TEST(MemoryBudget, IsNeverPassedByManyThreads) {
+  // Four threads hold up to 13 reservations of 32 bytes on average.
+  constexpr int64_t kLimit = 1000;
+  MemoryBudget budget(kLimit);
+  std::atomic<bool> passed{false};
+  std::atomic<int> refused{0};
+  std::barrier together(4);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::vector<MemoryReservation> held;
+      for (int i = 0; i < 5000; ++i) {
+        // Every thread is full here: some are refused whatever the order.
+        if (i % 1000 == 12) together.arrive_and_wait();
+        absl::StatusOr<MemoryReservation> r = budget.Reserve(8 + (i * 7 + t) % 50, "x");
+        if (r.ok()) {
+          held.push_back(*std::move(r));
+        } else {
+          ++refused;
+        }
+        if (budget.used_bytes() > kLimit) passed = true;
+        if (i % 13 == 12) held.clear();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_FALSE(passed);
+  EXPECT_GT(refused, 0);
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace spillway
