@@ -16,7 +16,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
+#include "host/memory/mutex.h"
 #include "host/memory/topology.h"
 #include "tbb/parallel_for.h"
 #include "tbb/task_arena.h"
@@ -142,7 +142,7 @@ struct Arena::Impl {
   const ChunkObserver observer;
   const AddressSpace space;
 
-  mutable absl::Mutex mutex;
+  mutable Mutex mutex;
   std::vector<Chunk> chunks ABSL_GUARDED_BY(mutex);
   int64_t committed_bytes ABSL_GUARDED_BY(mutex) = 0;
   int64_t free_slab_count ABSL_GUARDED_BY(mutex) = 0;
@@ -274,14 +274,14 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options
 Arena::Arena(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Arena::~Arena() {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   if (!impl_->observer.released) return;
   for (const Impl::Chunk& chunk : impl_->chunks) impl_->observer.released(chunk.memory);
 }
 
 absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
   assert(slab_count > 0);
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   if (std::byte* base = impl_->TakeRun(slab_count)) return base;
   // Saturated: a count beyond the limit cannot overflow its bytes.
   const int64_t needed_bytes = std::min(slab_count, kSlabCountMax) * kSlabBytes;
@@ -294,7 +294,7 @@ absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
 }
 
 void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   const int64_t offset = base - impl_->base();
   assert(offset >= 0 && offset % kSlabBytes == 0);
   assert(offset + slab_count * kSlabBytes <= impl_->committed_bytes);
@@ -306,7 +306,7 @@ std::byte* Arena::base() const { return impl_->base(); }
 int64_t Arena::slab_capacity() const { return impl_->limit_bytes / kSlabBytes; }
 
 int64_t Arena::free_bytes() const {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   return impl_->FreeBytes();
 }
 
@@ -314,7 +314,7 @@ ArenaStatistics Arena::statistics() const {
   ArenaStatistics s;
   s.limit_bytes = impl_->limit_bytes;
   {
-    absl::MutexLock lock(&impl_->mutex);
+    const MutexLock lock(impl_->mutex);
     s.committed_bytes = impl_->committed_bytes;
     s.used_bytes = impl_->committed_bytes - impl_->free_slab_count * kSlabBytes;
   }

@@ -11,7 +11,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/synchronization/mutex.h"
+#include "host/memory/mutex.h"
 
 namespace spillway {
 namespace {
@@ -114,7 +114,7 @@ struct PagePool::Impl {
   // changed while the pool lives, so that stale references find their state.
   std::unique_ptr<std::atomic<std::atomic<uint64_t>*>[]> slab_states;
 
-  mutable absl::Mutex mutex;
+  mutable Mutex mutex;
   std::vector<States> owned_states ABSL_GUARDED_BY(mutex);
   absl::flat_hash_map<uint32_t, FreePlaces> slabs ABSL_GUARDED_BY(mutex);  // held now
   std::set<uint32_t> with_room ABSL_GUARDED_BY(mutex);
@@ -156,7 +156,7 @@ absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
 }
 
 void PagePool::Impl::FreePage(PageRef page) {
-  absl::MutexLock lock(&mutex);
+  const MutexLock lock(mutex);
   const uint32_t slab = SlabOf(page);
   const auto it = slabs.find(slab);
   it->second.Give(PlaceOf(page));
@@ -175,14 +175,14 @@ PagePool::PagePool(Arena* arena, int64_t page_bytes)
       impl_(std::make_unique<Impl>(arena, page_bytes_)) {}
 
 PagePool::~PagePool() {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   for (const auto& [slab, places] : impl_->slabs) {
     impl_->arena->FreeSlabs(impl_->SlabBase(slab), impl_->slab_count);
   }
 }
 
 absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   const absl::StatusOr<uint32_t> slab = impl_->ChooseSlab(neighbour);
   if (!slab.ok()) {
     if (!absl::IsResourceExhausted(slab.status())) return slab.status();
@@ -245,12 +245,12 @@ std::byte* PagePool::Data(PageRef page) const {
 }
 
 int64_t PagePool::used_page_count() const {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   return impl_->used_page_count;
 }
 
 int64_t PagePool::spare_page_count() const {
-  absl::MutexLock lock(&impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   return static_cast<int64_t>(impl_->slabs.size()) * impl_->pages_per_slab - impl_->used_page_count;
 }
 
