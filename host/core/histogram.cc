@@ -1,0 +1,77 @@
+#include "host/core/histogram.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+
+namespace spillway {
+
+HeavyThreshold HeavyByCount(std::span<const uint32_t> counts, int64_t count) {
+  int64_t above = 0;
+  for (int bin = static_cast<int>(counts.size()) - 1; bin >= 0; --bin) {
+    if (above + counts[bin] >= count) return {bin, count - above};
+    above += counts[bin];
+  }
+  return {0, counts.empty() ? 0 : static_cast<int64_t>(counts[0])};
+}
+
+double BinCentre(int bin) {
+  const uint32_t bits =
+      (static_cast<uint32_t>(bin) << kScoreBinShift) | (uint32_t{1} << (kScoreBinShift - 1));
+  return std::bit_cast<float>(bits);
+}
+
+HeavyThreshold HeavyByMass(std::span<const uint32_t> counts, double mass, int64_t floor,
+                           int64_t ceiling) {
+  double total = 0;
+  for (size_t bin = 0; bin < counts.size(); ++bin) {
+    if (counts[bin] > 0) total += counts[bin] * BinCentre(static_cast<int>(bin));
+  }
+  const double wanted = mass * total;
+  double reached = 0;
+  int64_t above = 0;
+  for (int bin = static_cast<int>(counts.size()) - 1; bin >= 0; --bin) {
+    if (counts[bin] == 0) continue;
+    const double each = BinCentre(bin);
+    const double here = counts[bin] * each;
+    if (reached + here >= wanted || above + counts[bin] >= ceiling) {
+      const double need = std::ceil((wanted - reached) / each);
+      const int64_t take =
+          static_cast<int64_t>(std::clamp(need, 0.0, static_cast<double>(counts[bin])));
+      if (above + take < floor) return HeavyByCount(counts, floor);
+      return {bin, std::min(take, ceiling - above)};
+    }
+    reached += here;
+    above += counts[bin];
+  }
+  return {0, counts.empty() ? 0 : static_cast<int64_t>(counts[0])};
+}
+
+Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count) {
+  Strata strata;
+  strata.of_bin.assign(counts.size(), 0);
+  const int64_t tail = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  int64_t rank = heavy_count;      // tokens above the current bin
+  int64_t edge = 2 * heavy_count;  // where the open stratum ends
+  int64_t open = 0;                // tokens in the open stratum
+  int64_t left = tail;
+  bool last = false;
+  uint8_t id = 0;
+  for (int bin = static_cast<int>(counts.size()) - 1; bin >= 0; --bin) {
+    strata.of_bin[bin] = id;
+    open += counts[bin];
+    rank += counts[bin];
+    left -= counts[bin];
+    if (last || rank < edge || left == 0) continue;
+    strata.counts.push_back(open);
+    open = 0;
+    ++id;
+    last = left * 10 < tail || id + 1 == kTailStrataMax;
+    while (edge <= rank) edge *= 2;
+  }
+  if (open > 0) strata.counts.push_back(open);
+  return strata;
+}
+
+}  // namespace spillway

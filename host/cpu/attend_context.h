@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "host/cpu/cpu_state.h"
+#include "host/cpu/workspace.h"
+#include "host/device/device.h"
+
+namespace spillway {
+
+// What the parts of one attend on the CPU share.
+struct AttendContext {
+  const CpuModel* model = nullptr;
+  const LayerIndex* index = nullptr;  // null: the model has no codes
+  int layer = 0;
+  AttendWork* work = nullptr;
+  const CancelToken* cancel = nullptr;  // may be null
+  WorkspacePool* workspaces = nullptr;
+
+  const ModelSpec& spec() const { return model->spec(); }
+  absl::Status CheckCancelled() const {
+    return cancel == nullptr ? absl::OkStatus() : cancel->Check();
+  }
+};
+
+// The queries of one KV head's group, fp32 [T][G][d], times factor.
+std::vector<float> GroupQueries(const AttendContext& context, int kv_head, int64_t query_begin,
+                                int64_t query_end, float factor);
+
+// OUT_OF_RANGE naming the first token of the block whose logit is not finite.
+absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const float* logits,
+                            const uint32_t* tokens, int count);
+
+// Whether a query with n visible tokens is attended densely under the policy.
+bool IsDense(const AttendContext& context, int64_t n);
+
+// Exact attention of queries [query_begin, query_end) over every visible
+// token; fills out, lse, certificates, touched rows (and, with select_only,
+// the selections: every token).
+absl::Status AttendDense(const AttendContext& context, int64_t query_begin, int64_t query_end);
+
+// Selection, sampling and attention of one query and one KV head; fills that
+// part of the work's results.
+absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head);
+
+}  // namespace spillway

@@ -1,0 +1,183 @@
+#include "host/cpu/cpu_device.h"
+
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "host/codes/mlp.h"
+#include "host/cpu/attend_context.h"
+#include "host/cpu/cpu_state.h"
+#include "host/cpu/kernels.h"
+#include "host/cpu/workspace.h"
+
+namespace spillway {
+namespace {
+
+class CpuDevice final : public Device {
+ public:
+  CpuDevice(const CpuDeviceOptions& options, Arena* arena, MemoryBudget* budget)
+      : arena_(arena),
+        workspaces_(budget),
+        workers_(options.thread_count > 0 ? options.thread_count : tbb::task_arena::automatic,
+                 /*reserved_for_masters=*/0) {
+    workers_.initialize();
+    info_.name = "cpu:0";
+    info_.thread_count = workers_.max_concurrency();
+    info_.simd_target = SimdTargetName();
+    info_.description = absl::StrCat("CPU, ", info_.thread_count, " threads, ", info_.simd_target);
+  }
+
+  const DeviceInfo& info() const override { return info_; }
+
+  // The CPU reads host memory as it is.
+  absl::Status RegisterMemory(std::span<std::byte>) override { return absl::OkStatus(); }
+  void UnregisterMemory(std::span<std::byte>) override {}
+
+  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
+      const ModelSpec& spec, std::span<const std::byte> safetensors) override {
+    MlpWeights weights;
+    if (spec.hash.kind == HashKind::kMlp) {
+      absl::StatusOr<MlpWeights> loaded = LoadMlpWeights(spec, safetensors);
+      if (!loaded.ok()) return loaded.status();
+      weights = *std::move(loaded);
+    }
+    return workers_.execute(
+        [&] { return std::make_unique<CpuModel>(spec, arena_, std::move(weights.layers)); });
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
+    return std::make_unique<CpuSequence>(static_cast<CpuModel&>(model));
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel& model,
+                                                               DeviceSequence& source,
+                                                               int64_t token_count) override {
+    return std::make_unique<CpuSequence>(static_cast<CpuModel&>(model),
+                                         static_cast<CpuSequence&>(source), token_count);
+  }
+
+  void TruncateSequence(DeviceModel&, DeviceSequence& sequence, int64_t token_count) override {
+    static_cast<CpuSequence&>(sequence).Truncate(token_count);
+  }
+
+  absl::Status PrepareAppend(DeviceModel&, DeviceSequence& sequence, int layer, int64_t start,
+                             int64_t count) override {
+    return static_cast<CpuSequence&>(sequence).PrepareAppend(layer, start, count);
+  }
+
+  int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
+    const CodeLayout layout = CodeLayout::Of(spec);
+    return spec.kv_head_count * (layout.page_bytes() / kPageTokenCount);
+  }
+
+  void Submit(std::unique_ptr<Job> job, Completion done) override {
+    workers_.enqueue([this, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
+                      done = std::move(done)] {
+      const auto start = std::chrono::steady_clock::now();
+      Run(**job);
+      const std::chrono::duration<double, std::micro> spent =
+          std::chrono::steady_clock::now() - start;
+      (*job)->device_time_us = spent.count();
+      done(std::move(*job));
+    });
+  }
+
+ private:
+  void Run(Job& job) {
+    auto& model = static_cast<CpuModel&>(*job.model);
+    for (JobItem& item : job.items) {
+      if (item.append.has_value()) Append(model, job.layer, item);
+    }
+    Attend(model, job);
+  }
+
+  static void Append(const CpuModel& model, int layer, JobItem& item) {
+    const AppendWork& work = *item.append;
+    const int heads = model.spec().kv_head_count;
+    // Chunks of a page; a few tokens are copied before a worker would wake.
+    const int64_t chunks = (work.count + kPageTokenCount - 1) / kPageTokenCount;
+    const auto copy = [&](int64_t task) {
+      const int64_t from = task % chunks * kPageTokenCount;
+      work.rows->WriteRows(static_cast<int>(task / chunks), work.start, work.count, from,
+                           std::min<int64_t>(from + kPageTokenCount, work.count), work.k, work.v);
+    };
+    if (chunks == 1) {
+      for (int64_t task = 0; task < heads; ++task) copy(task);
+    } else {
+      tbb::parallel_for(int64_t{0}, heads * chunks, copy);
+    }
+    work.rows->Commit(work.start + work.count);
+    auto& sequence = static_cast<CpuSequence&>(*item.sequence);
+    if (!sequence.layers.empty()) IndexAppended(model, layer, *work.rows, sequence.layers[layer]);
+  }
+
+  // Every (item, query, KV head) of the job that is sparse is one unit of one
+  // parallel loop; dense items are parallel in themselves.
+  void Attend(const CpuModel& model, Job& job) {
+    struct Unit {
+      size_t item;
+      int64_t query;
+      int kv_head;
+    };
+    std::vector<AttendContext> contexts(job.items.size());
+    std::vector<Unit> units;
+    for (size_t i = 0; i < job.items.size(); ++i) {
+      JobItem& item = job.items[i];
+      if (!item.attend.has_value() || !item.status.ok()) continue;
+      AttendWork& work = *item.attend;
+      AttendContext& c = contexts[i];
+      auto& sequence = static_cast<CpuSequence&>(*item.sequence);
+      c.model = &model;
+      c.index = sequence.layers.empty() ? nullptr : &sequence.layers[job.layer];
+      c.layer = job.layer;
+      c.work = &work;
+      c.cancel = job.cancel.get();
+      c.workspaces = &workspaces_;
+      Allocate(model.spec(), work);
+      int64_t dense_begin = 0;  // queries [dense_begin, t) are dense so far
+      for (int64_t t = 0; t <= work.query_count && item.status.ok(); ++t) {
+        const bool dense = t < work.query_count && IsDense(c, work.visible[t]);
+        if (dense) continue;
+        if (dense_begin < t) item.status = AttendDense(c, dense_begin, t);
+        dense_begin = t + 1;
+        for (int h = 0; t < work.query_count && h < model.spec().kv_head_count; ++h) {
+          units.push_back({i, t, h});
+        }
+      }
+    }
+    std::vector<absl::Status> statuses(units.size());
+    tbb::parallel_for(size_t{0}, units.size(), [&](size_t u) {
+      if (!job.items[units[u].item].status.ok()) return;
+      statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head);
+    });
+    for (size_t u = 0; u < units.size(); ++u) job.items[units[u].item].status.Update(statuses[u]);
+  }
+
+  static void Allocate(const ModelSpec& spec, AttendWork& work) {
+    const int64_t heads = work.query_count * spec.query_head_count;
+    if (!work.select_only) {
+      work.out.resize(heads * spec.head_dim);
+      work.lse.resize(heads);
+    }
+    work.certificates.resize(heads);
+    work.touched_row_counts.resize(work.query_count * spec.kv_head_count);
+    if (work.select_only) work.selections.resize(work.query_count * spec.kv_head_count);
+  }
+
+  Arena* const arena_;
+  WorkspacePool workspaces_;
+  tbb::task_arena workers_;
+  DeviceInfo info_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> CreateCpuDevice(const CpuDeviceOptions& options, Arena* arena,
+                                        MemoryBudget* budget) {
+  return std::make_unique<CpuDevice>(options, arena, budget);
+}
+
+}  // namespace spillway

@@ -1,0 +1,206 @@
+#include "host/cpu/cpu_state.h"
+
+#include <tbb/parallel_for.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "host/codes/rotation.h"
+
+namespace spillway {
+
+CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MlpLayer> weights)
+    : spec_(spec), layout_(CodeLayout::Of(spec)), mlp_(std::move(weights)) {
+  if (spec.hash.kind == HashKind::kNone) return;
+  code_pool_ = std::make_unique<PagePool>(arena, layout_.page_bytes());
+  if (spec.hash.kind != HashKind::kRotation) return;
+  const int d = spec.head_dim;
+  rotations_.resize(spec.layer_count);
+  rotations_transposed_.resize(spec.layer_count);
+  tbb::parallel_for(0, spec.layer_count, [&](int layer) {
+    rotations_[layer] = MakeRotation(d, spec.hash.seed, layer);
+    std::vector<float>& transposed = rotations_transposed_[layer];
+    transposed.resize(rotations_[layer].size());
+    for (int i = 0; i < d; ++i) {
+      for (int j = 0; j < d; ++j) transposed[i * d + j] = rotations_[layer][j * d + i];
+    }
+  });
+}
+
+int64_t CpuModel::bytes() const {
+  int64_t floats = 0;
+  for (const auto& r : rotations_) floats += 2 * static_cast<int64_t>(r.size());
+  for (const MlpLayer& m : mlp_) {
+    floats += static_cast<int64_t>(m.w1.size() + m.b1.size() + m.w2.size() + m.b2.size());
+  }
+  return floats * 4;
+}
+
+EncodeParams CpuModel::encode_params(int layer) const {
+  EncodeParams p;
+  p.head_dim = spec_.head_dim;
+  p.bits_per_dim = spec_.hash.bits_per_dim;
+  p.layout = layout_;
+  if (!rotations_.empty()) {
+    p.rotation = rotations_[layer].data();
+    p.rotation_transposed = rotations_transposed_[layer].data();
+  }
+  return p;
+}
+
+CpuSequence::CpuSequence(const CpuModel& model) {
+  if (!model.has_codes()) return;
+  layers.resize(model.spec().layer_count);
+  for (LayerIndex& layer : layers) {
+    for (int h = 0; h < model.spec().kv_head_count; ++h) {
+      layer.codes.emplace_back(model.code_pool(), kPageTokenCount);
+    }
+  }
+}
+
+CpuSequence::CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count) {
+  if (!model.has_codes()) return;
+  layers.resize(source.layers.size());
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const LayerIndex& from = source.layers[l];
+    LayerIndex& to = layers[l];
+    const int64_t count = std::min(token_count, from.token_count);
+    to.centred = from.centred && count >= kCentreTokenCount;
+    to.token_count = to.centred ? count : 0;
+    if (to.centred) to.centre = from.centre;
+    for (const PageTable& codes : from.codes) to.codes.push_back(codes.Share(to.token_count));
+  }
+}
+
+int64_t CpuSequence::index_bytes() const {
+  int64_t bytes = 0;
+  for (const LayerIndex& layer : layers) {
+    for (const PageTable& codes : layer.codes) bytes += codes.bytes();
+  }
+  return bytes;
+}
+
+void CpuSequence::Truncate(int64_t token_count) {
+  for (LayerIndex& layer : layers) {
+    if (token_count < kCentreTokenCount) {
+      layer.centred = false;
+      layer.centre.clear();
+      layer.token_count = 0;
+    }
+    layer.token_count = std::min(layer.token_count, token_count);
+    for (PageTable& codes : layer.codes) codes.Truncate(layer.token_count);
+  }
+}
+
+absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count) {
+  if (layers.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
+  LayerIndex& index = layers[layer];
+  for (size_t h = 0; h < index.codes.size(); ++h) {
+    absl::Status status = index.codes[h].PrepareWrite(index.token_count, start + count);
+    if (!status.ok()) {
+      for (size_t i = 0; i < h; ++i) index.codes[i].Truncate(index.token_count);
+      return status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+namespace {
+
+// The mean of the first kCentreTokenCount keys of every head: fp64, token
+// order, rounded once.
+void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& index) {
+  const int d = spec.head_dim;
+  index.centre.resize(static_cast<size_t>(spec.kv_head_count) * d);
+  tbb::parallel_for(0, spec.kv_head_count, [&](int h) {
+    std::vector<double> sum(d, 0.0);
+    std::vector<float> key(d);
+    for (int64_t t = 0; t < kCentreTokenCount; ++t) {
+      ToFloat(spec.dtype, rows.Row(h, t), d, key.data());
+      for (int i = 0; i < d; ++i) sum[i] += key[i];
+    }
+    for (int i = 0; i < d; ++i) {
+      index.centre[h * d + i] = static_cast<float>(sum[i] / kCentreTokenCount);
+    }
+  });
+}
+
+void EncodeMlpToken(const CpuModel& model, const MlpLayer& mlp, int h, const float* centre,
+                    const std::byte* key, std::byte* page, int slot) {
+  const int d = model.spec().head_dim;
+  float x[kHeadDimMax];
+  uint32_t words[32];
+  ToFloat(model.spec().dtype, key, d, x);
+  for (int i = 0; i < d; ++i) x[i] -= centre[i];
+  MlpCode(mlp, h, x, words);
+  uint32_t* out =
+      reinterpret_cast<uint32_t*>(page) +
+      static_cast<int64_t>(slot / kTileTokenCount) * model.layout().words * kTileTokenCount +
+      slot % kTileTokenCount;
+  for (int w = 0; w < model.layout().words; ++w) out[w * kTileTokenCount] = words[w];
+}
+
+// Tokens [begin, end) of one page of one head.
+void EncodePage(const CpuModel& model, int layer, int h, const LayerRows& rows, LayerIndex& index,
+                int64_t page, int begin, int end) {
+  const ModelSpec& spec = model.spec();
+  const std::byte* first_row = rows.Page(h, page);
+  std::byte* codes = index.codes[h].Page(page);
+  const float* centre = index.centre.data() + static_cast<size_t>(h) * spec.head_dim;
+  if (spec.hash.kind == HashKind::kMlp) {
+    for (int t = begin; t < end; ++t) {
+      EncodeMlpToken(model, model.mlp(layer), h, centre, first_row + t * rows.row_bytes(), codes,
+                     t);
+    }
+    return;
+  }
+  EncodeParams params = model.encode_params(layer);
+  params.centre = centre;
+  // One by one where a tile would mostly repeat what is there.
+  if (end - begin <= 4) {
+    for (int t = begin; t < end; ++t) {
+      EncodeKey(params, spec.dtype, first_row + t * rows.row_bytes(), codes, t);
+    }
+    return;
+  }
+  for (int tile = begin / kTileTokenCount; tile * kTileTokenCount < end; ++tile) {
+    const int from = tile * kTileTokenCount;
+    EncodeTile(params, spec.dtype, first_row + from * rows.row_bytes(), rows.row_bytes(),
+               std::min(kTileTokenCount, end - from), codes, tile);
+  }
+}
+
+}  // namespace
+
+void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
+  const int64_t n = rows.token_count();
+  if (n < kCentreTokenCount) return;
+  if (!index.centred) {
+    ComputeCentre(model.spec(), rows, index);
+    index.centred = true;
+    index.token_count = 0;
+  }
+  const int64_t first_page = index.token_count / kPageTokenCount;
+  const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount - first_page;
+  const int heads = model.spec().kv_head_count;
+  const int64_t old_count = index.token_count;
+  const auto encode = [&](int64_t task) {
+    const int h = static_cast<int>(task / pages);
+    const int64_t page = first_page + task % pages;
+    const int64_t base = page * kPageTokenCount;
+    EncodePage(model, layer, h, rows, index, page,
+               static_cast<int>(std::max<int64_t>(old_count - base, 0)),
+               static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount)));
+  };
+  // A decode step's few keys are done before a worker would wake.
+  if (n - old_count <= 4) {
+    for (int64_t task = 0; task < pages * heads; ++task) encode(task);
+  } else {
+    tbb::parallel_for(int64_t{0}, pages * heads, encode);
+  }
+  index.token_count = n;
+}
+
+}  // namespace spillway

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "host/codes/mlp.h"
+#include "host/cpu/code_layout.h"
+#include "host/cpu/kernels.h"
+#include "host/device/device.h"
+#include "host/memory/page_pool.h"
+#include "host/memory/page_table.h"
+
+namespace spillway {
+
+// Positions whose mean is the centre of a KV head's keys. Codes exist from the
+// moment a layer holds this many tokens.
+inline constexpr int64_t kCentreTokenCount = 1024;
+
+// A model's hash weights and the pool of its code pages.
+class CpuModel final : public DeviceModel {
+ public:
+  // weights: MLP layers, empty for other kinds of hash.
+  CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MlpLayer> weights);
+
+  const ModelSpec& spec() const override { return spec_; }
+  int64_t bytes() const override;
+
+  bool has_codes() const { return spec_.hash.kind != HashKind::kNone; }
+  const CodeLayout& layout() const { return layout_; }
+  PagePool* code_pool() const { return code_pool_.get(); }
+  const MlpLayer& mlp(int layer) const { return mlp_[layer]; }
+  // Parameters of the encoder, but for the centre.
+  EncodeParams encode_params(int layer) const;
+
+ private:
+  ModelSpec spec_;
+  CodeLayout layout_;
+  std::vector<std::vector<float>> rotations_;             // per layer [d][d]
+  std::vector<std::vector<float>> rotations_transposed_;  // likewise
+  std::vector<MlpLayer> mlp_;
+  std::unique_ptr<PagePool> code_pool_;
+};
+
+// The codes of one layer of a sequence.
+struct LayerIndex {
+  bool centred = false;          // centre and codes exist
+  int64_t token_count = 0;       // tokens that have codes
+  std::vector<float> centre;     // [H_kv][d]
+  std::vector<PageTable> codes;  // per KV head; pages of kPageTokenCount codes
+};
+
+class CpuSequence final : public DeviceSequence {
+ public:
+  explicit CpuSequence(const CpuModel& model);
+  CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count);
+
+  int64_t index_bytes() const override;
+  void Truncate(int64_t token_count);
+  absl::Status PrepareAppend(int layer, int64_t start, int64_t count);
+
+  std::vector<LayerIndex> layers;  // empty for a model without codes
+};
+
+// Encodes what an append has added to a layer: all of it once the centre can
+// be known, the new tokens after that. rows are committed. Parallel.
+void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index);
+
+}  // namespace spillway

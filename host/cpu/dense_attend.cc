@@ -1,0 +1,201 @@
+// Exact attention over every visible row.
+#include <tbb/parallel_for.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "host/core/row_sums.h"
+#include "host/cpu/attend_context.h"
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kQueriesPerTask = 16;
+constexpr int64_t kRangeRowsMin = 2048;
+constexpr int64_t kRangesMax = 64;
+
+// Rows of one task: a function of the length alone, so that the order of every
+// sum is too.
+int64_t RangeRows(int64_t n) {
+  const int64_t even = (n + kRangesMax - 1) / kRangesMax;
+  return std::max(kRangeRowsMin, (even + kPageTokenCount - 1) / kPageTokenCount * kPageTokenCount);
+}
+
+// Sums of a block of queries over a range of rows.
+struct Partial {
+  std::vector<RowSums> sums;  // [queries * G]
+  std::vector<float> value;   // [queries * G][d]
+  absl::Status status;
+};
+
+void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64_t query_end,
+                 const std::vector<float>& q, int64_t row_begin, int64_t row_end,
+                 Partial& partial) {
+  const ModelSpec& spec = c.spec();
+  const LayerRows& rows = *c.work->rows;
+  const int group = spec.group();
+  const int d = spec.head_dim;
+  const int heads = static_cast<int>(query_end - query_begin) * group;
+  partial.sums.assign(heads, RowSums());
+  partial.value.assign(static_cast<size_t>(heads) * d, 0.0f);
+  std::vector<float> logits(static_cast<size_t>(heads) * kRowBlock);
+  std::vector<int> counts(heads);
+  for (int64_t base = row_begin; base < row_end; base += kRowBlock) {
+    if ((base - row_begin) % 1024 == 0) {
+      partial.status = c.CheckCancelled();
+      if (!partial.status.ok()) return;
+    }
+    const int count = static_cast<int>(std::min<int64_t>(kRowBlock, row_end - base));
+    const std::byte* pointers[kRowBlock];
+    const std::byte* first = rows.Row(kv_head, base);
+    for (int i = 0; i < count; ++i) pointers[i] = first + i * rows.row_bytes();
+    for (int h = 0; h < heads; ++h) {
+      const int64_t visible = c.work->visible[query_begin + h / group];
+      counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
+    }
+    if (!RowLogits(spec.dtype, pointers, count, q.data(), heads, d, logits.data())) {
+      std::vector<uint32_t> tokens(count);
+      std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
+      // A row beyond a query's visible length does not count against it.
+      for (int h = 0; h < heads && partial.status.ok(); ++h) {
+        partial.status =
+            NonFiniteLogit(c, kv_head, logits.data() + h * kRowBlock, tokens.data(), counts[h]);
+      }
+      if (!partial.status.ok()) return;
+    }
+    FoldRows(spec.dtype, pointers, count, counts.data(), heads, d, logits.data(),
+             partial.sums.data(), partial.value.data());
+  }
+}
+
+void SelectEverything(AttendWork& work, int64_t query, int heads) {
+  const int64_t n = work.visible[query];
+  const int64_t sink = std::min(work.policy.sink_token_count, n);
+  const int64_t window = std::max(sink, n - work.policy.window_token_count);
+  for (int h = 0; h < heads; ++h) {
+    Selection& s = work.selections[query * heads + h];
+    s.indices.resize(n);
+    std::iota(s.indices.begin(), s.indices.end(), 0u);
+    s.log_weights.assign(n, 0.0f);
+    s.strata.assign(n, kStratumHeavy);
+    std::fill(s.strata.begin(), s.strata.begin() + sink, kStratumSink);
+    std::fill(s.strata.begin() + window, s.strata.end(), kStratumWindow);
+  }
+}
+
+}  // namespace
+
+std::vector<float> GroupQueries(const AttendContext& c, int kv_head, int64_t query_begin,
+                                int64_t query_end, float factor) {
+  const ModelSpec& spec = c.spec();
+  const int64_t width = int64_t{spec.group()} * spec.head_dim;
+  const int64_t stride = int64_t{spec.query_head_count} * spec.head_dim;
+  std::vector<float> q((query_end - query_begin) * width);
+  for (int64_t t = query_begin; t < query_end; ++t) {
+    ToFloat(c.work->q_dtype,
+            c.work->q + (t * stride + kv_head * width) * DTypeBytes(c.work->q_dtype), width,
+            q.data() + (t - query_begin) * width);
+  }
+  if (factor != 1) {
+    for (float& x : q) x *= factor;
+  }
+  return q;
+}
+
+absl::Status NonFiniteLogit(const AttendContext& c, int kv_head, const float* logits,
+                            const uint32_t* tokens, int count) {
+  for (int i = 0; i < count; ++i) {
+    if (std::isfinite(logits[i])) continue;
+    return absl::OutOfRangeError(absl::StrCat("the logit of token ", tokens[i], " at layer ",
+                                              c.layer, ", KV head ", kv_head,
+                                              " is not finite: q.k passes fp32's range"));
+  }
+  return absl::OkStatus();
+}
+
+bool IsDense(const AttendContext& c, int64_t n) {
+  const Policy& p = c.work->policy;
+  if (p.selector == Selector::kAll || n <= p.dense_token_count || p.IsDenseLayer(c.layer) ||
+      c.work->query_count > kSparseQueryCountMax) {
+    return true;
+  }
+  // Nothing is left for a tail.
+  const int64_t candidates = n - p.sink_token_count - p.window_token_count;
+  switch (p.heavy_kind) {
+    case HeavyKind::kCount:
+      return candidates <= p.heavy_count;
+    case HeavyKind::kFraction:
+      return candidates <= static_cast<int64_t>(std::ceil(p.heavy_fraction * n));
+    case HeavyKind::kMass:
+      return candidates <= p.heavy_floor;
+  }
+  return true;
+}
+
+absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t query_end) {
+  const ModelSpec& spec = c.spec();
+  AttendWork& work = *c.work;
+  const int kv_heads = spec.kv_head_count;
+  const int group = spec.group();
+  const int d = spec.head_dim;
+  for (int64_t t = query_begin; t < query_end; ++t) {
+    for (int h = 0; h < spec.query_head_count; ++h) {
+      work.certificates[t * spec.query_head_count + h] = {.visible_token_count = work.visible[t]};
+    }
+    for (int h = 0; h < kv_heads; ++h) work.touched_row_counts[t * kv_heads + h] = work.visible[t];
+    if (work.select_only) SelectEverything(work, t, kv_heads);
+  }
+  if (work.select_only) return absl::OkStatus();
+
+  const int64_t queries = query_end - query_begin;
+  const int64_t blocks = (queries + kQueriesPerTask - 1) / kQueriesPerTask;
+  const int64_t n =
+      *std::max_element(work.visible.begin() + query_begin, work.visible.begin() + query_end);
+  // Many queries are parallel enough without cutting the rows.
+  const int64_t range_rows = blocks > 1 ? n : RangeRows(n);
+  const int64_t ranges = (n + range_rows - 1) / range_rows;
+  std::vector<std::vector<float>> q(kv_heads * blocks);
+  std::vector<Partial> partials(kv_heads * blocks * ranges);
+  const auto bounds = [&](int64_t block) {
+    const int64_t begin = query_begin + block * kQueriesPerTask;
+    return std::pair(begin, std::min(begin + kQueriesPerTask, query_end));
+  };
+  for (int64_t task = 0; task < kv_heads * blocks; ++task) {
+    const auto [begin, end] = bounds(task % blocks);
+    q[task] = GroupQueries(c, static_cast<int>(task / blocks), begin, end,
+                           static_cast<float>(spec.softmax_scale));
+  }
+  const auto run = [&](int64_t i) {
+    const int64_t task = i / ranges;
+    const int64_t row_begin = (i % ranges) * range_rows;
+    const auto [begin, end] = bounds(task % blocks);
+    AttendRange(c, static_cast<int>(task / blocks), begin, end, q[task], row_begin,
+                std::min(row_begin + range_rows, n), partials[i]);
+  };
+  tbb::parallel_for(int64_t{0}, static_cast<int64_t>(partials.size()), run);
+  for (int64_t task = 0; task < kv_heads * blocks; ++task) {
+    const int kv_head = static_cast<int>(task / blocks);
+    const auto [begin, end] = bounds(task % blocks);
+    Partial& total = partials[task * ranges];
+    for (int64_t r = 0; r < ranges; ++r) {
+      if (!partials[task * ranges + r].status.ok()) return partials[task * ranges + r].status;
+    }
+    for (int64_t i = 0; i < (end - begin) * group; ++i) {
+      const std::span<float> value(total.value.data() + i * d, d);
+      for (int64_t r = 1; r < ranges; ++r) {
+        const Partial& part = partials[task * ranges + r];
+        MergeSums(total.sums[i], value, {}, part.sums[i], {part.value.data() + i * d, size_t(d)},
+                  {});
+      }
+      const int64_t at = (begin + i / group) * spec.query_head_count + kv_head * group + i % group;
+      const float inverse = 1.0f / total.sums[i].sum;
+      for (int j = 0; j < d; ++j) work.out[at * d + j] = value[j] * inverse;
+      work.lse[at] = total.sums[i].max + std::log(total.sums[i].sum);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace spillway

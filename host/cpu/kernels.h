@@ -1,0 +1,110 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "host/core/estimate.h"
+#include "host/core/keyed_hash.h"
+#include "host/cpu/code_layout.h"
+#include "host/device/attend.h"
+#include "host/model/model_spec.h"
+
+// Entry points of the SIMD kernels; each picks the best instruction set of the
+// machine (Highway's dynamic dispatch). They own no memory and do not
+// allocate. Buffers are 64-byte aligned where they say so.
+namespace spillway {
+
+// Name of the instruction set in use, for example "AVX3_DL".
+const char* SimdTargetName();
+// Whether the processor has what every kernel needs (AVX2 and FMA on x86).
+bool SimdSupported();
+
+// ---- codes -------------------------------------------------------------
+
+struct EncodeParams {
+  int head_dim = 0;
+  int bits_per_dim = 0;
+  CodeLayout layout;
+  const float* rotation = nullptr;             // P [d][d], row-major
+  const float* rotation_transposed = nullptr;  // P^T [d][d]
+  const float* centre = nullptr;               // c [d]
+};
+
+// Quantiser step of B bits for a standard normal coordinate, B in [1, 4].
+float QuantiserStep(int bits_per_dim);
+
+// Codes of the 16 keys of a tile; keys beyond `count` get the code of a zero
+// key. keys: first row of the tile, row_bytes apart, K at the start of a row.
+// page: the code page; tile in [0, 8).
+void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, int64_t row_bytes,
+                int count, std::byte* page, int tile);
+// Code of one key at slot [0, 128) of its page: the same bits as EncodeTile.
+void EncodeKey(const EncodeParams& params, DType dtype, const std::byte* key, std::byte* page,
+               int slot);
+// y = P x, [d], each y_j one chain of fma over i: the order of both encoders.
+void Rotate(const EncodeParams& params, const float* x, float* y);
+
+// ---- scores ------------------------------------------------------------
+
+// A query group made ready for scoring codes.
+struct ScoreQuery {
+  CodeLayout layout;
+  int planes = 0;     // planes read: layout.planes, or 1 (the top) for hamming
+  int row_count = 0;  // integer weight rows: G, or 1 for hamming
+  // int8 weights as the kernels read them: [row][word][step = 8][byte = 4] with
+  // byte b of step s the weight of dimension 32 word + 8 b + s.
+  const int8_t* weights = nullptr;
+  int32_t offset[kGroupMax] = {};     // added to multiplier * sum
+  int32_t multiplier = 1;             // asymmetric: 2, hamming: 1
+  float coefficient[kGroupMax] = {};  // asymmetric: scale * s * step / 4 per head
+  float reference[kGroupMax] = {};    // asymmetric: R_h
+};
+
+// Estimated logits of the 128 keys of a page: [G][128].
+void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* logits);
+// Score bins of tiles [tile_begin, tile_end) of a page, 16 per tile. Mode
+// asymmetric: group score sum_h exp(min(l_h - R_h, 20)) binned by
+// bits >> kScoreBinShift. head_bins (null, or row_count pointers) receives each
+// head's own bins, for top-p.
+void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
+                    uint16_t* bins, uint16_t* const* head_bins);
+// Mode hamming: bins are the matching bits summed over the group.
+void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
+                 uint16_t* bins);
+// The same group scores from exact logits [G][stride], for the oracle.
+// token_count is a multiple of 16; entries beyond the data are ignored by the
+// caller.
+void ExactBins(const float* logits, int64_t stride, int head_count, const float* reference,
+               int token_count, uint16_t* bins, uint16_t* const* head_bins);
+
+// Positions i of [0, count) with bins[i] >= near_bin or a hash of token
+// first_token + i that lies less than far_threshold beyond the phase. Writes
+// them ascending to out (room for count) and returns how many.
+int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, uint16_t near_bin,
+                     const SampleKey& key, uint32_t phase, uint64_t far_threshold, uint32_t* out);
+
+// ---- rows --------------------------------------------------------------
+
+inline constexpr int kRowBlock = 64;  // rows that a kernel call takes at most
+
+// q . k * scale for `count` <= kRowBlock rows and head_count heads: logits
+// [head][kRowBlock]. q: [head][d] fp32, already times scale. Returns false if
+// one of them is not finite.
+bool RowLogits(DType dtype, const std::byte* const* rows, int count, const float* q, int head_count,
+               int head_dim, float* logits);
+// Folds rows into softmax sums: x_i = exp(logit_i - max), rescaling what is
+// there when the maximum grows. counts[head] <= count rows are taken per head
+// (null: all). sums: [head]; value: [head][d] sum x v.
+void FoldRows(DType dtype, const std::byte* const* rows, int count, const int* counts,
+              int head_count, int head_dim, float* logits, RowSums* sums, float* value);
+// The same with second moments: value_sq [head][d] sum x^2 v.
+void FoldRowsMoments(DType dtype, const std::byte* const* rows, int count, int head_count,
+                     int head_dim, float* logits, RowSums* sums, float* value, float* value_sq);
+// One pass over memory that reads every byte: the floor that benchmarks use.
+uint64_t ReadAll(const std::byte* data, int64_t bytes);
+
+// fp32 of `count` elements, and back, round to nearest even.
+void ToFloat(DType dtype, const std::byte* in, int64_t count, float* out);
+void FromFloat(DType dtype, const float* in, int64_t count, std::byte* out);
+
+}  // namespace spillway

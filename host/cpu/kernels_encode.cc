@@ -1,0 +1,324 @@
+// Encoding of keys: rotation, quantisation and the factor of `asymmetric`
+// codes (in the manner of RaBitQ, SIGMOD 2024). fp32 in one fixed order.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "host/cpu/kernels.h"
+
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#define HWY_WANT_AVX3_DL
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "host/cpu/kernels_encode.cc"
+#include "hwy/foreach_target.h"
+//
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace spillway {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using D16 = hn::CappedTag<float, kTileTokenCount>;
+
+template <typename V>
+HWY_INLINE auto LoadWide(D16 d, const V* p) {
+  if constexpr (std::is_same_v<V, float>) {
+    return hn::LoadU(d, p);
+  } else {
+    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<V, D16>(), p));
+  }
+}
+
+void ToFloatImpl(DType dtype, const std::byte* in, int64_t count, float* out) {
+  const D16 d;
+  const int64_t n = static_cast<int64_t>(hn::Lanes(d));
+  const auto convert = [&](auto* p) {
+    int64_t i = 0;
+    for (; i + n <= count; i += n) hn::StoreU(LoadWide(d, p + i), d, out + i);
+    if (i == count) return;
+    std::remove_cvref_t<decltype(*p)> last[kTileTokenCount] = {};
+    HWY_ALIGN float wide[kTileTokenCount];
+    std::memcpy(last, p + i, (count - i) * sizeof(*p));
+    hn::Store(LoadWide(d, last), d, wide);
+    std::memcpy(out + i, wide, (count - i) * sizeof(float));
+  };
+  switch (dtype) {
+    case DType::kF32:
+      std::memcpy(out, in, count * sizeof(float));
+      break;
+    case DType::kF16:
+      convert(reinterpret_cast<const hwy::float16_t*>(in));
+      break;
+    case DType::kBF16:
+      convert(reinterpret_cast<const hwy::bfloat16_t*>(in));
+      break;
+  }
+}
+
+void FromFloatImpl(DType dtype, const float* in, int64_t count, std::byte* out) {
+  if (dtype == DType::kF32) {
+    std::memcpy(out, in, count * sizeof(float));
+    return;
+  }
+  if (dtype == DType::kBF16) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(in[i]);
+      const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+      const uint16_t half = static_cast<uint16_t>(
+          nan ? (bits >> 16) | 0x40 : (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
+      std::memcpy(out + i * 2, &half, 2);
+    }
+    return;
+  }
+  const D16 d;
+  const hn::Rebind<hwy::float16_t, D16> dh;
+  const int64_t n = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < count; i += n) {
+    HWY_ALIGN float wide[kTileTokenCount] = {};
+    HWY_ALIGN hwy::float16_t narrow[kTileTokenCount];
+    const int64_t m = std::min(n, count - i);
+    std::memcpy(wide, in + i, m * sizeof(float));
+    hn::Store(hn::DemoteTo(dh, hn::Load(d, wide)), dh, narrow);
+    std::memcpy(out + i * 2, narrow, m * 2);
+  }
+}
+
+// y_j = fma chain over i of P[j][i] x_i, lanes are j.
+void RotateImpl(const EncodeParams& p, const float* x, float* y) {
+  const D16 d;
+  const int n = static_cast<int>(hn::Lanes(d));
+  const int dim = p.head_dim;
+  int j = 0;
+  for (; j + 4 * n <= dim; j += 4 * n) {
+    auto a0 = hn::Zero(d), a1 = hn::Zero(d), a2 = hn::Zero(d), a3 = hn::Zero(d);
+    for (int i = 0; i < dim; ++i) {
+      const float* row = p.rotation_transposed + static_cast<size_t>(i) * dim + j;
+      const auto xi = hn::Set(d, x[i]);
+      a0 = hn::MulAdd(hn::LoadU(d, row), xi, a0);
+      a1 = hn::MulAdd(hn::LoadU(d, row + n), xi, a1);
+      a2 = hn::MulAdd(hn::LoadU(d, row + 2 * n), xi, a2);
+      a3 = hn::MulAdd(hn::LoadU(d, row + 3 * n), xi, a3);
+    }
+    hn::StoreU(a0, d, y + j);
+    hn::StoreU(a1, d, y + j + n);
+    hn::StoreU(a2, d, y + j + 2 * n);
+    hn::StoreU(a3, d, y + j + 3 * n);
+  }
+  for (; j < dim; j += n) {
+    auto a = hn::Zero(d);
+    for (int i = 0; i < dim; ++i) {
+      a = hn::MulAdd(hn::LoadU(d, p.rotation_transposed + static_cast<size_t>(i) * dim + j),
+                     hn::Set(d, x[i]), a);
+    }
+    hn::StoreU(a, d, y + j);
+  }
+}
+
+// From here on lanes are keys: x [dim][16] holds k - c, then o; y [dim][16].
+void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRICT y,
+                 uint32_t* words, uint16_t* factors) {
+  const D16 d;
+  const hn::RebindToUnsigned<D16> du;
+  const hn::RebindToSigned<D16> di;
+  const int n = static_cast<int>(hn::Lanes(d));
+  const int dim = p.head_dim;
+  const int levels = 1 << p.bits_per_dim;
+  const float step = QuantiserStep(p.bits_per_dim);
+  const auto scale = hn::Set(d, std::sqrt(static_cast<float>(dim)) / step);
+  const auto zero = hn::Zero(d);
+  const auto one = hn::Set(d, 1.0f);
+  for (int lane = 0; lane < kTileTokenCount; lane += n) {
+    auto largest = zero;
+    for (int i = 0; i < dim; ++i) {
+      largest = hn::Max(largest, hn::Abs(hn::Load(d, x + i * kTileTokenCount + lane)));
+    }
+    const auto present = hn::Gt(largest, zero);
+    const auto safe = hn::IfThenElse(present, largest, one);
+    auto norm_sq = zero;
+    for (int i = 0; i < dim; ++i) {
+      const auto r = hn::Div(hn::Load(d, x + i * kTileTokenCount + lane), safe);
+      hn::Store(r, d, x + i * kTileTokenCount + lane);
+      norm_sq = hn::MulAdd(r, r, norm_sq);
+    }
+    const auto norm = hn::Sqrt(hn::IfThenElse(present, norm_sq, one));
+    const auto inverse = hn::Div(one, norm);
+    for (int i = 0; i < dim; ++i) {
+      float* o = x + i * kTileTokenCount + lane;
+      hn::Store(hn::Mul(hn::Load(d, o), inverse), d, o);
+    }
+    for (int j = 0; j < dim; j += 4) {
+      const float* row = p.rotation + static_cast<size_t>(j) * dim;
+      auto a0 = zero, a1 = zero, a2 = zero, a3 = zero;
+      for (int i = 0; i < dim; ++i) {
+        const auto o = hn::Load(d, x + i * kTileTokenCount + lane);
+        a0 = hn::MulAdd(hn::Set(d, row[i]), o, a0);
+        a1 = hn::MulAdd(hn::Set(d, row[dim + i]), o, a1);
+        a2 = hn::MulAdd(hn::Set(d, row[2 * dim + i]), o, a2);
+        a3 = hn::MulAdd(hn::Set(d, row[3 * dim + i]), o, a3);
+      }
+      float* out = y + j * kTileTokenCount + lane;
+      hn::Store(a0, d, out);
+      hn::Store(a1, d, out + kTileTokenCount);
+      hn::Store(a2, d, out + 2 * kTileTokenCount);
+      hn::Store(a3, d, out + 3 * kTileTokenCount);
+    }
+    // Quantise. <P o, t> in units of the step.
+    const auto half = hn::Set(d, static_cast<float>(levels / 2));
+    const auto top = hn::Set(d, static_cast<float>(levels - 1));
+    const auto middle = hn::Set(d, 0.5f * static_cast<float>(levels - 1));
+    auto dot = zero;
+    for (int w = 0; w < p.layout.words; ++w) {
+      hn::Vec<decltype(du)> plane[4] = {hn::Zero(du), hn::Zero(du), hn::Zero(du), hn::Zero(du)};
+      for (int bit = 0; bit < 32 && 32 * w + bit < dim; ++bit) {
+        const auto yj = hn::Load(d, y + (32 * w + bit) * kTileTokenCount + lane);
+        auto u = hn::Add(hn::Floor(hn::Mul(yj, scale)), half);
+        u = hn::Min(hn::Max(u, zero), top);
+        dot = hn::MulAdd(yj, hn::Sub(u, middle), dot);
+        const auto code = hn::BitCast(du, hn::ConvertTo(di, u));
+        for (int b = 0; b < p.bits_per_dim; ++b) {
+          const auto value = hn::And(hn::ShiftRightSame(code, b), hn::Set(du, 1u));
+          plane[b] = hn::Or(plane[b], hn::ShiftLeftSame(value, bit));
+        }
+      }
+      for (int b = 0; b < p.bits_per_dim; ++b) {
+        hn::StoreU(plane[b], du,
+                   words + b * p.layout.plane_stride_words() + w * kTileTokenCount + lane);
+      }
+    }
+    // f = ||k - c|| / <P o, t>, to bf16; 0 where either vanishes.
+    const auto valid = hn::And(present, hn::Gt(dot, zero));
+    const auto length = hn::Mul(largest, norm);
+    auto f = hn::Div(length, hn::Mul(hn::IfThenElse(valid, dot, one), hn::Set(d, step)));
+    f = hn::Min(f, hn::Set(d, 3.0e38f));
+    f = hn::IfThenElseZero(valid, f);
+    HWY_ALIGN float wide[kTileTokenCount];
+    hn::Store(f, d, wide);
+    FromFloatImpl(DType::kBF16, wide, n, reinterpret_cast<std::byte*>(factors + lane));
+  }
+}
+
+void EncodeTileImpl(const EncodeParams& p, DType dtype, const std::byte* keys, int64_t row_bytes,
+                    int count, std::byte* page, int tile) {
+  HWY_ALIGN float x[kHeadDimMax * kTileTokenCount];
+  HWY_ALIGN float y[kHeadDimMax * kTileTokenCount];
+  float key[kHeadDimMax];
+  const int dim = p.head_dim;
+  for (int t = 0; t < kTileTokenCount; ++t) {
+    if (t < count) {
+      ToFloatImpl(dtype, keys + t * row_bytes, dim, key);
+      for (int i = 0; i < dim; ++i) x[i * kTileTokenCount + t] = key[i] - p.centre[i];
+    } else {
+      for (int i = 0; i < dim; ++i) x[i * kTileTokenCount + t] = 0.0f;
+    }
+  }
+  uint32_t* words = reinterpret_cast<uint32_t*>(page) +
+                    static_cast<int64_t>(tile) * p.layout.words * kTileTokenCount;
+  uint16_t* factors =
+      reinterpret_cast<uint16_t*>(page + p.layout.factor_offset_bytes()) + tile * kTileTokenCount;
+  EncodeLanes(p, x, y, words, factors);
+}
+
+// The arithmetic of EncodeLanes for one key; lanes of the rotation are j, so
+// each y_j is the same chain.
+void EncodeKeyImpl(const EncodeParams& p, DType dtype, const std::byte* key, std::byte* page,
+                   int slot) {
+  HWY_ALIGN float x[kHeadDimMax];
+  HWY_ALIGN float y[kHeadDimMax];
+  const int dim = p.head_dim;
+  ToFloatImpl(dtype, key, dim, x);
+  float largest = 0;
+  for (int i = 0; i < dim; ++i) {
+    x[i] -= p.centre[i];
+    largest = std::max(largest, std::fabs(x[i]));
+  }
+  const bool present = largest > 0;
+  float norm_sq = 0;
+  for (int i = 0; i < dim; ++i) {
+    x[i] /= present ? largest : 1.0f;
+    norm_sq = std::fma(x[i], x[i], norm_sq);
+  }
+  const float norm = std::sqrt(present ? norm_sq : 1.0f);
+  const float inverse = 1.0f / norm;
+  for (int i = 0; i < dim; ++i) x[i] *= inverse;
+  RotateImpl(p, x, y);
+  const int levels = 1 << p.bits_per_dim;
+  const float step = QuantiserStep(p.bits_per_dim);
+  const float scale = std::sqrt(static_cast<float>(dim)) / step;
+  const float middle = 0.5f * static_cast<float>(levels - 1);
+  uint32_t planes[4][kHeadDimMax / 32] = {};
+  float dot = 0;
+  for (int j = 0; j < dim; ++j) {
+    float u = std::floor(y[j] * scale) + static_cast<float>(levels / 2);
+    u = std::min(std::max(u, 0.0f), static_cast<float>(levels - 1));
+    dot = std::fma(y[j], u - middle, dot);
+    const uint32_t code = static_cast<uint32_t>(u);
+    for (int b = 0; b < p.bits_per_dim; ++b) {
+      planes[b][j / 32] |= ((code >> b) & 1u) << (j % 32);
+    }
+  }
+  const int tile = slot / kTileTokenCount;
+  const int lane = slot % kTileTokenCount;
+  uint32_t* words = reinterpret_cast<uint32_t*>(page) +
+                    static_cast<int64_t>(tile) * p.layout.words * kTileTokenCount + lane;
+  for (int b = 0; b < p.bits_per_dim; ++b) {
+    for (int w = 0; w < p.layout.words; ++w) {
+      words[b * p.layout.plane_stride_words() + w * kTileTokenCount] = planes[b][w];
+    }
+  }
+  float f = 0;
+  if (present && dot > 0) f = std::min((largest * norm) / (dot * step), 3.0e38f);
+  FromFloatImpl(DType::kBF16, &f, 1, page + p.layout.factor_offset_bytes() + 2 * slot);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace spillway
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace spillway {
+HWY_EXPORT(ToFloatImpl);
+HWY_EXPORT(FromFloatImpl);
+HWY_EXPORT(RotateImpl);
+HWY_EXPORT(EncodeTileImpl);
+HWY_EXPORT(EncodeKeyImpl);
+
+float QuantiserStep(int bits_per_dim) {
+  // Best uniform quantisers of a standard normal (Max 1960).
+  constexpr float kStep[] = {1.596f, 0.9957f, 0.586f, 0.3352f};
+  return kStep[bits_per_dim - 1];
+}
+
+const char* SimdTargetName() {
+  return hwy::TargetName(hwy::SupportedTargets() & -hwy::SupportedTargets());
+}
+
+bool SimdSupported() {
+#if HWY_ARCH_X86
+  return (hwy::SupportedTargets() & (HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL)) != 0;
+#else
+  return true;
+#endif
+}
+
+void ToFloat(DType dtype, const std::byte* in, int64_t count, float* out) {
+  HWY_DYNAMIC_DISPATCH(ToFloatImpl)(dtype, in, count, out);
+}
+void FromFloat(DType dtype, const float* in, int64_t count, std::byte* out) {
+  HWY_DYNAMIC_DISPATCH(FromFloatImpl)(dtype, in, count, out);
+}
+void Rotate(const EncodeParams& params, const float* x, float* y) {
+  HWY_DYNAMIC_DISPATCH(RotateImpl)(params, x, y);
+}
+void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, int64_t row_bytes,
+                int count, std::byte* page, int tile) {
+  HWY_DYNAMIC_DISPATCH(EncodeTileImpl)(params, dtype, keys, row_bytes, count, page, tile);
+}
+void EncodeKey(const EncodeParams& params, DType dtype, const std::byte* key, std::byte* page,
+               int slot) {
+  HWY_DYNAMIC_DISPATCH(EncodeKeyImpl)(params, dtype, key, page, slot);
+}
+}  // namespace spillway
+#endif

@@ -1,0 +1,41 @@
+// Highway forms of host/core; included once per target.
+#if defined(SPILLWAY_SIMD_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SPILLWAY_SIMD_MATH_INL_H_
+#undef SPILLWAY_SIMD_MATH_INL_H_
+#else
+#define SPILLWAY_SIMD_MATH_INL_H_
+#endif
+
+#include "host/core/exp.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace spillway {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// ExpF32, lane by lane, the same bits.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V ExpVec(D d, V x) {
+  const hn::RebindToSigned<D> di;
+  const auto round = hn::Set(d, kExpRound);
+  const auto t = hn::MulAdd(x, hn::Set(d, kExpLog2E), round);
+  const auto n = hn::Sub(t, round);
+  auto r = hn::MulAdd(n, hn::Set(d, -kExpLn2Hi), x);
+  r = hn::MulAdd(n, hn::Set(d, -kExpLn2Lo), r);
+  auto q = hn::Set(d, kExpQ4);
+  q = hn::MulAdd(q, r, hn::Set(d, kExpQ3));
+  q = hn::MulAdd(q, r, hn::Set(d, kExpQ2));
+  q = hn::MulAdd(q, r, hn::Set(d, kExpQ1));
+  q = hn::MulAdd(q, r, hn::Set(d, kExpQ0));
+  const auto p = hn::MulAdd(q, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
+  const auto e = hn::Sub(hn::BitCast(di, t), hn::BitCast(di, round));
+  const auto scale = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(e, hn::Set(di, 127))));
+  return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, kExpMin)), hn::Mul(p, scale));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace spillway
+HWY_AFTER_NAMESPACE();
+
+#endif

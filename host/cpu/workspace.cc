@@ -1,0 +1,59 @@
+#include "host/cpu/workspace.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace spillway {
+
+absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count, int head_count,
+                                                            int64_t histogram_count) {
+  std::unique_ptr<SelectWorkspace> w;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!idle_.empty()) {
+      w = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (w == nullptr) w = std::make_unique<SelectWorkspace>();
+  const int64_t held_tokens = static_cast<int64_t>(w->bins.size());
+  const int64_t held_heads = static_cast<int64_t>(w->head_bins.size());
+  const int64_t held_head_tokens =
+      held_heads > 0 ? static_cast<int64_t>(w->head_bins[0].size()) : 0;
+  const int64_t held_bins = static_cast<int64_t>(w->histograms.size());
+  if (token_count > held_tokens || head_count > held_heads ||
+      (head_count > 0 && token_count > held_head_tokens) || histogram_count > held_bins) {
+    // Growing by half keeps a context that grows from reallocating each step.
+    const auto grown = [](int64_t want, int64_t held) {
+      return want > held ? want + want / 2 : held;
+    };
+    const int64_t tokens = grown(token_count, held_tokens);
+    const int64_t heads = std::max<int64_t>(head_count, held_heads);
+    const int64_t bins = grown(histogram_count, held_bins);
+    // The old buffers go first, so that old and new are never held at once.
+    *w = SelectWorkspace();
+    auto reservation =
+        budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "workspace of an attend");
+    if (!reservation.ok()) {
+      absl::MutexLock lock(&mutex_);
+      idle_.clear();
+    }
+    if (!reservation.ok()) {
+      reservation = budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "workspace of an attend");
+    }
+    if (!reservation.ok()) return reservation.status();
+    w->reservation = *std::move(reservation);
+    w->bins.resize(tokens);
+    w->head_bins.resize(heads);
+    for (auto& b : w->head_bins) b.resize(tokens);
+    w->histograms.resize(bins);
+  }
+  return Lease(this, std::move(w));
+}
+
+void WorkspacePool::Return(std::unique_ptr<SelectWorkspace> workspace) {
+  absl::MutexLock lock(&mutex_);
+  idle_.push_back(std::move(workspace));
+}
+
+}  // namespace spillway

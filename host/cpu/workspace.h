@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "host/memory/memory_budget.h"
+
+namespace spillway {
+
+// Per-token buffers of one sparse attend of one KV head. Grows, never
+// shrinks; what it holds is charged to the budget.
+struct SelectWorkspace {
+  std::vector<uint16_t> bins;                    // group bins of the candidates
+  std::vector<std::vector<uint16_t>> head_bins;  // per query head, for top-p
+  std::vector<uint32_t> histograms;              // [block][bin]
+
+  MemoryReservation reservation;
+};
+
+// Workspaces kept between attends. Thread-safe; outlives its leases.
+class WorkspacePool {
+ public:
+  explicit WorkspacePool(MemoryBudget* budget) : budget_(budget) {}
+
+  class Lease {
+   public:
+    Lease(WorkspacePool* pool, std::unique_ptr<SelectWorkspace> w)
+        : pool_(pool), workspace_(std::move(w)) {}
+    Lease(Lease&&) = default;
+    ~Lease() {
+      if (workspace_ != nullptr) pool_->Return(std::move(workspace_));
+    }
+    SelectWorkspace& operator*() { return *workspace_; }
+    SelectWorkspace* operator->() { return workspace_.get(); }
+
+   private:
+    WorkspacePool* pool_;
+    std::unique_ptr<SelectWorkspace> workspace_;
+  };
+
+  // Buffers for token_count candidates, head_count of head_bins (0: none) and
+  // histogram_count bins in all. RESOURCE_EXHAUSTED.
+  absl::StatusOr<Lease> Acquire(int64_t token_count, int head_count, int64_t histogram_count);
+
+ private:
+  void Return(std::unique_ptr<SelectWorkspace> workspace);
+
+  MemoryBudget* const budget_;
+  absl::Mutex mutex_;
+  std::vector<std::unique_ptr<SelectWorkspace>> idle_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway
