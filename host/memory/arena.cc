@@ -51,8 +51,8 @@ class AddressSpace {
     if (map_ != nullptr) munmap(map_, total_);
   }
   std::byte* base() const {
-    const auto first = reinterpret_cast<uintptr_t>(map_) + kSlabBytes;
-    return reinterpret_cast<std::byte*>((first + kSlabBytes - 1) / kSlabBytes * kSlabBytes);
+    const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(map_) % kSlabBytes);
+    return map_ + kSlabBytes + (misaligned == 0 ? 0 : kSlabBytes - misaligned);
   }
 
  private:
@@ -172,9 +172,11 @@ absl::Status Arena::Impl::Prepare(std::span<std::byte> memory) {
 
 void Arena::Impl::Unprepare(std::span<std::byte> memory) {
   // Maps fresh address space over it: frees the pages and forgets the
-  // binding.
-  mmap(memory.data(), memory.size(), PROT_NONE,
-       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  // binding. Where the kernel has no mapping to spare, the pages go at least.
+  if (mmap(memory.data(), memory.size(), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+    madvise(memory.data(), memory.size(), MADV_DONTNEED);
+  }
 }
 
 absl::Status Arena::Impl::Grow(int64_t min_bytes) {

@@ -126,7 +126,7 @@ PagePool::Impl::Impl(Arena* arena, int64_t page_bytes) : arena(arena) {
   slab_count = (page_bytes + kSlabBytes - 1) / kSlabBytes;
   while (slab_count * kSlabBytes % page_bytes * kWasteShare > slab_count * kSlabBytes) ++slab_count;
   pages_per_slab = slab_count * kSlabBytes / page_bytes;
-  shift = std::bit_width(static_cast<uint64_t>(pages_per_slab - 1));
+  shift = static_cast<int>(std::bit_width(static_cast<uint64_t>(pages_per_slab - 1)));
   slab_capacity =
       static_cast<uint32_t>(std::min(arena->slab_capacity(), int64_t{1} << (32 - shift)));
   slab_states = std::make_unique<std::atomic<std::atomic<uint64_t>*>[]>(slab_capacity);

@@ -51,7 +51,8 @@ class PagePool {
   // Pages that fit into slabs this pool holds already.
   int64_t spare_page_count() const;
   // Pages that can still be allocated: the spare ones and those of slabs that
-  // the arena would give. Another user of the arena may take them first.
+  // the arena would give. Another user of the arena may take them first, and
+  // where slab_count() > 1 its free slabs may not adjoin.
   int64_t free_page_count() const;
   // Pages of one allocation of slab_count() adjacent slabs.
   int64_t pages_per_slab() const;

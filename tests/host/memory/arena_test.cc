@@ -7,6 +7,8 @@
 #include <map>
 #include <random>
 
+#include "host/memory/topology.h"
+
 namespace spillway {
 namespace {
 
@@ -191,6 +193,20 @@ TEST(Arena, RandomUseNeverOverlapsAndReturnsToItsStart) {
   for (const auto& [base, count] : held) arena->FreeSlabs(base, count);
   EXPECT_EQ(arena->statistics().used_bytes, 0);
   EXPECT_TRUE(arena->AllocateSlabs(kSlabs).ok()) << "free runs were not joined";
+}
+
+TEST(Arena, BindsToANode) {
+  alignas(4096) static std::byte page[4096];
+  if (absl::Status bound = BindMemory(page, 0); !bound.ok()) {
+    GTEST_SKIP() << "this system refuses to bind memory: " << bound;
+  }
+  MemoryBudget budget(64 * kS);
+  auto arena =
+      Arena::Create({.limit_bytes = 4 * kS, .chunk_bytes = 2 * kS, .numa_node = 0}, &budget);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  const auto slab = (*arena)->AllocateSlabs(3);
+  ASSERT_TRUE(slab.ok()) << slab.status();
+  std::memset(*slab, 1, 3 * kS);
 }
 
 TEST(Arena, ReportsHugePagesWithinWhatIsCommitted) {

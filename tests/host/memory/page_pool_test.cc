@@ -103,6 +103,8 @@ TEST_F(PagePoolTest, AStaleReferenceGivesNull) {
 }
 
 TEST_F(PagePoolTest, StaleUseAborts) {
+  // Threads run here; a plain fork would copy their locks.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
   PagePool pool(arena_.get(), 4096);
   const PageRef page = *pool.Allocate();
   pool.Release(page);
