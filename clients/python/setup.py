@@ -1,0 +1,92 @@
+"""Builds the package; the gRPC stubs are generated from the API's .proto files.
+
+`python setup.py build_proto` generates them alone, for an editable install
+whose .proto files changed.
+"""
+
+import re
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+from setuptools import Command, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+PROTO = HERE.parent.parent / "proto"
+OUT = HERE / "spillway" / "_proto"
+
+IMPORT = re.compile(r"^from spillway\.v1 import ", re.MULTILINE)
+MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')spillway\.v1\.")
+
+
+class BuildProto(Command):
+    """Generates spillway/_proto, messages with .pyi files beside them."""
+
+    description = "generate the gRPC stubs"
+    user_options = []
+
+    def initialize_options(self):
+        """Has no options."""
+
+    def finalize_options(self):
+        """Has no options."""
+
+    def run(self):
+        sources = sorted((PROTO / "spillway" / "v1").glob("*.proto"))
+        if not sources:
+            # A source distribution carries the generated files instead.
+            if (OUT / "__init__.py").exists():
+                return
+            raise FileNotFoundError(f"no .proto files in {PROTO / 'spillway' / 'v1'}")
+        from grpc_tools import protoc
+
+        well_known = resources.files("grpc_tools") / "_proto"
+        with tempfile.TemporaryDirectory() as scratch:
+            code = protoc.main(
+                [
+                    "protoc",
+                    f"-I{PROTO}",
+                    f"-I{well_known}",
+                    f"--python_out={scratch}",
+                    f"--pyi_out={scratch}",
+                    f"--grpc_python_out={scratch}",
+                    *map(str, sources),
+                ]
+            )
+            if code != 0:
+                raise RuntimeError(f"protoc ended with {code}")
+            OUT.mkdir(exist_ok=True)
+            for stale in OUT.glob("*.py*"):
+                if stale.is_file():
+                    stale.unlink()
+            for made in sorted(Path(scratch, "spillway", "v1").iterdir()):
+                # protoc names the import after the proto package, which is
+                # not where the stubs live.
+                text = IMPORT.sub("from spillway._proto import ", made.read_text())
+                text = MODULE.sub(r"\1spillway._proto.", text)
+                (OUT / made.name).write_text(text)
+        (OUT / "__init__.py").write_text('"""Generated from proto/spillway/v1."""\n')
+
+
+class BuildPy(build_py):
+    """Generates the stubs before Python files are collected."""
+
+    def run(self):
+        self.run_command("build_proto")
+        # The packages were listed before the generated one existed.
+        if "spillway._proto" not in self.packages:
+            self.packages.append("spillway._proto")
+        super().run()
+
+
+class Sdist(sdist):
+    """Puts the generated stubs into a source distribution."""
+
+    def run(self):
+        self.run_command("build_proto")
+        super().run()
+
+
+setup(cmdclass={"build_proto": BuildProto, "build_py": BuildPy, "sdist": Sdist})

@@ -1,0 +1,78 @@
+"""Client of the Spillway daemon.
+
+`connect()` returns a `Client`; `spillway.transformers` runs Hugging Face
+models on it.
+"""
+
+from spillway.client import Client, connect
+from spillway.decode import DecodeStream
+from spillway.errors import (
+    Aborted,
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FieldViolation,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    SpillwayError,
+    Unavailable,
+    VersionMismatch,
+)
+from spillway.policy import Policy, TopK, TopP
+from spillway.results import (
+    AppendResult,
+    AttendResult,
+    Certificate,
+    MlpHash,
+    Model,
+    Pages,
+    RotationHash,
+    Selection,
+    SequenceInfo,
+    ServerInfo,
+    Statistics,
+)
+from spillway.sequence import Sequence
+from spillway.target import default_target
+from spillway.tensors import BFloat16
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aborted",
+    "AlreadyExists",
+    "AppendResult",
+    "AttendResult",
+    "BFloat16",
+    "Cancelled",
+    "Certificate",
+    "Client",
+    "DeadlineExceeded",
+    "DecodeStream",
+    "FailedPrecondition",
+    "FieldViolation",
+    "InvalidArgument",
+    "MlpHash",
+    "Model",
+    "NotFound",
+    "OutOfRange",
+    "Pages",
+    "Policy",
+    "ResourceExhausted",
+    "RotationHash",
+    "Selection",
+    "Sequence",
+    "SequenceInfo",
+    "ServerInfo",
+    "SpillwayError",
+    "Statistics",
+    "TopK",
+    "TopP",
+    "Unavailable",
+    "VersionMismatch",
+    "connect",
+    "default_target",
+]

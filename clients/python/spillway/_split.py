@@ -1,0 +1,124 @@
+"""Cuts appends and attends into messages of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spillway._proto import attention_service_pb2
+from spillway.tensors import Array, encode, itemsize
+
+# Room for everything in a message that is not the elements of its tensors.
+OVERHEAD_BYTES = 64 * 1024
+# A certificate's share of a response, per query and head: five varints of at
+# most ten bytes, two floats and the log-sum-exp, generously.
+CERTIFICATE_BYTES = 64
+
+
+def kv_pieces(
+    layer_count: int, token_count: int, token_bytes: int, budget_bytes: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields half-open (layer, layer_end, token, token_end) ranges that cover an append.
+
+    Args:
+        layer_count: Layers of the append.
+        token_count: Tokens of the append.
+        token_bytes: Bytes of K and V of one token in one layer.
+        budget_bytes: Most bytes of K and V in a piece.
+    """
+    if layer_count * token_count * token_bytes <= budget_bytes:
+        yield 0, layer_count, 0, token_count
+        return
+    if token_bytes > budget_bytes:
+        raise ValueError(f"one token of {token_bytes} bytes does not fit into {budget_bytes} bytes")
+    step = budget_bytes // token_bytes
+    for layer in range(layer_count):
+        for token in range(0, token_count, step):
+            yield layer, layer + 1, token, min(token + step, token_count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries [start, end) of one item of an attend."""
+
+    item: int
+    start: int
+    end: int
+    # Bytes of the larger of the request's and the response's share.
+    byte_count: int
+
+
+def query_parts(
+    item: int, shape: Sequence[int], dtype: int, out_dtype: int, budget_bytes: int, count_max: int
+) -> list[Part]:
+    """Cuts the queries of one item into even parts that fit into a message each."""
+    query_count, head_count, head_dim = shape
+    element_bytes = max(itemsize(dtype), itemsize(out_dtype))
+    query_bytes = head_count * (head_dim * element_bytes + CERTIFICATE_BYTES)
+    step = min(count_max, budget_bytes // max(query_bytes, 1))
+    if step < 1:
+        raise ValueError(f"one query of {query_bytes} bytes does not fit into {budget_bytes} bytes")
+    # Even parts: a last part of few queries would be served by the policy
+    # while the others are dense.
+    part_count = max(1, -(-query_count // step))
+    edges = [query_count * i // part_count for i in range(part_count + 1)]
+    return [
+        Part(item, start, end, (end - start) * query_bytes)
+        for start, end in zip(edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def pack(parts: Sequence[Part], budget_bytes: int, item_count_max: int) -> Iterator[list[Part]]:
+    """Groups parts, in order, into requests that fit and name no item twice."""
+    group: list[Part] = []
+    for part in parts:
+        full = sum(p.byte_count for p in group) + part.byte_count > budget_bytes
+        if group and (full or len(group) >= item_count_max or group[-1].item == part.item):
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
+
+
+def merge_results(
+    results: Sequence[attention_service_pb2.AttendResult],
+) -> attention_service_pb2.AttendResult:
+    """Joins the results of one item's parts along the queries."""
+    if len(results) == 1:
+        return results[0]
+    merged = attention_service_pb2.AttendResult()
+    for result in results:
+        merged.certificate.MergeFrom(result.certificate)
+        merged.statistics.touched_row_counts.extend(result.statistics.touched_row_counts)
+        merged.statistics.device_time_us += result.statistics.device_time_us
+    for name in ("out", "lse"):
+        tensors = [getattr(result, name) for result in results]
+        joined = getattr(merged, name)
+        joined.dtype = tensors[0].dtype
+        joined.shape.extend([sum(t.shape[0] for t in tensors), *tensors[0].shape[1:]])
+        joined.data = b"".join(t.data for t in tensors)
+    return merged
+
+
+def kv_chunk(
+    sequence: str, generation: int, layer: int, start: int, k: Array, v: Array
+) -> attention_service_pb2.KvChunk:
+    """Returns the message of K and V [layers, H_kv, T, d]."""
+    return attention_service_pb2.KvChunk(
+        sequence=sequence,
+        generation=generation,
+        layer_start=layer,
+        token_start=start,
+        k=encode(k, "k"),
+        v=encode(v, "v"),
+    )
+
+
+def check_shape(array: Any, dimensions: Sequence[str], what: str) -> tuple[int, ...]:
+    """Returns the shape; ValueError unless it has so many dimensions."""
+    shape = tuple(array.shape)
+    if len(shape) != len(dimensions):
+        raise ValueError(f"{what} has shape {list(shape)}, not [{', '.join(dimensions)}]")
+    return shape

@@ -1,0 +1,512 @@
+"""The connection to a daemon."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from spillway import _split
+from spillway._proto import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    attention_service_pb2,
+    attention_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
+)
+from spillway.decode import DecodeStream
+from spillway.errors import (
+    SpillwayError,
+    Unavailable,
+    VersionMismatch,
+    error_from_rpc,
+    error_from_status,
+)
+from spillway.policy import Policy, TopK
+from spillway.results import (
+    AttendResult,
+    HashWeights,
+    MlpHash,
+    Model,
+    RotationHash,
+    SequenceInfo,
+    ServerInfo,
+    Statistics,
+)
+from spillway.sequence import Sequence
+from spillway.target import default_target, normalize_target
+from spillway.tensors import (
+    Array,
+    DTypeName,
+    decoder_like,
+    dtype_number,
+    dtype_of,
+)
+
+# The daemon's bound; a message beyond it is refused on either side.
+MESSAGE_BYTES_MAX = 4 << 20
+UPLOAD_CHUNK_BYTES = 2 << 20
+API_MAJOR = 0
+
+
+class _Stubs:
+    """The services' stubs; their methods carry no types."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
+        self.sequences: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel)
+        self.attention: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
+        self.admin: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
+
+
+class Client:
+    """A connection to one daemon; `connect` makes it.
+
+    Thread-safe: any number of threads may call it at once. The handles that
+    it makes (`Sequence`, `DecodeStream`) say what they allow themselves.
+    Use it as a context manager, or call `close()`.
+
+    Attributes:
+        target: gRPC target of the daemon.
+        server_info: What the daemon said of itself when the client connected.
+    """
+
+    def __init__(self, target: str, timeout: float) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._channel = grpc.insecure_channel(
+            target,
+            options=[
+                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                # A daemon on this host is not behind the user's web proxy.
+                ("grpc.enable_http_proxy", 0),
+            ],
+        )
+        self._stubs = _Stubs(self._channel)
+        try:
+            self.server_info = self.get_server_info()
+            major = self.server_info.version.split(".")[0]
+            if major != str(API_MAJOR):
+                raise VersionMismatch(
+                    f"the daemon at {target} has version {self.server_info.version}, "
+                    f"this client speaks major version {API_MAJOR}"
+                )
+        except Unavailable as error:
+            self.close()
+            raise Unavailable(
+                f"no daemon answers at {target} ({error.message}); start spillwayd or name another "
+                "target with connect(target) or SPILLWAY_TARGET"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+        limit = self.server_info.limits.message_bytes_max or MESSAGE_BYTES_MAX
+        self._budget_bytes = min(limit, MESSAGE_BYTES_MAX) - _split.OVERHEAD_BYTES
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.target!r})"
+
+    def close(self) -> None:
+        """Closes the connection; sequences stay in the daemon until their ttl."""
+        self._channel.close()
+
+    def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
+        """Calls a method with one response; raises SpillwayError."""
+        try:
+            return method(request, timeout=self._timeout if timeout is None else timeout)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def _stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
+        """Calls a method with a stream of responses; cancels it when abandoned."""
+        call = method(request, timeout=self._timeout if timeout is None else timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()
+
+    # Models.
+
+    def create_model(
+        self,
+        model_id: str = "",
+        *,
+        layer_count: int,
+        query_head_count: int,
+        kv_head_count: int,
+        head_dim: int,
+        dtype: DTypeName = "bfloat16",
+        softmax_scale: float | None = None,
+        policy: Policy | None = None,
+        hash_weights: HashWeights | None = RotationHash(),
+    ) -> Model:
+        """Creates a model: the shapes and codes that sequences are made from.
+
+        Args:
+            model_id: The id to use; empty: the daemon chooses.
+            layer_count: Transformer layers, [1, 1024].
+            query_head_count: Query heads per layer, a multiple of
+                `kv_head_count`, at most 16 per KV head.
+            kv_head_count: K/V heads per layer.
+            head_dim: Elements of a key, a multiple of 16 in [16, 256].
+            dtype: Element type of K and V rows.
+            softmax_scale: Factor on q.k; None is 1 / sqrt(head_dim).
+            policy: Default policy of its sequences.
+            hash_weights: How codes are made; None: no codes, only selectors
+                `all` and `oracle` work.
+
+        Raises:
+            AlreadyExists: The id is taken.
+            InvalidArgument: A value out of range; see `fields`.
+        """
+        message = model_service_pb2.Model(
+            layer_count=layer_count,
+            query_head_count=query_head_count,
+            kv_head_count=kv_head_count,
+            head_dim=head_dim,
+            dtype=dtype_number(dtype),  # type: ignore[arg-type]
+            softmax_scale=softmax_scale,
+            default_policy=None if policy is None else policy.to_proto(),
+        )
+        if isinstance(hash_weights, RotationHash):
+            message.hash_weights.rotation.bits_per_dim = hash_weights.bits_per_dim
+            message.hash_weights.rotation.seed = hash_weights.seed
+        elif isinstance(hash_weights, MlpHash):
+            message.hash_weights.mlp.hash_bits = hash_weights.hash_bits
+            message.hash_weights.mlp.residual = hash_weights.residual
+            if hash_weights.hidden_dim is not None:
+                message.hash_weights.mlp.hidden_dim = hash_weights.hidden_dim
+        response = self._call(
+            self._stubs.models.CreateModel,
+            model_service_pb2.CreateModelRequest(model_id=model_id, model=message),
+        )
+        return Model.from_proto(response.model)
+
+    def get_model(self, name: str) -> Model:
+        """Returns a model by its resource name, `models/{id}`.
+
+        Raises:
+            NotFound: No such model.
+        """
+        request = model_service_pb2.GetModelRequest(name=name)
+        return Model.from_proto(self._call(self._stubs.models.GetModel, request).model)
+
+    def list_models(self) -> Iterator[Model]:
+        """Yields every model by name, page after page."""
+        token = ""
+        while True:
+            request = model_service_pb2.ListModelsRequest(page_token=token)
+            response = self._call(self._stubs.models.ListModels, request)
+            yield from map(Model.from_proto, response.models)
+            token = response.next_page_token
+            if not token:
+                return
+
+    def delete_model(self, model: Model | str) -> None:
+        """Deletes a model.
+
+        Raises:
+            NotFound: No such model.
+            FailedPrecondition: It has sequences.
+        """
+        request = model_service_pb2.DeleteModelRequest(name=_name(model))
+        self._call(self._stubs.models.DeleteModel, request)
+
+    def upload_hash_weights(
+        self, model: Model | str, path: str | Path, *, timeout: float | None = None
+    ) -> Model:
+        """Uploads the MLP weights of a model created with `MlpHash`.
+
+        Args:
+            model: The model.
+            path: A safetensors file with, per layer l, `layers.{l}.w1`
+                [H_kv, d, hidden], `layers.{l}.b1` [H_kv, hidden],
+                `layers.{l}.w2` [H_kv, hidden, hash_bits] and, where used,
+                `layers.{l}.b2` [H_kv, hash_bits].
+            timeout: Seconds; None is the client's.
+
+        Returns:
+            The model, ready.
+
+        Raises:
+            InvalidArgument: A tensor is missing or misshapen.
+            FailedPrecondition: The model has no MLP.
+        """
+        path = Path(path)
+        total = path.stat().st_size
+
+        def requests() -> Iterator[model_service_pb2.UploadHashWeightsRequest]:
+            with path.open("rb") as file:
+                first = True
+                while (data := file.read(UPLOAD_CHUNK_BYTES)) or first:
+                    yield model_service_pb2.UploadHashWeightsRequest(
+                        name=_name(model) if first else "",
+                        total_bytes=total if first else 0,
+                        data=data,
+                    )
+                    first = False
+
+        response = self._call(self._stubs.models.UploadHashWeights, requests(), timeout=timeout)
+        return Model.from_proto(response.model)
+
+    # Sequences.
+
+    def create_sequence(
+        self,
+        model: Model | str,
+        sequence_id: str = "",
+        *,
+        policy: Policy | None = None,
+        ttl: datetime.timedelta | float | None = None,
+    ) -> Sequence:
+        """Creates an empty sequence.
+
+        Args:
+            model: The model.
+            sequence_id: The id to use; empty: the daemon chooses.
+            policy: Overrides the model's default policy, field by field.
+            ttl: Idle time after which it is deleted, seconds or a timedelta;
+                every call that names it renews it. 0 never; None is an hour.
+
+        Raises:
+            NotFound: No such model.
+            AlreadyExists: The id is taken.
+            ResourceExhausted: The daemon is full.
+        """
+        message = sequence_service_pb2.Sequence(
+            model=_name(model), policy=None if policy is None else policy.to_proto()
+        )
+        if ttl is not None:
+            if not isinstance(ttl, datetime.timedelta):
+                ttl = datetime.timedelta(seconds=ttl)
+            message.ttl.FromTimedelta(ttl)
+        response = self._call(
+            self._stubs.sequences.CreateSequence,
+            sequence_service_pb2.CreateSequenceRequest(sequence_id=sequence_id, sequence=message),
+        )
+        return Sequence(self, response.sequence)
+
+    def get_sequence(self, name: str) -> Sequence:
+        """Returns a handle of an existing sequence, `sequences/{id}`.
+
+        Raises:
+            NotFound: No such sequence.
+        """
+        request = sequence_service_pb2.GetSequenceRequest(name=name)
+        response = self._call(self._stubs.sequences.GetSequence, request)
+        return Sequence(self, response.sequence)
+
+    def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
+        """Yields every sequence by name, page after page.
+
+        Args:
+            model: Only this model's; empty for all.
+        """
+        token = ""
+        while True:
+            request = sequence_service_pb2.ListSequencesRequest(
+                model=_name(model), page_token=token
+            )
+            response = self._call(self._stubs.sequences.ListSequences, request)
+            yield from map(SequenceInfo.from_proto, response.sequences)
+            token = response.next_page_token
+            if not token:
+                return
+
+    # Attention.
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        queries: Mapping[Sequence, Array],
+        policy: Policy | None = None,
+        visible: Mapping[Sequence, SequenceABC[int]] | None = None,
+        *,
+        out_dtype: DTypeName | None = None,
+        timeout: float | None = None,
+        return_errors: Literal[False] = False,
+    ) -> dict[Sequence, AttendResult]: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        queries: Mapping[Sequence, Array],
+        policy: Policy | None = None,
+        visible: Mapping[Sequence, SequenceABC[int]] | None = None,
+        *,
+        out_dtype: DTypeName | None = None,
+        timeout: float | None = None,
+        return_errors: Literal[True],
+    ) -> dict[Sequence, AttendResult | SpillwayError]: ...
+
+    def attend(
+        self,
+        layer: int,
+        queries: Mapping[Sequence, Array],
+        policy: Policy | None = None,
+        visible: Mapping[Sequence, SequenceABC[int]] | None = None,
+        *,
+        out_dtype: DTypeName | None = None,
+        timeout: float | None = None,
+        return_errors: bool = False,
+    ) -> Any:
+        """Attends at one layer for several sequences of one model.
+
+        What does not fit into one message is cut by sequences and queries.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            queries: Queries [T, H_q, d] of each sequence; T may differ.
+            policy: Overrides every sequence's policy for this call.
+            visible: Visible tokens of each query, [T], for the sequences that
+                it names; the others are causal over their last T tokens.
+            out_dtype: Element type of the outputs; None is the queries'.
+            timeout: Seconds for each message; None is the client's.
+            return_errors: Returns a sequence's failure in its place instead
+                of raising the first.
+
+        Returns:
+            A result per sequence.
+
+        Raises:
+            SpillwayError: The request was refused, or, without
+                `return_errors`, one sequence's attend failed.
+        """
+        limits = self.server_info.limits
+        sequences = list(queries)
+        sights = dict(visible or {})
+        parts: list[_split.Part] = []
+        part_policies: dict[int, Policy | None] = {}
+        for index, sequence in enumerate(sequences):
+            q = queries[sequence]
+            shape = _split.check_shape(q, ("T", "H_q", "d"), "q")
+            dtype = dtype_of(q, "q")
+            made = _split.query_parts(
+                index,
+                shape,
+                dtype,
+                dtype if out_dtype is None else dtype_number(out_dtype),
+                self._budget_bytes,
+                limits.query_token_count_max,
+            )
+            part_policies[index] = policy
+            if len(made) > 1:
+                if sequence not in sights:
+                    token_count = sequence.refresh().layer_token_counts[layer]
+                    sights[sequence] = range(token_count - shape[0] + 1, token_count + 1)
+                if min(p.end - p.start for p in made) <= limits.sparse_query_token_count_max:
+                    # Alone so few queries would be served by the policy;
+                    # together they are dense.
+                    part_policies[index] = Policy(selector="all", heavy=TopK(count=256))
+            parts.extend(made)
+
+        answers: list[list[attention_service_pb2.AttendResult]] = [[] for _ in sequences]
+        for group in _split.pack(parts, self._budget_bytes, limits.attend_item_count_max):
+            request = attention_service_pb2.AttendRequest(layer=layer)
+            if out_dtype is not None:
+                request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
+            for part in group:
+                sequence = sequences[part.item]
+                sight = sights.get(sequence)
+                request.items.append(
+                    sequence._item(
+                        queries[sequence][part.start : part.end],
+                        part_policies[part.item],
+                        None if sight is None else sight[part.start : part.end],
+                    )
+                )
+            response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
+            for part, result in zip(group, response.results, strict=True):
+                answers[part.item].append(result)
+
+        results: dict[Sequence, AttendResult | SpillwayError] = {}
+        for sequence, answer in zip(sequences, answers, strict=True):
+            failed = next((result for result in answer if result.status.code), None)
+            if failed is None:
+                results[sequence] = AttendResult(
+                    _split.merge_results(answer), decoder_like(queries[sequence])
+                )
+                continue
+            failure = error_from_status(failed.status)
+            if not return_errors:
+                raise failure
+            results[sequence] = failure
+        return results
+
+    def decode(self, *, timeout: float | None = None) -> DecodeStream:
+        """Opens a stream of decode steps; use it as a context manager.
+
+        Args:
+            timeout: Seconds that the whole stream may last; None is no limit.
+        """
+        return DecodeStream(self, timeout)
+
+    # The daemon.
+
+    def get_server_info(self) -> ServerInfo:
+        """Asks the daemon what it is."""
+        request = admin_service_pb2.GetServerInfoRequest()
+        return ServerInfo.from_proto(self._call(self._stubs.admin.GetServerInfo, request))
+
+    def statistics(self, model: Model | str = "") -> Statistics:
+        """Returns memory and work of the daemon.
+
+        Args:
+            model: Lists this model's sequences too, at most 1000.
+
+        Raises:
+            NotFound: No such model.
+        """
+        request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
+        return Statistics.from_proto(self._call(self._stubs.admin.GetStatistics, request))
+
+    def health(self) -> bool:
+        """Whether the daemon says that it serves (grpc.health.v1)."""
+        response = self._call(self._stubs.health.Check, health_pb2.HealthCheckRequest())
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _name(model: Model | str) -> str:
+    return model if isinstance(model, str) else model.name
+
+
+def connect(target: str | None = None, *, timeout: float = 60.0) -> Client:
+    """Connects to a daemon and checks that it speaks this client's API.
+
+    Args:
+        target: gRPC target (`unix:/path`, `localhost:50051`) or the path of a
+            unix socket; None is `SPILLWAY_TARGET`, else the daemon's default
+            socket of this user.
+        timeout: Seconds that a call may take unless it names its own.
+
+    Raises:
+        Unavailable: No daemon answers there.
+        VersionMismatch: It has another major version.
+    """
+    return Client(default_target() if target is None else normalize_target(target), timeout)

@@ -1,0 +1,198 @@
+"""The Decode stream: append the new token's K/V of a layer and attend, in order."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+
+from spillway import _split
+from spillway._proto import attention_service_pb2
+from spillway.errors import error_from_rpc, error_from_status
+from spillway.policy import Policy
+from spillway.results import AttendResult
+from spillway.sequence import Sequence
+from spillway.tensors import Array, Decoder, DTypeName, decoder_like, dtype_number
+
+if TYPE_CHECKING:
+    from spillway.client import Client
+
+
+class _Pending(NamedTuple):
+    sequence: Sequence
+    appends: bool
+    decode: Decoder
+
+
+class DecodeStream:
+    """A long-lived stream of decode steps; `Client.decode` makes it.
+
+    Messages of one sequence are served in order; those of different sequences
+    may be answered in any order. One thread may send while another receives.
+    An error is raised by the `recv` or `step` that gets the answer and leaves
+    the stream open; it carries `correlation_id`. A failed message appended
+    nothing unless its K/V were committed before the attend failed; the
+    sequence's lengths are asked anew on their next use.
+    """
+
+    def __init__(self, client: Client, timeout: float | None) -> None:
+        self._requests: queue.SimpleQueue[attention_service_pb2.DecodeRequest | None] = (
+            queue.SimpleQueue()
+        )
+        self._responses: Iterator[attention_service_pb2.DecodeResponse]
+        self._responses = client._stubs.attention.Decode(
+            iter(self._requests.get, None), timeout=timeout
+        )
+        self._pending: dict[int, _Pending] = {}
+        self._next_id = 1
+        self._closed = False
+
+    def __enter__(self) -> DecodeStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def send(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        start: int | None = None,
+        visible: SequenceABC[int] | None = None,
+        policy: Policy | None = None,
+        out_dtype: DTypeName | None = None,
+    ) -> int:
+        """Sends one step without waiting for its answer.
+
+        Args:
+            sequence: The sequence to append to and attend to.
+            layer: Layer, [0, layer_count).
+            q: Queries [T, H_q, d].
+            k: Keys of the new tokens, 1 to 16, [H_kv, T, d]; None to attend
+                without appending.
+            v: Values, the same shape.
+            start: Position of the first new token; None is the layer's length
+                as this handle knows it, steps in flight counted.
+            visible: Visible tokens of each query; None is causal over the
+                last T tokens.
+            policy: Overrides the sequence's policy for this step.
+            out_dtype: Element type of the output; None is q's.
+
+        Returns:
+            The correlation id, which `recv` returns with the answer.
+        """
+        if self._closed:
+            raise ValueError("the stream is closed")
+        if (k is None) != (v is None):
+            raise ValueError("k and v come together")
+        request = attention_service_pb2.DecodeRequest(
+            correlation_id=self._next_id,
+            layer=layer,
+            item=sequence._item(q, policy, visible),
+        )
+        if out_dtype is not None:
+            request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
+        if k is not None and v is not None:
+            shape = _split.check_shape(k, ("H_kv", "T", "d"), "k")
+            if start is None:
+                start = sequence.layer_token_counts[layer]
+            request.chunk.CopyFrom(
+                _split.kv_chunk(sequence.name, sequence.generation, layer, start, k[None], v[None])
+            )
+            sequence._expect(layer, start + shape[1])
+        self._next_id += 1
+        self._pending[request.correlation_id] = _Pending(sequence, k is not None, decoder_like(q))
+        self._requests.put(request)
+        return request.correlation_id
+
+    def recv(self) -> tuple[int, AttendResult]:
+        """Waits for the next answer.
+
+        Returns:
+            The correlation id of the step and its result.
+
+        Raises:
+            SpillwayError: The step failed, or the stream broke.
+            ValueError: No step is in flight.
+        """
+        if not self._pending:
+            raise ValueError("no step is in flight")
+        try:
+            response = next(self._responses)
+        except StopIteration:
+            self._closed = True
+            raise ValueError("the daemon ended the stream with steps in flight") from None
+        except grpc.RpcError as error:
+            self._closed = True
+            for step in self._pending.values():
+                step.sequence._forget()
+            raise error_from_rpc(error) from None
+        pending = self._pending.pop(response.correlation_id)
+        if response.result.status.code:
+            if pending.appends:
+                pending.sequence._forget()
+            failure = error_from_status(response.result.status)
+            failure.correlation_id = response.correlation_id
+            raise failure
+        return response.correlation_id, AttendResult(response.result, pending.decode)
+
+    def step(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        start: int | None = None,
+        visible: SequenceABC[int] | None = None,
+        policy: Policy | None = None,
+        out_dtype: DTypeName | None = None,
+    ) -> AttendResult:
+        """Sends one step and waits for its answer; arguments as `send`.
+
+        Raises:
+            SpillwayError: The step failed, or the stream broke.
+            ValueError: Other steps are in flight; receive them first.
+        """
+        if self._pending:
+            raise ValueError(f"{len(self._pending)} steps are in flight; recv them first")
+        self.send(
+            sequence,
+            layer,
+            q,
+            k,
+            v,
+            start=start,
+            visible=visible,
+            policy=policy,
+            out_dtype=out_dtype,
+        )
+        return self.recv()[1]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended, by `close` or by a failure."""
+        return self._closed
+
+    def close(self) -> None:
+        """Ends the stream; steps in flight are abandoned."""
+        if not self._closed:
+            self._closed = True
+            self._requests.put(None)
+            for step in self._pending.values():
+                step.sequence._forget()
+            self._responses.cancel()  # type: ignore[attr-defined]

@@ -1,0 +1,199 @@
+"""The exceptions that calls to the daemon raise.
+
+Every failure that the daemon reports, and every failure to reach it, is a
+`SpillwayError`. Mistakes that the client sees before it sends anything are
+plain `TypeError` and `ValueError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """A field that the daemon refused.
+
+    Attributes:
+        field: Path of the field in the request, for example `policy.epsilon`.
+        description: The value and the limit.
+    """
+
+    field: str
+    description: str
+
+
+class SpillwayError(Exception):
+    """A call that failed.
+
+    Attributes:
+        code: Name of the gRPC status code, for example `NOT_FOUND`.
+        message: What went wrong, for people.
+        reason: Why, for programs, for example `SEQUENCE_NOT_FOUND`; empty
+            when the failure did not come from the daemon.
+        metadata: Values that belong to the reason, for example `boot_id`.
+        fields: The refused fields of an `INVALID_ARGUMENT`.
+        correlation_id: Of the `Decode` message that failed, else None.
+    """
+
+    code = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        fields: Iterable[FieldViolation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.fields = tuple(fields)
+        self.correlation_id: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.code}: {self.message}"
+        if self.reason:
+            text += f" [{self.reason}]"
+        for violation in self.fields:
+            text += f"; {violation.field}: {violation.description}"
+        return text
+
+
+class InvalidArgument(SpillwayError, ValueError):
+    """A request that can never succeed; `fields` says which part is wrong."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class OutOfRange(SpillwayError):
+    """A position or count beyond what the sequence holds, or K/V that is not finite."""
+
+    code = "OUT_OF_RANGE"
+
+
+class NotFound(SpillwayError):
+    """No such model or sequence; it may have been deleted or have expired."""
+
+    code = "NOT_FOUND"
+
+
+class AlreadyExists(SpillwayError):
+    """The id is taken, or other rows are at that position."""
+
+    code = "ALREADY_EXISTS"
+
+
+class ResourceExhausted(SpillwayError):
+    """The daemon's memory limit or another quota."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Bytes that the call needed, None where the daemon did not say."""
+        return _int_or_none(self.metadata.get("needed_bytes"))
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that were free, None where the daemon did not say."""
+        return _int_or_none(self.metadata.get("free_bytes"))
+
+
+class FailedPrecondition(SpillwayError):
+    """The model or sequence is not in a state that allows the call."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class Aborted(SpillwayError):
+    """A stale generation: the sequence was truncated since."""
+
+    code = "ABORTED"
+
+
+class Cancelled(SpillwayError):
+    """The call was cancelled."""
+
+    code = "CANCELLED"
+
+
+class DeadlineExceeded(SpillwayError, TimeoutError):
+    """The call took longer than its timeout."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class Unavailable(SpillwayError, ConnectionError):
+    """The daemon cannot be reached or is shutting down."""
+
+    code = "UNAVAILABLE"
+
+
+class VersionMismatch(SpillwayError):
+    """The daemon speaks another major version of the API."""
+
+    code = "FAILED_PRECONDITION"
+
+
+_BY_CODE: dict[str, type[SpillwayError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        OutOfRange,
+        NotFound,
+        AlreadyExists,
+        ResourceExhausted,
+        FailedPrecondition,
+        Aborted,
+        Cancelled,
+        DeadlineExceeded,
+        Unavailable,
+    )
+}
+
+
+def _int_or_none(text: str | None) -> int | None:
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def error_from_status(status: Any) -> SpillwayError:
+    """Makes the exception for a `google.rpc.Status` whose code is not OK."""
+    code = code_pb2.Code.Name(status.code) if status.code in code_pb2.Code.values() else "UNKNOWN"
+    reason, metadata, fields = "", {}, []
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        bad_request = error_details_pb2.BadRequest()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(bad_request):
+            fields = [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+    kind = _BY_CODE.get(code, SpillwayError)
+    return kind(status.message, code=code, reason=reason, metadata=metadata, fields=fields)
+
+
+def error_from_rpc(error: grpc.RpcError) -> SpillwayError:
+    """Makes the exception for what a gRPC call raised."""
+    # Every RpcError of a call is also a grpc.Call; the type does not say so.
+    call: Any = error
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            status = status_pb2.Status.FromString(value)
+            if status.code:
+                return error_from_status(status)
+    code = call.code().name
+    return _BY_CODE.get(code, SpillwayError)(call.details() or "", code=code)

@@ -1,0 +1,171 @@
+"""How one attend chooses its rows and how sure it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spillway._proto import policy_pb2
+
+Selector = Literal["asymmetric", "hamming", "oracle", "all"]
+Tail = Literal["none", "uniform", "stratified"]
+Bound = Literal["denominator", "paper", "ratio"]
+
+_SCALARS = (
+    "sink_token_count",
+    "window_token_count",
+    "dense_token_count",
+    "epsilon",
+    "delta",
+    "pilot_token_count",
+    "inflation",
+    "seed",
+    "row_count_max",
+)
+_ENUMS: dict[str, Any] = {
+    "selector": policy_pb2.Selector,
+    "tail": policy_pb2.Tail,
+    "bound": policy_pb2.Bound,
+}
+
+
+@dataclass(frozen=True)
+class TopK:
+    """A number of heavy tokens per KV head: exactly one of the two is set.
+
+    Attributes:
+        count: Tokens, at least 1.
+        fraction: Share of the visible tokens, in (0, 1], rounded up.
+    """
+
+    count: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.count is None) == (self.fraction is None):
+            raise ValueError("TopK takes either count or fraction")
+
+
+@dataclass(frozen=True)
+class TopP:
+    """The smallest heavy set whose estimated mass reaches a share of the whole.
+
+    Attributes:
+        mass: Share of the attention mass, in (0, 1]; 0.95 when None.
+        floor_token_count: Fewest tokens per query head; 64 when None.
+        ceiling_token_count: Most tokens per query head; 4096 when None.
+    """
+
+    mass: float | None = None
+    floor_token_count: int | None = None
+    ceiling_token_count: int | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How rows are chosen; a field that is None inherits.
+
+    A request's policy overrides its sequence's, which overrides its model's,
+    field by field; where all are None the daemon's default counts.
+
+    Attributes:
+        sink_token_count: First tokens, always attended. [0, 2^20], default 64.
+        window_token_count: Latest tokens, always attended. [1, 2^20], default 64.
+        dense_token_count: A layer with at most this many visible tokens is
+            attended densely. [1024, 2^40], default 2048.
+        dense_layers: Layers that are always attended densely. Default none.
+        selector: How every key gets a score: `asymmetric` (default), `hamming`,
+            `oracle` (exact logits, for evaluation) or `all` (no selection).
+        heavy: Size of the heavy set. Default `TopK(count=256)`.
+        tail: What stands in for the other tokens: `stratified` (default),
+            `uniform` or `none`.
+        bound: What sets the size of a uniform sample: `ratio` (default),
+            `paper` or `denominator`; only with tail `uniform`.
+        epsilon: Relative error to promise. (0, 1), default 0.1.
+        delta: Chance that the promise fails. (0, 0.2], default 0.1.
+        pilot_token_count: Pilot rows per stratum. [16, 65536], default 48.
+        inflation: Factor on each stratum's deviation. [1, 16], default 1.25.
+        seed: Seed of the sampling hash. Default 0.
+        row_count_max: Most rows a KV head may touch in one attend, 0 for no
+            limit. Default 0.
+    """
+
+    sink_token_count: int | None = None
+    window_token_count: int | None = None
+    dense_token_count: int | None = None
+    dense_layers: Iterable[int] | None = None
+    selector: Selector | None = None
+    heavy: TopK | TopP | None = None
+    tail: Tail | None = None
+    bound: Bound | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    pilot_token_count: int | None = None
+    inflation: float | None = None
+    seed: int | None = None
+    row_count_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dense_layers is not None:
+            object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name, enum in _ENUMS.items():
+            value = getattr(self, name)
+            if value is not None and _enum_key(enum, value) not in enum.keys():
+                raise ValueError(f"{name} {value!r} is not one of {_enum_names(enum)}")
+
+    def to_proto(self) -> policy_pb2.Policy:
+        """Returns the message `spillway.v1.Policy`."""
+        message = policy_pb2.Policy()
+        for name in _SCALARS:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(message, name, value)
+        for name, enum in _ENUMS.items():
+            value = getattr(self, name)
+            if value is not None:
+                setattr(message, name, enum.Value(_enum_key(enum, value)))
+        if self.dense_layers is not None:
+            message.dense_layers.SetInParent()
+            message.dense_layers.layers.extend(self.dense_layers)
+        if isinstance(self.heavy, TopK):
+            if self.heavy.count is not None:
+                message.top_k.count = self.heavy.count
+            elif self.heavy.fraction is not None:
+                message.top_k.fraction = self.heavy.fraction
+        elif isinstance(self.heavy, TopP):
+            message.top_p.SetInParent()
+            for name in ("mass", "floor_token_count", "ceiling_token_count"):
+                value = getattr(self.heavy, name)
+                if value is not None:
+                    setattr(message.top_p, name, value)
+        return message
+
+    @classmethod
+    def from_proto(cls, message: policy_pb2.Policy) -> Policy:
+        """Reads a `spillway.v1.Policy`; what is not set stays None."""
+        values: dict[str, Any] = {
+            name: getattr(message, name) for name in _SCALARS if message.HasField(name)
+        }
+        for name, enum in _ENUMS.items():
+            if number := getattr(message, name):
+                values[name] = enum.Name(number).split("_", 1)[1].lower()
+        if message.HasField("dense_layers"):
+            values["dense_layers"] = tuple(message.dense_layers.layers)
+        heavy = message.WhichOneof("heavy")
+        if heavy == "top_k" and (size := message.top_k.WhichOneof("size")):
+            values["heavy"] = TopK(**{size: getattr(message.top_k, size)})
+        elif heavy == "top_p":
+            names = ("mass", "floor_token_count", "ceiling_token_count")
+            values["heavy"] = TopP(
+                **{n: getattr(message.top_p, n) for n in names if message.top_p.HasField(n)}
+            )
+        return cls(**values)
+
+
+def _enum_key(enum: Any, value: str) -> str:
+    return f"{enum.DESCRIPTOR.name.upper()}_{value.upper()}"
+
+
+def _enum_names(enum: Any) -> list[str]:
+    return [key.split("_", 1)[1].lower() for key in enum.keys() if enum.Value(key)]

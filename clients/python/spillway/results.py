@@ -1,0 +1,515 @@
+"""What calls return: plain values, converted from messages when they are read."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway._proto import (
+    admin_service_pb2,
+    attention_service_pb2,
+    model_service_pb2,
+    sequence_service_pb2,
+)
+from spillway.policy import Policy
+from spillway.tensors import Decoder, DTypeName, dtype_name
+
+Promise = Literal["exact", "statistical", "none"]
+
+
+@dataclass(frozen=True)
+class RotationHash:
+    """Codes by a seeded random rotation: training-free.
+
+    Attributes:
+        bits_per_dim: Bits per dimension of a key's code, in [1, 4].
+        seed: Seed of the rotations.
+    """
+
+    bits_per_dim: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MlpHash:
+    """Codes by one trained MLP per KV head and layer; see `Client.upload_hash_weights`.
+
+    Attributes:
+        hash_bits: Bits of a code, a multiple of 32 in [32, 1024].
+        hidden_dim: Width of the hidden layer, in [1, 4096]; None is head_dim.
+        residual: Whether each layer's input is added to its output.
+    """
+
+    hash_bits: int = 128
+    hidden_dim: int | None = None
+    residual: bool = False
+
+
+HashWeights = RotationHash | MlpHash
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a sequence is a sequence of.
+
+    Attributes:
+        name: Resource name, `models/{id}`.
+        layer_count: Transformer layers.
+        query_head_count: Query heads per layer.
+        kv_head_count: K/V heads per layer; query head h reads KV head
+            h // (query_head_count // kv_head_count).
+        head_dim: Elements of a key; values are as long.
+        dtype: Element type of K and V rows.
+        softmax_scale: Factor on q.k before the softmax.
+        policy: Default policy of its sequences.
+        hash_weights: How codes are made; None: no codes.
+        ready: Whether sequences can be created; False while MLP weights are
+            awaited.
+        row_bytes_per_token: Bytes of K and V of one token over all layers.
+        index_bytes_per_token: Bytes of codes of one token over all layers.
+    """
+
+    name: str
+    layer_count: int
+    query_head_count: int
+    kv_head_count: int
+    head_dim: int
+    dtype: DTypeName
+    softmax_scale: float
+    policy: Policy
+    hash_weights: HashWeights | None
+    ready: bool
+    row_bytes_per_token: int
+    index_bytes_per_token: int
+
+    @classmethod
+    def from_proto(cls, message: model_service_pb2.Model) -> Model:
+        """Reads a `spillway.v1.Model` as the daemon returns it."""
+        weights: HashWeights | None = None
+        kind = message.hash_weights.WhichOneof("kind")
+        if kind == "rotation":
+            rotation = message.hash_weights.rotation
+            weights = RotationHash(rotation.bits_per_dim, rotation.seed)
+        elif kind == "mlp":
+            mlp = message.hash_weights.mlp
+            weights = MlpHash(mlp.hash_bits, mlp.hidden_dim, mlp.residual)
+        return cls(
+            name=message.name,
+            layer_count=message.layer_count,
+            query_head_count=message.query_head_count,
+            kv_head_count=message.kv_head_count,
+            head_dim=message.head_dim,
+            dtype=dtype_name(message.dtype),
+            softmax_scale=message.softmax_scale,
+            policy=Policy.from_proto(message.default_policy),
+            hash_weights=weights,
+            ready=message.ready,
+            row_bytes_per_token=message.row_bytes_per_token,
+            index_bytes_per_token=message.index_bytes_per_token,
+        )
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """A sequence as the daemon saw it when it was asked.
+
+    Attributes:
+        name: Resource name, `sequences/{id}`.
+        model: `models/{id}`.
+        policy: What overrides the model's default policy.
+        token_count: Tokens in every layer, the shortest layer's length.
+        layer_token_counts: Length of each layer.
+        generation: Bumped by every truncation.
+        row_bytes: Bytes of the pages that hold its rows.
+        index_bytes: Bytes of the pages that hold its codes.
+        expire_time: When it goes if nothing renews it, None for never.
+    """
+
+    name: str
+    model: str
+    policy: Policy
+    token_count: int
+    layer_token_counts: tuple[int, ...]
+    generation: int
+    row_bytes: int
+    index_bytes: int
+    expire_time: datetime.datetime | None
+
+    @classmethod
+    def from_proto(cls, message: sequence_service_pb2.Sequence) -> SequenceInfo:
+        """Reads a `spillway.v1.Sequence`."""
+        expires = None
+        if message.HasField("expire_time"):
+            expires = message.expire_time.ToDatetime(datetime.timezone.utc)
+        return cls(
+            name=message.name,
+            model=message.model,
+            policy=Policy.from_proto(message.policy),
+            token_count=message.token_count,
+            layer_token_counts=tuple(message.layer_token_counts),
+            generation=message.generation,
+            row_bytes=message.row_bytes,
+            index_bytes=message.index_bytes,
+            expire_time=expires,
+        )
+
+
+@dataclass(frozen=True)
+class AppendResult:
+    """What an append did.
+
+    Attributes:
+        appended_chunk_count: Chunks that were appended.
+        already_present_chunk_count: Chunks that were there with equal bytes.
+        layer_token_counts: Length of each layer afterwards.
+    """
+
+    appended_chunk_count: int
+    already_present_chunk_count: int
+    layer_token_counts: tuple[int, ...]
+
+
+class Certificate:
+    """What one attend knows of its own error; arrays are [T, H_q]."""
+
+    def __init__(self, message: attention_service_pb2.Certificate, shape: tuple[int, int]) -> None:
+        self.message = message
+        self._shape = shape
+
+    def _ints(self, name: str) -> npt.NDArray[np.int64]:
+        return np.array(getattr(self.message, name), np.int64).reshape(self._shape)
+
+    @cached_property
+    def visible_token_counts(self) -> npt.NDArray[np.int64]:
+        """Visible tokens n."""
+        return self._ints("visible_token_counts")
+
+    @cached_property
+    def heavy_token_counts(self) -> npt.NDArray[np.int64]:
+        """Heavy tokens of the head's group, sink and window not counted."""
+        return self._ints("heavy_token_counts")
+
+    @cached_property
+    def sampled_token_counts(self) -> npt.NDArray[np.int64]:
+        """Sampled tail tokens of the head's group."""
+        return self._ints("sampled_token_counts")
+
+    @cached_property
+    def relative_errors(self) -> npt.NDArray[np.float32]:
+        """Estimated relative error of the output at confidence 1 - delta.
+
+        0 where exact, infinity where nothing is known.
+        """
+        return np.array(self.message.relative_errors, np.float32).reshape(self._shape)
+
+    @cached_property
+    def tail_masses(self) -> npt.NDArray[np.float32]:
+        """Estimated share of the softmax mass outside sink, window and heavy."""
+        return np.array(self.message.tail_masses, np.float32).reshape(self._shape)
+
+    @cached_property
+    def promises(self) -> npt.NDArray[np.str_]:
+        """`exact`, `statistical` or `none`."""
+        names = {
+            number: name.removeprefix("PROMISE_").lower()
+            for name, number in attention_service_pb2.Promise.items()
+        }
+        return np.array([names[number] for number in self.message.promises]).reshape(self._shape)
+
+    @property
+    def epsilon(self) -> float:
+        """Relative error that was promised."""
+        return self.message.epsilon
+
+    @property
+    def delta(self) -> float:
+        """Chance that the promise fails."""
+        return self.message.delta
+
+    @property
+    def inflation(self) -> float:
+        """Inflation in force."""
+        return self.message.inflation
+
+    def __repr__(self) -> str:
+        worst = self.relative_errors.max(initial=0.0)
+        return f"Certificate(epsilon={self.epsilon}, delta={self.delta}, worst={worst:.3g})"
+
+
+class AttendResult:
+    """Output of one attend of one sequence.
+
+    Arrays are of the queries' kind (numpy or torch, on their device).
+    """
+
+    def __init__(self, message: attention_service_pb2.AttendResult, decode: Decoder) -> None:
+        self.message = message
+        self._decode = decode
+
+    @cached_property
+    def out(self) -> Any:
+        """Output [T, H_q, d], in q's dtype unless another was asked for."""
+        return self._decode(self.message.out)
+
+    @cached_property
+    def lse(self) -> Any:
+        """Log-sum-exp of the scaled logits, natural log, float32 [T, H_q]."""
+        return self._decode(self.message.lse)
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """Certificate per query and head."""
+        query_count, head_count = self.message.out.shape[:2]
+        return Certificate(self.message.certificate, (query_count, head_count))
+
+    @cached_property
+    def touched_row_counts(self) -> npt.NDArray[np.int64]:
+        """Rows read per KV head, [T, H_kv]."""
+        counts = self.message.statistics.touched_row_counts
+        return np.array(counts, np.int64).reshape(self.message.out.shape[0], -1)
+
+    @property
+    def device_time_us(self) -> float:
+        """Device time of the job that served this, microseconds."""
+        return self.message.statistics.device_time_us
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows chosen for one attend: per KV head a row of a CSR matrix.
+
+    Attributes:
+        offsets: Start of each KV head's rows, int64 [H_kv + 1].
+        indices: Token indices, ascending within a head, [offsets[-1]].
+        log_weights: What to add to each token's logit, float32; 0 where the
+            client chose the rows.
+        strata: 0 sink, 1 window, 2 heavy, 3 and up the tail's strata, uint8;
+            None where the client chose the rows.
+        certificate: What attending to it would promise, None where the client
+            chose the rows.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    indices: Any
+    log_weights: Any = None
+    strata: Any = None
+    certificate: Certificate | None = None
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Fetched K/V rows of one KV head.
+
+    Attributes:
+        kv_head: The KV head.
+        indices: Token indices [R], ascending.
+        rows: Rows [R, 2, d] in the model's dtype: key, then value.
+        log_weights: Log-weights, float32 [R].
+        strata: Strata, uint8 [R]; None where the client chose the rows.
+    """
+
+    kv_head: int
+    indices: Any
+    rows: Any
+    log_weights: Any
+    strata: Any
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that serves attends.
+
+    Attributes:
+        name: For example `cpu:0`.
+        description: For people.
+        thread_count: Worker threads.
+        simd_target: Instruction set in use.
+    """
+
+    name: str
+    description: str
+    thread_count: int
+    simd_target: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits that a client must keep.
+
+    Attributes:
+        message_bytes_max: Largest message, bytes.
+        memory_bytes_max: Everything the daemon may hold, bytes.
+        query_token_count_max: Most queries of one item.
+        sparse_query_token_count_max: Most queries of an item served sparsely.
+        attend_item_count_max: Most items of one Attend.
+        sequence_count_max: Most sequences at once.
+    """
+
+    message_bytes_max: int
+    memory_bytes_max: int
+    query_token_count_max: int
+    sparse_query_token_count_max: int
+    attend_item_count_max: int
+    sequence_count_max: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What the daemon is.
+
+    Attributes:
+        version: MAJOR.MINOR.PATCH.
+        boot_id: Random per start: another value means all sequences are gone.
+        start_time: When it started, UTC.
+        devices: Devices that serve attends.
+        limits: Limits that a client must keep.
+        page_token_count: Tokens per page of rows.
+    """
+
+    version: str
+    boot_id: str
+    start_time: datetime.datetime
+    devices: tuple[Device, ...]
+    limits: Limits
+    page_token_count: int
+
+    @classmethod
+    def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
+        """Reads a `spillway.v1.GetServerInfoResponse`."""
+        return cls(
+            version=message.version,
+            boot_id=message.boot_id,
+            start_time=message.start_time.ToDatetime(datetime.timezone.utc),
+            devices=tuple(
+                Device(d.name, d.description, d.thread_count, d.simd_target)
+                for d in message.devices
+            ),
+            limits=_read(Limits, message.limits),
+            page_token_count=message.page_token_count,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryStatistics:
+    """Bytes held by the daemon.
+
+    Attributes:
+        limit_bytes: Limit on all that follows.
+        used_bytes: Charged against the limit now.
+        arena_committed_bytes: Obtained from the system by the arena.
+        arena_huge_page_bytes: Of those, in huge pages.
+        row_bytes: In pages that hold rows.
+        index_bytes: In pages that hold codes.
+        other_bytes: Model weights, tables, requests in flight.
+    """
+
+    limit_bytes: int
+    used_bytes: int
+    arena_committed_bytes: int
+    arena_huge_page_bytes: int
+    row_bytes: int
+    index_bytes: int
+    other_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkStatistics:
+    """Work done since the start, or since the model or sequence was created.
+
+    Attributes:
+        attend_count: Attends, one per query token, layer and sequence.
+        appended_row_count: Rows, one per token, layer and KV head.
+        touched_row_count: Rows read by attends.
+        visible_row_count: Rows that those attends could have read.
+        attend_time_us: Device time of attends, microseconds.
+        exact_count: Certificates per promise, one per attend and query head.
+        statistical_count: The same.
+        none_count: The same.
+    """
+
+    attend_count: int
+    appended_row_count: int
+    touched_row_count: int
+    visible_row_count: int
+    attend_time_us: float
+    exact_count: int
+    statistical_count: int
+    none_count: int
+
+
+@dataclass(frozen=True)
+class ModelStatistics:
+    """Work and size of a model's sequences.
+
+    Attributes:
+        model: `models/{id}`.
+        sequence_count: Its sequences.
+        token_count: Tokens over its sequences.
+        free_token_count: Tokens that still fit before admission refuses.
+        work: Work done.
+    """
+
+    model: str
+    sequence_count: int
+    token_count: int
+    free_token_count: int
+    work: WorkStatistics
+
+
+@dataclass(frozen=True)
+class SequenceStatistics:
+    """Work and size of a sequence.
+
+    Attributes:
+        sequence: `sequences/{id}`.
+        token_count: Tokens in every layer.
+        row_bytes: Bytes of the pages that hold its rows.
+        index_bytes: Bytes of the pages that hold its codes.
+        work: Work done.
+    """
+
+    sequence: str
+    token_count: int
+    row_bytes: int
+    index_bytes: int
+    work: WorkStatistics
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Memory and work of the daemon.
+
+    Attributes:
+        memory: Bytes held.
+        work: Work of all models.
+        models: One per model.
+        sequences: One per sequence of the model asked for.
+    """
+
+    memory: MemoryStatistics
+    work: WorkStatistics
+    models: tuple[ModelStatistics, ...]
+    sequences: tuple[SequenceStatistics, ...]
+
+    @classmethod
+    def from_proto(cls, message: admin_service_pb2.GetStatisticsResponse) -> Statistics:
+        """Reads a `spillway.v1.GetStatisticsResponse`."""
+        return cls(
+            memory=_read(MemoryStatistics, message.memory),
+            work=_read(WorkStatistics, message.work),
+            models=tuple(_read(ModelStatistics, m) for m in message.models),
+            sequences=tuple(_read(SequenceStatistics, s) for s in message.sequences),
+        )
+
+
+def _read(kind: Any, message: Any) -> Any:
+    """Reads the fields that the dataclass has from the message of its name."""
+    values = {name: getattr(message, name) for name in kind.__dataclass_fields__}
+    if "work" in values:
+        values["work"] = _read(WorkStatistics, values["work"])
+    return kind(**values)

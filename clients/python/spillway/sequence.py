@@ -1,0 +1,348 @@
+"""Sequences: the K/V rows of one context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spillway import _split
+from spillway._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
+from spillway.errors import SpillwayError
+from spillway.policy import Policy
+from spillway.results import AppendResult, AttendResult, Certificate, Pages, Selection, SequenceInfo
+from spillway.tensors import (
+    Array,
+    DTypeName,
+    decoder_like,
+    dtype_of,
+    encode,
+    encode_numbers,
+    itemsize,
+)
+
+if TYPE_CHECKING:
+    from spillway.client import Client
+
+
+class Sequence:
+    """A handle of one sequence; `Client.create_sequence` and `fork` make it.
+
+    The handle remembers the generation and each layer's length as the daemon
+    last told them, so that appends need not ask. It is not thread-safe:
+    appends, truncations and forks of one handle come from one thread at a
+    time. Reads (attend, select, fetch_pages) may overlap each other.
+
+    Attributes:
+        name: Resource name, `sequences/{id}`.
+        model: `models/{id}`.
+    """
+
+    def __init__(self, client: Client, message: sequence_service_pb2.Sequence) -> None:
+        self._client = client
+        self.name = message.name
+        self.model = message.model
+        self._layer_token_counts: list[int] | None = None
+        self._generation = 0
+        self._learn(message)
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.name!r}, model={self.model!r})"
+
+    def _learn(self, message: sequence_service_pb2.Sequence) -> None:
+        self._generation = message.generation
+        self._layer_token_counts = list(message.layer_token_counts)
+
+    def _forget(self) -> None:
+        """Makes the next use of a length ask the daemon."""
+        self._layer_token_counts = None
+
+    def _expect(self, layer: int, token_count: int) -> None:
+        """Notes a length that a step in flight will make."""
+        if self._layer_token_counts is not None:
+            self._layer_token_counts[layer] = max(self._layer_token_counts[layer], token_count)
+
+    @property
+    def generation(self) -> int:
+        """Generation as last heard; appends carry it."""
+        return self._generation
+
+    @property
+    def layer_token_counts(self) -> tuple[int, ...]:
+        """Length of each layer as last heard; asks when a failure left it open."""
+        if self._layer_token_counts is None:
+            self.refresh()
+        assert self._layer_token_counts is not None
+        return tuple(self._layer_token_counts)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in every layer: the shortest layer's length, as last heard."""
+        return min(self.layer_token_counts)
+
+    def refresh(self) -> SequenceInfo:
+        """Asks the daemon what the sequence is now.
+
+        Raises:
+            NotFound: It was deleted or has expired.
+        """
+        message = self._client._call(
+            self._client._stubs.sequences.GetSequence,
+            sequence_service_pb2.GetSequenceRequest(name=self.name),
+        ).sequence
+        self._learn(message)
+        return SequenceInfo.from_proto(message)
+
+    def append(
+        self, layer: int, start: int | None, k: Array, v: Array, *, timeout: float | None = None
+    ) -> AppendResult:
+        """Appends K/V rows of consecutive tokens.
+
+        K and V come after the positional encoding. Long appends are cut into
+        messages by layers and tokens; each commits whole or not at all, in
+        order, so after a failure `refresh()` tells what is there and the same
+        call may be repeated: rows that are present with equal bytes are
+        accepted.
+
+        Args:
+            layer: First layer, [0, layer_count).
+            start: Position of the first token; None appends at the layer's
+                length as last heard.
+            k: Keys [H_kv, T, d] for one layer, [layers, H_kv, T, d] for
+                consecutive layers, in the model's dtype, every element finite.
+            v: Values, the same shape.
+            timeout: Seconds; None is the client's.
+
+        Raises:
+            OutOfRange: A gap, a straddle, or K/V that is not finite; the
+                message names the position.
+            AlreadyExists: Other rows are at that position.
+            Aborted: The sequence was truncated by somebody else.
+            ResourceExhausted: The daemon's memory limit.
+        """
+        if len(k.shape) == 3:
+            k, v = k[None], v[None]  # type: ignore[index]
+        shape = _split.check_shape(k, ("layers", "H_kv", "T", "d"), "k")
+        if tuple(v.shape) != shape:
+            raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
+        layers, kv_heads, token_count, head_dim = shape
+        if start is None:
+            start = self.layer_token_counts[layer]
+        token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
+        budget = self._client._budget_bytes
+
+        def requests() -> Iterator[attention_service_pb2.AppendRequest]:
+            for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, budget):
+                yield attention_service_pb2.AppendRequest(
+                    chunk=_split.kv_chunk(
+                        self.name,
+                        self._generation,
+                        layer + l0,
+                        start + t0,
+                        k[l0:l1, :, t0:t1],
+                        v[l0:l1, :, t0:t1],
+                    )
+                )
+
+        try:
+            response = self._client._call(
+                self._client._stubs.attention.Append, requests(), timeout=timeout
+            )
+        except SpillwayError:
+            self._forget()
+            raise
+        self._layer_token_counts = list(response.layer_token_counts)
+        return AppendResult(
+            response.appended_chunk_count,
+            response.already_present_chunk_count,
+            tuple(response.layer_token_counts),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        policy: Policy | None = None,
+        visible: SequenceABC[int] | None = None,
+        *,
+        out_dtype: DTypeName | None = None,
+        timeout: float | None = None,
+    ) -> AttendResult:
+        """Attends at one layer.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            q: Queries [T, H_q, d] after the positional encoding, float32,
+                float16 or bfloat16. With T > 16 they are served densely.
+            policy: Overrides the sequence's policy for this call.
+            visible: Visible tokens of each query, [T], each in [1, n]; None is
+                causal over the last T tokens.
+            out_dtype: Element type of the output; None is q's.
+            timeout: Seconds; None is the client's.
+
+        Returns:
+            Output, log-sum-exp, certificate and counts.
+
+        Raises:
+            OutOfRange: `visible` beyond the layer's length, or a logit that
+                is not finite.
+            InvalidArgument: Shapes that do not fit the model, or a policy
+                that is impossible on it.
+            DeadlineExceeded: The timeout.
+        """
+        results = self._client.attend(
+            layer,
+            {self: q},
+            policy,
+            {self: visible} if visible is not None else None,
+            out_dtype=out_dtype,
+            timeout=timeout,
+        )
+        return results[self]
+
+    def select(
+        self,
+        layer: int,
+        q: Array,
+        policy: Policy | None = None,
+        visible: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Selection:
+        """Chooses the rows of an attend without attending.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            q: One query [1, H_q, d].
+            policy: Overrides the sequence's policy for this call.
+            visible: Visible tokens; None is all.
+            timeout: Seconds; None is the client's.
+
+        Returns:
+            Indices, log-weights and strata per KV head, of q's kind.
+        """
+        response = self._client._call(
+            self._client._stubs.attention.Select,
+            attention_service_pb2.SelectRequest(
+                layer=layer, item=self._item(q, policy, None if visible is None else [visible])
+            ),
+            timeout=timeout,
+        )
+        chosen = response.selection
+        decode = decoder_like(q)
+        return Selection(
+            offsets=np.array(chosen.offsets, np.int64),
+            indices=decode(chosen.indices),
+            log_weights=decode(chosen.log_weights),
+            strata=decode(chosen.strata),
+            certificate=Certificate(response.certificate, (q.shape[0], q.shape[1])),
+        )
+
+    def fetch_pages(
+        self,
+        layer: int,
+        q: Array | None = None,
+        policy: Policy | None = None,
+        visible: int | None = None,
+        *,
+        selection: Selection | None = None,
+        like: Array | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Pages]:
+        """Streams K/V rows for a runner that attends itself.
+
+        Either `q` chooses the rows, as `select` would, or `selection` names
+        them by its offsets and indices.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            q: One query [1, H_q, d].
+            policy: Overrides the sequence's policy; only with `q`.
+            visible: Visible tokens; only with `q`; None is all.
+            selection: The caller's own choice, ascending within a head.
+            like: An array whose kind (numpy or torch) the results have;
+                None is q's.
+            timeout: Seconds; None is the client's.
+
+        Yields:
+            Rows of one KV head after the other; a head may come in parts.
+        """
+        if (q is None) == (selection is None):
+            raise ValueError("fetch_pages takes either q or selection")
+        request = attention_service_pb2.FetchPagesRequest(layer=layer)
+        if q is not None:
+            request.item.CopyFrom(self._item(q, policy, None if visible is None else [visible]))
+        elif selection is not None:
+            request.item.sequence = self.name
+            request.selection.offsets.extend(int(offset) for offset in selection.offsets)
+            request.selection.indices.CopyFrom(
+                encode_numbers(np.asarray(selection.indices), tensor_pb2.DTYPE_U32)
+            )
+        decode = decoder_like(q if like is None else like)
+        responses = self._client._stream(
+            self._client._stubs.attention.FetchPages, request, timeout=timeout
+        )
+        for response in responses:
+            has_strata = response.HasField("strata")
+            yield Pages(
+                kv_head=response.kv_head,
+                indices=decode(response.indices),
+                rows=decode(response.rows),
+                log_weights=decode(response.log_weights),
+                strata=decode(response.strata) if has_strata else None,
+            )
+
+    def fork(self, sequence_id: str = "") -> Sequence:
+        """Copies the sequence; pages are shared until one side writes.
+
+        Each layer is copied to the sequence's length, the shortest layer's.
+
+        Args:
+            sequence_id: The copy's id; empty: the daemon chooses.
+
+        Raises:
+            AlreadyExists: The id is taken.
+            ResourceExhausted: The daemon's memory limit.
+        """
+        response = self._client._call(
+            self._client._stubs.sequences.ForkSequence,
+            sequence_service_pb2.ForkSequenceRequest(name=self.name, sequence_id=sequence_id),
+        )
+        return Sequence(self._client, response.sequence)
+
+    def truncate(self, token_count: int) -> SequenceInfo:
+        """Drops the newest tokens of every layer longer than `token_count`.
+
+        Raises:
+            OutOfRange: `token_count` is above the sequence's.
+        """
+        response = self._client._call(
+            self._client._stubs.sequences.TruncateSequence,
+            sequence_service_pb2.TruncateSequenceRequest(name=self.name, token_count=token_count),
+        )
+        self._learn(response.sequence)
+        return SequenceInfo.from_proto(response.sequence)
+
+    def delete(self) -> None:
+        """Deletes the sequence; its memory is free when the call returns.
+
+        Raises:
+            NotFound: It was deleted or has expired.
+        """
+        self._client._call(
+            self._client._stubs.sequences.DeleteSequence,
+            sequence_service_pb2.DeleteSequenceRequest(name=self.name),
+        )
+
+    def _item(
+        self, q: Array, policy: Policy | None, visible: SequenceABC[int] | None
+    ) -> attention_service_pb2.AttendItem:
+        _split.check_shape(q, ("T", "H_q", "d"), "q")
+        return attention_service_pb2.AttendItem(
+            sequence=self.name,
+            q=encode(q, "q"),
+            visible_token_counts=visible or (),
+            policy=None if policy is None else policy.to_proto(),
+        )

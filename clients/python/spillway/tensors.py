@@ -1,0 +1,170 @@
+"""Tensors in and out: numpy arrays, torch tensors and raw bfloat16 bits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from spillway._proto import tensor_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+DTypeName = Literal["float32", "float16", "bfloat16"]
+
+_DTYPES: dict[str, int] = {
+    "float32": tensor_pb2.DTYPE_F32,
+    "float16": tensor_pb2.DTYPE_F16,
+    "bfloat16": tensor_pb2.DTYPE_BF16,
+}
+_NAMES = {number: name for name, number in _DTYPES.items()}
+_STORAGE: dict[int, Any] = {
+    tensor_pb2.DTYPE_F32: np.dtype("<f4"),
+    tensor_pb2.DTYPE_F16: np.dtype("<f2"),
+    tensor_pb2.DTYPE_BF16: np.dtype("<u2"),
+    tensor_pb2.DTYPE_U32: np.dtype("<u4"),
+    tensor_pb2.DTYPE_U8: np.dtype("u1"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class BFloat16:
+    """bfloat16 elements by their bits, for use without torch.
+
+    numpy has no bfloat16, and a bare uint16 array could mean anything; this
+    says that the bits are the upper halves of float32 numbers.
+
+    Attributes:
+        bits: uint16 array of any shape.
+    """
+
+    bits: npt.NDArray[np.uint16]
+
+    def __post_init__(self) -> None:
+        if self.bits.dtype != np.uint16:
+            raise TypeError(f"BFloat16 holds uint16 bits, not {self.bits.dtype}")
+
+    @classmethod
+    def from_float32(cls, array: npt.NDArray[np.float32]) -> BFloat16:
+        """Rounds to nearest, ties to even; NaNs stay NaNs."""
+        array = np.ascontiguousarray(array, np.float32)
+        wide = array.view(np.uint32)
+        rounded = ((wide + (((wide >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+        return cls(np.where(np.isnan(array), np.uint16(0x7FC0), rounded))
+
+    def to_float32(self) -> npt.NDArray[np.float32]:
+        """Returns the numbers, exactly."""
+        return (self.bits.astype(np.uint32) << 16).view(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.bits.shape
+
+    def __getitem__(self, index: Any) -> BFloat16:
+        return BFloat16(self.bits[index])
+
+
+Array = Union["npt.NDArray[Any]", BFloat16, "torch.Tensor"]
+# Turns a tensor message into an array of one kind.
+Decoder = Callable[[tensor_pb2.Tensor], Any]
+
+
+def is_torch(array: object) -> bool:
+    """Whether the array is a torch tensor; does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def dtype_of(array: Array, what: str) -> int:
+    """Returns the `DType` of float elements.
+
+    Args:
+        array: A float32 or float16 numpy array, a `BFloat16` or a torch tensor.
+        what: Names the array in the error.
+
+    Raises:
+        TypeError: Any other array or element type.
+    """
+    if isinstance(array, BFloat16):
+        return tensor_pb2.DTYPE_BF16
+    if not isinstance(array, np.ndarray) and not is_torch(array):
+        raise TypeError(f"{what} is a {type(array).__name__}, not an array of numpy or torch")
+    name = str(array.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"{what} has elements of {array.dtype}, not float32, float16 or bfloat16")
+    return _DTYPES[name]
+
+
+def dtype_number(name: DTypeName) -> int:
+    """Returns the `DType` of a name."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {sorted(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def dtype_name(number: int) -> DTypeName:
+    """Returns the name of a float `DType`."""
+    return _NAMES[number]  # type: ignore[return-value]
+
+
+def itemsize(dtype: int) -> int:
+    """Bytes of one element."""
+    return int(_STORAGE[dtype].itemsize)
+
+
+def to_bytes(array: Array) -> bytes:
+    """Returns the elements in C order, little endian, copied off the device."""
+    if isinstance(array, BFloat16):
+        return array.bits.astype("<u2", copy=False).tobytes()
+    if isinstance(array, np.ndarray):
+        return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    torch = sys.modules["torch"]
+    # numpy has no bfloat16: the bits travel as integers of the same size.
+    cpu = array.detach().cpu().contiguous()
+    if cpu.dtype == torch.bfloat16:
+        cpu = cpu.view(torch.int16)
+    return cpu.numpy().tobytes()  # type: ignore[no-any-return]
+
+
+def encode(array: Array, what: str) -> tensor_pb2.Tensor:
+    """Returns the tensor message of an array of floats."""
+    dtype = dtype_of(array, what)
+    return tensor_pb2.Tensor(dtype=dtype, shape=tuple(array.shape), data=to_bytes(array))  # type: ignore[arg-type]
+
+
+def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:
+    """Returns the tensor message of integers or floats, converted to a `DType`."""
+    array = np.asarray(array).astype(_STORAGE[dtype], copy=False)
+    return tensor_pb2.Tensor(dtype=dtype, shape=array.shape, data=array.tobytes())  # type: ignore[arg-type]
+
+
+def decode_numpy(tensor: tensor_pb2.Tensor) -> Any:
+    """Returns a writable numpy array; bfloat16 comes as `BFloat16`."""
+    array = np.frombuffer(tensor.data, _STORAGE[tensor.dtype]).reshape(tensor.shape).copy()
+    return BFloat16(array) if tensor.dtype == tensor_pb2.DTYPE_BF16 else array
+
+
+def decoder_like(array: Array | None) -> Decoder:
+    """Returns the decoder whose results are of the array's kind and device."""
+    if array is None or not is_torch(array):
+        return decode_numpy
+    torch = sys.modules["torch"]
+    device = array.device  # type: ignore[union-attr]
+
+    def decode_torch(tensor: tensor_pb2.Tensor) -> Any:
+        copy = np.frombuffer(tensor.data, _STORAGE[tensor.dtype]).reshape(tensor.shape).copy()
+        if tensor.dtype == tensor_pb2.DTYPE_U32:
+            # Indices: torch indexes with int64.
+            copy = copy.astype(np.int64)
+        made = torch.from_numpy(copy)
+        if tensor.dtype == tensor_pb2.DTYPE_BF16:
+            made = made.view(torch.bfloat16)
+        return made.to(device)
+
+    return decode_torch

@@ -1,0 +1,118 @@
+"""The attention implementation `spillway` and its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function
+
+from spillway.transformers.cache import SpillwayLayer
+from spillway.transformers.support import UnsupportedModelError
+
+# Arguments with which some model kinds change the softmax.
+_REFUSED = ("softcap", "s_aux", "sliding_window", "position_bias")
+
+
+def spillway_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attends for one layer; transformers calls it with what the cache's update returned.
+
+    Args:
+        module: The attention module.
+        query: Queries [B, H_q, T, d] after the positional encoding.
+        key: New keys [B, H_kv, T, d], as `SpillwayCache.update` returned them.
+        value: New values, the same shape.
+        attention_mask: Left padding per row, [B], from `left_padding_mask`;
+            None for none.
+        dropout: Must be 0.
+        scaling: Factor on q.k; None is 1 / sqrt(d).
+        is_causal: Must not be False.
+        **kwargs: Other models' arguments; those that change the softmax must
+            be None.
+
+    Returns:
+        Output [B, T, H_q, d], and None for the weights.
+    """
+    layer = SpillwayLayer.of(key)
+    if layer is None:
+        raise RuntimeError(
+            "the attention implementation 'spillway' needs past_key_values=SpillwayCache(...)"
+        )
+    if dropout:
+        raise ValueError(f"dropout {dropout}: spillway is for inference; call model.eval()")
+    if query.requires_grad and torch.is_grad_enabled():
+        raise ValueError("spillway has no gradients; call the model under torch.no_grad()")
+    if is_causal is False:
+        raise UnsupportedModelError("this layer's attention is not causal")
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"this layer attends with {name}, which is not served")
+    if attention_mask is not None and attention_mask.ndim != 1:
+        raise ValueError(
+            f"the mask has {attention_mask.ndim} dimensions; spillway takes the 2-D mask of "
+            "left padding, not one that was made for another attention implementation"
+        )
+    out = layer.attend(
+        query,
+        key,
+        value,
+        None if attention_mask is None else attention_mask.tolist(),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return out, None
+
+
+def left_padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Returns the left padding of each row, [B] int64, instead of a mask.
+
+    Nothing of the size of queries times keys is made.
+
+    Args:
+        batch_size: Rows B.
+        q_length: New positions.
+        kv_length: Positions in all, padding included.
+        q_offset: Unused.
+        kv_offset: Must be 0.
+        mask_function: Must be the causal one.
+        attention_mask: 2-D mask [B, kv_length], False at padding.
+        **kwargs: Unused.
+
+    Raises:
+        UnsupportedModelError: Another mask function.
+        ValueError: Padding that is not on the left, or a mask of other size.
+    """
+    if mask_function is not causal_mask_function or kv_offset != 0:
+        raise UnsupportedModelError("only plain causal masks are served")
+    if attention_mask is None:
+        return None
+    if tuple(attention_mask.shape) != (batch_size, kv_length):
+        raise ValueError(
+            f"the attention mask has shape {list(attention_mask.shape)}, not "
+            f"{[batch_size, kv_length]}: it covers every position, earlier ones included"
+        )
+    kept = attention_mask.sum(dim=1)
+    padding = kv_length - kept
+    positions = torch.arange(kv_length, device=attention_mask.device)
+    if not torch.equal(attention_mask, positions >= padding[:, None]):
+        raise ValueError("the attention mask has padding that is not on the left")
+    return padding.cpu()

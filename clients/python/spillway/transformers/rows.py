@@ -1,0 +1,233 @@
+"""The daemon's side of a cache: a model and one sequence per batch row."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence as SequenceABC
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import torch
+
+from spillway.client import Client
+from spillway.decode import DecodeStream
+from spillway.errors import AlreadyExists, SpillwayError
+from spillway.policy import Policy
+from spillway.results import AttendResult, HashWeights, Model
+from spillway.sequence import Sequence
+from spillway.tensors import DTypeName
+from spillway.transformers.support import Shapes
+
+
+@dataclass
+class Row:
+    """A batch row: its sequence and how many padding positions come before it."""
+
+    sequence: Sequence
+    padding: int = 0
+
+
+class RowStore:
+    """Creates, forks, truncates and deletes the sequences of a cache's rows.
+
+    It knows nothing of the cache, so that the cache can be collected while
+    its finalizer holds the store. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        shapes: Shapes,
+        *,
+        model: Model | None,
+        policy: Policy | None,
+        hash_weights: HashWeights | None,
+        ttl: datetime.timedelta | float | None,
+    ) -> None:
+        self.client = client
+        self.shapes = shapes
+        self.model = model
+        self.policy = policy
+        self.rows: list[Row] = []
+        # Overrides the rows' own policy: a fork keeps its source's.
+        self.request_policy: Policy | None = None
+        self._hash_weights = hash_weights
+        self._ttl = ttl
+        self._stream: DecodeStream | None = None
+
+    def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
+        """Makes the model known to the daemon and an empty sequence per row."""
+        if self.model is None:
+            self.model = self._find_model(dtype, scaling)
+        self._check_model(self.model, dtype, scaling)
+        if not self.rows:
+            self.rows = [Row(self._create_sequence(self.model)) for _ in range(batch_size)]
+        if len(self.rows) != batch_size:
+            raise ValueError(f"the cache holds {len(self.rows)} rows, the batch has {batch_size}")
+
+    def _create_sequence(self, model: Model) -> Sequence:
+        return self.client.create_sequence(model, policy=self.policy, ttl=self._ttl)
+
+    def _find_model(self, dtype: torch.dtype, scaling: float) -> Model:
+        """Creates the model, or takes the one that an equal cache created."""
+        name = cast(DTypeName, str(dtype).removeprefix("torch."))
+        weights = None if self._hash_weights is None else asdict(self._hash_weights)
+        kind = type(self._hash_weights).__name__
+        spec = json.dumps([asdict(self.shapes), name, scaling, kind, weights])
+        model_id = f"hf-{hashlib.sha256(spec.encode()).hexdigest()[:20]}"
+        try:
+            return self.client.create_model(
+                model_id,
+                **asdict(self.shapes),
+                dtype=name,
+                softmax_scale=scaling,
+                hash_weights=self._hash_weights,
+            )
+        except AlreadyExists:
+            return self.client.get_model(f"models/{model_id}")
+
+    def _check_model(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
+        has = Shapes(model.layer_count, model.query_head_count, model.kv_head_count, model.head_dim)
+        if has != self.shapes:
+            raise ValueError(f"{model.name} has {has}, the config has {self.shapes}")
+        if f"torch.{model.dtype}" != str(dtype):
+            raise ValueError(f"{model.name} holds {model.dtype}, the keys are {dtype}")
+        if abs(model.softmax_scale - scaling) > 1e-6 * abs(scaling):
+            raise ValueError(
+                f"{model.name} scales logits by {model.softmax_scale}, this layer by {scaling}"
+            )
+
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: SequenceABC[int],
+        counts: SequenceABC[int],
+    ) -> list[tuple[int, torch.Tensor, AttendResult]]:
+        """Appends each row's newest tokens and attends to them.
+
+        Args:
+            layer: The layer.
+            q: Queries [B, H_q, T, d].
+            k: Keys [B, H_kv, T, d].
+            v: Values, the same shape.
+            starts: Position of each row's first new token.
+            counts: New tokens of each row, at most T, the last of its T; rows
+                without any are left out.
+
+        Returns:
+            (row, queries [count, H_q, d], result) of the rows with new tokens.
+        """
+        length = q.shape[2]
+        active = [row for row, count in enumerate(counts) if count > 0]
+        queries = {row: q[row, :, length - counts[row] :].transpose(0, 1) for row in active}
+        news = {
+            row: (k[row, :, length - counts[row] :], v[row, :, length - counts[row] :])
+            for row in active
+        }
+        # Of more queries the daemon's stream takes no append.
+        limit = self.client.server_info.limits.sparse_query_token_count_max
+        if all(counts[row] <= limit for row in active):
+            results = self._step_stream(layer, queries, news, starts)
+        else:
+            for row in active:
+                self.rows[row].sequence.append(layer, starts[row], *news[row])
+            answers = self.client.attend(
+                layer,
+                {self.rows[row].sequence: query for row, query in queries.items()},
+                self.request_policy,
+            )
+            results = {row: answers[self.rows[row].sequence] for row in active}
+        return [(row, queries[row], results[row]) for row in active]
+
+    def _step_stream(
+        self,
+        layer: int,
+        queries: dict[int, torch.Tensor],
+        news: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        starts: SequenceABC[int],
+    ) -> dict[int, AttendResult]:
+        """Sends every row's step before it waits, so that rows run in parallel."""
+        if self._stream is None or self._stream.closed:
+            self._stream = self.client.decode()
+        try:
+            row_of = {}
+            for row, query in queries.items():
+                k, v = news[row]
+                sent = self._stream.send(
+                    self.rows[row].sequence,
+                    layer,
+                    query,
+                    k,
+                    v,
+                    start=starts[row],
+                    policy=self.request_policy,
+                )
+                row_of[sent] = row
+            results = {}
+            for _ in queries:
+                correlation_id, result = self._stream.recv()
+                results[row_of[correlation_id]] = result
+            return results
+        except BaseException:
+            # Answers of abandoned steps must not meet the next ones.
+            self._stream.close()
+            raise
+
+    def select(self, indices: SequenceABC[int]) -> None:
+        """Makes row i what row indices[i] was: forks, moves and deletes sequences."""
+        rows = []
+        taken: set[int] = set()
+        for index in indices:
+            source = self.rows[index]
+            if index in taken:
+                rows.append(Row(source.sequence.fork(), source.padding))
+            else:
+                taken.add(index)
+                rows.append(source)
+        dropped = [row for index, row in enumerate(self.rows) if index not in taken]
+        self.rows = rows
+        for row in dropped:
+            row.sequence.delete()
+
+    def truncate(self, length: int) -> None:
+        """Cuts every row so that it ends at this padded position."""
+        for row in self.rows:
+            row.sequence.truncate(max(length - row.padding, 0))
+            row.padding = min(row.padding, length)
+
+    def fork(self) -> RowStore:
+        """Copies every row; the copy's sequences share the pages."""
+        made = RowStore(
+            self.client,
+            self.shapes,
+            model=self.model,
+            policy=self.policy,
+            hash_weights=self._hash_weights,
+            ttl=self._ttl,
+        )
+        made.request_policy = self.request_policy
+        try:
+            for row in self.rows:
+                made.rows.append(Row(row.sequence.fork(), row.padding))
+        except BaseException:
+            made.release()
+            raise
+        return made
+
+    def release(self) -> None:
+        """Deletes the sequences; what the daemon lost already is no error."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        rows, self.rows = self.rows, []
+        for row in rows:
+            # The client may be closed, the daemon gone, the sequence expired;
+            # its ttl is what frees it then.
+            with suppress(SpillwayError, ValueError):
+                row.sequence.delete()
