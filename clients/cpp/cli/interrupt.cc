@@ -15,7 +15,7 @@ Interrupt::Interrupt() {
 
 Interrupt::~Interrupt() {
   closing_ = true;
-  pthread_kill(waiter_.native_handle(), SIGTERM);
+  pthread_kill(waiter_.native_handle(), SIGINT);
   waiter_.join();
   pthread_sigmask(SIG_SETMASK, &previous_, nullptr);
 }
