@@ -1,5 +1,6 @@
 #include "host/cpu/cpu_device.h"
 
+#include <tbb/global_control.h>
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
@@ -21,11 +22,15 @@ class CpuDevice final : public Device {
   CpuDevice(const CpuDeviceOptions& options, Arena* arena, MemoryBudget* budget)
       : arena_(arena),
         workspaces_(budget),
-        workers_(options.thread_count > 0 ? options.thread_count : tbb::task_arena::automatic,
-                 /*reserved_for_masters=*/0) {
+        thread_count_(options.thread_count > 0 ? options.thread_count
+                                               : tbb::this_task_arena::max_concurrency()),
+        // oneTBB counts the callers' thread among the allowed; jobs are only
+        // ever run by workers.
+        allowed_(tbb::global_control::max_allowed_parallelism, thread_count_ + 1),
+        workers_(thread_count_, /*reserved_for_masters=*/0) {
     workers_.initialize();
     info_.name = "cpu:0";
-    info_.thread_count = workers_.max_concurrency();
+    info_.thread_count = thread_count_;
     info_.simd_target = SimdTargetName();
     info_.description = absl::StrCat("CPU, ", info_.thread_count, " threads, ", info_.simd_target);
   }
@@ -169,6 +174,8 @@ class CpuDevice final : public Device {
 
   Arena* const arena_;
   WorkspacePool workspaces_;
+  const int thread_count_;
+  tbb::global_control allowed_;
   tbb::task_arena workers_;
   DeviceInfo info_;
 };

@@ -42,20 +42,31 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
   partial.value.assign(static_cast<size_t>(heads) * d, 0.0f);
   std::vector<float> logits(static_cast<size_t>(heads) * kRowBlock);
   std::vector<int> counts(heads);
+  // Rows of this block and of the one to come.
+  const std::byte* buffers[2][kRowBlock];
+  const std::byte** pointers = buffers[0];
+  const std::byte** next = buffers[1];
+  const auto point = [&](int64_t base, const std::byte** out) {
+    const std::byte* first = rows.Row(kv_head, base);
+    const int64_t last = row_end - 1 - base;
+    for (int64_t i = 0; i < kRowBlock; ++i) out[i] = first + std::min(i, last) * rows.row_bytes();
+  };
   for (int64_t base = row_begin; base < row_end; base += kRowBlock) {
     if ((base - row_begin) % 1024 == 0) {
       partial.status = c.CheckCancelled();
       if (!partial.status.ok()) return;
     }
     const int count = static_cast<int>(std::min<int64_t>(kRowBlock, row_end - base));
-    const std::byte* pointers[kRowBlock];
-    const std::byte* first = rows.Row(kv_head, base);
-    for (int i = 0; i < count; ++i) pointers[i] = first + i * rows.row_bytes();
+    std::swap(pointers, next);
+    if (base == row_begin) point(base, pointers);
+    const bool more = base + kRowBlock < row_end;
+    if (more) point(base + kRowBlock, next);
     for (int h = 0; h < heads; ++h) {
       const int64_t visible = c.work->visible[query_begin + h / group];
       counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
     }
-    if (!RowLogits(spec.dtype, pointers, count, q.data(), heads, d, logits.data())) {
+    if (!RowLogits(spec.dtype, pointers, more ? next : nullptr, count, q.data(), heads, d,
+                   logits.data())) {
       std::vector<uint32_t> tokens(count);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
       // A row beyond a query's visible length does not count against it.
@@ -65,8 +76,8 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
       }
       if (!partial.status.ok()) return;
     }
-    FoldRows(spec.dtype, pointers, count, counts.data(), heads, d, logits.data(),
-             partial.sums.data(), partial.value.data());
+    FoldRows(spec.dtype, pointers, more ? next : nullptr, count, counts.data(), heads, d,
+             logits.data(), partial.sums.data(), partial.value.data());
   }
 }
 

@@ -85,18 +85,20 @@ int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, 
 
 // ---- rows --------------------------------------------------------------
 
-inline constexpr int kRowBlock = 64;  // rows that a kernel call takes at most
+inline constexpr int kRowBlock = 32;  // rows that a kernel call takes at most
 
 // q . k * scale for `count` <= kRowBlock rows and head_count heads: logits
-// [head][kRowBlock]. q: [head][d] fp32, already times scale. Returns false if
-// one of them is not finite.
-bool RowLogits(DType dtype, const std::byte* const* rows, int count, const float* q, int head_count,
-               int head_dim, float* logits);
+// [head][kRowBlock]. q: [head][d] fp32, already times scale. next: rows that
+// the following block will read, as many, fetched into the cache meanwhile;
+// may be null. Returns false if a logit is not finite.
+bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
+               const float* q, int head_count, int head_dim, float* logits);
 // Folds rows into softmax sums: x_i = exp(logit_i - max), rescaling what is
 // there when the maximum grows. counts[head] <= count rows are taken per head
 // (null: all). sums: [head]; value: [head][d] sum x v.
-void FoldRows(DType dtype, const std::byte* const* rows, int count, const int* counts,
-              int head_count, int head_dim, float* logits, RowSums* sums, float* value);
+void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
+              const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
+              float* value);
 // The same with second moments: value_sq [head][d] sum x^2 v.
 void FoldRowsMoments(DType dtype, const std::byte* const* rows, int count, int head_count,
                      int head_dim, float* logits, RowSums* sums, float* value, float* value_sq);

@@ -14,7 +14,6 @@
 #include "hwy/foreach_target.h"
 //
 #include "host/cpu/simd_math-inl.h"
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -35,36 +34,48 @@ HWY_INLINE VF LoadRow(const T* p) {
   }
 }
 
-// Lane i of the result vectors, taken in order, is the sum of v[i]'s lanes.
-// v has 16 vectors; the results stand in v[0 .. 16 / lanes).
-HWY_INLINE void SumLanes16(VF* v) {
+template <int kCount>
+HWY_INLINE void SumPairs(VF* v) {
   const DF df;
-  int count = 16;
-  for (size_t width = hn::Lanes(df); width > 1; width /= 2) {
-    count /= 2;
-    for (int i = 0; i < count; ++i) {
-      v[i] = hn::Add(hn::ConcatEven(df, v[2 * i + 1], v[2 * i]),
-                     hn::ConcatOdd(df, v[2 * i + 1], v[2 * i]));
-    }
+  for (int i = 0; i < kCount / 2; ++i) {
+    v[i] = hn::Add(hn::ConcatEven(df, v[2 * i + 1], v[2 * i]),
+                   hn::ConcatOdd(df, v[2 * i + 1], v[2 * i]));
   }
 }
 
+// Lane i of the result vectors, taken in order, is the sum of v[i]'s lanes.
+// v has 16 vectors; the results stand in v[0 .. 16 / lanes).
+HWY_INLINE void SumLanes16(VF* v) {
+  const size_t lanes = hn::Lanes(DF());
+  SumPairs<16>(v);
+  SumPairs<8>(v);
+  if (lanes >= 8) SumPairs<4>(v);
+  if (lanes >= 16) SumPairs<2>(v);
+}
+
+// Asks for the half of a row that starts at `half`: the keys of the next block
+// are fetched while this one's logits are computed, the values while it is
+// folded, which keeps the memory evenly busy.
 template <typename T>
-HWY_INLINE void PrefetchRow(const std::byte* row, int head_dim) {
-  const int64_t bytes = int64_t{2} * head_dim * sizeof(T);
-  for (int64_t b = 0; b < bytes; b += 64) hwy::Prefetch(reinterpret_cast<const char*>(row) + b);
+HWY_INLINE void PrefetchHalf(const T* half, int head_dim) {
+  // To the second level: the first has too few miss buffers for the bandwidth.
+  for (int i = 0; i < head_dim; i += 64 / static_cast<int>(sizeof(T))) {
+    __builtin_prefetch(half + i, /*rw=*/0, /*locality=*/2);
+  }
 }
 
 template <typename T, int kHeads>
 HWY_INLINE void LogitsHeads(const std::byte* const* rows, int count, const float* q, int dim,
-                            float* logits, bool prefetch) {
+                            float* logits, const std::byte* const* next) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   for (int r = 0; r < count; r += 4) {
     const T* k[4];
     for (int i = 0; i < 4; ++i) {
       k[i] = reinterpret_cast<const T*>(rows[std::min(r + i, count - 1)]);
-      if (prefetch && r + 8 + i < count) PrefetchRow<T>(rows[r + 8 + i], dim);
+      if (next != nullptr && r + i < count) {
+        PrefetchHalf(reinterpret_cast<const T*>(next[r + i]), dim);
+      }
     }
     VF acc[16];
     for (int i = 0; i < 16; ++i) acc[i] = hn::Zero(df);
@@ -91,24 +102,23 @@ HWY_INLINE void LogitsHeads(const std::byte* const* rows, int count, const float
 }
 
 template <typename T>
-bool RowLogitsTyped(const std::byte* const* rows, int count, const float* q, int head_count,
-                    int dim, float* logits) {
-  for (int i = 0; i < std::min(8, count); ++i) PrefetchRow<T>(rows[i], dim);
+bool RowLogitsTyped(const std::byte* const* rows, const std::byte* const* next, int count,
+                    const float* q, int head_count, int dim, float* logits) {
   for (int h = 0; h < head_count; h += 4) {
     const float* qh = q + h * dim;
     float* out = logits + h * kRowBlock;
     switch (head_count - h) {
       case 1:
-        LogitsHeads<T, 1>(rows, count, qh, dim, out, h == 0);
+        LogitsHeads<T, 1>(rows, count, qh, dim, out, h == 0 ? next : nullptr);
         break;
       case 2:
-        LogitsHeads<T, 2>(rows, count, qh, dim, out, h == 0);
+        LogitsHeads<T, 2>(rows, count, qh, dim, out, h == 0 ? next : nullptr);
         break;
       case 3:
-        LogitsHeads<T, 3>(rows, count, qh, dim, out, h == 0);
+        LogitsHeads<T, 3>(rows, count, qh, dim, out, h == 0 ? next : nullptr);
         break;
       default:
-        LogitsHeads<T, 4>(rows, count, qh, dim, out, h == 0);
+        LogitsHeads<T, 4>(rows, count, qh, dim, out, h == 0 ? next : nullptr);
     }
   }
   float worst = 0;
@@ -122,15 +132,15 @@ bool RowLogitsTyped(const std::byte* const* rows, int count, const float* q, int
   return worst == 0;
 }
 
-bool RowLogitsImpl(DType dtype, const std::byte* const* rows, int count, const float* q,
-                   int head_count, int head_dim, float* logits) {
+bool RowLogitsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
+                   int count, const float* q, int head_count, int head_dim, float* logits) {
   switch (dtype) {
     case DType::kF32:
-      return RowLogitsTyped<float>(rows, count, q, head_count, head_dim, logits);
+      return RowLogitsTyped<float>(rows, next, count, q, head_count, head_dim, logits);
     case DType::kF16:
-      return RowLogitsTyped<hwy::float16_t>(rows, count, q, head_count, head_dim, logits);
+      return RowLogitsTyped<hwy::float16_t>(rows, next, count, q, head_count, head_dim, logits);
     default:
-      return RowLogitsTyped<hwy::bfloat16_t>(rows, count, q, head_count, head_dim, logits);
+      return RowLogitsTyped<hwy::bfloat16_t>(rows, next, count, q, head_count, head_dim, logits);
   }
 }
 
@@ -171,8 +181,9 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
 }
 
 template <typename T, int kHeads, int kColumns>
-HWY_INLINE void FoldColumns(const std::byte* const* rows, int count, int dim, int column,
-                            const float* x, const float* factors, float* value) {
+HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const* next, int count,
+                            int dim, int column, const float* x, const float* factors,
+                            float* value) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   VF acc[kHeads][kColumns];
@@ -184,6 +195,9 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, int count, int dim, in
   }
   for (int r = 0; r < count; ++r) {
     const T* v = reinterpret_cast<const T*>(rows[r]) + dim + column;
+    if (next != nullptr) {
+      PrefetchHalf(reinterpret_cast<const T*>(next[r]) + dim + column, kColumns * n);
+    }
     VF vc[kColumns];
     for (int c = 0; c < kColumns; ++c) vc[c] = LoadRow(v + c * n);
     for (int h = 0; h < kHeads; ++h) {
@@ -199,20 +213,21 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, int count, int dim, in
 }
 
 template <typename T, int kHeads>
-HWY_INLINE void FoldHeads(const std::byte* const* rows, int count, int dim, const float* x,
-                          const float* factors, float* value) {
+HWY_INLINE void FoldHeads(const std::byte* const* rows, const std::byte* const* next, int count,
+                          int dim, const float* x, const float* factors, float* value) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   int c = 0;
   for (; c + 4 * n <= dim; c += 4 * n) {
-    FoldColumns<T, kHeads, 4>(rows, count, dim, c, x, factors, value);
+    FoldColumns<T, kHeads, 4>(rows, next, count, dim, c, x, factors, value);
   }
-  for (; c < dim; c += n) FoldColumns<T, kHeads, 1>(rows, count, dim, c, x, factors, value);
+  for (; c < dim; c += n) FoldColumns<T, kHeads, 1>(rows, next, count, dim, c, x, factors, value);
 }
 
 template <typename T>
-void FoldTyped(const std::byte* const* rows, int count, const int* counts, int head_count, int dim,
-               float* logits, RowSums* sums, float* value) {
+void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int count,
+               const int* counts, int head_count, int dim, float* logits, RowSums* sums,
+               float* value) {
   for (int h0 = 0; h0 < head_count; h0 += 4) {
     const int heads = std::min(4, head_count - h0);
     float factors[4];
@@ -231,31 +246,32 @@ void FoldTyped(const std::byte* const* rows, int count, const int* counts, int h
     float* out = value + h0 * dim;
     switch (heads) {
       case 1:
-        FoldHeads<T, 1>(rows, most, dim, x, factors, out);
+        FoldHeads<T, 1>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
         break;
       case 2:
-        FoldHeads<T, 2>(rows, most, dim, x, factors, out);
+        FoldHeads<T, 2>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
         break;
       case 3:
-        FoldHeads<T, 3>(rows, most, dim, x, factors, out);
+        FoldHeads<T, 3>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
         break;
       default:
-        FoldHeads<T, 4>(rows, most, dim, x, factors, out);
+        FoldHeads<T, 4>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
     }
   }
 }
 
-void FoldRowsImpl(DType dtype, const std::byte* const* rows, int count, const int* counts,
-                  int head_count, int head_dim, float* logits, RowSums* sums, float* value) {
+void FoldRowsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
+                  int count, const int* counts, int head_count, int head_dim, float* logits,
+                  RowSums* sums, float* value) {
   switch (dtype) {
     case DType::kF32:
-      return FoldTyped<float>(rows, count, counts, head_count, head_dim, logits, sums, value);
+      return FoldTyped<float>(rows, next, count, counts, head_count, head_dim, logits, sums, value);
     case DType::kF16:
-      return FoldTyped<hwy::float16_t>(rows, count, counts, head_count, head_dim, logits, sums,
-                                       value);
+      return FoldTyped<hwy::float16_t>(rows, next, count, counts, head_count, head_dim, logits,
+                                       sums, value);
     default:
-      return FoldTyped<hwy::bfloat16_t>(rows, count, counts, head_count, head_dim, logits, sums,
-                                        value);
+      return FoldTyped<hwy::bfloat16_t>(rows, next, count, counts, head_count, head_dim, logits,
+                                        sums, value);
   }
 }
 
@@ -344,14 +360,16 @@ HWY_EXPORT(FoldRowsImpl);
 HWY_EXPORT(FoldRowsMomentsImpl);
 HWY_EXPORT(ReadAllImpl);
 
-bool RowLogits(DType dtype, const std::byte* const* rows, int count, const float* q, int head_count,
-               int head_dim, float* logits) {
-  return HWY_DYNAMIC_DISPATCH(RowLogitsImpl)(dtype, rows, count, q, head_count, head_dim, logits);
+bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
+               const float* q, int head_count, int head_dim, float* logits) {
+  return HWY_DYNAMIC_DISPATCH(RowLogitsImpl)(dtype, rows, next, count, q, head_count, head_dim,
+                                             logits);
 }
-void FoldRows(DType dtype, const std::byte* const* rows, int count, const int* counts,
-              int head_count, int head_dim, float* logits, RowSums* sums, float* value) {
+void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
+              const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
+              float* value) {
   HWY_DYNAMIC_DISPATCH(FoldRowsImpl)
-  (dtype, rows, count, counts, head_count, head_dim, logits, sums, value);
+  (dtype, rows, next, count, counts, head_count, head_dim, logits, sums, value);
 }
 void FoldRowsMoments(DType dtype, const std::byte* const* rows, int count, int head_count,
                      int head_dim, float* logits, RowSums* sums, float* value, float* value_sq) {

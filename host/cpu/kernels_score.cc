@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "host/core/histogram.h"
 #include "host/cpu/kernels.h"
@@ -55,34 +56,63 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #endif
 }
 
-// Integer sums of kRows weight rows over `lanes` keys of a tile from lane on.
+// Step kStep of a word: the codes of dimensions 32 w + 8 b + kStep in byte b.
+template <int kPlanes, int kStep>
+HWY_INLINE VU Fields(const VU* plane) {
+  const DU du;
+  VU fields = hn::And(hn::ShiftRight<kStep>(plane[0]), hn::Set(du, 0x01010101u));
+  const auto add = [&](auto index) HWY_ATTR {
+    constexpr int p = decltype(index)::value;
+    if constexpr (p < kPlanes) {
+      VU bits;
+      if constexpr (p > kStep) {
+        bits = hn::ShiftLeft<p - kStep>(plane[p]);
+      } else {
+        bits = hn::ShiftRight<kStep - p>(plane[p]);
+      }
+      fields = hn::OrAnd(fields, bits, hn::Set(du, 0x01010101u << p));
+    }
+  };
+  add(std::integral_constant<int, 1>());
+  add(std::integral_constant<int, 2>());
+  add(std::integral_constant<int, 3>());
+  return fields;
+}
+
+// Integer sums of kRows weight rows over the keys of a tile's lanes.
 template <int kPlanes, int kRows>
-HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* tile, VI* sums) {
+HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* tile, VI* out) {
   const DU du;
   const DI di;
   const int words = q.layout.words;
   const int64_t stride = q.layout.plane_stride_words();
   const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * words * 32;
-  const auto ones = hn::Set(du, 0x01010101u);
+  VI sums[kRows];
   for (int r = 0; r < kRows; ++r) sums[r] = hn::Zero(di);
   for (int w = 0; w < words; ++w) {
     VU plane[kPlanes];
     for (int p = 0; p < kPlanes; ++p) {
       plane[p] = hn::LoadU(du, tile + p * stride + w * kTileTokenCount);
     }
-    for (int s = 0; s < 8; ++s) {
-      VU fields = hn::And(hn::ShiftRightSame(plane[0], s), ones);
-      for (int p = 1; p < kPlanes; ++p) {
-        const auto bits = hn::And(hn::ShiftRightSame(plane[p], s), ones);
-        fields = hn::Or(fields, hn::ShiftLeftSame(bits, p));
-      }
+    const auto step = [&](auto index) HWY_ATTR {
+      constexpr int s = decltype(index)::value;
+      const VU fields = Fields<kPlanes, s>(plane);
       for (int r = 0; r < kRows; ++r) {
         int32_t weight;
         std::memcpy(&weight, weights + (static_cast<int64_t>(r) * words + w) * 32 + s * 4, 4);
         sums[r] = DotBytes(sums[r], fields, weight);
       }
-    }
+    };
+    step(std::integral_constant<int, 0>());
+    step(std::integral_constant<int, 1>());
+    step(std::integral_constant<int, 2>());
+    step(std::integral_constant<int, 3>());
+    step(std::integral_constant<int, 4>());
+    step(std::integral_constant<int, 5>());
+    step(std::integral_constant<int, 6>());
+    step(std::integral_constant<int, 7>());
   }
+  for (int r = 0; r < kRows; ++r) out[r] = sums[r];
 }
 
 template <int kPlanes>

@@ -101,11 +101,22 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
     GroupSums& part = parts[task];
     float logits[kGroupMax * kRowBlock];
     const int64_t end = std::min(count, (task + 1) * kFoldRows);
-    for (int64_t at = task * kFoldRows; at < end; at += kRowBlock) {
+    // Rows of this block and of the one to come: they lie far apart, so their
+    // latency is hidden by asking for them a block ahead.
+    const std::byte* buffers[2][kRowBlock];
+    const auto point = [&](int64_t at, const std::byte** out) {
+      for (int64_t i = 0; i < kRowBlock; ++i) {
+        out[i] = rows.Row(kv_head_, tokens[std::min(at + i, end - 1)]);
+      }
+    };
+    point(task * kFoldRows, buffers[0]);
+    int current = 0;
+    for (int64_t at = task * kFoldRows; at < end; at += kRowBlock, current ^= 1) {
       const int m = static_cast<int>(std::min<int64_t>(kRowBlock, end - at));
-      const std::byte* pointers[kRowBlock];
-      for (int i = 0; i < m; ++i) pointers[i] = rows.Row(kv_head_, tokens[at + i]);
-      if (!RowLogits(dtype, pointers, m, q_.data(), group_, d_, logits)) {
+      const std::byte** pointers = buffers[current];
+      const std::byte** next = at + kRowBlock < end ? buffers[current ^ 1] : nullptr;
+      if (next != nullptr) point(at + kRowBlock, next);
+      if (!RowLogits(dtype, pointers, next, m, q_.data(), group_, d_, logits)) {
         for (int g = 0; g < group_ && statuses[task].ok(); ++g) {
           statuses[task] =
               NonFiniteLogit(c_, kv_head_, logits + g * kRowBlock, tokens.data() + at, m);
@@ -116,7 +127,7 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
         FoldRowsMoments(dtype, pointers, m, group_, d_, logits, part.sums.data(), part.value.data(),
                         part.value_sq.data());
       } else {
-        FoldRows(dtype, pointers, m, nullptr, group_, d_, logits, part.sums.data(),
+        FoldRows(dtype, pointers, next, m, nullptr, group_, d_, logits, part.sums.data(),
                  part.value.data());
       }
     }
