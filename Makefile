@@ -5,6 +5,7 @@
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
 export SPILLWAYD := $(CURDIR)/build/release/daemon/spillwayd
+export SPILLWAY_CLI := $(CURDIR)/build/release/clients/cpp/spillway
 
 # quote: one shell word, whatever the value holds.
 quote = '$(subst ','\'',$(1))'
@@ -39,7 +40,7 @@ test-cpp: build ## C++ tests on the release build
 	ctest --test-dir build/release --output-on-failure --parallel $(JOBS)
 
 test-python: build venv ## Python tests against the release daemon
-	$(PYTHON) -m pytest $(wildcard tests/python clients/python/tests)
+	$(PYTHON) -m pytest tests/python
 
 bench: build venv ## benchmarks and plots
 	$(PYTHON) bench/run.py

@@ -1,0 +1,168 @@
+"""The command line tool `spillway` against a running daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spillway
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARY = os.environ.get("SPILLWAY_CLI", str(ROOT / "build/release/clients/cpp/spillway"))
+
+# A small shape, so that a test takes little time.
+SHAPE = ["--query-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--tokens", "300"]
+
+
+def run(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the tool with pipes, so that it prints JSON."""
+    return subprocess.run(
+        [BINARY, "--target", target, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def run_json(target: str, *arguments: str) -> Any:
+    done = run(target, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def run_on_terminal(target: str, *arguments: str) -> str:
+    """Runs the tool with its output on a terminal and returns what is shown."""
+    master, slave = pty.openpty()
+    try:
+        subprocess.run(
+            [BINARY, "--target", target, *arguments], stdout=slave, timeout=60, check=True
+        )
+    finally:
+        os.close(slave)
+    shown = b""
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # Linux's way of saying that the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(master)
+    return shown.decode().replace("\r\n", "\n")
+
+
+def names(client: spillway.Client) -> list[str]:
+    return [model.name for model in client.list_models()]
+
+
+def test_status_tells_the_tokens_that_still_fit(
+    target: str, client: spillway.Client, model: spillway.Model
+) -> None:
+    status = run_json(target, "status")
+    assert status["boot_id"] == client.server_info.boot_id
+    assert status["memory"]["limit_bytes"] == client.statistics().memory.limit_bytes
+    (ours,) = [entry for entry in status["models"] if entry["model"] == model.name]
+    assert 0 < ours["free_token_count"]
+    # Rows of 2 layers, 2 KV heads, K and V of 16 floats each: no more tokens
+    # fit than their bytes alone allow.
+    assert ours["free_token_count"] <= status["memory"]["limit_bytes"] / (2 * 2 * 2 * 16 * 4)
+
+
+def test_status_on_a_terminal_is_a_table(target: str, model: spillway.Model) -> None:
+    shown = run_on_terminal(target, "status")
+    assert shown.startswith("spillwayd ")
+    header, row = (line for line in shown.splitlines() if "MODEL" in line or model.name in line)
+    assert "TOKENS THAT FIT" in header
+    assert row.split()[:3] == [model.name, "0", "0"]
+
+
+def test_json_can_be_asked_for_on_a_terminal(target: str) -> None:
+    assert "boot_id" in json.loads(run_on_terminal(target, "status", "--json"))
+
+
+def test_lists_models_and_sequences(
+    target: str, client: spillway.Client, model: spillway.Model
+) -> None:
+    sequence = client.create_sequence(model)
+    (listed,) = [m for m in run_json(target, "models")["models"] if m["name"] == model.name]
+    assert (listed["layer_count"], listed["query_head_count"]) == (2, 4)
+    assert listed["dtype"] == "f32"
+    listed = run_json(target, "sequences", "--model", model.name)["sequences"]
+    assert [entry["name"] for entry in listed] == [sequence.name]
+    # The id alone will do.
+    assert listed == run_json(target, "sequences", "--model", model.name.split("/")[1])["sequences"]
+    sequence.delete()
+    assert run_json(target, "sequences", "--model", model.name) == {"sequences": []}
+
+
+@pytest.mark.parametrize("mode", ["attend", "decode"])
+def test_attend_bench_measures_and_leaves_nothing(
+    target: str, client: spillway.Client, mode: str
+) -> None:
+    before = names(client)
+    result = run_json(
+        target, "attend-bench", "--mode", mode, "--layers", "2", "--iterations", "7", *SHAPE
+    )
+    assert result["mode"] == mode
+    assert result["iteration_count"] == 7
+    for kind in ("round_trip_us", "device_time_us", "beyond_device_us"):
+        assert 0 < result[kind]["median"] <= result[kind]["p99"]
+    # 300 tokens are below the dense threshold.
+    assert result["touched_row_fraction"] == 1
+    assert result["promises"] == {"exact": 7 * 4, "statistical": 0, "none": 0}
+    # Decode appends as it goes: 10 warm-up and 7 measured steps over 2 layers.
+    assert result["touched_rows_per_kv_head"] >= 300
+    assert (result["touched_rows_per_kv_head"] > 300) == (mode == "decode")
+    assert names(client) == before
+
+
+def test_attend_bench_deletes_after_an_interrupt(target: str, client: spillway.Client) -> None:
+    before = names(client)
+    arguments = ["attend-bench", "--iterations", "1000000", *SHAPE]
+    process = subprocess.Popen([BINARY, "--target", target, *arguments], stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while names(client) == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert names(client) != before
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT
+    assert output == b""
+    assert names(client) == before
+
+
+def test_a_refusal_names_the_field(target: str, client: spillway.Client) -> None:
+    before = names(client)
+    done = run(target, "attend-bench", "--epsilon", "2", *SHAPE)
+    assert done.returncode == 1
+    assert "epsilon" in done.stderr
+    assert "INVALID_ARGUMENT" in done.stderr
+    assert done.stdout == ""
+    assert names(client) == before
+
+
+def test_exit_codes_of_a_wrong_command_line_and_no_daemon(target: str, tmp_path: Path) -> None:
+    assert run(target).returncode == 2
+    assert run(target, "status", "--nonsense").returncode == 2
+    assert run(target, "attend-bench", "--selector", "guess").returncode == 2
+    done = run(f"unix:{tmp_path}/none.sock", "status")
+    assert done.returncode == 3
+    assert f"unix:{tmp_path}/none.sock" in done.stderr
+
+
+def test_the_environment_names_the_target(target: str) -> None:
+    environment = {**os.environ, "SPILLWAY_TARGET": target}
+    done = subprocess.run(
+        [BINARY, "models"], env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
