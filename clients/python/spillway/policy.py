@@ -111,7 +111,7 @@ class Policy:
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for name, enum in _ENUMS.items():
             value = getattr(self, name)
-            if value is not None and _enum_key(enum, value) not in enum.keys():
+            if value is not None and value not in _enum_names(enum):
                 raise ValueError(f"{name} {value!r} is not one of {_enum_names(enum)}")
 
     def to_proto(self) -> policy_pb2.Policy:

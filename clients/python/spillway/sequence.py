@@ -123,7 +123,7 @@ class Sequence:
             ResourceExhausted: The daemon's memory limit.
         """
         if len(k.shape) == 3:
-            k, v = k[None], v[None]  # type: ignore[index]
+            k, v = k[None], v[None]
         shape = _split.check_shape(k, ("layers", "H_kv", "T", "d"), "k")
         if tuple(v.shape) != shape:
             raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")

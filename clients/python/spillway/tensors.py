@@ -95,7 +95,8 @@ def dtype_of(array: Array, what: str) -> int:
         return tensor_pb2.DTYPE_BF16
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(f"{what} is a {type(array).__name__}, not an array of numpy or torch")
-    name = str(array.dtype).removeprefix("torch.")
+    # numpy names a dtype without its byte order, torch with its own name.
+    name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype)[len("torch.") :]
     if name not in _DTYPES:
         raise TypeError(f"{what} has elements of {array.dtype}, not float32, float16 or bfloat16")
     return _DTYPES[name]
@@ -129,7 +130,7 @@ def to_bytes(array: Array) -> bytes:
     cpu = array.detach().cpu().contiguous()
     if cpu.dtype == torch.bfloat16:
         cpu = cpu.view(torch.int16)
-    return cpu.numpy().tobytes()  # type: ignore[no-any-return]
+    return cpu.numpy().tobytes()
 
 
 def encode(array: Array, what: str) -> tensor_pb2.Tensor:

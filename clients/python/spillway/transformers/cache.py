@@ -51,6 +51,9 @@ class SpillwayLayer(CacheLayerMixin):
 
     def __init__(self, shared: _Shared, index: int) -> None:
         super().__init__()
+        # The prompt's K/V while they are kept here.
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self.index = index
         # Positions seen, left padding included.
         self.length = 0

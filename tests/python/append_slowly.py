@@ -1,0 +1,30 @@
+"""A client that appends and then stops in the middle of its stream, to be killed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import spillway
+from spillway import _split
+from spillway._proto import attention_service_pb2
+
+
+def main(target: str, name: str) -> None:
+    client = spillway.connect(target)
+    rows = np.ones((2, 2, 1000, 16), np.float32)
+
+    def requests() -> Iterator[attention_service_pb2.AppendRequest]:
+        for start in (0, 1000):
+            chunk = _split.kv_chunk(name, 0, 0, start, rows, rows)
+            yield attention_service_pb2.AppendRequest(chunk=chunk)
+        print("sent", flush=True)
+        threading.Event().wait()
+
+    client._stubs.attention.Append(requests())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,59 @@
+"""Starts a daemon for the tests and ends it by its process id."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import spillway
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def binary() -> Path:
+    """The daemon under test: $SPILLWAYD, else the release build's."""
+    return Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
+
+
+@contextmanager
+def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
+    """Serves on a unix socket in the folder and yields the target."""
+    target = f"unix:{folder}/spillwayd.sock"
+    log = folder / "spillwayd.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [binary(), "--listen", target, *flags], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        _wait_until_serving(process, target, log)
+        yield target
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0, f"the daemon ended with {process.returncode}:\n" + tail(log)
+
+
+def _wait_until_serving(process: subprocess.Popen[bytes], target: str, log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with spillway.connect(target, timeout=5) as client:
+                if client.health():
+                    return
+        except (spillway.Unavailable, spillway.DeadlineExceeded) as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the daemon does not serve ({error}):\n" + tail(log)) from None
+        time.sleep(0.05)
+
+
+def tail(log: Path, line_count: int = 40) -> str:
+    """The log's last lines."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-line_count:])

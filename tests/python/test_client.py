@@ -1,0 +1,491 @@
+"""The client against the daemon: every call does what it says."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+import torch
+from reference import dense_attention
+from spillway import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
+
+F32 = np.float32
+TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def kv(rng: np.random.Generator, *shape: int) -> tuple[Any, Any]:
+    return rng.standard_normal(shape, F32), rng.standard_normal(shape, F32)
+
+
+def test_server(client: Client) -> None:
+    info = client.server_info
+    assert info.version.count(".") == 2
+    assert info.boot_id
+    assert info.devices
+    assert info.limits.message_bytes_max == 4 << 20
+    assert client.health()
+    age = datetime.datetime.now(datetime.timezone.utc) - info.start_time
+    assert datetime.timedelta(0) <= age < datetime.timedelta(hours=1)
+
+
+def test_no_daemon(tmp_path: Path) -> None:
+    with pytest.raises(spillway.Unavailable, match=r"nobody\.sock.*spillwayd"):
+        spillway.connect(str(tmp_path / "nobody.sock"))
+
+
+def test_target_by_environment(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLWAY_TARGET", target)
+    with spillway.connect() as client:
+        assert client.target == target
+    monkeypatch.delenv("SPILLWAY_TARGET")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert spillway.default_target() == "unix:/run/user/7/spillway/spillwayd.sock"
+
+
+def test_models(client: Client) -> None:
+    policy = Policy(
+        epsilon=0.2, dense_layers=(0,), heavy=TopP(mass=0.9), tail="uniform", bound="paper"
+    )
+    made = client.create_model(
+        "test-models",
+        layer_count=3,
+        query_head_count=6,
+        kv_head_count=3,
+        head_dim=32,
+        dtype="bfloat16",
+        softmax_scale=0.5,
+        policy=policy,
+        hash_weights=spillway.RotationHash(bits_per_dim=3, seed=5),
+    )
+    assert made.name == "models/test-models"
+    assert (made.layer_count, made.query_head_count, made.kv_head_count) == (3, 6, 3)
+    assert made.row_bytes_per_token == 3 * 3 * 2 * 32 * 2
+    assert made.hash_weights == spillway.RotationHash(bits_per_dim=3, seed=5)
+    assert made.policy.epsilon == 0.2
+    assert made.policy.bound == "paper"
+    assert made.ready
+    assert client.get_model(made.name) == made
+    assert made in list(client.list_models())
+    with pytest.raises(spillway.AlreadyExists):
+        client.create_model(
+            "test-models", layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16
+        )
+    client.delete_model(made)
+    with pytest.raises(spillway.NotFound) as caught:
+        client.get_model(made.name)
+    assert caught.value.reason == "MODEL_NOT_FOUND"
+
+
+def test_defaults_are_filled_in(client: Client, model: Model) -> None:
+    assert model.softmax_scale == pytest.approx(0.25)
+    assert model.hash_weights == spillway.RotationHash(bits_per_dim=2, seed=0)
+
+
+def test_listing_goes_over_pages(client: Client, model: Model) -> None:
+    made = {client.create_sequence(model).name for _ in range(130)}
+    assert {info.name for info in client.list_sequences(model)} == made
+
+
+def test_invalid_model_names_the_field(client: Client) -> None:
+    with pytest.raises(spillway.InvalidArgument) as caught:
+        client.create_model(layer_count=1, query_head_count=3, kv_head_count=2, head_dim=16)
+    assert any("query_head_count" in v.field for v in caught.value.fields)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_upload_hash_weights(client: Client, tmp_path: Path, rng: np.random.Generator) -> None:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    model = client.create_model(
+        layer_count=2,
+        query_head_count=2,
+        kv_head_count=1,
+        head_dim=64,
+        dtype="float32",
+        hash_weights=spillway.MlpHash(hash_bits=64, hidden_dim=4096),
+    )
+    assert not model.ready
+    with pytest.raises(spillway.FailedPrecondition):
+        client.create_sequence(model)
+    weights = {}
+    for layer in range(2):
+        weights[f"layers.{layer}.w1"] = rng.standard_normal((1, 64, 4096), F32)
+        weights[f"layers.{layer}.b1"] = rng.standard_normal((1, 4096), F32)
+        weights[f"layers.{layer}.w2"] = rng.standard_normal((1, 4096, 64), F32)
+    path = tmp_path / "weights.safetensors"
+    save_file({name: weights[name] for name in list(weights)[:-1]}, path)
+    with pytest.raises(spillway.InvalidArgument, match=r"layers\.1\.w2"):
+        client.upload_hash_weights(model, path)
+    assert not client.get_model(model.name).ready
+    save_file(weights, path)
+    assert path.stat().st_size > 4 << 20
+    assert client.upload_hash_weights(model, path).ready
+    sequence = client.create_sequence(model)
+    assert sequence.token_count == 0
+    sequence.delete()
+    client.delete_model(model)
+
+
+def test_sequences(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = client.create_sequence(model, "test-sequence", policy=Policy(epsilon=0.3), ttl=60)
+    assert sequence.name == "sequences/test-sequence"
+    info = sequence.refresh()
+    assert info.policy == Policy(epsilon=0.3)
+    assert info.expire_time is not None
+    left = info.expire_time - datetime.datetime.now(datetime.timezone.utc)
+    assert datetime.timedelta(seconds=50) < left < datetime.timedelta(seconds=70)
+    k, v = kv(rng, 2, 2, 10, 16)
+    sequence.append(0, 0, k, v)
+    assert sequence.token_count == 10
+    again = client.get_sequence(sequence.name)
+    assert again.layer_token_counts == (10, 10)
+    copy = sequence.fork("test-copy")
+    assert copy.name == "sequences/test-copy"
+    assert copy.token_count == 10
+    assert sequence.truncate(4).generation == 1
+    assert (sequence.token_count, copy.token_count) == (4, 10)
+    with pytest.raises(spillway.Aborted):
+        again.append(0, 4, k, v)
+    forever = client.create_sequence(model, ttl=0)
+    assert forever.refresh().expire_time is None
+    for each in (sequence, copy, forever):
+        each.delete()
+    with pytest.raises(spillway.NotFound) as caught:
+        sequence.refresh()
+    assert caught.value.reason == "SEQUENCE_NOT_FOUND"
+    assert caught.value.metadata["boot_id"] == client.server_info.boot_id
+
+
+def test_attend_equals_dense(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = client.create_sequence(model)
+    k, v = kv(rng, 2, 2, 300, 16)
+    sequence.append(0, 0, k, v)
+    q = rng.standard_normal((5, 4, 16), F32)
+    for layer in range(2):
+        for visible in (None, [1, 300, 7, 128, 129]):
+            result = sequence.attend(layer, q, Policy(selector="all"), visible)
+            out, lse = dense_attention(q, k[layer], v[layer], visible)
+            np.testing.assert_allclose(result.out, out, **TOLERANCE)
+            np.testing.assert_allclose(result.lse, lse, **TOLERANCE)
+            certificate = result.certificate
+            seen = visible or range(296, 301)
+            np.testing.assert_array_equal(
+                certificate.visible_token_counts, np.repeat(np.array(seen)[:, None], 4, axis=1)
+            )
+            assert (certificate.promises == "exact").all()
+            assert (certificate.relative_errors == 0).all()
+            np.testing.assert_array_equal(
+                result.touched_row_counts, np.repeat(np.array(seen)[:, None], 2, axis=1)
+            )
+            assert result.device_time_us > 0
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_result_type_follows_the_query(
+    client: Client, rng: np.random.Generator, kind: str, dtype: Any
+) -> None:
+    model = client.create_model(
+        layer_count=1, query_head_count=2, kv_head_count=1, head_dim=64, dtype=dtype
+    )
+    sequence = client.create_sequence(model)
+    exact = [torch.from_numpy(rng.standard_normal((1, 50, 64), F32)) for _ in range(2)]
+    exact.append(torch.from_numpy(rng.standard_normal((3, 2, 64), F32)))
+    tensors = [x.to(getattr(torch, dtype)) for x in exact]
+    arrays: list[Any] = list(tensors)
+    if kind == "numpy":
+        for i, x in enumerate(tensors):
+            bits = x.view(torch.int16).numpy() if dtype == "bfloat16" else x.numpy()
+            arrays[i] = BFloat16(bits.view(np.uint16)) if dtype == "bfloat16" else bits
+    k, v, q = arrays
+    sequence.append(0, None, k, v)
+    result = sequence.attend(0, q)
+    wide_k, wide_v, wide_q = (x.float().numpy() for x in tensors)
+    out, _ = dense_attention(wide_q, wide_k, wide_v)
+    if kind == "torch":
+        assert result.out.dtype == getattr(torch, dtype)
+        assert isinstance(result.lse, torch.Tensor)
+        near = result.out.float().numpy()
+    elif dtype == "bfloat16":
+        near = result.out.to_float32()
+    else:
+        assert result.out.dtype == dtype
+        near = result.out
+    step = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    np.testing.assert_allclose(near, out, rtol=step, atol=step / 4)
+    wide = sequence.attend(0, q, out_dtype="float32").out
+    np.testing.assert_allclose(wide, out, rtol=2e-4, atol=2e-5)
+    rows = [page.rows for page in sequence.fetch_pages(0, q[2:3], Policy(selector="all"))]
+    assert type(rows[0]) is type(k)
+    sequence.delete()
+    client.delete_model(model)
+
+
+def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Generator) -> None:
+    # Rows of 12 MiB and queries of 8 MiB go through messages of at most 4 MiB.
+    model = client.create_model(
+        layer_count=2, query_head_count=16, kv_head_count=8, head_dim=128, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    k, v = kv(rng, 2, 8, 700, 128)
+    result = sequence.append(0, 0, k, v)
+    assert result.appended_chunk_count >= 3
+    assert result.layer_token_counts == (700, 700)
+    repeated = sequence.append(0, 0, k, v)
+    assert repeated.appended_chunk_count == 0
+    assert repeated.already_present_chunk_count == result.appended_chunk_count
+    q = rng.standard_normal((600, 16, 128), F32)
+    attended = sequence.attend(1, q)
+    picks = [0, 17, 299, 300, 599]
+    out, lse = dense_attention(q[picks], k[1], v[1], [101 + p for p in picks])
+    np.testing.assert_allclose(attended.out[picks], out, **TOLERANCE)
+    np.testing.assert_allclose(attended.lse[picks], lse, **TOLERANCE)
+    assert (attended.certificate.promises == "exact").all()
+    np.testing.assert_array_equal(attended.touched_row_counts[:, 0], np.arange(101, 701))
+    sequence.delete()
+    client.delete_model(model)
+
+
+def test_attend_several_sequences(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequences = [client.create_sequence(model) for _ in range(4)]
+    rows = [kv(rng, 2, 30 + 50 * i, 16) for i in range(4)]
+    for sequence, (k, v) in zip(sequences, rows, strict=True):
+        sequence.append(1, 0, k, v)
+    queries = {s: rng.standard_normal((i + 1, 4, 16), F32) for i, s in enumerate(sequences)}
+    results = client.attend(1, queries, visible={sequences[0]: [7]})
+    for i, sequence in enumerate(sequences):
+        out, _ = dense_attention(queries[sequence], *rows[i], [7] if i == 0 else None)
+        np.testing.assert_allclose(results[sequence].out, out, **TOLERANCE)
+
+
+def test_one_bad_item_leaves_the_others(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequences = [client.create_sequence(model) for _ in range(2)]
+    for sequence in sequences:
+        sequence.append(0, 0, *kv(rng, 2, 2, 20, 16))
+    q = rng.standard_normal((1, 4, 16), F32)
+    queries = {sequences[0]: q, sequences[1]: np.full_like(q, 3e38)}
+    with pytest.raises(spillway.OutOfRange):
+        client.attend(0, queries)
+    results = client.attend(0, queries, return_errors=True)
+    assert isinstance(results[sequences[0]], spillway.AttendResult)
+    assert isinstance(results[sequences[1]], spillway.OutOfRange)
+
+
+def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = client.create_sequence(model)
+    k, v = kv(rng, 2, 2, 40, 16)
+    sequence.append(0, 0, k[:, :, :20], v[:, :, :20])
+    q = rng.standard_normal((40, 4, 16), F32)
+    with client.decode() as stream:
+        for t in range(20, 30):
+            for layer in range(2):
+                one = slice(t, t + 1)
+                result = stream.step(sequence, layer, q[one], k[layer, :, one], v[layer, :, one])
+                out, _ = dense_attention(q[one], k[layer, :, : t + 1], v[layer, :, : t + 1])
+                np.testing.assert_allclose(result.out, out, **TOLERANCE)
+        assert sequence.layer_token_counts == (30, 30)
+        # Several tokens at once, pipelined over layers.
+        block = slice(30, 40)
+        sent = [
+            stream.send(sequence, layer, q[block], k[layer, :, block], v[layer, :, block])
+            for layer in range(2)
+        ]
+        with pytest.raises(ValueError, match="in flight"):
+            stream.step(sequence, 0, q[:1])
+        answers = dict(stream.recv() for _ in sent)
+        for layer, correlation_id in enumerate(sent):
+            out, _ = dense_attention(q[block], k[layer], v[layer])
+            np.testing.assert_allclose(answers[correlation_id].out, out, **TOLERANCE)
+        with pytest.raises(ValueError, match="no step"):
+            stream.recv()
+        # Without an append.
+        result = stream.step(sequence, 1, q[:1], visible=[3])
+        out, _ = dense_attention(q[:1], k[1], v[1], [3])
+        np.testing.assert_allclose(result.out, out, **TOLERANCE)
+    assert sequence.refresh().layer_token_counts == (40, 40)
+    with pytest.raises(ValueError, match="closed"):
+        stream.step(sequence, 0, q[:1])
+
+
+def test_decode_errors_stay_in_place(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequence, other = client.create_sequence(model), client.create_sequence(model)
+    k, v = kv(rng, 2, 8, 16)
+    q = rng.standard_normal((1, 4, 16), F32)
+
+    def step(stream: spillway.DecodeStream, t: int, **more: Any) -> spillway.AttendResult:
+        return stream.step(sequence, 0, q, k[:, t : t + 1], v[:, t : t + 1], **more)
+
+    with client.decode() as stream:
+        step(stream, 0)
+        with pytest.raises(spillway.OutOfRange) as caught:
+            step(stream, 1, start=5)
+        assert caught.value.correlation_id == 2
+        with pytest.raises(spillway.FailedPrecondition):
+            step(stream, 1, start=6)
+        # Another sequence and another layer go on.
+        stream.step(other, 0, q, k[:, :1], v[:, :1])
+        stream.step(sequence, 1, q, k[:, :1], v[:, :1])
+        # The length was asked anew, and a start there mends the layer.
+        step(stream, 1)
+        step(stream, 2)
+        bad = k[:, 3:4].copy()
+        bad[1, 0, 4] = np.nan
+        with pytest.raises(spillway.OutOfRange, match="3"):
+            stream.step(sequence, 0, q, bad, v[:, 3:4])
+        result = step(stream, 3)
+    out, _ = dense_attention(q, k[:, :4], v[:, :4])
+    np.testing.assert_allclose(result.out, out, **TOLERANCE)
+    assert sequence.refresh().layer_token_counts == (4, 1)
+
+
+SPARSE = Policy(
+    dense_token_count=1024,
+    sink_token_count=8,
+    window_token_count=8,
+    heavy=TopK(count=64),
+    epsilon=0.3,
+    pilot_token_count=16,
+)
+
+
+@pytest.fixture
+def long_sequence(
+    client: Client, model: Model, rng: np.random.Generator
+) -> tuple[Sequence, Any, Any]:
+    """3,000 tokens, some of which matter."""
+    sequence = client.create_sequence(model, policy=SPARSE)
+    k, v = kv(rng, 2, 3000, 16)
+    k[:, ::100] *= 4
+    v += 1
+    sequence.append(0, 0, k, v)
+    return sequence, k, v
+
+
+def test_select_and_fetch(
+    long_sequence: tuple[Sequence, Any, Any], rng: np.random.Generator
+) -> None:
+    sequence, k, v = long_sequence
+    q = 2 * rng.standard_normal((1, 4, 16), F32)
+    chosen = sequence.select(0, q)
+    assert chosen.offsets[0] == 0
+    assert len(chosen.offsets) == 3
+    for head in range(2):
+        span = slice(chosen.offsets[head], chosen.offsets[head + 1])
+        indices, strata = chosen.indices[span].astype(int), chosen.strata[span]
+        weights = chosen.log_weights[span]
+        assert (np.diff(indices) > 0).all()
+        np.testing.assert_array_equal(indices[strata == 0], np.arange(8))
+        np.testing.assert_array_equal(indices[strata == 1], np.arange(2992, 3000))
+        assert (strata == 2).sum() == 64
+        assert (weights[strata <= 2] == 0).all()
+        assert (weights[strata > 2] >= 0).all()
+        assert 0 < (strata > 2).sum() < 2900
+        # Weights count every token once: sum of exp(w) is n.
+        assert np.exp(weights.astype(np.float64)).sum() == pytest.approx(3000, rel=1e-4)
+    # The same request chooses the same rows, and attending to them with
+    # their weights is what attend returns.
+    result = sequence.attend(0, q)
+    np.testing.assert_array_equal(result.touched_row_counts[0], np.diff(chosen.offsets))
+    assert chosen.certificate is not None
+    np.testing.assert_array_equal(
+        chosen.certificate.sampled_token_counts, result.certificate.sampled_token_counts
+    )
+    fetched = list(sequence.fetch_pages(0, q))
+    assert [page.kv_head for page in fetched] == sorted(page.kv_head for page in fetched)
+    numerator = np.zeros((4, 16))
+    denominator = np.zeros(4)
+    for page in fetched:
+        indices = page.indices.astype(int)
+        np.testing.assert_array_equal(page.rows[:, 0], k[page.kv_head, indices])
+        np.testing.assert_array_equal(page.rows[:, 1], v[page.kv_head, indices])
+        for head in (2 * page.kv_head, 2 * page.kv_head + 1):
+            logits = page.rows[:, 0].astype(np.float64) @ q[0, head].astype(np.float64) / 4
+            weights = np.exp(logits + page.log_weights)
+            numerator[head] += weights @ page.rows[:, 1].astype(np.float64)
+            denominator[head] += weights.sum()
+    np.testing.assert_allclose(result.out[0], numerator / denominator[:, None], **TOLERANCE)
+    np.testing.assert_allclose(result.lse[0], np.log(denominator), **TOLERANCE)
+    exact = sequence.attend(0, q, Policy(selector="all")).out
+    assert np.linalg.norm(result.out - exact) < 0.3 * np.linalg.norm(exact)
+
+
+def test_fetch_own_choice(long_sequence: tuple[Sequence, Any, Any]) -> None:
+    sequence, k, v = long_sequence
+    indices = np.array([3, 500, 2999, 0, 128], np.uint32)
+    mine = spillway.Selection(offsets=np.array([0, 3, 5]), indices=indices)
+    pages = list(sequence.fetch_pages(0, selection=mine))
+    for head, expected in ((0, [3, 500, 2999]), (1, [0, 128])):
+        got = [page for page in pages if page.kv_head == head]
+        np.testing.assert_array_equal(np.concatenate([p.indices for p in got]), expected)
+        rows = np.concatenate([page.rows for page in got])
+        np.testing.assert_array_equal(rows, np.stack([k[head, expected], v[head, expected]], 1))
+        assert all(page.strata is None for page in got)
+        assert all((page.log_weights == 0).all() for page in got)
+
+
+def test_abandoned_fetch_is_cancelled(
+    client: Client, long_sequence: tuple[Sequence, Any, Any], rng: np.random.Generator
+) -> None:
+    sequence, _, _ = long_sequence
+    q = rng.standard_normal((1, 4, 16), F32)
+    pages = sequence.fetch_pages(0, q, Policy(selector="all"))
+    next(iter(pages))
+    pages.close()  # type: ignore[attr-defined]
+    assert sequence.attend(0, q).out.shape == (1, 4, 16)
+
+
+def test_statistics(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, *kv(rng, 2, 2, 200, 16))
+    sequence.attend(0, rng.standard_normal((3, 4, 16), F32))
+    statistics = client.statistics(model)
+    mine = next(m for m in statistics.models if m.model == model.name)
+    assert (mine.sequence_count, mine.token_count) == (1, 200)
+    assert mine.free_token_count > 1000
+    assert mine.work.attend_count == 3
+    assert mine.work.appended_row_count == 2 * 2 * 200
+    assert mine.work.touched_row_count == mine.work.visible_row_count == 2 * (198 + 199 + 200)
+    assert mine.work.exact_count == 3 * 4
+    (listed,) = statistics.sequences
+    assert (listed.sequence, listed.token_count) == (sequence.name, 200)
+    assert listed.row_bytes >= 200 * model.row_bytes_per_token
+    assert statistics.memory.row_bytes >= listed.row_bytes
+    assert statistics.memory.used_bytes <= statistics.memory.limit_bytes
+
+
+def test_same_request_same_bits(
+    long_sequence: tuple[Sequence, Any, Any], rng: np.random.Generator
+) -> None:
+    sequence, _, _ = long_sequence
+    q = rng.standard_normal((2, 4, 16), F32)
+    first, second = (sequence.attend(0, q).message for _ in range(2))
+    for result in (first, second):
+        result.statistics.device_time_us = 0
+    assert first == second
+
+
+def test_wrong_shapes_are_seen_here(client: Client, model: Model) -> None:
+    sequence = client.create_sequence(model)
+    with pytest.raises(ValueError, match="q has shape"):
+        sequence.attend(0, np.zeros((4, 16), F32))
+    with pytest.raises(ValueError, match="v has shape"):
+        sequence.append(0, 0, np.zeros((2, 3, 16), F32), np.zeros((2, 4, 16), F32))
+    with pytest.raises(TypeError, match="float64"):
+        sequence.append(0, 0, np.zeros((2, 3, 16)), np.zeros((2, 3, 16)))
+    with pytest.raises(ValueError, match="either q or selection"):
+        list(sequence.fetch_pages(0))
+
+
+def test_closed_client(target: str, model: Model) -> None:
+    client = spillway.connect(target)
+    sequence = client.get_sequence(client.create_sequence(model).name)
+    client.close()
+    with pytest.raises(ValueError, match="closed"):
+        sequence.refresh()

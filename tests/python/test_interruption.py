@@ -1,0 +1,222 @@
+"""Deadlines, cancellation, clients that die, memory that runs out: nothing leaks."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import running_daemon
+from helpers import delete_model, held
+from spillway import Client, Model, Policy, Sequence, _split
+from spillway._proto import attention_service_pb2 as attention
+from spillway.tensors import encode
+
+F32 = np.float32
+# An attend of this many queries over this many tokens takes seconds.
+QUERIES = 1024
+TOKENS = 24_000
+
+
+@pytest.fixture(scope="module")
+def heavy(client: Client) -> Iterator[Sequence]:
+    """A sequence whose attends are long."""
+    model = client.create_model(
+        layer_count=1, query_head_count=16, kv_head_count=1, head_dim=32, dtype="float16"
+    )
+    sequence = client.create_sequence(model)
+    rng = np.random.default_rng(2)
+    k, v = rng.standard_normal((2, 1, TOKENS, 32), F32).astype(np.float16)
+    sequence.append(0, 0, k, v)
+    yield sequence
+    delete_model(client, model)
+
+
+def long_request(heavy: Sequence) -> attention.AttendRequest:
+    q = encode(np.ones((QUERIES, 16, 32), np.float16), "q")
+    return attention.AttendRequest(items=[attention.AttendItem(sequence=heavy.name, q=q)])
+
+
+def seconds_of_a_small_attend(heavy: Sequence) -> float:
+    start = time.monotonic()
+    heavy.attend(0, np.ones((1, 16, 32), np.float16), Policy(selector="all"))
+    return time.monotonic() - start
+
+
+def test_deadline_in_mid_attend(heavy: Sequence, no_leak: Callable[[], None]) -> None:
+    start = time.monotonic()
+    with pytest.raises(spillway.DeadlineExceeded):
+        heavy.attend(0, np.ones((QUERIES, 16, 32), np.float16), timeout=0.1)
+    # The daemon stopped: what comes next on the sequence need not wait.
+    assert seconds_of_a_small_attend(heavy) < 1.0
+    assert time.monotonic() - start < 1.5
+    assert heavy.refresh().layer_token_counts == (TOKENS,)
+
+
+def test_cancelled_attend(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
+    start = time.monotonic()
+    call = client._stubs.attention.Attend.future(long_request(heavy))
+    time.sleep(0.1)
+    assert call.cancel()
+    assert seconds_of_a_small_attend(heavy) < 1.0
+    assert time.monotonic() - start < 1.5
+
+
+def test_the_attend_would_have_been_long(heavy: Sequence) -> None:
+    # What the two tests above rely on.
+    start = time.monotonic()
+    heavy.attend(0, np.ones((QUERIES, 16, 32), np.float16))
+    assert time.monotonic() - start > 0.3
+
+
+def test_cancelled_decode(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
+    stream = client.decode()
+    for _ in range(50):
+        stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
+    stream.close()
+    assert seconds_of_a_small_attend(heavy) < 2.0
+    with pytest.raises(ValueError, match="closed"):
+        stream.send(heavy, 0, np.ones((1, 16, 32), np.float16))
+
+
+def test_decode_deadline(client: Client, heavy: Sequence) -> None:
+    with client.decode(timeout=0.1) as stream:
+        for _ in range(1000):
+            stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
+        with pytest.raises(spillway.DeadlineExceeded):
+            receive_for_ever(stream)
+    assert seconds_of_a_small_attend(heavy) < 2.0
+
+
+def test_cancelled_append(client: Client, model: Model, no_leak: Callable[[], None]) -> None:
+    sequence = client.create_sequence(model)
+    rows = np.ones((2, 2, 100, 16), F32)
+    sent = threading.Event()
+
+    def requests() -> Iterator[attention.AppendRequest]:
+        yield attention.AppendRequest(chunk=_split.kv_chunk(sequence.name, 0, 0, 0, rows, rows))
+        sent.set()
+        threading.Event().wait(10)
+
+    call = client._stubs.attention.Append.future(requests())
+    assert sent.wait(10)
+    wait_for(lambda: sequence.refresh().token_count == 100)
+    call.cancel()
+    # What was committed stays, and the append can go on.
+    sequence.append(0, 100, rows, rows)
+    assert sequence.refresh().layer_token_counts == (200, 200)
+    sequence.delete()
+
+
+def test_client_killed_in_mid_append(
+    client: Client, target: str, model: Model, no_leak: Callable[[], None]
+) -> None:
+    sequence = client.create_sequence(model)
+    script = Path(__file__).with_name("append_slowly.py")
+    process = subprocess.Popen(
+        [sys.executable, script, target, sequence.name], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "sent\n"
+    wait_for(lambda: sequence.refresh().token_count == 2000)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    rows = np.full((2, 2, 50, 16), 2, F32)
+    sequence.append(0, 2000, rows, rows)
+    out = sequence.attend(0, np.zeros((1, 4, 16), F32)).out
+    np.testing.assert_allclose(out, (2000 + 2 * 50) / 2050, rtol=1e-5)
+    sequence.delete()
+    no_leak()
+
+
+def test_cycles_do_not_leak(client: Client, model: Model) -> None:
+    """What is charged settles: the tenth cycle holds what the second held."""
+    rows = np.ones((2, 2, 1500, 16), F32)
+    used = []
+    for _ in range(10):
+        sequence = client.create_sequence(model)
+        sequence.append(0, 0, rows, rows)
+        copy = sequence.fork()
+        copy.append(0, 1500, rows[:, :, :10], rows[:, :, :10])
+        copy.attend(0, np.ones((1, 4, 16), F32))
+        sequence.truncate(700)
+        sequence.delete()
+        copy.delete()
+        used.append(client.statistics().memory.used_bytes)
+    assert used[-1] <= used[1]
+
+
+def receive_for_ever(stream: spillway.DecodeStream) -> None:
+    while True:
+        stream.recv()
+
+
+def append_for_ever(sequence: Sequence, rows: Any) -> None:
+    for start in itertools.count(0, rows.shape[2]):
+        sequence.append(0, start, rows, rows)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A daemon that may hold 64 MiB."""
+    folder = tmp_path_factory.mktemp("small")
+    with (
+        running_daemon(folder, "--memory-bytes-max", str(64 << 20)) as target,
+        spillway.connect(target) as client,
+    ):
+        yield client
+
+
+def test_memory_runs_out(small_client: Client) -> None:
+    client = small_client
+    assert client.statistics().memory.limit_bytes == 64 << 20
+    model = client.create_model(
+        layer_count=2, query_head_count=4, kv_head_count=4, head_dim=64, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    rows = np.ones((2, 4, 400, 64), F32)
+    before_fill = held(client)
+    with pytest.raises(spillway.ResourceExhausted) as caught:
+        append_for_ever(sequence, rows)
+    error: Any = caught.value
+    assert error.needed_bytes > 0
+    assert error.needed_bytes > error.free_bytes >= 0
+    memory = client.statistics().memory
+    assert memory.used_bytes <= memory.limit_bytes
+    # Rows took most of what there was.
+    assert memory.row_bytes > memory.limit_bytes // 2
+    counts = sequence.refresh().layer_token_counts
+    # The chunk that failed left nothing; reading goes on.
+    assert all(count % 400 == 0 for count in counts)
+    assert sequence.attend(0, np.ones((1, 4, 64), F32)).out.shape == (1, 4, 64)
+    sequence.delete()
+    assert held(client) == before_fill
+    again = client.create_sequence(model)
+    again.append(0, 0, rows, rows)
+    delete_model(client, model)
+
+
+def test_daemon_gone(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as target:
+        client = spillway.connect(target)
+        stream = client.decode()
+    with client:
+        with pytest.raises(spillway.Unavailable):
+            client.get_server_info()
+        stream.close()

@@ -1,0 +1,690 @@
+"""Every RPC misused: a clear status, and no state changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import spillway
+from google.rpc import code_pb2
+from helpers import held
+from spillway import Client, Model, Sequence
+from spillway._proto import (
+    admin_service_pb2 as admin,
+)
+from spillway._proto import (
+    attention_service_pb2 as attention,
+)
+from spillway._proto import (
+    model_service_pb2 as models,
+)
+from spillway._proto import (
+    policy_pb2 as policies,
+)
+from spillway._proto import (
+    sequence_service_pb2 as sequences,
+)
+from spillway._proto import (
+    tensor_pb2 as tensors,
+)
+from spillway.errors import error_from_rpc
+
+INVALID = "INVALID_ARGUMENT"
+RANGE = "OUT_OF_RANGE"
+EITHER = (INVALID, RANGE)
+MISSING = "NOT_FOUND"
+F32 = tensors.DTYPE_F32
+HUGE = 2**62
+
+
+@dataclass
+class Scene:
+    """A model with a sequence of ten tokens in both layers, and raw stubs."""
+
+    client: Client
+    model: Model
+    sequence: Sequence
+    k: Any
+    v: Any
+
+    def state(self) -> Any:
+        """All that misuse might change."""
+        stubs = self.client._stubs
+        listed = stubs.sequences.ListSequences(sequences.ListSequencesRequest()).sequences
+        for sequence in listed:
+            sequence.ClearField("expire_time")  # Every call renews it.
+        return (
+            [str(m) for m in stubs.models.ListModels(models.ListModelsRequest()).models],
+            [str(s) for s in listed],
+            held(self.client),
+        )
+
+
+@pytest.fixture
+def scene(client: Client, model: Model, rng: np.random.Generator) -> Iterator[Scene]:
+    sequence = client.create_sequence(model)
+    k, v = rng.standard_normal((2, 2, 2, 10, 16), np.float32)
+    sequence.append(0, 0, k, v)
+    scene = Scene(client, model, sequence, k, v)
+    before = scene.state()
+    yield scene
+    assert scene.state() == before
+    out = sequence.attend(0, np.ones((1, 4, 16), np.float32)).out
+    assert np.isfinite(out).all()
+
+
+def refuse(call: Callable[[], Any], codes: str | tuple[str, ...]) -> spillway.SpillwayError:
+    """Runs the call, which must fail with one of the codes and say something."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    error = error_from_rpc(caught.value)
+    assert error.code in codes, str(error)
+    assert len(error.message) > 8, str(error)
+    return error
+
+
+def tensor(shape: Any, data: bytes | None = None, dtype: int = F32) -> tensors.Tensor:
+    if data is None:
+        data = bytes(4 * math.prod(shape))
+    return tensors.Tensor(dtype=dtype, shape=shape, data=data)  # type: ignore[arg-type]
+
+
+def spec(**changes: Any) -> models.Model:
+    fields: dict[str, Any] = {
+        "layer_count": 2,
+        "query_head_count": 4,
+        "kv_head_count": 2,
+        "head_dim": 16,
+        "dtype": F32,
+        "hash_weights": models.HashWeights(rotation=models.RotationHash()),
+    }
+    fields.update(changes)
+    return models.Model(**{name: value for name, value in fields.items() if value is not None})
+
+
+def policy(**fields: Any) -> policies.Policy:
+    return policies.Policy(**fields)
+
+
+NO_HASH: dict[str, Any] = {"hash_weights": None}
+MLP = models.HashWeights(mlp=models.MlpHash())
+
+BAD_SPECS = {
+    "no layers": {"layer_count": 0},
+    "negative layers": {"layer_count": -1},
+    "many layers": {"layer_count": 1025},
+    "most layers": {"layer_count": 2**31 - 1},
+    "no query heads": {"query_head_count": 0},
+    "heads do not divide": {"query_head_count": 5},
+    "group of 17": {"query_head_count": 34},
+    "no kv heads": {"kv_head_count": 0},
+    "negative kv heads": {"kv_head_count": -2},
+    "head_dim 8": {"head_dim": 8},
+    "head_dim 24": {"head_dim": 24},
+    "head_dim 272": {"head_dim": 272},
+    "no dtype": {"dtype": 0},
+    "integers": {"dtype": tensors.DTYPE_U32},
+    "unknown dtype": {"dtype": 99},
+    "scale 0": {"softmax_scale": 0.0},
+    "negative scale": {"softmax_scale": -1.0},
+    "scale NaN": {"softmax_scale": math.nan},
+    "scale infinite": {"softmax_scale": math.inf},
+    "bits 0": {"hash_weights": models.HashWeights(rotation=models.RotationHash(bits_per_dim=0))},
+    "bits 5": {"hash_weights": models.HashWeights(rotation=models.RotationHash(bits_per_dim=5))},
+    "hash bits 33": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=33))},
+    "hash bits 0": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=0))},
+    "hash bits 1056": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=1056))},
+    "hidden 0": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_dim=0))},
+    "hidden 4097": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_dim=4097))},
+    "residual shapes": {"hash_weights": models.HashWeights(mlp=models.MlpHash(residual=True))},
+    "sliding": {"traits": models.ModelTraits(sliding_window_token_count=4096)},
+    "soft cap": {"traits": models.ModelTraits(logit_softcap=50.0)},
+    "latent": {"traits": models.ModelTraits(latent_attention=True)},
+    "sinks": {"traits": models.ModelTraits(attention_sinks=True)},
+    "asymmetric without codes": {
+        **NO_HASH,
+        "default_policy": policy(selector=policies.SELECTOR_ASYMMETRIC),
+    },
+    "hamming without codes": {
+        **NO_HASH,
+        "default_policy": policy(selector=policies.SELECTOR_HAMMING),
+    },
+    "asymmetric by MLP": {
+        "hash_weights": MLP,
+        "default_policy": policy(selector=policies.SELECTOR_ASYMMETRIC),
+    },
+}
+
+# Field of the policy that is to be named, and the policy.
+BAD_POLICIES = {
+    "sink": ("sink_token_count", policy(sink_token_count=-1)),
+    "sink large": ("sink_token_count", policy(sink_token_count=2**20 + 1)),
+    "window": ("window_token_count", policy(window_token_count=0)),
+    "window overflow": ("window_token_count", policy(window_token_count=HUGE)),
+    "dense": ("dense_token_count", policy(dense_token_count=1023)),
+    "dense large": ("dense_token_count", policy(dense_token_count=2**40 + 1)),
+    "dense layer": ("dense_layers", policy(dense_layers=policies.LayerList(layers=[2]))),
+    "dense layer < 0": ("dense_layers", policy(dense_layers=policies.LayerList(layers=[-1]))),
+    "dense layer twice": ("dense_layers", policy(dense_layers=policies.LayerList(layers=[1, 1]))),
+    "selector": ("selector", policy(selector=77)),
+    "top_k 0": ("top_k", policy(top_k=policies.HeavyTopK(count=0))),
+    "top_k large": ("top_k", policy(top_k=policies.HeavyTopK(count=2**31))),
+    "fraction 0": ("top_k", policy(top_k=policies.HeavyTopK(fraction=0.0))),
+    "fraction 1.5": ("top_k", policy(top_k=policies.HeavyTopK(fraction=1.5))),
+    "fraction NaN": ("top_k", policy(top_k=policies.HeavyTopK(fraction=math.nan))),
+    "mass 0": ("top_p", policy(top_p=policies.HeavyTopP(mass=0.0))),
+    "mass NaN": ("top_p", policy(top_p=policies.HeavyTopP(mass=math.nan))),
+    "floor 0": ("top_p", policy(top_p=policies.HeavyTopP(floor_token_count=0))),
+    "ceiling under floor": (
+        "top_p",
+        policy(top_p=policies.HeavyTopP(floor_token_count=100, ceiling_token_count=99)),
+    ),
+    "top_p of matches": (
+        "top_p",
+        policy(selector=policies.SELECTOR_HAMMING, top_p=policies.HeavyTopP()),
+    ),
+    "tail": ("tail", policy(tail=9)),
+    "bound": ("bound", policy(tail=policies.TAIL_UNIFORM, bound=9)),
+    "bound of strata": (
+        "bound",
+        policy(tail=policies.TAIL_STRATIFIED, bound=policies.BOUND_PAPER),
+    ),
+    "epsilon 0": ("epsilon", policy(epsilon=0.0)),
+    "epsilon 1": ("epsilon", policy(epsilon=1.0)),
+    "epsilon NaN": ("epsilon", policy(epsilon=math.nan)),
+    "delta 0": ("delta", policy(delta=0.0)),
+    "delta .21": ("delta", policy(delta=0.21)),
+    "delta .51": (
+        "delta",
+        policy(delta=0.51, tail=policies.TAIL_UNIFORM, bound=policies.BOUND_DENOMINATOR),
+    ),
+    "pilot": ("pilot_token_count", policy(pilot_token_count=15)),
+    "pilot large": ("pilot_token_count", policy(pilot_token_count=65537)),
+    "inflation": ("inflation", policy(inflation=0.9)),
+    "inflation large": ("inflation", policy(inflation=17)),
+    "inflation NaN": ("inflation", policy(inflation=math.nan)),
+    "row_count_max": ("row_count_max", policy(row_count_max=64 + 64 + 256 + 15)),
+    "row_count_max < 0": ("row_count_max", policy(row_count_max=-1)),
+}
+
+
+@pytest.mark.parametrize("changes", BAD_SPECS.values(), ids=BAD_SPECS)
+def test_bad_spec(scene: Scene, changes: dict[str, Any]) -> None:
+    request = models.CreateModelRequest(model=spec(**changes))
+    error = refuse(lambda: scene.client._stubs.models.CreateModel(request), INVALID)
+    last = list(changes)[-1]
+    assert any(last in violation.field for violation in error.fields), error.fields
+
+
+@pytest.mark.parametrize(("field", "bad"), BAD_POLICIES.values(), ids=BAD_POLICIES)
+def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -> None:
+    stubs, name = scene.client._stubs, scene.sequence.name
+    item = attention.AttendItem(sequence=name, q=tensor((1, 4, 16)), policy=bad)
+    calls = {
+        "default_policy.": lambda: stubs.models.CreateModel(
+            models.CreateModelRequest(model=spec(default_policy=bad))
+        ),
+        "policy.": lambda: stubs.sequences.CreateSequence(
+            sequences.CreateSequenceRequest(
+                sequence=sequences.Sequence(model=scene.model.name, policy=bad)
+            )
+        ),
+        "items[0].policy.": lambda: stubs.attention.Attend(
+            attention.AttendRequest(layer=0, items=[item])
+        ),
+        "item.policy.": lambda: stubs.attention.Select(attention.SelectRequest(layer=0, item=item)),
+    }
+    for prefix, call in calls.items():
+        error = refuse(call, INVALID)
+        assert any(prefix + field in violation.field for violation in error.fields), error.fields
+
+
+@pytest.mark.parametrize(
+    "bad_id", ["A", "a b", "-a", "a-", "a" * 64, "a/b", "ä", "../x", "a\n"], ids=repr
+)
+def test_bad_ids(scene: Scene, bad_id: str) -> None:
+    stubs = scene.client._stubs
+    request = models.CreateModelRequest(model_id=bad_id, model=spec())
+    refuse(lambda: stubs.models.CreateModel(request), INVALID)
+    made = sequences.CreateSequenceRequest(
+        sequence_id=bad_id, sequence=sequences.Sequence(model=scene.model.name)
+    )
+    refuse(lambda: stubs.sequences.CreateSequence(made), INVALID)
+    fork = sequences.ForkSequenceRequest(name=scene.sequence.name, sequence_id=bad_id)
+    refuse(lambda: stubs.sequences.ForkSequence(fork), INVALID)
+
+
+@pytest.mark.parametrize("name", ["", "models/nobody", "nobody", "sequences/nobody", "models/"])
+def test_unknown_model(scene: Scene, name: str) -> None:
+    stubs = scene.client._stubs
+    codes = (MISSING,) if name == "models/nobody" else (MISSING, INVALID)
+    upload = models.UploadHashWeightsRequest(name=name, total_bytes=8, data=bytes(8))
+    created = sequences.CreateSequenceRequest(sequence=sequences.Sequence(model=name))
+    for call in (
+        lambda: stubs.models.GetModel(models.GetModelRequest(name=name)),
+        lambda: stubs.models.DeleteModel(models.DeleteModelRequest(name=name)),
+        lambda: stubs.models.UploadHashWeights(iter([upload])),
+        lambda: stubs.sequences.CreateSequence(created),
+    ):
+        error = refuse(call, codes)
+        if error.code == MISSING:
+            assert error.reason == "MODEL_NOT_FOUND"
+    if name:
+        for call in (
+            lambda: stubs.admin.GetStatistics(admin.GetStatisticsRequest(model=name)),
+            lambda: stubs.sequences.ListSequences(sequences.ListSequencesRequest(model=name)),
+        ):
+            refuse(call, codes)
+
+
+@pytest.mark.parametrize("name", ["", "sequences/nobody", "nobody", "models/nobody"])
+def test_unknown_sequence(scene: Scene, name: str) -> None:
+    stubs = scene.client._stubs
+    codes = (MISSING,) if name == "sequences/nobody" else (MISSING, INVALID)
+    item = attention.AttendItem(sequence=name, q=tensor((1, 4, 16)))
+    chunk = attention.KvChunk(sequence=name, k=tensor((1, 2, 1, 16)), v=tensor((1, 2, 1, 16)))
+    good = attention.AttendItem(sequence=scene.sequence.name, q=tensor((1, 4, 16)))
+    for call in (
+        lambda: stubs.sequences.GetSequence(sequences.GetSequenceRequest(name=name)),
+        lambda: stubs.sequences.ForkSequence(sequences.ForkSequenceRequest(name=name)),
+        lambda: stubs.sequences.TruncateSequence(sequences.TruncateSequenceRequest(name=name)),
+        lambda: stubs.sequences.DeleteSequence(sequences.DeleteSequenceRequest(name=name)),
+        lambda: stubs.attention.Append(iter([attention.AppendRequest(chunk=chunk)])),
+        lambda: stubs.attention.Attend(attention.AttendRequest(items=[item])),
+        lambda: stubs.attention.Attend(attention.AttendRequest(items=[good, item])),
+        lambda: stubs.attention.Select(attention.SelectRequest(item=item)),
+        lambda: list(stubs.attention.FetchPages(attention.FetchPagesRequest(item=item))),
+    ):
+        error = refuse(call, codes)
+        if error.code == MISSING:
+            assert error.reason == "SEQUENCE_NOT_FOUND"
+            assert error.metadata["boot_id"] == scene.client.server_info.boot_id
+
+
+def test_bad_pages_of_lists(scene: Scene) -> None:
+    stubs = scene.client._stubs
+    bad: tuple[dict[str, Any], ...]
+    bad = ({"page_size": -1}, {"page_size": 1001}, {"page_token": "\x01?"})
+    for fields in bad:
+        refuse(partial(stubs.models.ListModels, models.ListModelsRequest(**fields)), INVALID)
+        refuse(
+            partial(stubs.sequences.ListSequences, sequences.ListSequencesRequest(**fields)),
+            INVALID,
+        )
+
+
+def test_model_in_use(scene: Scene) -> None:
+    request = models.DeleteModelRequest(name=scene.model.name)
+    refuse(lambda: scene.client._stubs.models.DeleteModel(request), "FAILED_PRECONDITION")
+
+
+def test_taken_ids(scene: Scene) -> None:
+    stubs = scene.client._stubs
+    taken = scene.sequence.name.removeprefix("sequences/")
+    made = sequences.CreateSequenceRequest(
+        sequence_id=taken, sequence=sequences.Sequence(model=scene.model.name)
+    )
+    refuse(lambda: stubs.sequences.CreateSequence(made), "ALREADY_EXISTS")
+    fork = sequences.ForkSequenceRequest(name=scene.sequence.name, sequence_id=taken)
+    refuse(lambda: stubs.sequences.ForkSequence(fork), "ALREADY_EXISTS")
+    request = models.CreateModelRequest(
+        model_id=scene.model.name.removeprefix("models/"), model=spec()
+    )
+    refuse(lambda: stubs.models.CreateModel(request), "ALREADY_EXISTS")
+
+
+@pytest.mark.parametrize("seconds", [-1, 366 * 86400, 2**40])
+def test_bad_ttl(scene: Scene, seconds: int) -> None:
+    request = sequences.CreateSequenceRequest(
+        sequence=sequences.Sequence(model=scene.model.name, ttl={"seconds": seconds})
+    )
+    refuse(lambda: scene.client._stubs.sequences.CreateSequence(request), INVALID)
+
+
+@pytest.mark.parametrize("token_count", [-1, 11, HUGE, -HUGE])
+def test_bad_truncation(scene: Scene, token_count: int) -> None:
+    request = sequences.TruncateSequenceRequest(name=scene.sequence.name, token_count=token_count)
+    codes: Any = RANGE if token_count > 0 else EITHER
+    refuse(lambda: scene.client._stubs.sequences.TruncateSequence(request), codes)
+
+
+def upload(name: str, *parts: bytes, total: int) -> Iterator[models.UploadHashWeightsRequest]:
+    for index, data in enumerate(parts):
+        yield models.UploadHashWeightsRequest(
+            name=name if index == 0 else "", total_bytes=total if index == 0 else 0, data=data
+        )
+
+
+def test_bad_uploads(client: Client) -> None:
+    stubs = client._stubs
+    rotation = client.create_model(
+        layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+    )
+    mlp = client.create_model(
+        layer_count=1,
+        query_head_count=1,
+        kv_head_count=1,
+        head_dim=16,
+        dtype="float32",
+        hash_weights=spillway.MlpHash(hash_bits=32),
+    )
+
+    def send(name: str, *parts: bytes, total: int) -> Callable[[], Any]:
+        return lambda: stubs.models.UploadHashWeights(upload(name, *parts, total=total))
+
+    refuse(send(rotation.name, bytes(8), total=8), "FAILED_PRECONDITION")
+    refuse(send(mlp.name, bytes(8), total=0), INVALID)
+    refuse(send(mlp.name, bytes(8), total=-1), INVALID)
+    refuse(send(mlp.name, bytes(8), total=2**30 + 1), (INVALID, "RESOURCE_EXHAUSTED"))
+    refuse(send(mlp.name, bytes(8), total=HUGE), (INVALID, "RESOURCE_EXHAUSTED"))
+    refuse(send(mlp.name, bytes(8), bytes(9), total=16), INVALID)
+    refuse(send(mlp.name, bytes(8), total=16), INVALID)
+    refuse(send(mlp.name, bytes(64), total=64), INVALID)
+    refuse(send(mlp.name, b"\xff" * 64, total=64), INVALID)
+    refuse(lambda: stubs.models.UploadHashWeights(iter([])), INVALID)
+    assert not client.get_model(mlp.name).ready
+    for model in (rotation, mlp):
+        client.delete_model(model)
+
+
+def chunk(scene: Scene, **changes: Any) -> attention.KvChunk:
+    """One good new token for both layers, but for the changes."""
+    fields: dict[str, Any] = {
+        "sequence": scene.sequence.name,
+        "token_start": 10,
+        "k": tensor((2, 2, 1, 16)),
+        "v": tensor((2, 2, 1, 16)),
+    }
+    fields.update(changes)
+    return attention.KvChunk(**{name: value for name, value in fields.items() if value is not None})
+
+
+def both(shape: Any, data: bytes | None = None, dtype: int = F32) -> dict[str, Any]:
+    return {"k": tensor(shape, data, dtype), "v": tensor(shape, data, dtype)}
+
+
+BAD_CHUNKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no k": (INVALID, {"k": None}),
+    "no v": (INVALID, {"v": None}),
+    "no dtype": (INVALID, both((2, 2, 1, 16), dtype=0)),
+    "other dtype": (INVALID, both((2, 2, 1, 16), bytes(128), tensors.DTYPE_F16)),
+    "unknown dtype": (INVALID, both((2, 2, 1, 16), dtype=42)),
+    "short data": (INVALID, both((2, 2, 1, 16), bytes(255))),
+    "long data": (INVALID, both((2, 2, 1, 16), bytes(257))),
+    "no data": (INVALID, both((2, 2, 1, 16), b"")),
+    "three dimensions": (INVALID, both((2, 1, 16))),
+    "five dimensions": (INVALID, both((1, 2, 2, 1, 16))),
+    "no dimensions": (INVALID, both(())),
+    "zero tokens": (INVALID, both((2, 2, 0, 16))),
+    "zero layers": (INVALID, both((0, 2, 1, 16))),
+    "negative": (INVALID, both((2, 2, -1, 16), bytes(256))),
+    "two negatives": (INVALID, both((-2, 2, -1, 16), bytes(256))),
+    "huge tokens": (INVALID, both((2, 2, HUGE, 16), bytes(256))),
+    "huge layers": (INVALID, both((HUGE, 2, 1, 16), bytes(256))),
+    "product overflows to 256": (INVALID, both((2**58 + 1, 2, 2, 16), bytes(256))),
+    "product overflows to 0": (INVALID, both((2**32, 2, 2**32, 16), b"")),
+    "heads": (INVALID, both((2, 4, 1, 16))),
+    "head_dim": (INVALID, both((2, 2, 1, 32))),
+    "v differs": (INVALID, {"v": tensor((2, 2, 2, 16))}),
+    "layer -1": (EITHER, {"layer_start": -1}),
+    "layer 2": (EITHER, {"layer_start": 2}),
+    "layers beyond": (EITHER, {"layer_start": 1}),
+    "layer overflow": (EITHER, {"layer_start": 2**31 - 1}),
+    "start -1": (EITHER, {"token_start": -1}),
+    "gap": (RANGE, {"token_start": 11}),
+    "far gap": (RANGE, {"token_start": HUGE}),
+    "end overflows": (RANGE, {"token_start": 2**63 - 1}),
+    "straddle": (RANGE, {"token_start": 9, **both((2, 2, 2, 16))}),
+    "other bytes": ("ALREADY_EXISTS", {"token_start": 9}),
+    "other bytes at 0": ("ALREADY_EXISTS", {"token_start": 0}),
+    "generation": ("ABORTED", {"generation": 1}),
+    "generation -1": (("ABORTED", INVALID), {"generation": -1}),
+}
+
+
+@pytest.mark.parametrize(("codes", "changes"), BAD_CHUNKS.values(), ids=BAD_CHUNKS)
+def test_bad_append(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
+    request = attention.AppendRequest(chunk=chunk(scene, **changes))
+    error = refuse(lambda: scene.client._stubs.attention.Append(iter([request])), codes)
+    if error.code == RANGE and changes.get("token_start", -1) >= 0:
+        assert "10" in error.message  # The layer's length.
+
+
+@pytest.mark.parametrize(("codes", "changes"), BAD_CHUNKS.values(), ids=BAD_CHUNKS)
+def test_bad_decode(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
+    one_layer = {"k": tensor((1, 2, 1, 16)), "v": tensor((1, 2, 1, 16))}
+    request = attention.DecodeRequest(
+        correlation_id=7,
+        layer=max(changes.get("layer_start", 0), 0),
+        chunk=chunk(scene, **{**one_layer, **changes}),
+        item=attention.AttendItem(sequence=scene.sequence.name, q=tensor((1, 4, 16))),
+    )
+    (answer,) = scene.client._stubs.attention.Decode(iter([request]))
+    if changes in ({"layer_start": 1},):
+        pytest.skip("one layer from the last is in range")
+    assert answer.correlation_id == 7
+    assert code_pb2.Code.Name(answer.result.status.code) in codes, answer.result.status
+    assert len(answer.result.status.message) > 8
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_append_of_what_is_not_finite_names_the_position(
+    scene: Scene, name: str, value: float
+) -> None:
+    shape = (2, 2, 5, 16)
+    arrays = {n: np.zeros(shape, np.float32) for n in ("k", "v")}
+    arrays[name][1, 0, 3, 7] = value
+    changes = {n: tensor(shape, a.tobytes()) for n, a in arrays.items()}
+    request = attention.AppendRequest(chunk=chunk(scene, **changes))
+    error = refuse(lambda: scene.client._stubs.attention.Append(iter([request])), EITHER)
+    assert "13" in error.message  # Position 10 + 3.
+
+
+def test_empty_append(scene: Scene) -> None:
+    stubs = scene.client._stubs
+    refuse(lambda: stubs.attention.Append(iter([attention.AppendRequest()])), INVALID)
+
+
+def test_first_bad_chunk_ends_the_stream(scene: Scene) -> None:
+    copy = scene.sequence.fork()
+    good = chunk(scene, sequence=copy.name)
+    bad = chunk(scene, sequence=copy.name, token_start=13)
+    stream = [attention.AppendRequest(chunk=c) for c in (good, bad, good)]
+    refuse(lambda: scene.client._stubs.attention.Append(iter(stream)), RANGE)
+    assert copy.refresh().layer_token_counts == (11, 11)
+    copy.delete()
+
+
+def item(scene: Scene, **changes: Any) -> attention.AttendItem:
+    fields: dict[str, Any] = {"sequence": scene.sequence.name, "q": tensor((1, 4, 16))}
+    fields.update(changes)
+    return attention.AttendItem(
+        **{name: value for name, value in fields.items() if value is not None}
+    )
+
+
+BAD_ITEMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no q": (INVALID, {"q": None}),
+    "q dtype": (INVALID, {"q": tensor((1, 4, 16), dtype=tensors.DTYPE_U32)}),
+    "q no dtype": (INVALID, {"q": tensor((1, 4, 16), dtype=0)}),
+    "q heads": (INVALID, {"q": tensor((1, 2, 16))}),
+    "q head_dim": (INVALID, {"q": tensor((1, 4, 32))}),
+    "q two dimensions": (INVALID, {"q": tensor((4, 16))}),
+    "no queries": (INVALID, {"q": tensor((0, 4, 16))}),
+    "negative queries": (INVALID, {"q": tensor((-1, 4, 16), bytes(256))}),
+    "short q": (INVALID, {"q": tensor((1, 4, 16), bytes(255))}),
+    "huge q": (INVALID, {"q": tensor((HUGE, 4, 16), bytes(256))}),
+    "q overflows to 256": (INVALID, {"q": tensor((2**56 + 1, 4, 16), bytes(256))}),
+    "more queries than tokens": (EITHER, {"q": tensor((11, 4, 16))}),
+    "1025 queries": (
+        EITHER,
+        {"q": tensor((1025, 4, 16)), "visible_token_counts": [1] * 1025},
+    ),
+    "visible 0": (EITHER, {"visible_token_counts": [0]}),
+    "visible -1": (EITHER, {"visible_token_counts": [-1]}),
+    "visible 11": (EITHER, {"visible_token_counts": [11]}),
+    "visible huge": (EITHER, {"visible_token_counts": [HUGE]}),
+    "visible of two": (INVALID, {"visible_token_counts": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize(("codes", "changes"), BAD_ITEMS.values(), ids=BAD_ITEMS)
+def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
+    stubs, bad = scene.client._stubs.attention, item(scene, **changes)
+    refuse(lambda: stubs.Attend(attention.AttendRequest(items=[bad])), codes)
+    refuse(lambda: stubs.Select(attention.SelectRequest(item=bad)), codes)
+    refuse(lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=bad))), codes)
+    (answer,) = stubs.Decode(iter([attention.DecodeRequest(correlation_id=3, item=bad)]))
+    assert answer.correlation_id == 3
+    assert code_pb2.Code.Name(answer.result.status.code) in codes, answer.result.status
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 2**31 - 1, -(2**31)])
+def test_bad_layer(scene: Scene, layer: int) -> None:
+    stubs, good = scene.client._stubs.attention, item(scene)
+    refuse(lambda: stubs.Attend(attention.AttendRequest(layer=layer, items=[good])), EITHER)
+    refuse(lambda: stubs.Select(attention.SelectRequest(layer=layer, item=good)), EITHER)
+    fetch = attention.FetchPagesRequest(layer=layer, item=good)
+    refuse(lambda: list(stubs.FetchPages(fetch)), EITHER)
+    (answer,) = stubs.Decode(iter([attention.DecodeRequest(layer=layer, item=good)]))
+    assert code_pb2.Code.Name(answer.result.status.code) in EITHER
+
+
+def test_bad_attends(scene: Scene, client: Client) -> None:
+    stubs, good = client._stubs.attention, item(scene)
+    other = client.create_model(
+        layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
+    )
+    stranger = client.create_sequence(other)
+    foreign = item(scene, sequence=stranger.name)
+    empty = client.create_sequence(scene.model)
+    for request, codes in (
+        (attention.AttendRequest(), INVALID),
+        (attention.AttendRequest(items=[good, good]), INVALID),
+        (attention.AttendRequest(items=[good] * 257), INVALID),
+        (attention.AttendRequest(items=[good, foreign]), INVALID),
+        (attention.AttendRequest(items=[item(scene, sequence=empty.name)]), EITHER),
+        (attention.AttendRequest(items=[good], out_dtype=tensors.DTYPE_U32), INVALID),
+        (attention.AttendRequest(items=[good], out_dtype=99), INVALID),  # type: ignore[arg-type]
+    ):
+        refuse(partial(stubs.Attend, request), codes)
+    stranger.delete()
+    empty.delete()
+    client.delete_model(other)
+
+
+def test_query_that_is_not_finite(scene: Scene) -> None:
+    for value in (math.nan, math.inf):
+        q = tensor((1, 4, 16), np.full((1, 4, 16), value, np.float32).tobytes())
+        request = attention.AttendRequest(items=[item(scene, q=q)])
+        try:
+            (result,) = scene.client._stubs.attention.Attend(request).results
+            code = code_pb2.Code.Name(result.status.code)
+        except grpc.RpcError as error:
+            code = error_from_rpc(error).code
+        assert code in EITHER
+
+
+def test_bad_decodes(scene: Scene, client: Client) -> None:
+    other = client.create_sequence(scene.model)
+    one = {"k": tensor((1, 2, 1, 16)), "v": tensor((1, 2, 1, 16))}
+    many = {"k": tensor((1, 2, 17, 16)), "v": tensor((1, 2, 17, 16))}
+    requests = [
+        attention.DecodeRequest(),
+        attention.DecodeRequest(chunk=chunk(scene, **one)),
+        attention.DecodeRequest(layer=1, chunk=chunk(scene, **one), item=item(scene)),
+        attention.DecodeRequest(chunk=chunk(scene), item=item(scene)),
+        attention.DecodeRequest(chunk=chunk(scene, **many), item=item(scene)),
+        attention.DecodeRequest(chunk=chunk(scene, **one), item=item(scene, sequence=other.name)),
+        attention.DecodeRequest(item=item(scene), out_dtype=tensors.DTYPE_U8),
+        attention.DecodeRequest(item=item(scene)),
+    ]
+    for index, request in enumerate(requests):
+        request.correlation_id = index
+    answers = {a.correlation_id: a for a in client._stubs.attention.Decode(iter(requests))}
+    assert sorted(answers) == list(range(len(requests)))
+    for index in range(len(requests) - 1):
+        status = answers[index].result.status
+        # A message of a layer that failed before may be refused for that.
+        expected = (INVALID, MISSING, "FAILED_PRECONDITION")
+        assert code_pb2.Code.Name(status.code) in expected, (index, status)
+    # The stream is still open, and an attend without an append works.
+    assert answers[len(requests) - 1].result.status.code == 0
+    other.delete()
+
+
+def test_select_takes_one_query(scene: Scene) -> None:
+    stubs, two = scene.client._stubs.attention, item(scene, q=tensor((2, 4, 16)))
+    refuse(lambda: stubs.Select(attention.SelectRequest(item=two)), INVALID)
+    refuse(lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=two))), INVALID)
+
+
+def chosen(
+    offsets: list[int], indices: list[int], message: tensors.Tensor | None = None
+) -> attention.Selection:
+    data = np.array(indices, np.uint32).tobytes()
+    good = tensors.Tensor(dtype=tensors.DTYPE_U32, shape=[len(indices)], data=data)
+    return attention.Selection(offsets=offsets, indices=message or good)
+
+
+BAD_SELECTIONS = {
+    "no offsets": chosen([], [1]),
+    "few offsets": chosen([0, 2], [1, 2]),
+    "many offsets": chosen([0, 1, 1, 2], [1, 2]),
+    "first offset": chosen([1, 1, 2], [1, 2]),
+    "falling": chosen([0, 2, 1], [1, 2]),
+    "beyond": chosen([0, 1, 3], [1, 2]),
+    "within": chosen([0, 1, 1], [1, 2]),
+    "huge offset": chosen([0, 1, HUGE], [1, 2]),
+    "negative offset": chosen([0, -1, 2], [1, 2]),
+    "index 10": chosen([0, 1, 2], [1, 10]),
+    "index 2^32 - 1": chosen([0, 1, 2], [1, 2**32 - 1]),
+    "not ascending": chosen([0, 2, 2], [2, 1]),
+    "twice": chosen([0, 2, 2], [2, 2]),
+    "floats": chosen([0, 1, 2], [1, 2], tensor((2,))),
+    "short": chosen([0, 1, 2], [1, 2], tensor((2,), bytes(7), tensors.DTYPE_U32)),
+    "huge": chosen([0, 1, 2], [1, 2], tensor((HUGE,), bytes(8), tensors.DTYPE_U32)),
+}
+
+
+@pytest.mark.parametrize("selection", BAD_SELECTIONS.values(), ids=BAD_SELECTIONS)
+def test_bad_selection(scene: Scene, selection: attention.Selection) -> None:
+    request = attention.FetchPagesRequest(
+        item=attention.AttendItem(sequence=scene.sequence.name), selection=selection
+    )
+    stubs = scene.client._stubs.attention
+    refuse(lambda: list(stubs.FetchPages(request)), EITHER)
+
+
+def test_message_too_large(scene: Scene, target: str) -> None:
+    # A client that sends more than the limit is refused by the daemon itself.
+    options = [("grpc.max_send_message_length", 64 << 20)]
+    with grpc.insecure_channel(target, options) as channel:
+        append = channel.stream_unary(
+            "/spillway.v1.AttentionService/Append",
+            request_serializer=attention.AppendRequest.SerializeToString,
+            response_deserializer=attention.AppendResponse.FromString,
+        )
+        token_count = (5 << 20) // (2 * 2 * 2 * 16 * 4)
+        shape = (2, 2, token_count, 16)
+        request = attention.AppendRequest(chunk=chunk(scene, **both(shape)))
+        refuse(lambda: append(iter([request])), "RESOURCE_EXHAUSTED")
+
+
+def test_bytes_that_are_no_message(scene: Scene, target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        for method in ("ModelService/CreateModel", "AttentionService/Attend"):
+            call: Any = channel.unary_unary(f"/spillway.v1.{method}")
+            with pytest.raises(grpc.RpcError):
+                call(b"\xff\xff\xff\xff", timeout=10)
+        nothing: Any = channel.unary_unary("/spillway.v1.ModelService/Nothing")
+        with pytest.raises(grpc.RpcError) as caught:
+            nothing(b"", timeout=10)
+    assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"

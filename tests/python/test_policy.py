@@ -1,0 +1,66 @@
+"""Policies to messages and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from spillway import Policy, TopK, TopP
+from spillway._proto import policy_pb2
+
+
+def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+COUNTS = st.integers(0, 2**40)
+FRACTIONS = st.floats(0, 1)
+HEAVY = (
+    st.builds(TopK, count=COUNTS)
+    | st.builds(TopK, fraction=FRACTIONS)
+    | st.builds(TopP, maybe(FRACTIONS), maybe(COUNTS), maybe(COUNTS))
+)
+POLICIES = st.builds(
+    Policy,
+    sink_token_count=maybe(COUNTS),
+    window_token_count=maybe(COUNTS),
+    dense_token_count=maybe(COUNTS),
+    dense_layers=maybe(st.lists(st.integers(0, 100)).map(tuple)),
+    selector=maybe(st.sampled_from(["asymmetric", "hamming", "oracle", "all"])),
+    heavy=maybe(HEAVY),
+    tail=maybe(st.sampled_from(["none", "uniform", "stratified"])),
+    bound=maybe(st.sampled_from(["denominator", "paper", "ratio"])),
+    epsilon=maybe(FRACTIONS),
+    delta=maybe(FRACTIONS),
+    pilot_token_count=maybe(st.integers(0, 2**31 - 1)),
+    inflation=maybe(FRACTIONS),
+    seed=maybe(st.integers(0, 2**64 - 1)),
+    row_count_max=maybe(COUNTS),
+)
+
+
+@given(POLICIES)
+def test_round_trip(policy: Policy) -> None:
+    wire = policy.to_proto().SerializeToString()
+    assert Policy.from_proto(policy_pb2.Policy.FromString(wire)) == policy
+
+
+def test_every_field_of_the_message_is_there() -> None:
+    names = {field.name for field in policy_pb2.Policy.DESCRIPTOR.fields} - {"top_k", "top_p"}
+    assert names | {"heavy"} == set(Policy.__dataclass_fields__)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="selector 'quest' is not one of"):
+        Policy(selector="quest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tail 'unspecified'"):
+        Policy(tail="unspecified")  # type: ignore[arg-type]
+
+
+def test_top_k_takes_one_size() -> None:
+    with pytest.raises(ValueError, match="either"):
+        TopK()
+    with pytest.raises(ValueError, match="either"):
+        TopK(count=1, fraction=0.5)

@@ -1,0 +1,463 @@
+"""SpillwayCache under transformers' own generate: the same tokens as without it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import spillway
+import torch
+from spillway import Client, Policy, TopK
+from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError
+from transformers import (
+    DynamicCache,
+    GemmaConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
+
+VOCABULARY = 257
+# 0 is the padding token.
+ALL = Policy(selector="all")
+
+
+def llama(layer_count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 1) -> Any:
+    """A random Llama whose greedy tokens vary and depend on the context."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layer_count,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    """The model with transformers' own attention."""
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def spilled() -> Any:
+    """The same model with Spillway's."""
+    model = llama()
+    model.set_attn_implementation("spillway")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def no_sequence_stays(client: Client) -> Iterator[None]:
+    before = {info.name for info in client.list_sequences()}
+    yield
+    gc.collect()
+    assert {info.name for info in client.list_sequences()} == before
+
+
+def prompt(*shape: int) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(7))
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Any = None, **more: Any) -> torch.Tensor:
+    options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": (ids != 0).long()}
+    with torch.no_grad():
+        made: torch.Tensor = model.generate(ids, past_key_values=cache, **{**options, **more})
+    return made
+
+
+@pytest.mark.parametrize("policy", [None, ALL], ids=["default", "all"])
+@pytest.mark.parametrize("length", [1, 200, 300])
+def test_greedy(
+    client: Client, dense: Any, spilled: Any, length: int, policy: Policy | None
+) -> None:
+    ids = prompt(1, length)
+    expected = generate(dense, ids)
+    assert len(set(expected[0, length:].tolist())) > 10
+    with SpillwayCache(spilled.config, client, policy=policy) as cache:
+        assert torch.equal(generate(spilled, ids, cache), expected)
+        (sequence,) = cache.sequences
+        assert sequence.refresh().layer_token_counts == (length + 63,) * 3
+        statistics = cache.statistics
+    # 63 steps went to the daemon; all were dense.
+    assert [layer.attend_count for layer in statistics.layers] == [63] * 3
+    visible = 2 * sum(range(length + 1, length + 64))
+    assert [layer.visible_row_count for layer in statistics.layers] == [visible] * 3
+    assert statistics.rows_touched_fraction == 1
+    assert statistics.layers[0].exact_count == 63 * 8
+    assert statistics.certified_error_mean == 0
+
+
+def test_left_padded_batch(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(4, 200)
+    for row, padding in enumerate([50, 0, 133, 199]):
+        ids[row, :padding] = 0
+    expected = generate(dense, ids)
+    with SpillwayCache(spilled.config, client) as cache:
+        assert torch.equal(generate(spilled, ids, cache), expected)
+        # Padding was never appended.
+        assert [s.token_count for s in cache.sequences] == [213, 263, 130, 64]
+        assert cache.batch_size == 4
+
+
+@pytest.mark.parametrize("retain_prompt", [False, True])
+def test_prompt_in_chunks(client: Client, dense: Any, spilled: Any, retain_prompt: bool) -> None:
+    ids = prompt(3, 224)
+    ids[0, :50] = 0
+    ids[2, :133] = 0  # The first two chunks are padding alone.
+    expected = generate(dense, ids)
+    with SpillwayCache(spilled.config, client, retain_prompt=retain_prompt) as cache:
+        made = generate(spilled, ids, cache, prefill_chunk_size=64)
+        assert torch.equal(made, expected)
+        chunked = cache.statistics.layers[0].attend_count
+        # The local copy is gone after the first step.
+        assert all(layer.keys is None for layer in cache.layers)
+    assert chunked == 3 * 63 + (0 if retain_prompt else 160 + 160 + 91)
+
+
+def test_beam_search(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(2, 150)
+    ids[0, :20] = 0
+    options = {"num_beams": 3, "num_return_sequences": 2}
+    expected = generate(dense, ids, **options)
+    with SpillwayCache(spilled.config, client) as cache:
+        assert torch.equal(generate(spilled, ids, cache, **options), expected)
+        assert len(cache.sequences) == 6
+
+
+def test_prompt_lookup(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(1, 100).repeat(1, 3)
+    expected = generate(dense, ids, prompt_lookup_num_tokens=5)
+    with SpillwayCache(spilled.config, client) as cache:
+        assert torch.equal(generate(spilled, ids, cache, prompt_lookup_num_tokens=5), expected)
+        # Wrong candidates were truncated.
+        assert cache.sequences[0].refresh().generation > 0
+
+
+def test_assistant_model(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(1, 200)
+    assistant = llama()
+    with torch.no_grad():
+        for parameter in assistant.lm_head.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+            parameter += 0.3 * parameter.std() * noise
+    expected = generate(dense, ids, assistant_model=assistant)
+    assert torch.equal(expected, generate(dense, ids))
+    with SpillwayCache(spilled.config, client) as cache:
+        assert torch.equal(generate(spilled, ids, cache, assistant_model=assistant), expected)
+        # Some candidates were wrong, and some right: fewer forwards than tokens.
+        assert 0 < cache.sequences[0].refresh().generation < 63
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 90])
+def test_second_turn(client: Client, dense: Any, spilled: Any, length: int) -> None:
+    ids = prompt(2, 100)
+    ids[0, :30] = 0
+    own = DynamicCache(config=dense.config)
+    first = generate(dense, ids, own)
+    mask = torch.ones_like(first)
+    mask[0, :30] = 0
+    turn = torch.cat([first, prompt(2, length)], dim=1)
+    turn_mask = torch.cat([mask, torch.ones(2, length, dtype=torch.long)], dim=1)
+    expected = generate(dense, turn, own, attention_mask=turn_mask)
+    with SpillwayCache(spilled.config, client) as cache:
+        assert torch.equal(generate(spilled, ids, cache), first)
+        # One query more than the turn is long: the last token of the first.
+        made = generate(spilled, turn, cache, attention_mask=turn_mask)
+        assert torch.equal(made, expected)
+
+
+def test_logits_in_bfloat16(client: Client) -> None:
+    dense, spilled = (llama(dtype=torch.bfloat16) for _ in range(2))
+    spilled.set_attn_implementation("spillway")
+    exact = llama()
+    ids = prompt(1, 200)
+    with torch.no_grad(), SpillwayCache(spilled.config, client) as cache:
+        own = DynamicCache(config=dense.config)
+        spilled(ids[:, :150], past_key_values=cache)
+        dense(ids[:, :150], past_key_values=own)
+        assert cache.model is not None
+        assert cache.model.dtype == "bfloat16"
+        truth = exact(ids).logits[:, 150:]
+        mine, theirs = [], []
+        for t in range(150, 200):
+            one = ids[:, t : t + 1]
+            mine.append(spilled(one, past_key_values=cache).logits.float())
+            theirs.append(dense(one, past_key_values=own).logits.float())
+    # As near to the float32 model as transformers' own bfloat16 is.
+    my_error = (torch.cat(mine, 1) - truth).norm()
+    their_error = (torch.cat(theirs, 1) - truth).norm()
+    assert 0 < my_error < 1.2 * their_error
+
+
+def test_sparse_steps(client: Client, dense: Any, spilled: Any) -> None:
+    events: list[AttendEvent] = []
+    policy = Policy(
+        dense_token_count=1024,
+        heavy=TopK(count=64),
+        epsilon=0.3,
+        pilot_token_count=16,
+        dense_layers=(1,),
+    )
+    ids = prompt(1, 1500)
+    with (
+        torch.no_grad(),
+        SpillwayCache(spilled.config, client, policy=policy, on_attend=events.append) as cache,
+    ):
+        spilled(ids[:, :1490], past_key_values=cache)
+        assert not events
+        for t in range(1490, 1500):
+            spilled(ids[:, t : t + 1], past_key_values=cache)
+        assert [(e.layer, e.row) for e in events] == [(layer, 0) for layer in range(3)] * 10
+        assert len(events) == 30
+        for event in events:
+            assert event.query.shape == (1, 8, 32)
+            promises = set(event.result.certificate.promises.flatten().tolist())
+            assert promises <= ({"exact"} if event.layer == 1 else {"statistical", "none", "exact"})
+        last = events[-1]
+        exact = last.sequence.attend(last.layer, last.query, ALL).out
+        certificate = last.result.certificate
+        error = (last.result.out - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert (error < 3 * torch.from_numpy(certificate.relative_errors) + 1e-5).all()
+        touched = cache.statistics.rows_touched_fraction
+        fractions = [
+            layer.touched_row_count / layer.visible_row_count for layer in cache.statistics.layers
+        ]
+        assert fractions[1] == 1
+        assert fractions[0] < 1 or fractions[2] < 1
+        assert touched == pytest.approx(sum(fractions) / 3)
+        # A policy for the requests overrides the sequence's.
+        cache.request_policy = ALL
+        cache.statistics.reset()
+        spilled(ids[:, :1], past_key_values=cache)
+        assert cache.statistics.rows_touched_fraction == 1
+
+
+def test_fork_and_deepcopy(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(1, 120)
+    with torch.no_grad(), SpillwayCache(spilled.config, client) as cache:
+        spilled(ids[:, :100], past_key_values=cache)
+        copies = [cache.fork(), copy.deepcopy(cache)]
+        expected = generate(dense, ids)
+        for each in (*copies, cache):
+            assert torch.equal(generate(spilled, ids, each), expected)
+        for each in copies:
+            each.close()
+
+
+def test_reset_and_reuse(client: Client, dense: Any, spilled: Any) -> None:
+    cache = SpillwayCache(spilled.config, client)
+    for ids in (prompt(1, 30), prompt(2, 50)):
+        assert torch.equal(generate(spilled, ids, cache), generate(dense, ids))
+        assert cache.get_seq_length() == ids.shape[1] + 63
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert cache.sequences == ()
+
+
+def test_collected_cache_deletes_its_sequences(client: Client, spilled: Any) -> None:
+    cache = SpillwayCache(spilled.config, client)
+    generate(spilled, prompt(2, 20), cache, max_new_tokens=2)
+    names = {s.name for s in cache.sequences}
+    assert names <= {info.name for info in client.list_sequences()}
+    del cache
+    gc.collect()
+    assert not names & {info.name for info in client.list_sequences()}
+
+
+def test_batch_operations(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(3, 60)
+    own = DynamicCache(config=dense.config)
+    with torch.no_grad(), SpillwayCache(spilled.config, client) as cache:
+        for model, each in ((dense, own), (spilled, cache)):
+            model(ids, past_key_values=each)
+            each.batch_repeat_interleave(2)
+            each.batch_select_indices(torch.tensor([5, 0, 0, 3]))
+            each.reorder_cache(torch.tensor([1, 1, 2, 3]))
+            each.crop(-7)
+        step = prompt(4, 1)
+        mine = spilled(step, past_key_values=cache).logits
+        theirs = dense(step, past_key_values=own).logits
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        assert [s.token_count for s in cache.sequences] == [54] * 4
+
+
+def test_crop_into_padding(client: Client, spilled: Any) -> None:
+    ids = prompt(2, 20)
+    ids[0, :15] = 0
+    with torch.no_grad(), SpillwayCache(spilled.config, client) as cache:
+        spilled(ids, attention_mask=(ids != 0).long(), past_key_values=cache)
+        cache.crop(-10)
+        assert cache.get_seq_length() == 10
+        assert [s.token_count for s in cache.sequences] == [0, 10]
+        with pytest.raises(ValueError, match="negative"):
+            cache.crop(10)
+
+
+def test_caches_of_one_shape_share_a_model(client: Client, spilled: Any) -> None:
+    with SpillwayCache(spilled.config, client) as one, SpillwayCache(spilled.config, client) as two:
+        for cache in (one, two):
+            generate(spilled, prompt(1, 5), cache, max_new_tokens=2)
+        assert one.model == two.model
+
+
+def test_own_model(client: Client, spilled: Any) -> None:
+    model = client.create_model(
+        layer_count=3, query_head_count=8, kv_head_count=2, head_dim=32, dtype="float16"
+    )
+    with SpillwayCache(spilled.config, client, model=model) as cache:
+        with pytest.raises(ValueError, match=r"holds float16, the keys are torch\.float32"):
+            generate(spilled, prompt(1, 5), cache)
+    client.delete_model(model)
+
+
+BASE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+class Odd(PreTrainedConfig):
+    """A config with whatever attributes a test gives it."""
+
+    model_type = "odd"
+
+
+def config(**changes: Any) -> Odd:
+    made = Odd()
+    for name, value in {**BASE, **changes}.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sliding_window": 4096}, "sliding window of 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"attention_chunk_size": 8192}, "chunks of 8192"),
+        ({"attn_logit_softcapping": 50.0}, "caps its logits at 50"),
+        ({"kv_lora_rank": 512}, "latent"),
+        ({"model_type": "gpt_oss"}, "sinks"),
+        ({"alibi": True}, "ALiBi"),
+        ({"num_kv_shared_layers": 1}, "share"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_causal": False}, "not causal"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refused_configs(client: Client, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        SpillwayCache(config(**changes), client)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"layer_types": ["full_attention"] * 2},
+    ],
+)
+def test_served_configs(client: Client, changes: dict[str, Any]) -> None:
+    with SpillwayCache(config(**changes), client) as cache:
+        assert len(cache) == 2
+
+
+def test_real_configs_of_refused_models(client: Client) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name in ("MistralConfig", "Gemma2Config", "GptOssConfig", "DeepseekV3Config", "T5Config"):
+        with pytest.raises(UnsupportedModelError):
+            SpillwayCache(getattr(transformers, name)(), client)
+    for name in ("LlamaConfig", "Qwen2Config", "Qwen3Config"):
+        SpillwayCache(getattr(transformers, name)(), client).close()
+    SpillwayCache(GemmaConfig(), client).close()
+
+
+def test_other_attention_with_the_cache(client: Client, dense: Any) -> None:
+    with SpillwayCache(dense.config, client) as cache:
+        with pytest.raises(RuntimeError, match="set_attn_implementation"):
+            generate(dense, prompt(1, 10), cache)
+
+
+def test_other_cache_with_the_attention(spilled: Any) -> None:
+    with pytest.raises(RuntimeError, match="SpillwayCache"):
+        generate(spilled, prompt(1, 10))
+
+
+def test_masks_that_are_no_left_padding(client: Client, spilled: Any) -> None:
+    ids = prompt(1, 10)
+    for hole in (4, 9):
+        mask = torch.ones_like(ids)
+        mask[0, hole] = 0
+        with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+            with pytest.raises(ValueError, match="not on the left"):
+                spilled(ids, attention_mask=mask, past_key_values=cache)
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        with pytest.raises(ValueError, match="4 dimensions"):
+            spilled(ids, attention_mask=torch.ones(1, 1, 10, 10).bool(), past_key_values=cache)
+        # A failure in the middle of a forward is noticed.
+        cache.reset()
+        spilled(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="covers every position"):
+            spilled(ids[:, :1], attention_mask=torch.tensor([[0]]), past_key_values=cache)
+        mask = torch.ones(1, 11)
+        mask[0, :3] = 0
+        with pytest.raises(ValueError, match="0 padding positions in the cache, 3"):
+            spilled(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
+def test_other_batch_size(client: Client, spilled: Any) -> None:
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        spilled(prompt(2, 10), past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 2 rows, the batch has 3"):
+            spilled(prompt(3, 1), past_key_values=cache)
+
+
+def test_gradients_are_refused(client: Client, spilled: Any) -> None:
+    with SpillwayCache(spilled.config, client) as cache:
+        with pytest.raises(ValueError, match="no_grad"):
+            spilled(prompt(1, 4), past_key_values=cache)
+
+
+def test_lost_sequence_is_an_error(client: Client, spilled: Any) -> None:
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        spilled(prompt(1, 10), past_key_values=cache)
+        cache.sequences[0].delete()
+        with pytest.raises(spillway.NotFound):
+            spilled(prompt(1, 1), past_key_values=cache)
+        cache.reset()
+        spilled(prompt(1, 10), past_key_values=cache)
+        assert cache.sequences[0].token_count == 10
+
+
+def test_forward_that_ended_between_layers(client: Client, spilled: Any) -> None:
+    def fail(event: AttendEvent) -> None:
+        if event.layer == 1:
+            raise KeyboardInterrupt
+
+    with SpillwayCache(spilled.config, client, on_attend=fail) as cache, torch.no_grad():
+        spilled(prompt(1, 10), past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt):
+            spilled(prompt(1, 1), past_key_values=cache)
+        cache.on_attend = None
+        with pytest.raises(RuntimeError, match="between layers"):
+            spilled(prompt(1, 1), past_key_values=cache)
