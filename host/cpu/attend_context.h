@@ -25,9 +25,23 @@ struct AttendContext {
   }
 };
 
-// The queries of one KV head's group, fp32 [T][G][d], times factor.
-std::vector<float> GroupQueries(const AttendContext& context, int kv_head, int64_t query_begin,
-                                int64_t query_end, float factor);
+// The queries of one KV head's group, [T][G][d], in the forms that kernels
+// read.
+class GroupQueries {
+ public:
+  GroupQueries() = default;
+  GroupQueries(const AttendContext& context, int kv_head, int64_t query_begin, int64_t query_end);
+
+  const float* raw() const { return raw_.data(); }
+  RowQueries rows() const;
+
+ private:
+  int head_dim_ = 0;
+  float scale_ = 1;
+  std::vector<float> raw_;
+  std::vector<float> scaled_;
+  std::vector<uint16_t> bf16_;  // empty where an element is no bf16 number
+};
 
 // OUT_OF_RANGE naming the first token of the block whose logit is not finite.
 absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const float* logits,

@@ -82,21 +82,26 @@ int64_t CpuSequence::index_bytes() const {
   return bytes;
 }
 
-void CpuSequence::Truncate(int64_t token_count) {
-  for (LayerIndex& layer : layers) {
-    if (token_count < kCentreTokenCount) {
-      layer.centred = false;
-      layer.centre.clear();
-      layer.token_count = 0;
-    }
-    layer.token_count = std::min(layer.token_count, token_count);
-    for (PageTable& codes : layer.codes) codes.Truncate(layer.token_count);
+void LayerIndex::Truncate(int64_t length) {
+  if (length < kCentreTokenCount) {
+    centred = false;
+    centre.clear();
+    token_count = 0;
   }
+  token_count = std::min(token_count, length);
+  for (PageTable& table : codes) table.Truncate(token_count);
+}
+
+void CpuSequence::Truncate(int64_t token_count) {
+  for (LayerIndex& layer : layers) layer.Truncate(token_count);
 }
 
 absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count) {
-  if (layers.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
+  if (layers.empty()) return absl::OkStatus();
   LayerIndex& index = layers[layer];
+  // Of an append that was undone; nothing in the ordinary case.
+  index.Truncate(start);
+  if (start + count < kCentreTokenCount) return absl::OkStatus();
   for (size_t h = 0; h < index.codes.size(); ++h) {
     absl::Status status = index.codes[h].PrepareWrite(index.token_count, start + count);
     if (!status.ok()) {

@@ -48,6 +48,10 @@ struct LayerIndex {
   int64_t token_count = 0;       // tokens that have codes
   std::vector<float> centre;     // [H_kv][d]
   std::vector<PageTable> codes;  // per KV head; pages of kPageTokenCount codes
+
+  // Forgets the codes of tokens at and beyond `length`, and pages that were
+  // prepared for more; below kCentreTokenCount also the centre.
+  void Truncate(int64_t length);
 };
 
 class CpuSequence final : public DeviceSequence {

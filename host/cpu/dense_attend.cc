@@ -2,6 +2,7 @@
 #include <tbb/parallel_for.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 
@@ -31,8 +32,7 @@ struct Partial {
 };
 
 void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64_t query_end,
-                 const std::vector<float>& q, int64_t row_begin, int64_t row_end,
-                 Partial& partial) {
+                 const GroupQueries& q, int64_t row_begin, int64_t row_end, Partial& partial) {
   const ModelSpec& spec = c.spec();
   const LayerRows& rows = *c.work->rows;
   const int group = spec.group();
@@ -65,8 +65,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
       const int64_t visible = c.work->visible[query_begin + h / group];
       counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
     }
-    if (!RowLogits(spec.dtype, pointers, more ? next : nullptr, count, q.data(), heads, d,
-                   logits.data())) {
+    if (!RowLogits(spec.dtype, pointers, more ? next : nullptr, count, q.rows(), logits.data())) {
       std::vector<uint32_t> tokens(count);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
       // A row beyond a query's visible length does not count against it.
@@ -98,21 +97,35 @@ void SelectEverything(AttendWork& work, int64_t query, int heads) {
 
 }  // namespace
 
-std::vector<float> GroupQueries(const AttendContext& c, int kv_head, int64_t query_begin,
-                                int64_t query_end, float factor) {
+GroupQueries::GroupQueries(const AttendContext& c, int kv_head, int64_t query_begin,
+                           int64_t query_end)
+    : head_dim_(c.spec().head_dim), scale_(static_cast<float>(c.spec().softmax_scale)) {
   const ModelSpec& spec = c.spec();
   const int64_t width = int64_t{spec.group()} * spec.head_dim;
   const int64_t stride = int64_t{spec.query_head_count} * spec.head_dim;
-  std::vector<float> q((query_end - query_begin) * width);
+  const int64_t count = (query_end - query_begin) * width;
+  raw_.resize(count);
   for (int64_t t = query_begin; t < query_end; ++t) {
     ToFloat(c.work->q_dtype,
             c.work->q + (t * stride + kv_head * width) * DTypeBytes(c.work->q_dtype), width,
-            q.data() + (t - query_begin) * width);
+            raw_.data() + (t - query_begin) * width);
   }
-  if (factor != 1) {
-    for (float& x : q) x *= factor;
+  scaled_.resize(count);
+  for (int64_t i = 0; i < count; ++i) scaled_[i] = raw_[i] * scale_;
+  if (spec.dtype != DType::kBF16) return;
+  bf16_.resize(count);
+  uint32_t lost = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(raw_[i]);
+    bf16_[i] = static_cast<uint16_t>(bits >> 16);
+    lost |= bits & 0xFFFFu;
   }
-  return q;
+  if (lost != 0) bf16_.clear();
+}
+
+RowQueries GroupQueries::rows() const {
+  return {static_cast<int>(raw_.size() / head_dim_), head_dim_, scale_, scaled_.data(),
+          bf16_.empty() ? nullptr : bf16_.data()};
 }
 
 absl::Status NonFiniteLogit(const AttendContext& c, int kv_head, const float* logits,
@@ -167,7 +180,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   // Many queries are parallel enough without cutting the rows.
   const int64_t range_rows = blocks > 1 ? n : RangeRows(n);
   const int64_t ranges = (n + range_rows - 1) / range_rows;
-  std::vector<std::vector<float>> q(kv_heads * blocks);
+  std::vector<GroupQueries> q(kv_heads * blocks);
   std::vector<Partial> partials(kv_heads * blocks * ranges);
   const auto bounds = [&](int64_t block) {
     const int64_t begin = query_begin + block * kQueriesPerTask;
@@ -175,8 +188,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   };
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {
     const auto [begin, end] = bounds(task % blocks);
-    q[task] = GroupQueries(c, static_cast<int>(task / blocks), begin, end,
-                           static_cast<float>(spec.softmax_scale));
+    q[task] = GroupQueries(c, static_cast<int>(task / blocks), begin, end);
   }
   const auto run = [&](int64_t i) {
     const int64_t task = i / ranges;

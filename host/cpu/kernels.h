@@ -87,12 +87,27 @@ int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, 
 
 inline constexpr int kRowBlock = 32;  // rows that a kernel call takes at most
 
-// q . k * scale for `count` <= kRowBlock rows and head_count heads: logits
-// [head][kRowBlock]. q: [head][d] fp32, already times scale. next: rows that
-// the following block will read, as many, fetched into the cache meanwhile;
-// may be null. Returns false if a logit is not finite.
+// Queries of one KV head made ready for RowLogits.
+struct RowQueries {
+  int head_count = 0;
+  int head_dim = 0;
+  float scale = 1;                // softmax scale
+  const float* scaled = nullptr;  // [head][d] q * scale
+  // [head][d] q itself where every element is a bf16 number, else null: then
+  // products with bf16 keys are exact, two to a lane.
+  const uint16_t* bf16 = nullptr;
+};
+
+// Asks for a row to be brought near.
+inline void PrefetchRow(const std::byte* row, int64_t row_bytes) {
+  for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+}
+
+// q . k * scale for `count` <= kRowBlock rows: logits [head][kRowBlock]. next:
+// rows that the following block will read, as many, fetched into the cache
+// meanwhile; may be null. Returns false if a logit is not finite.
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
-               const float* q, int head_count, int head_dim, float* logits);
+               const RowQueries& queries, float* logits);
 // Folds rows into softmax sums: x_i = exp(logit_i - max), rescaling what is
 // there when the maximum grows. counts[head] <= count rows are taken per head
 // (null: all). sums: [head]; value: [head][d] sum x v.
@@ -100,8 +115,9 @@ void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const*
               const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
               float* value);
 // The same with second moments: value_sq [head][d] sum x^2 v.
-void FoldRowsMoments(DType dtype, const std::byte* const* rows, int count, int head_count,
-                     int head_dim, float* logits, RowSums* sums, float* value, float* value_sq);
+void FoldRowsMoments(DType dtype, const std::byte* const* rows, const std::byte* const* next,
+                     int count, int head_count, int head_dim, float* logits, RowSums* sums,
+                     float* value, float* value_sq);
 // One pass over memory that reads every byte: the floor that benchmarks use.
 uint64_t ReadAll(const std::byte* data, int64_t bytes);
 

@@ -52,7 +52,7 @@ void ScorePass::PrepareAsymmetric() {
   weights_.assign(static_cast<size_t>(spec.group()) * words * 32, 0);
   std::vector<float> rotated(d);
   for (int g = 0; g < spec.group(); ++g) {
-    Rotate(params, q_.data() + g * d, rotated.data());
+    Rotate(params, q_.raw() + g * d, rotated.data());
     float largest = 0;
     for (float x : rotated) largest = std::max(largest, std::fabs(x));
     const float s = largest / 7.5f;
@@ -86,10 +86,10 @@ void ScorePass::PrepareHamming() {
   std::vector<uint32_t> code(words);
   for (int g = 0; g < group; ++g) {
     if (spec.hash.kind == HashKind::kMlp) {
-      MlpCode(context_.model->mlp(context_.layer), kv_head_, q_.data() + g * d, code.data());
+      MlpCode(context_.model->mlp(context_.layer), kv_head_, q_.raw() + g * d, code.data());
       for (int j = 0; j < bits; ++j) set[j] += (code[j / 32] >> (j % 32)) & 1u;
     } else {
-      Rotate(context_.model->encode_params(context_.layer), q_.data() + g * d, rotated.data());
+      Rotate(context_.model->encode_params(context_.layer), q_.raw() + g * d, rotated.data());
       // As the codes of keys have it: a zero counts as positive.
       for (int j = 0; j < bits; ++j) set[j] += rotated[j] >= 0 ? 1 : 0;
     }
@@ -121,8 +121,7 @@ absl::Status ScorePass::PageLogits(int64_t page, float* logits) const {
     const int n = std::min(kRowBlock, count - at);
     const std::byte* pointers[kRowBlock];
     for (int i = 0; i < n; ++i) pointers[i] = data + (at + i) * rows.row_bytes();
-    if (!RowLogits(spec.dtype, pointers, nullptr, n, q_scaled_.data(), group, spec.head_dim,
-                   block.data())) {
+    if (!RowLogits(spec.dtype, pointers, nullptr, n, q_.rows(), block.data())) {
       std::vector<uint32_t> tokens(n);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(first + at));
       for (int g = 0; g < group; ++g) {
@@ -224,7 +223,7 @@ void ScorePass::CountBlock(int64_t block) {
 absl::Status ScorePass::Score() {
   const ModelSpec& spec = context_.spec();
   const Selector selector = context_.work->policy.selector;
-  q_ = GroupQueries(context_, kv_head_, query_, query_ + 1, 1.0f);
+  q_ = GroupQueries(context_, kv_head_, query_, query_ + 1);
   score_query_.layout = context_.model->layout();
   switch (selector) {
     case Selector::kAsymmetric:
@@ -235,8 +234,6 @@ absl::Status ScorePass::Score() {
       break;
     default:
       score_query_.row_count = spec.group();
-      q_scaled_ = GroupQueries(context_, kv_head_, query_, query_ + 1,
-                               static_cast<float>(spec.softmax_scale));
   }
   score_query_.weights = weights_.data();
 

@@ -66,8 +66,7 @@ class ScorePass {
   const int64_t block_count_;
   const bool by_mass_;
   int bin_count_ = kScoreBinCount;
-  std::vector<float> q_;         // [G][d], raw
-  std::vector<float> q_scaled_;  // [G][d], times the softmax scale (oracle)
+  GroupQueries q_;
   std::vector<int8_t> weights_;
   ScoreQuery score_query_;
   std::optional<WorkspacePool::Lease> workspace_holder_;

@@ -81,7 +81,7 @@ class SparseAttend {
   Strata strata_;
   std::optional<TailSampler> sampler_;
   std::vector<std::vector<uint32_t>> sampled_;  // per stratum
-  std::vector<float> q_;                        // [G][d], scaled
+  GroupQueries q_;                              // scaled
   GroupSums exact_;                             // sink, heavy, window
   std::vector<GroupSums> tail_;                 // per stratum
   bool limited_ = false;                        // row_count_max bound
@@ -110,13 +110,15 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
       }
     };
     point(task * kFoldRows, buffers[0]);
+    const int first_count = static_cast<int>(std::min<int64_t>(kRowBlock, end - task * kFoldRows));
+    for (int i = 0; i < first_count; ++i) PrefetchRow(buffers[0][i], rows.row_bytes());
     int current = 0;
     for (int64_t at = task * kFoldRows; at < end; at += kRowBlock, current ^= 1) {
       const int m = static_cast<int>(std::min<int64_t>(kRowBlock, end - at));
       const std::byte** pointers = buffers[current];
       const std::byte** next = at + kRowBlock < end ? buffers[current ^ 1] : nullptr;
       if (next != nullptr) point(at + kRowBlock, next);
-      if (!RowLogits(dtype, pointers, next, m, q_.data(), group_, d_, logits)) {
+      if (!RowLogits(dtype, pointers, next, m, q_.rows(), logits)) {
         for (int g = 0; g < group_ && statuses[task].ok(); ++g) {
           statuses[task] =
               NonFiniteLogit(c_, kv_head_, logits + g * kRowBlock, tokens.data() + at, m);
@@ -124,8 +126,8 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
         return;
       }
       if (moments) {
-        FoldRowsMoments(dtype, pointers, m, group_, d_, logits, part.sums.data(), part.value.data(),
-                        part.value_sq.data());
+        FoldRowsMoments(dtype, pointers, next, m, group_, d_, logits, part.sums.data(),
+                        part.value.data(), part.value_sq.data());
       } else {
         FoldRows(dtype, pointers, next, m, nullptr, group_, d_, logits, part.sums.data(),
                  part.value.data());
@@ -378,7 +380,7 @@ absl::Status SparseAttend::Run() {
   if (!status.ok()) return status;
   heavy_ = scores_.TakeHeavy();
   CutTail();
-  q_ = GroupQueries(c_, kv_head_, query_, query_ + 1, static_cast<float>(c_.spec().softmax_scale));
+  q_ = GroupQueries(c_, kv_head_, query_, query_ + 1);
   std::vector<uint32_t> always(policy_.sink_token_count);
   std::iota(always.begin(), always.end(), 0u);
   always.insert(always.end(), heavy_.begin(), heavy_.end());
