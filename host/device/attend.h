@@ -18,7 +18,7 @@ struct Certificate {
   int64_t heavy_token_count = 0;    // of the group; sink and window apart
   int64_t sampled_token_count = 0;  // of the group
   float relative_error = 0;         // estimated, at confidence 1 - delta
-  float tail_mass = 0;              // share of the softmax mass in the tail
+  float tail_mass = 0;              // share of the softmax mass in the tail; NaN: unknown
   Promise promise = Promise::kExact;
 };
 
