@@ -123,9 +123,11 @@ class Device {
                                 int64_t token_count) = 0;
 
   // Makes room for the codes of tokens [start, start + count) of a layer, so
-  // that the job that appends them cannot fail for want of memory.
-  // RESOURCE_EXHAUSTED changes nothing that can be seen; room that a job does
-  // not use goes with the next truncation or append.
+  // that the job that appends them cannot fail for want of memory. start is
+  // the layer's length: what the device still has of tokens at or beyond it,
+  // of an append that was undone because its attend failed, is forgotten
+  // first. RESOURCE_EXHAUSTED changes nothing that can be seen; room that a
+  // job does not use goes with the next truncation or append.
   virtual absl::Status PrepareAppend(DeviceModel& model, DeviceSequence& sequence, int layer,
                                      int64_t start, int64_t count) = 0;
 

@@ -1,0 +1,139 @@
+#include "daemon/engine/attend_operation.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/checks.h"
+#include "daemon/engine/errors.h"
+
+namespace spillway {
+namespace {
+
+// The same error, naming the item of a request with several.
+absl::Status AtItem(const absl::Status& status, size_t index) {
+  absl::Status named(status.code(), absl::StrCat("items[", index, "]: ", status.message()));
+  status.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& value) { named.SetPayload(url, value); });
+  return named;
+}
+
+}  // namespace
+
+void Engine::Attend(AttendRequest request, Done<AttendOutcome> done) {
+  std::vector<OrderedQueues::Lane*> lanes;
+  lanes.reserve(request.items.size());
+  for (const AttendItem& item : request.items) lanes.push_back(&item.sequence->lane);
+  queues_.Enqueue(lanes,
+                  std::make_shared<AttendOperation>(this, std::move(request), std::move(done)));
+}
+
+absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
+  Sequence& sequence = *item.sequence;
+  if (sequence.deleted()) return SequenceNotFound(sequence.name);
+  const LayerRows& rows = RowsOf(item);
+  int64_t length = rows.token_count();
+  if (item.gate != nullptr) {
+    if (absl::Status status = item.gate(length); !status.ok()) return status;
+  }
+  if (item.append) {
+    if (absl::Status status = CheckGeneration(*item.append, sequence); !status.ok()) return status;
+    const absl::StatusOr<bool> append = IsAppend(*item.append, 0, rows, sequence.model->spec);
+    if (!append.ok()) return append.status();
+    if (*append) {
+      length += item.append->count;
+    } else {
+      item.append.reset();
+    }
+  }
+  if (item.work.query_count > kSparseQueryCountMax) item.work.policy.selector = Selector::kAll;
+  return ResolveVisible(length, item.work);
+}
+
+absl::Status Engine::AttendOperation::Check() {
+  if (request_.cancel != nullptr) {
+    if (absl::Status status = request_.cancel->Check(); !status.ok()) return status;
+  }
+  for (size_t i = 0; i < request_.items.size(); ++i) {
+    absl::Status status = CheckItem(request_.items[i]);
+    if (!status.ok()) return request_.items.size() == 1 ? status : AtItem(status, i);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Engine::AttendOperation::Prepare() {
+  for (size_t i = 0; i < request_.items.size(); ++i) {
+    AttendItem& item = request_.items[i];
+    if (!item.append) continue;
+    absl::Status status =
+        engine_->PrepareAppend(*item.sequence, {&request_.layer, 1}, item.append->count);
+    if (status.ok()) continue;
+    for (size_t j = 0; j < i; ++j) {
+      if (request_.items[j].append) RowsOf(request_.items[j]).Rollback();
+    }
+    return request_.items.size() == 1 ? status : AtItem(status, i);
+  }
+  return absl::OkStatus();
+}
+
+void Engine::AttendOperation::Start() {
+  if (absl::Status status = Check(); !status.ok()) return End(std::move(status));
+  if (absl::Status status = Prepare(); !status.ok()) return End(std::move(status));
+  Submit();
+}
+
+void Engine::AttendOperation::Submit() {
+  auto job = std::make_unique<Job>();
+  job->model = request_.items.front().sequence->model->device();
+  job->layer = request_.layer;
+  job->cancel = request_.cancel;
+  job->items.reserve(request_.items.size());
+  for (AttendItem& item : request_.items) {
+    JobItem& work = job->items.emplace_back();
+    work.sequence = item.sequence->device.get();
+    if (item.append) {
+      work.append = AppendWork{&RowsOf(item), item.append->start, item.append->count,
+                               item.append->k, item.append->v};
+    }
+    work.attend = std::move(item.work);
+    work.attend->rows = &RowsOf(item);
+    work.attend->select_only = request_.select_only;
+  }
+  engine_->device_->Submit(std::move(job),
+                           [this](std::unique_ptr<Job> done) { OnJobDone(std::move(done)); });
+}
+
+void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const JobItem& done,
+                                     AttendOutcome& outcome) {
+  Sequence& sequence = *item.sequence;
+  LayerRows& rows = RowsOf(item);
+  if (item.append) {
+    if (done.status.ok()) {
+      engine_->CountAppend(sequence, item.append->count * rows.kv_head_count());
+    } else {
+      // The device learns of it with the layer's next PrepareAppend.
+      rows.Truncate(std::min(rows.token_count(), item.append->start));
+    }
+    sequence.Publish();
+  }
+  if (done.status.ok() && !request_.select_only) engine_->CountAttend(job, done, sequence);
+  if (request_.share_rows) outcome.rows.push_back(rows.Share(rows.token_count()));
+  engine_->Renew(sequence);
+}
+
+void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
+  AttendOutcome outcome;
+  for (size_t i = 0; i < request_.items.size(); ++i) {
+    Settle(request_.items[i], *job, job->items[i], outcome);
+  }
+  outcome.job = std::move(job);
+  End(std::move(outcome));
+}
+
+void Engine::AttendOperation::End(absl::StatusOr<AttendOutcome> outcome) {
+  done_(std::move(outcome));
+  engine_->queues_.Finish(*this);
+}
+
+}  // namespace spillway

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "daemon/engine/engine.h"
+
+namespace spillway {
+
+// One layer of one or several sequences, with or without an append before: one
+// device job.
+class Engine::AttendOperation : public OrderedQueues::Operation {
+ public:
+  AttendOperation(Engine* engine, AttendRequest request, Done<AttendOutcome> done)
+      : engine_(engine), request_(std::move(request)), done_(std::move(done)) {}
+
+  void Start() override;
+
+ private:
+  absl::Status Check();
+  // Validates one item and decides whether its chunk is appended.
+  absl::Status CheckItem(AttendItem& item);
+  absl::Status Prepare();
+  void Submit();
+  void OnJobDone(std::unique_ptr<Job> job);
+  // Undoes what a failed item has appended, counts, shares rows.
+  void Settle(AttendItem& item, const Job& job, const JobItem& done, AttendOutcome& outcome);
+  void End(absl::StatusOr<AttendOutcome> outcome);
+  LayerRows& RowsOf(const AttendItem& item) { return item.sequence->rows[request_.layer]; }
+
+  Engine* const engine_;
+  AttendRequest request_;
+  const Done<AttendOutcome> done_;
+};
+
+}  // namespace spillway

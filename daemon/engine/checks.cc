@@ -1,0 +1,114 @@
+#include "daemon/engine/checks.h"
+
+#include <optional>
+#include <span>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
+#include "host/memory/finite.h"
+
+namespace spillway {
+namespace {
+
+absl::Status NonFinite(std::string_view what, std::string_view field, const std::string& where) {
+  return WithFields(WithReason(absl::OutOfRangeError(
+                                   absl::StrCat(std::string(what), " is not finite at ", where)),
+                               "NON_FINITE"),
+                    {{std::string(field), absl::StrCat("not finite at ", where)}});
+}
+
+absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const std::byte* data,
+                       std::string_view what, std::string_view field) {
+  const int64_t bytes = int64_t{chunk.layer_count} * spec.kv_head_count * chunk.count *
+                        spec.head_dim * DTypeBytes(spec.dtype);
+  const std::optional<int64_t> at = FindNonFinite({data, static_cast<size_t>(bytes)}, spec.dtype);
+  if (!at) return absl::OkStatus();
+  const int64_t element = *at % spec.head_dim;
+  const int64_t row = *at / spec.head_dim;
+  const int64_t token = chunk.start + row % chunk.count;
+  const int64_t head = row / chunk.count % spec.kv_head_count;
+  const int64_t layer = chunk.layer_start + row / chunk.count / spec.kv_head_count;
+  return NonFinite(
+      what, field,
+      absl::StrCat("layer ", layer, ", KV head ", head, ", token ", token, ", element ", element));
+}
+
+std::vector<std::pair<std::string, std::string>> Length(int64_t layer, int64_t count) {
+  return {{"layer", absl::StrCat(layer)}, {"layer_token_count", absl::StrCat(count)}};
+}
+
+}  // namespace
+
+absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec) {
+  absl::Status k = CheckRows(chunk, spec, chunk.k, "K", "chunk.k");
+  return k.ok() ? CheckRows(chunk, spec, chunk.v, "V", "chunk.v") : k;
+}
+
+absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec) {
+  const int64_t bytes =
+      work.query_count * spec.query_head_count * spec.head_dim * DTypeBytes(work.q_dtype);
+  const std::optional<int64_t> at =
+      FindNonFinite({work.q, static_cast<size_t>(bytes)}, work.q_dtype);
+  if (!at) return absl::OkStatus();
+  const int64_t row = *at / spec.head_dim;
+  return NonFinite("q", "q",
+                   absl::StrCat("query ", row / spec.query_head_count, ", query head ",
+                                row % spec.query_head_count, ", element ", *at % spec.head_dim));
+}
+
+absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows,
+                              const ModelSpec& spec) {
+  const int64_t n = rows.token_count();
+  const int layer = chunk.layer_start + offset;
+  if (chunk.start == n) return true;
+  // By subtraction: start + count may overflow.
+  if (chunk.start > n || chunk.count > n - chunk.start) {
+    return WithReason(absl::OutOfRangeError(absl::StrCat(
+                          "layer ", layer, " has ", n, " tokens; tokens from ", chunk.start, ", ",
+                          chunk.count, " of them, neither follow them nor lie within")),
+                      "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
+  }
+  if (rows.Equals(chunk.start, chunk.count, LayerOf(chunk.k, offset, chunk, spec),
+                  LayerOf(chunk.v, offset, chunk, spec))) {
+    return false;
+  }
+  return WithReason(
+      absl::AlreadyExistsError(absl::StrCat("layer ", layer, " has other rows at tokens [",
+                                            chunk.start, ", ", chunk.start + chunk.count, ")")),
+      "ROWS_DIFFER", Length(layer, n));
+}
+
+absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence) {
+  if (chunk.generation == sequence.generation) return absl::OkStatus();
+  return WithReason(absl::AbortedError(absl::StrCat(sequence.name, " is at generation ",
+                                                    sequence.generation, ", the chunk at ",
+                                                    chunk.generation, ": it was truncated since")),
+                    "STALE_GENERATION", {{"generation", absl::StrCat(sequence.generation)}});
+}
+
+absl::Status ResolveVisible(int64_t layer_token_count, AttendWork& work) {
+  const int64_t n = layer_token_count;
+  if (work.visible.empty()) {
+    if (work.query_count > n) {
+      return WithReason(
+          absl::OutOfRangeError(absl::StrCat(work.query_count, " queries over the last tokens of ",
+                                             "a layer that has ", n)),
+          "QUERY_COUNT_OUT_OF_RANGE", {{"layer_token_count", absl::StrCat(n)}});
+    }
+    for (int64_t t = 0; t < work.query_count; ++t) {
+      work.visible.push_back(n - work.query_count + 1 + t);
+    }
+    return absl::OkStatus();
+  }
+  for (size_t t = 0; t < work.visible.size(); ++t) {
+    if (work.visible[t] >= 1 && work.visible[t] <= n) continue;
+    return WithReason(
+        absl::OutOfRangeError(absl::StrCat("visible_token_counts[", t, "]: value ", work.visible[t],
+                                           " is not in [1, ", n, "]")),
+        "VISIBLE_TOKEN_COUNT_OUT_OF_RANGE", {{"layer_token_count", absl::StrCat(n)}});
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace spillway

@@ -1,0 +1,39 @@
+// What a request must keep; nothing here changes any state.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/engine/requests.h"
+
+namespace spillway {
+
+// OUT_OF_RANGE, reason NON_FINITE, naming layer, KV head, token position and
+// element of the first value of K or V that is infinite or NaN.
+absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec);
+// The same for queries [T, H_q, d], naming query, head and element.
+absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec);
+
+// Whether the chunk follows the layer's rows (true) or repeats rows that are
+// there with equal bytes (false). `offset`: which of the chunk's layers.
+// OUT_OF_RANGE for a gap or a straddle, ALREADY_EXISTS for other bytes, both
+// with the layer's length.
+absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows,
+                              const ModelSpec& spec);
+// ABORTED, reason STALE_GENERATION.
+absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence);
+
+// Fills in causal visibility, or checks what is given, against the layer's
+// length n after the append. OUT_OF_RANGE with the length.
+absl::Status ResolveVisible(int64_t layer_token_count, AttendWork& work);
+
+// K or V of one of the chunk's layers.
+inline const std::byte* LayerOf(const std::byte* tensor, int offset, const Chunk& chunk,
+                                const ModelSpec& spec) {
+  return tensor + offset * spec.kv_head_count * chunk.count * (spec.row_bytes() / 2);
+}
+
+}  // namespace spillway

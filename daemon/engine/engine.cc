@@ -1,0 +1,252 @@
+#include "daemon/engine/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
+
+namespace spillway {
+namespace {
+
+// What a device holds of a model's hash, before it exists: rotations in two
+// orders, or MLP weights, as fp32.
+int64_t EstimateWeightBytes(const ModelSpec& spec) {
+  const int64_t d = spec.head_dim;
+  switch (spec.hash.kind) {
+    case HashKind::kNone:
+      return 0;
+    case HashKind::kRotation:
+      return spec.layer_count * d * d * 2 * static_cast<int64_t>(sizeof(float));
+    case HashKind::kMlp:
+      return int64_t{spec.layer_count} * spec.kv_head_count *
+             (d * spec.hash.hidden_dim + spec.hash.hidden_dim +
+              int64_t{spec.hash.hidden_dim} * spec.hash.hash_bits + spec.hash.hash_bits) *
+             static_cast<int64_t>(sizeof(float));
+  }
+  return 0;
+}
+
+constexpr int64_t kModelTableBytes = 4096;
+
+}  // namespace
+
+Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions options)
+    : device_(device),
+      arena_(arena),
+      budget_(budget),
+      options_(std::move(options)),
+      registry_(options_.sequence_count_max, options_.clock) {}
+
+Engine::~Engine() = default;
+
+absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id,
+                                                           const ModelSpec& spec,
+                                                           const Policy& policy) {
+  if (absl::StatusOr<std::shared_ptr<Model>> taken = registry_.FindModel(id); taken.ok()) {
+    return registry_.AddModel(*std::move(taken));  // ALREADY_EXISTS, before the work
+  }
+  auto model = std::make_shared<Model>(id, spec, policy, arena_, options_.clock());
+  if (spec.hash.kind != HashKind::kMlp) {
+    if (absl::Status status = UploadWeights(*model, {}); !status.ok()) return status;
+  }
+  if (absl::Status status = registry_.AddModel(model); !status.ok()) return status;
+  return model;
+}
+
+absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safetensors) {
+  if (model.ready()) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(model.name, " needs no hash weights")),
+        "WEIGHTS_NOT_AWAITED");
+  }
+  const int64_t bytes = EstimateWeightBytes(model.spec) + kModelTableBytes;
+  absl::StatusOr<MemoryReservation> reservation =
+      budget_->Reserve(bytes, "the hash weights of a model");
+  if (!reservation.ok()) return reservation.status();
+  absl::StatusOr<std::unique_ptr<DeviceModel>> device =
+      device_->CreateModel(model.spec, safetensors);
+  if (!device.ok()) return device.status();
+  model.SetDevice(*std::move(device), *std::move(reservation));
+  return absl::OkStatus();
+}
+
+int64_t Engine::IndexBytesPerToken(const ModelSpec& spec) const {
+  return device_->IndexBytesPerToken(spec) * spec.layer_count;
+}
+
+int64_t Engine::FreeTokenCount(const Model& model) const {
+  const int64_t token_bytes =
+      model.spec.row_bytes() * model.spec.kv_head_count * model.spec.layer_count +
+      IndexBytesPerToken(model.spec);
+  const int64_t spare_bytes = model.row_pool.spare_page_count() * model.row_pool.page_bytes();
+  return (arena_->free_bytes() + spare_bytes) / token_bytes;
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(const std::string& id,
+                                                                 std::shared_ptr<Model> model,
+                                                                 const Policy& policy,
+                                                                 absl::Duration ttl) {
+  if (!model->ready()) {
+    return WithReason(absl::FailedPreconditionError(
+                          absl::StrCat(model->name, " awaits the upload of its hash weights")),
+                      "MODEL_NOT_READY", {{"name", model->name}});
+  }
+  auto sequence = std::make_shared<Sequence>(id, model, policy, ttl, options_.clock());
+  if (absl::Status status = sequence->ReserveTables(*budget_); !status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> device =
+      device_->CreateSequence(*model->device());
+  if (!device.ok()) return device.status();
+  sequence->device = *std::move(device);
+  sequence->rows.reserve(model->spec.layer_count);
+  for (int l = 0; l < model->spec.layer_count; ++l) {
+    sequence->rows.emplace_back(&model->row_pool, model->spec);
+  }
+  sequence->Publish();
+  if (absl::Status status = registry_.AddSequence(sequence); !status.ok()) return status;
+  return sequence;
+}
+
+// Runs a function in a sequence's turn.
+class Engine::SimpleOperation : public OrderedQueues::Operation {
+ public:
+  SimpleOperation(Engine* engine, std::shared_ptr<Sequence> sequence,
+                  std::function<void(Sequence&)> run)
+      : engine_(engine), sequence_(std::move(sequence)), run_(std::move(run)) {}
+
+  void Start() override {
+    run_(*sequence_);
+    engine_->queues_.Finish(*this);
+  }
+
+ private:
+  Engine* const engine_;
+  const std::shared_ptr<Sequence> sequence_;
+  const std::function<void(Sequence&)> run_;
+};
+
+void Engine::RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Sequence&)> run) {
+  OrderedQueues::Lane* const lane = &sequence->lane;
+  queues_.Enqueue({&lane, 1},
+                  std::make_shared<SimpleOperation>(this, std::move(sequence), std::move(run)));
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, const std::string& id) {
+  const std::shared_ptr<Model>& model = source.model;
+  const int64_t length = source.token_count();
+  auto copy = std::make_shared<Sequence>(id, model, source.policy, source.ttl, options_.clock());
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> device =
+      device_->ForkSequence(*model->device(), *source.device, length);
+  if (!device.ok()) return device.status();
+  copy->device = *std::move(device);
+  copy->rows.reserve(source.rows.size());
+  for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
+  if (absl::Status status = copy->ReserveTables(*budget_); !status.ok()) return status;
+  copy->Publish();
+  if (absl::Status status = registry_.AddSequence(copy); !status.ok()) return status;
+  return copy;
+}
+
+void Engine::Fork(std::shared_ptr<Sequence> source, const std::string& id,
+                  Done<std::shared_ptr<Sequence>> done) {
+  RunInTurn(std::move(source), [this, id, done = std::move(done)](Sequence& sequence) {
+    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    done(ForkNow(sequence, id));
+  });
+}
+
+void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
+                      std::function<void(absl::Status)> done) {
+  RunInTurn(std::move(sequence), [this, token_count, done = std::move(done)](Sequence& sequence) {
+    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    const int64_t length = sequence.token_count();
+    if (token_count < 0 || token_count > length) {
+      return done(WithReason(
+          absl::OutOfRangeError(absl::StrCat("token_count: value ", token_count, " is not in [0, ",
+                                             length, "], the length of ", sequence.name)),
+          "TOKEN_COUNT_OUT_OF_RANGE", {{"token_count", absl::StrCat(length)}}));
+    }
+    for (LayerRows& layer : sequence.rows) {
+      if (layer.token_count() > token_count) layer.Truncate(token_count);
+    }
+    device_->TruncateSequence(*sequence.model->device(), *sequence.device, token_count);
+    ++sequence.generation;
+    sequence.Publish();
+    done(absl::OkStatus());
+  });
+}
+
+void Engine::Delete(std::string_view id, std::function<void(absl::Status)> done) {
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence = registry_.TakeSequence(id);
+  if (!sequence.ok()) return done(sequence.status());
+  RunInTurn(*std::move(sequence), [done = std::move(done)](Sequence& sequence) {
+    sequence.Clear();
+    done(absl::OkStatus());
+  });
+}
+
+void Engine::SweepExpired() {
+  const auto idle = [this](const Sequence& sequence) { return queues_.IsIdle(sequence.lane); };
+  for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(idle)) {
+    RunInTurn(std::move(sequence), [](Sequence& expired) { expired.Clear(); });
+  }
+}
+
+void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<LayerRows> done) {
+  RunInTurn(std::move(sequence), [layer, done = std::move(done)](Sequence& sequence) {
+    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    const LayerRows& rows = sequence.rows[layer];
+    done(rows.Share(rows.token_count()));
+  });
+}
+
+absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count) {
+  absl::Status status = absl::OkStatus();
+  size_t prepared = 0;
+  for (; prepared < layers.size() && status.ok(); ++prepared) {
+    status = sequence.rows[layers[prepared]].PrepareAppend(count);
+  }
+  for (size_t i = 0; i < layers.size() && status.ok(); ++i) {
+    status = device_->PrepareAppend(*sequence.model->device(), *sequence.device, layers[i],
+                                    sequence.rows[layers[i]].token_count(), count);
+  }
+  if (status.ok()) status = sequence.ReserveTables(*budget_);
+  if (status.ok()) return status;
+  int64_t longest = 0;
+  for (size_t i = 0; i < prepared; ++i) sequence.rows[layers[i]].Rollback();
+  for (const LayerRows& rows : sequence.rows) longest = std::max(longest, rows.token_count());
+  // Cuts no layer: it gives back the room that was made.
+  device_->TruncateSequence(*sequence.model->device(), *sequence.device, longest);
+  return status;
+}
+
+void Engine::CountAppend(Sequence& sequence, int64_t row_count) {
+  for (WorkCounters* work : {&work_, &sequence.model->work, &sequence.work}) {
+    work->appended_row_count.fetch_add(row_count, std::memory_order_relaxed);
+  }
+}
+
+void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence) {
+  const AttendWork& attend = *item.attend;
+  int64_t touched = 0, visible = 0, exact = 0, statistical = 0, none = 0;
+  for (const int64_t count : attend.touched_row_counts) touched += count;
+  for (const int64_t count : attend.visible) visible += count * sequence.model->spec.kv_head_count;
+  for (const Certificate& certificate : attend.certificates) {
+    exact += certificate.promise == Promise::kExact;
+    statistical += certificate.promise == Promise::kStatistical;
+    none += certificate.promise == Promise::kNone;
+  }
+  const double time_us = job.device_time_us / static_cast<double>(job.items.size());
+  for (WorkCounters* work : {&work_, &sequence.model->work, &sequence.work}) {
+    constexpr auto kRelaxed = std::memory_order_relaxed;
+    work->attend_count.fetch_add(attend.query_count, kRelaxed);
+    work->touched_row_count.fetch_add(touched, kRelaxed);
+    work->visible_row_count.fetch_add(visible, kRelaxed);
+    work->attend_time_us.fetch_add(time_us, kRelaxed);
+    work->exact_count.fetch_add(exact, kRelaxed);
+    work->statistical_count.fetch_add(statistical, kRelaxed);
+    work->none_count.fetch_add(none, kRelaxed);
+  }
+}
+
+}  // namespace spillway

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/engine/ordered_queues.h"
+#include "daemon/engine/registry.h"
+#include "daemon/engine/requests.h"
+#include "host/device/device.h"
+#include "host/memory/arena.h"
+
+namespace spillway {
+
+struct EngineOptions {
+  int64_t sequence_count_max = 65536;
+  std::function<absl::Time()> clock = absl::Now;
+};
+
+// Models, sequences and what is done to them. Operations on one sequence run
+// one after the other in the order they came, different sequences in parallel.
+// Whatever may wait answers through `done`, called once, from the calling
+// thread before the call returns or from any thread later; requests are
+// validated before they change anything, and one that fails has changed
+// nothing. No threads of its own. Thread-safe.
+class Engine {
+ public:
+  template <typename T>
+  using Done = std::function<void(absl::StatusOr<T>)>;
+
+  // All outlive the engine. The device and the arena charge the same budget.
+  Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions options);
+  // REQUIRES: nothing is running.
+  ~Engine();
+
+  Device& device() { return *device_; }
+  Arena& arena() { return *arena_; }
+  MemoryBudget& budget() { return *budget_; }
+  Registry& registry() { return registry_; }
+  const WorkCounters& work() const { return work_; }
+
+  // --- Models. These may compute for long in the calling thread.
+
+  // spec is normalised and policy valid for it. A model whose hash needs
+  // weights waits for UploadWeights.
+  absl::StatusOr<std::shared_ptr<Model>> CreateModel(const std::string& id, const ModelSpec& spec,
+                                                     const Policy& policy);
+  // FAILED_PRECONDITION for a model that needs none or has them. REQUIRES: the
+  // caller holds model.uploading.
+  absl::Status UploadWeights(Model& model, std::span<const std::byte> safetensors);
+  // Tokens of this model that fit before admission refuses.
+  int64_t FreeTokenCount(const Model& model) const;
+  int64_t IndexBytesPerToken(const ModelSpec& spec) const;
+
+  // --- Sequences.
+
+  // ttl is infinite for a sequence that never expires.
+  absl::StatusOr<std::shared_ptr<Sequence>> CreateSequence(const std::string& id,
+                                                           std::shared_ptr<Model> model,
+                                                           const Policy& policy,
+                                                           absl::Duration ttl);
+  // The copy has every layer's first tokens, up to the shortest's length.
+  void Fork(std::shared_ptr<Sequence> source, const std::string& id,
+            Done<std::shared_ptr<Sequence>> done);
+  // OUT_OF_RANGE if token_count is above the sequence's.
+  void Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
+                std::function<void(absl::Status)> done);
+  // Gone from the list at once; its memory is free when done is called.
+  void Delete(std::string_view id, std::function<void(absl::Status)> done);
+  // Deletes what has expired.
+  void SweepExpired();
+
+  // --- K/V and attention. CheckFinite() is the caller's to do before.
+
+  void Append(AppendRequest request, Done<AppendOutcome> done);
+  // All items are validated, then all are served as one job. An error of the
+  // whole request names the item.
+  void Attend(AttendRequest request, Done<AttendOutcome> done);
+  // Shares one layer's rows as they are when the request's turn comes.
+  void ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<LayerRows> done);
+
+ private:
+  class AppendOperation;
+  class AttendOperation;
+  class SimpleOperation;
+
+  // Runs `run` when the sequence's turn comes; it must not wait.
+  void RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Sequence&)> run);
+  absl::StatusOr<std::shared_ptr<Sequence>> ForkNow(Sequence& source, const std::string& id);
+  // Makes room for `count` tokens at each layer's length; on failure nothing
+  // is left of it.
+  absl::Status PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count);
+  void CountAttend(const Job& job, const JobItem& item, Sequence& sequence);
+  void CountAppend(Sequence& sequence, int64_t row_count);
+  void Renew(Sequence& sequence) { sequence.Renew(options_.clock()); }
+
+  Device* const device_;
+  Arena* const arena_;
+  MemoryBudget* const budget_;
+  const EngineOptions options_;
+  OrderedQueues queues_;
+  WorkCounters work_;
+  Registry registry_;
+};
+
+}  // namespace spillway

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "daemon/engine/work_counters.h"
+#include "host/device/device.h"
+#include "host/memory/memory_budget.h"
+#include "host/memory/page_pool.h"
+
+namespace spillway {
+
+// A model that sequences are created from. Spec and policy never change; the
+// device's part comes with the hash weights. Thread-safe.
+class Model {
+ public:
+  Model(std::string id, const ModelSpec& spec, const Policy& policy, Arena* arena,
+        absl::Time create_time)
+      : id(std::move(id)),
+        name("models/" + this->id),
+        spec(spec),
+        policy(policy),
+        create_time(create_time),
+        row_pool(arena, kPageTokenCount * spec.row_bytes()) {}
+
+  const std::string id;
+  const std::string name;
+  const ModelSpec spec;
+  const Policy policy;
+  const absl::Time create_time;
+
+  // Pages of rows of all its sequences.
+  PagePool row_pool;
+  WorkCounters work;
+  // Sequences that hold memory: those listed, and deleted ones that finish
+  // what is running.
+  std::atomic<int64_t> sequence_count{0};
+
+  bool ready() const { return device_.load(std::memory_order_acquire) != nullptr; }
+  // nullptr until ready.
+  DeviceModel* device() const { return device_.load(std::memory_order_acquire); }
+
+  // Makes the model ready, once. The reservation is for what `device` holds.
+  void SetDevice(std::unique_ptr<DeviceModel> device, MemoryReservation reservation) {
+    owned_device_ = std::move(device);
+    reservation_ = std::move(reservation);
+    device_.store(owned_device_.get(), std::memory_order_release);
+  }
+
+  // Held by the upload that runs: one at a time.
+  std::atomic_flag uploading = ATOMIC_FLAG_INIT;
+
+ private:
+  MemoryReservation reservation_;
+  std::unique_ptr<DeviceModel> owned_device_;
+  std::atomic<DeviceModel*> device_{nullptr};
+};
+
+}  // namespace spillway

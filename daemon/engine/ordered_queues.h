@@ -1,0 +1,65 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "host/memory/mutex.h"
+
+namespace spillway {
+
+// Orders operations: each lane runs one at a time, first come first served; an
+// operation on several lanes is queued on all of them at once and starts when
+// it heads them all, so that two such operations cannot wait for each other.
+// No threads of its own: an operation starts in the thread that queues it, or
+// in the one that finished what stood in its way. Thread-safe.
+class OrderedQueues {
+ public:
+  class Operation;
+
+  // One queue; a member of what it orders. Goes only when nothing is queued.
+  class Lane {
+   public:
+    Lane() = default;
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
+
+   private:
+    friend class OrderedQueues;
+    std::vector<Operation*> queue_;  // guarded by OrderedQueues::mutex_
+  };
+
+  // Something to run once. Alive until Finish.
+  class Operation {
+   public:
+    virtual ~Operation() = default;
+    // Called once, without locks. Finish follows, from here or from any
+    // thread later.
+    virtual void Start() = 0;
+
+   private:
+    friend class OrderedQueues;
+    std::vector<Lane*> lanes_;
+    size_t blocked_lane_count_ = 0;
+    std::shared_ptr<Operation> self_;
+  };
+
+  // Queues the operation; lanes are distinct. May call Start before it
+  // returns.
+  void Enqueue(std::span<Lane* const> lanes, std::shared_ptr<Operation> operation);
+  // The operation is over: what it held back may start, in this thread.
+  void Finish(Operation& operation);
+  // Whether nothing is queued or running on the lane.
+  bool IsIdle(const Lane& lane) const;
+
+ private:
+  mutable Mutex mutex_;
+};
+
+// Runs `step` now, or after the step that this thread is running already: a
+// device that answers inside Submit cannot grow the stack.
+void RunStep(std::function<void()> step);
+
+}  // namespace spillway

@@ -1,0 +1,166 @@
+#include "daemon/engine/registry.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "daemon/engine/errors.h"
+
+namespace spillway {
+namespace {
+
+constexpr size_t kIdLengthMax = 63;
+
+bool IsAlphanumeric(char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
+
+// The first items after `after` that pass.
+template <typename T, typename Pass>
+Page<T> ListAfter(const std::map<std::string, std::shared_ptr<T>, std::less<>>& all,
+                  std::string_view after, int64_t count, const Pass& pass) {
+  Page<T> page;
+  for (auto it = all.upper_bound(after); it != all.end(); ++it) {
+    if (!pass(*it->second)) continue;
+    if (static_cast<int64_t>(page.items.size()) == count) {
+      page.more = true;
+      break;
+    }
+    page.items.push_back(it->second);
+  }
+  return page;
+}
+
+}  // namespace
+
+bool Registry::IsValidId(std::string_view id) {
+  return !id.empty() && id.size() <= kIdLengthMax && IsAlphanumeric(id.front()) &&
+         IsAlphanumeric(id.back()) && std::all_of(id.begin(), id.end(), [](char c) {
+           return IsAlphanumeric(c) || c == '.' || c == '_' || c == '-';
+         });
+}
+
+std::string Registry::MakeId() {
+  std::random_device random;
+  const auto word = [&] { return static_cast<uint32_t>(random()); };
+  return absl::StrFormat("%08x%08x%08x", word(), word(), word());
+}
+
+absl::Status Registry::AddModel(std::shared_ptr<Model> model) {
+  const MutexLock lock(mutex_);
+  const auto [it, added] = models_.try_emplace(model->id, model);
+  if (added) return absl::OkStatus();
+  return WithReason(absl::AlreadyExistsError(absl::StrCat(model->name, " exists already")),
+                    "MODEL_EXISTS", {{"name", model->name}});
+}
+
+absl::StatusOr<std::shared_ptr<Model>> Registry::FindModel(std::string_view id) const {
+  const MutexLock lock(mutex_);
+  const auto it = models_.find(id);
+  if (it == models_.end()) return ModelNotFound("models/" + std::string(id));
+  return it->second;
+}
+
+absl::Status Registry::RemoveModel(std::string_view id) {
+  std::shared_ptr<Model> removed;  // goes after the lock
+  const MutexLock lock(mutex_);
+  const auto it = models_.find(id);
+  if (it == models_.end()) return ModelNotFound("models/" + std::string(id));
+  const absl::Time now = clock_();
+  const int64_t count = std::count_if(sequences_.begin(), sequences_.end(), [&](const auto& entry) {
+    return entry.second->model == it->second && entry.second->expire_time() > now;
+  });
+  if (count > 0) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(it->second->name, " has ", count, " sequences")),
+        "MODEL_IN_USE", {{"name", it->second->name}, {"sequence_count", absl::StrCat(count)}});
+  }
+  removed = std::move(it->second);
+  models_.erase(it);
+  return absl::OkStatus();
+}
+
+Page<Model> Registry::ListModels(std::string_view after, int64_t count) const {
+  const MutexLock lock(mutex_);
+  return ListAfter<Model>(models_, after, count, [](const Model&) { return true; });
+}
+
+absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
+  std::shared_ptr<Sequence> expired;  // goes after the lock
+  const MutexLock lock(mutex_);
+  const auto model = models_.find(sequence->model->id);
+  if (model == models_.end() || model->second != sequence->model) {
+    return ModelNotFound(sequence->model->name);
+  }
+  const auto it = sequences_.find(sequence->id);
+  if (it != sequences_.end()) {
+    if (it->second->expire_time() > clock_()) {
+      return WithReason(absl::AlreadyExistsError(absl::StrCat(sequence->name, " exists already")),
+                        "SEQUENCE_EXISTS", {{"name", sequence->name}});
+    }
+    expired = std::exchange(it->second, std::move(sequence));
+    return absl::OkStatus();
+  }
+  if (static_cast<int64_t>(sequences_.size()) >= sequence_count_max_) {
+    return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                          "there are ", sequences_.size(), " sequences already, the most allowed")),
+                      "SEQUENCE_COUNT_EXHAUSTED",
+                      {{"sequence_count_max", absl::StrCat(sequence_count_max_)}});
+  }
+  sequences_.emplace(sequence->id, std::move(sequence));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Registry::FindSequence(std::string_view id) const {
+  const MutexLock lock(mutex_);
+  const auto it = sequences_.find(id);
+  const absl::Time now = clock_();
+  if (it == sequences_.end() || it->second->expire_time() <= now) {
+    return SequenceNotFound("sequences/" + std::string(id));
+  }
+  it->second->Renew(now);
+  return it->second;
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_view id) {
+  const MutexLock lock(mutex_);
+  const auto it = sequences_.find(id);
+  if (it == sequences_.end() || it->second->expire_time() <= clock_()) {
+    return SequenceNotFound("sequences/" + std::string(id));
+  }
+  std::shared_ptr<Sequence> sequence = std::move(it->second);
+  sequences_.erase(it);
+  return sequence;
+}
+
+std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(
+    const std::function<bool(const Sequence&)>& is_idle) {
+  std::vector<std::shared_ptr<Sequence>> expired;
+  const MutexLock lock(mutex_);
+  const absl::Time now = clock_();
+  for (auto it = sequences_.begin(); it != sequences_.end();) {
+    if (it->second->expire_time() <= now && is_idle(*it->second)) {
+      expired.push_back(std::move(it->second));
+      it = sequences_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  return expired;
+}
+
+Page<Sequence> Registry::ListSequences(const Model* model, std::string_view after,
+                                       int64_t count) const {
+  const MutexLock lock(mutex_);
+  const absl::Time now = clock_();
+  return ListAfter<Sequence>(sequences_, after, count, [&](const Sequence& sequence) {
+    return (model == nullptr || sequence.model.get() == model) && sequence.expire_time() > now;
+  });
+}
+
+int64_t Registry::sequence_count() const {
+  const MutexLock lock(mutex_);
+  return static_cast<int64_t>(sequences_.size());
+}
+
+}  // namespace spillway

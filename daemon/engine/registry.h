@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/engine/sequence.h"
+#include "host/memory/mutex.h"
+
+namespace spillway {
+
+// A part of a list that is ordered by id.
+template <typename T>
+struct Page {
+  std::vector<std::shared_ptr<T>> items;
+  bool more = false;  // others follow the last item
+};
+
+// The models and sequences that can be named. Thread-safe. What it removes
+// lives on while operations hold it.
+class Registry {
+ public:
+  using Clock = std::function<absl::Time()>;
+  Registry(int64_t sequence_count_max, Clock clock)
+      : sequence_count_max_(sequence_count_max), clock_(std::move(clock)) {}
+
+  // Whether `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
+  static bool IsValidId(std::string_view id);
+  // A random id, unused with near certainty.
+  static std::string MakeId();
+
+  // ALREADY_EXISTS when the id is taken.
+  absl::Status AddModel(std::shared_ptr<Model> model);
+  // NOT_FOUND, reason MODEL_NOT_FOUND.
+  absl::StatusOr<std::shared_ptr<Model>> FindModel(std::string_view id) const;
+  // NOT_FOUND; FAILED_PRECONDITION while sequences of it are listed.
+  absl::Status RemoveModel(std::string_view id);
+  // Up to count models whose id is after `after`, by id.
+  Page<Model> ListModels(std::string_view after, int64_t count) const;
+
+  // ALREADY_EXISTS when the id is taken by a sequence that has not expired,
+  // NOT_FOUND when its model is gone, RESOURCE_EXHAUSTED at the most
+  // sequences.
+  absl::Status AddSequence(std::shared_ptr<Sequence> sequence);
+  // Renews its ttl. NOT_FOUND, reason SEQUENCE_NOT_FOUND, also for one that
+  // has expired.
+  absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(std::string_view id) const;
+  // Takes it out of the list and returns it. NOT_FOUND.
+  absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id);
+  // Takes out all that expired and have nothing running by `is_idle`.
+  std::vector<std::shared_ptr<Sequence>> TakeExpired(
+      const std::function<bool(const Sequence&)>& is_idle);
+  // Up to count sequences whose id is after `after`, by id; of one model
+  // unless `model` is null. Does not renew, leaves out what has expired.
+  Page<Sequence> ListSequences(const Model* model, std::string_view after, int64_t count) const;
+  int64_t sequence_count() const;
+
+ private:
+  const int64_t sequence_count_max_;
+  const Clock clock_;
+  mutable Mutex mutex_;
+  std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::shared_ptr<Sequence>, std::less<>> sequences_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/engine/sequence.h"
+#include "host/device/device.h"
+
+namespace spillway {
+
+// New K/V rows of consecutive tokens of consecutive layers. The bytes are not
+// owned: they stay until the request is answered.
+struct Chunk {
+  int layer_start = 0;
+  int layer_count = 0;
+  int64_t start = 0;             // position of the first token
+  int64_t count = 0;             // tokens, at least 1
+  int64_t generation = 0;        // of the sequence, as the caller knows it
+  const std::byte* k = nullptr;  // [layer_count, H_kv, count, d], the model's dtype
+  const std::byte* v = nullptr;  // the same
+};
+
+struct AppendRequest {
+  std::shared_ptr<Sequence> sequence;
+  Chunk chunk;
+  std::shared_ptr<CancelToken> cancel;  // looked at before the append starts
+};
+
+struct AppendOutcome {
+  bool already_present = false;  // all of it was there with equal bytes
+  std::vector<int64_t> layer_token_counts;
+};
+
+// Queries of one sequence.
+struct AttendItem {
+  std::shared_ptr<Sequence> sequence;
+  // Appended first; one layer, the request's.
+  std::optional<Chunk> append;
+  // Asked when the item's turn comes, with the layer's length; an error fails
+  // the item before anything happens. May be null.
+  std::function<absl::Status(int64_t layer_token_count)> gate;
+  // policy, q_dtype, q, query_count and, unless the queries are causal over
+  // the last tokens, visible. q stays until the request is answered.
+  AttendWork work;
+};
+
+// One layer of sequences of one model, none twice.
+struct AttendRequest {
+  int layer = 0;
+  std::vector<AttendItem> items;
+  std::shared_ptr<CancelToken> cancel;  // may be null
+  bool select_only = false;
+  // The outcome shall share each item's rows as they were attended.
+  bool share_rows = false;
+};
+
+struct AttendOutcome {
+  // The job as the device filled it; items have a status each.
+  std::unique_ptr<Job> job;
+  // Per item with share_rows: the layer's rows, unaffected by what follows.
+  std::vector<LayerRows> rows;
+};
+
+}  // namespace spillway

@@ -1,0 +1,89 @@
+#include "daemon/engine/sequence.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace spillway {
+namespace {
+
+// Bookkeeping of a page: its reference in the tables of rows and of codes,
+// with the slack that a growing vector has.
+constexpr int64_t kTableBytesPerPage = 4 * sizeof(PageRef);
+// Tables are charged in steps, so that few appends touch the budget.
+constexpr int64_t kTableStepBytes = 64 << 10;
+
+int64_t RowBytes(const std::vector<LayerRows>& rows) {
+  int64_t bytes = 0;
+  for (const LayerRows& layer : rows) bytes += layer.bytes();
+  return bytes;
+}
+
+}  // namespace
+
+Sequence::Sequence(std::string id, std::shared_ptr<Model> model, const Policy& policy,
+                   absl::Duration ttl, absl::Time create_time)
+    : id(std::move(id)),
+      name("sequences/" + this->id),
+      model(std::move(model)),
+      policy(policy),
+      ttl(ttl),
+      create_time(create_time),
+      last_use_ns_(absl::ToUnixNanos(create_time)) {
+  this->model->sequence_count.fetch_add(1, std::memory_order_relaxed);
+}
+
+Sequence::~Sequence() { Clear(); }
+
+int64_t Sequence::TableBytes(const ModelSpec& spec) {
+  const int64_t heads = int64_t{spec.layer_count} * spec.kv_head_count;
+  return static_cast<int64_t>(sizeof(Sequence)) + 1024 +
+         spec.layer_count * static_cast<int64_t>(2 * sizeof(LayerRows)) +
+         heads * static_cast<int64_t>(2 * sizeof(PageTable) + spec.head_dim * sizeof(float));
+}
+
+SequenceSnapshot Sequence::snapshot() const {
+  const MutexLock lock(mutex_);
+  return snapshot_;
+}
+
+int64_t Sequence::token_count() const {
+  int64_t count = rows.empty() ? 0 : rows.front().token_count();
+  for (const LayerRows& layer : rows) count = std::min(count, layer.token_count());
+  return count;
+}
+
+absl::Status Sequence::ReserveTables(MemoryBudget& budget) {
+  int64_t reserved = 0;
+  for (const MemoryReservation& reservation : table_reservations_) reserved += reservation.bytes();
+  const int64_t needed =
+      TableBytes(model->spec) + RowBytes(rows) / model->row_pool.page_bytes() * kTableBytesPerPage;
+  if (needed <= reserved) return absl::OkStatus();
+  const int64_t step = reserved == 0 ? 0 : kTableStepBytes;
+  absl::StatusOr<MemoryReservation> more =
+      budget.Reserve(std::max(needed - reserved, step), "the page tables of a sequence");
+  if (!more.ok()) return more.status();
+  table_reservations_.push_back(*std::move(more));
+  return absl::OkStatus();
+}
+
+void Sequence::Clear() {
+  device.reset();
+  rows.clear();
+  table_reservations_.clear();
+  if (counted_) model->sequence_count.fetch_sub(1, std::memory_order_relaxed);
+  counted_ = false;
+}
+
+void Sequence::Publish() {
+  SequenceSnapshot now;
+  now.layer_token_counts.reserve(rows.size());
+  for (const LayerRows& layer : rows) now.layer_token_counts.push_back(layer.token_count());
+  now.token_count = token_count();
+  now.generation = generation;
+  now.row_bytes = RowBytes(rows);
+  now.index_bytes = device == nullptr ? 0 : device->index_bytes();
+  const MutexLock lock(mutex_);
+  snapshot_ = std::move(now);
+}
+
+}  // namespace spillway

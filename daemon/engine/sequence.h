@@ -1,0 +1,85 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "daemon/engine/model.h"
+#include "daemon/engine/ordered_queues.h"
+#include "host/memory/layer_rows.h"
+#include "host/memory/mutex.h"
+
+namespace spillway {
+
+// What can be told of a sequence while operations on it run.
+struct SequenceSnapshot {
+  std::vector<int64_t> layer_token_counts;
+  int64_t token_count = 0;  // the shortest layer's
+  int64_t generation = 0;
+  int64_t row_bytes = 0;
+  int64_t index_bytes = 0;
+};
+
+// The K/V of one context. Its contents (rows, device, generation) belong to
+// the operation that heads its lane; the snapshot follows them and can be read
+// at any time.
+class Sequence {
+ public:
+  // REQUIRES: a ready model.
+  Sequence(std::string id, std::shared_ptr<Model> model, const Policy& policy, absl::Duration ttl,
+           absl::Time create_time);
+  ~Sequence();
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+
+  // Bytes of its tables before a token is appended.
+  static int64_t TableBytes(const ModelSpec& spec);
+
+  const std::string id;
+  const std::string name;
+  const std::shared_ptr<Model> model;
+  const Policy policy;
+  const absl::Duration ttl;  // infinite: never expires
+  const absl::Time create_time;
+  WorkCounters work;
+
+  // --- Time; thread-safe.
+  void Renew(absl::Time now) {
+    last_use_ns_.store(absl::ToUnixNanos(now), std::memory_order_relaxed);
+  }
+  absl::Time expire_time() const {
+    return absl::FromUnixNanos(last_use_ns_.load(std::memory_order_relaxed)) + ttl;
+  }
+
+  SequenceSnapshot snapshot() const;
+
+  // --- Contents: for the operation at the head of `lane`.
+  OrderedQueues::Lane lane;
+  std::vector<LayerRows> rows;  // per layer; empty once deleted
+  std::unique_ptr<DeviceSequence> device;
+  int64_t generation = 0;
+
+  bool deleted() const { return rows.empty(); }
+  // The shortest layer's length.
+  int64_t token_count() const;
+  // Charges what the page tables have grown by. RESOURCE_EXHAUSTED.
+  absl::Status ReserveTables(MemoryBudget& budget);
+  // Gives every page and table back.
+  void Clear();
+  // Lets the snapshot follow the contents.
+  void Publish();
+
+ private:
+  std::vector<MemoryReservation> table_reservations_;
+  bool counted_ = true;  // in model->sequence_count
+  std::atomic<int64_t> last_use_ns_;
+  mutable Mutex mutex_;
+  SequenceSnapshot snapshot_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway
