@@ -10,22 +10,48 @@ namespace spillway {
 // How the CPU device tiles codes. A code page holds the codes of
 // kPageTokenCount tokens of one KV head, transposed so that a vector register
 // holds one 32-bit word of 16 neighbouring tokens:
-//   planes   uint32 [plane][tile = 8][word][lane = 16], plane 0 the low bit
+//   parts    uint32 [part][tile = 8][chunk][lane = 16]
 //   factors  bf16 [128], only with a rotation
-// Bit j of word w is dimension 32 w + j, the image that DESIGN fixes.
+// A code of B bits a dimension lies in parts of 1, 2 or 4 bits (B = 3: the two
+// low bits, then the top one), because such a field can be masked out of its
+// word and multiplied where it stands. A chunk is a word of 32 / width
+// dimensions: dimension 4 i + b of the chunk is field i of byte b.
 inline constexpr int kTileTokenCount = 16;
 inline constexpr int kTilesPerPage = kPageTokenCount / kTileTokenCount;
 
 struct CodeLayout {
-  int planes = 0;
-  int words = 0;
+  int parts = 0;
+  int width[2] = {0, 0};  // bits of a field, per part
+  int dims = 0;           // dimensions, padded to 32
   bool factors = false;
 
   static CodeLayout Of(const ModelSpec& spec) {
-    return {spec.plane_count(), spec.plane_words(), spec.hash.kind == HashKind::kRotation};
+    CodeLayout layout;
+    const int bits = spec.plane_count();
+    layout.parts = bits == 0 ? 0 : bits == 3 ? 2 : 1;
+    layout.width[0] = bits == 3 ? 2 : bits;
+    layout.width[1] = bits == 3 ? 1 : 0;
+    layout.dims = spec.plane_words() * 32;
+    layout.factors = spec.hash.kind == HashKind::kRotation;
+    return layout;
   }
-  int64_t plane_stride_words() const { return int64_t{kTilesPerPage} * words * kTileTokenCount; }
-  int64_t factor_offset_bytes() const { return planes * plane_stride_words() * 4; }
+
+  int chunks(int part) const { return dims * width[part] / 32; }
+  int chunk_dims(int part) const { return 32 / width[part]; }
+  // Words from the page's start to chunk 0, lane 0 of a tile.
+  int64_t tile_offset(int part, int tile) const {
+    const int64_t before = part == 0 ? 0 : int64_t{kTilesPerPage} * chunks(0);
+    return (before + int64_t{tile} * chunks(part)) * kTileTokenCount;
+  }
+  // Where dimension d of a chunk stands in its word.
+  int shift(int part, int d) const { return 8 * (d % 4) + width[part] * (d / 4); }
+  // Words of all parts of a page.
+  int64_t code_words() const {
+    int64_t count = 0;
+    for (int p = 0; p < parts; ++p) count += int64_t{kTilesPerPage} * chunks(p) * kTileTokenCount;
+    return count;
+  }
+  int64_t factor_offset_bytes() const { return code_words() * 4; }
   int64_t page_bytes() const {
     return factor_offset_bytes() + (factors ? int64_t{kPageTokenCount} * 2 : 0);
   }

@@ -114,6 +114,8 @@ absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count)
 
 namespace {
 
+constexpr int kHashBitsMax = 1024;
+
 // The mean of the first kCentreTokenCount keys of every head: fp64, token
 // order, rounded once.
 void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& index) {
@@ -136,15 +138,13 @@ void EncodeMlpToken(const CpuModel& model, const MlpLayer& mlp, int h, const flo
                     const std::byte* key, std::byte* page, int slot) {
   const int d = model.spec().head_dim;
   float x[kHeadDimMax];
-  uint32_t words[32];
+  uint32_t words[kHashBitsMax / 32];
+  uint8_t bits[kHashBitsMax];
   ToFloat(model.spec().dtype, key, d, x);
   for (int i = 0; i < d; ++i) x[i] -= centre[i];
   MlpCode(mlp, h, x, words);
-  uint32_t* out =
-      reinterpret_cast<uint32_t*>(page) +
-      static_cast<int64_t>(slot / kTileTokenCount) * model.layout().words * kTileTokenCount +
-      slot % kTileTokenCount;
-  for (int w = 0; w < model.layout().words; ++w) out[w * kTileTokenCount] = words[w];
+  for (int j = 0; j < model.layout().dims; ++j) bits[j] = (words[j / 32] >> (j % 32)) & 1u;
+  StoreCode(model.layout(), bits, page, slot);
 }
 
 // Tokens [begin, end) of one page of one head.

@@ -41,6 +41,9 @@ void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, 
 // Code of one key at slot [0, 128) of its page: the same bits as EncodeTile.
 void EncodeKey(const EncodeParams& params, DType dtype, const std::byte* key, std::byte* page,
                int slot);
+// Stores one token's code, [layout.dims] values of 0 .. 2^B - 1 (0 beyond the
+// head's dimensions), at slot [0, 128) of its page.
+void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot);
 // y = P x, [d], each y_j one chain of fma over i: the order of both encoders.
 void Rotate(const EncodeParams& params, const float* x, float* y);
 
@@ -49,15 +52,14 @@ void Rotate(const EncodeParams& params, const float* x, float* y);
 // A query group made ready for scoring codes.
 struct ScoreQuery {
   CodeLayout layout;
-  int planes = 0;     // planes read: layout.planes, or 1 (the top) for hamming
   int row_count = 0;  // integer weight rows: G, or 1 for hamming
-  // int8 weights as the kernels read them: [row][word][step = 8][byte = 4] with
-  // byte b of step s the weight of dimension 32 word + 8 b + s.
+  // [row][layout.dims], |weight| <= 16, 0 beyond the head's dimensions.
   const int8_t* weights = nullptr;
-  int32_t offset[kGroupMax] = {};     // added to multiplier * sum
-  int32_t multiplier = 1;             // asymmetric: 2, hamming: 1
-  float coefficient[kGroupMax] = {};  // asymmetric: scale * s * step / 4 per head
-  float reference[kGroupMax] = {};    // asymmetric: R_h
+  // Added to the sum (hamming) or to twice the sum (asymmetric).
+  int32_t offset[kGroupMax] = {};
+  // asymmetric: scale * s * step / 4 per head, and R_h.
+  float coefficient[kGroupMax] = {};
+  float reference[kGroupMax] = {};
 };
 
 // Estimated logits of the 128 keys of a page: [G][128].
@@ -68,7 +70,8 @@ void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* log
 // head's own bins, for top-p.
 void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
                     uint16_t* bins, uint16_t* const* head_bins);
-// Mode hamming: bins are the matching bits summed over the group.
+// Mode hamming: bins are the matching bits (a code's top one) summed over the
+// group.
 void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
                  uint16_t* bins);
 // The same group scores from exact logits [G][stride], for the oracle.

@@ -119,7 +119,7 @@ void RotateImpl(const EncodeParams& p, const float* x, float* y) {
 
 // From here on lanes are keys: x [dim][16] holds k - c, then o; y [dim][16].
 void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRICT y,
-                 uint32_t* words, uint16_t* factors) {
+                 std::byte* page, int tile) {
   const D16 d;
   const hn::RebindToUnsigned<D16> du;
   const hn::RebindToSigned<D16> di;
@@ -170,22 +170,28 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
     const auto top = hn::Set(d, static_cast<float>(levels - 1));
     const auto middle = hn::Set(d, 0.5f * static_cast<float>(levels - 1));
     auto dot = zero;
-    for (int w = 0; w < p.layout.words; ++w) {
-      hn::Vec<decltype(du)> plane[4] = {hn::Zero(du), hn::Zero(du), hn::Zero(du), hn::Zero(du)};
-      for (int bit = 0; bit < 32 && 32 * w + bit < dim; ++bit) {
-        const auto yj = hn::Load(d, y + (32 * w + bit) * kTileTokenCount + lane);
+    uint32_t* words = reinterpret_cast<uint32_t*>(page);
+    hn::Vec<decltype(du)> word[2] = {hn::Zero(du), hn::Zero(du)};
+    for (int j = 0; j < p.layout.dims; ++j) {
+      auto code = hn::Zero(du);
+      if (j < dim) {
+        const auto yj = hn::Load(d, y + j * kTileTokenCount + lane);
         auto u = hn::Add(hn::Floor(hn::Mul(yj, scale)), half);
         u = hn::Min(hn::Max(u, zero), top);
         dot = hn::MulAdd(yj, hn::Sub(u, middle), dot);
-        const auto code = hn::BitCast(du, hn::ConvertTo(di, u));
-        for (int b = 0; b < p.bits_per_dim; ++b) {
-          const auto value = hn::And(hn::ShiftRightSame(code, b), hn::Set(du, 1u));
-          plane[b] = hn::Or(plane[b], hn::ShiftLeftSame(value, bit));
-        }
+        code = hn::BitCast(du, hn::ConvertTo(di, u));
       }
-      for (int b = 0; b < p.bits_per_dim; ++b) {
-        hn::StoreU(plane[b], du,
-                   words + b * p.layout.plane_stride_words() + w * kTileTokenCount + lane);
+      for (int part = 0; part < p.layout.parts; ++part) {
+        const int chunk_dims = p.layout.chunk_dims(part);
+        const auto mask = hn::Set(du, (1u << p.layout.width[part]) - 1);
+        const int at = p.layout.shift(part, j % chunk_dims);
+        word[part] = hn::Or(word[part], hn::ShiftLeftSame(hn::And(code, mask), at));
+        code = hn::ShiftRightSame(code, p.layout.width[part]);
+        if (j % chunk_dims + 1 < chunk_dims) continue;
+        hn::StoreU(
+            word[part], du,
+            words + p.layout.tile_offset(part, tile) + (j / chunk_dims) * kTileTokenCount + lane);
+        word[part] = hn::Zero(du);
       }
     }
     // f = ||k - c|| / <P o, t>, to bf16; 0 where either vanishes.
@@ -196,7 +202,8 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
     f = hn::IfThenElseZero(valid, f);
     HWY_ALIGN float wide[kTileTokenCount];
     hn::Store(f, d, wide);
-    FromFloatImpl(DType::kBF16, wide, n, reinterpret_cast<std::byte*>(factors + lane));
+    FromFloatImpl(DType::kBF16, wide, n,
+                  page + p.layout.factor_offset_bytes() + 2 * (tile * kTileTokenCount + lane));
   }
 }
 
@@ -214,11 +221,7 @@ void EncodeTileImpl(const EncodeParams& p, DType dtype, const std::byte* keys, i
       for (int i = 0; i < dim; ++i) x[i * kTileTokenCount + t] = 0.0f;
     }
   }
-  uint32_t* words = reinterpret_cast<uint32_t*>(page) +
-                    static_cast<int64_t>(tile) * p.layout.words * kTileTokenCount;
-  uint16_t* factors =
-      reinterpret_cast<uint16_t*>(page + p.layout.factor_offset_bytes()) + tile * kTileTokenCount;
-  EncodeLanes(p, x, y, words, factors);
+  EncodeLanes(p, x, y, page, tile);
 }
 
 // The arithmetic of EncodeLanes for one key; lanes of the rotation are j, so
@@ -248,26 +251,15 @@ void EncodeKeyImpl(const EncodeParams& p, DType dtype, const std::byte* key, std
   const float step = QuantiserStep(p.bits_per_dim);
   const float scale = std::sqrt(static_cast<float>(dim)) / step;
   const float middle = 0.5f * static_cast<float>(levels - 1);
-  uint32_t planes[4][kHeadDimMax / 32] = {};
+  uint8_t codes[kHeadDimMax] = {};
   float dot = 0;
   for (int j = 0; j < dim; ++j) {
     float u = std::floor(y[j] * scale) + static_cast<float>(levels / 2);
     u = std::min(std::max(u, 0.0f), static_cast<float>(levels - 1));
     dot = std::fma(y[j], u - middle, dot);
-    const uint32_t code = static_cast<uint32_t>(u);
-    for (int b = 0; b < p.bits_per_dim; ++b) {
-      planes[b][j / 32] |= ((code >> b) & 1u) << (j % 32);
-    }
+    codes[j] = static_cast<uint8_t>(u);
   }
-  const int tile = slot / kTileTokenCount;
-  const int lane = slot % kTileTokenCount;
-  uint32_t* words = reinterpret_cast<uint32_t*>(page) +
-                    static_cast<int64_t>(tile) * p.layout.words * kTileTokenCount + lane;
-  for (int b = 0; b < p.bits_per_dim; ++b) {
-    for (int w = 0; w < p.layout.words; ++w) {
-      words[b * p.layout.plane_stride_words() + w * kTileTokenCount] = planes[b][w];
-    }
-  }
+  StoreCode(p.layout, codes, page, slot);
   float f = 0;
   if (present && dot > 0) f = std::min((largest * norm) / (dot * step), 3.0e38f);
   FromFloatImpl(DType::kBF16, &f, 1, page + p.layout.factor_offset_bytes() + 2 * slot);
@@ -289,6 +281,25 @@ float QuantiserStep(int bits_per_dim) {
   // Best uniform quantisers of a standard normal (Max 1960).
   constexpr float kStep[] = {1.596f, 0.9957f, 0.586f, 0.3352f};
   return kStep[bits_per_dim - 1];
+}
+
+void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot) {
+  uint32_t* words = reinterpret_cast<uint32_t*>(page);
+  int below = 0;  // bits of a code in the parts before
+  for (int part = 0; part < layout.parts; ++part) {
+    const int chunk_dims = layout.chunk_dims(part);
+    const uint32_t mask = (1u << layout.width[part]) - 1;
+    uint32_t* out =
+        words + layout.tile_offset(part, slot / kTileTokenCount) + slot % kTileTokenCount;
+    for (int chunk = 0; chunk < layout.chunks(part); ++chunk) {
+      uint32_t word = 0;
+      for (int d = 0; d < chunk_dims; ++d) {
+        word |= ((codes[chunk * chunk_dims + d] >> below) & mask) << layout.shift(part, d);
+      }
+      out[chunk * kTileTokenCount] = word;
+    }
+    below += layout.width[part];
+  }
 }
 
 const char* SimdTargetName() {

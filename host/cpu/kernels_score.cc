@@ -29,8 +29,8 @@ using VF = hn::Vec<DF>;
 using VI = hn::Vec<DI>;
 using VU = hn::Vec<DU>;
 
-// sum += the four byte products of each 32-bit lane; fields are in [0, 15],
-// weights in [-16, 16].
+// sum += the four byte products of each 32-bit lane; bytes of fields are
+// unsigned, weights in [-16, 16]: a pair of products fits 16 bits.
 HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #if HWY_TARGET == HWY_AVX3_DL
   // By name: Highway 1.0.3 checks the processor for AVX512-VNNI under this
@@ -56,93 +56,103 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #endif
 }
 
-// Step kStep of a word: the codes of dimensions 32 w + 8 b + kStep in byte b.
-template <int kPlanes, int kStep>
-HWY_INLINE VU Fields(const VU* plane) {
-  const DU du;
-  VU fields = hn::And(hn::ShiftRight<kStep>(plane[0]), hn::Set(du, 0x01010101u));
-  const auto add = [&](auto index) HWY_ATTR {
-    constexpr int p = decltype(index)::value;
-    if constexpr (p < kPlanes) {
-      VU bits;
-      if constexpr (p > kStep) {
-        bits = hn::ShiftLeft<p - kStep>(plane[p]);
-      } else {
-        bits = hn::ShiftRight<kStep - p>(plane[p]);
-      }
-      fields = hn::OrAnd(fields, bits, hn::Set(du, 0x01010101u << p));
-    }
-  };
-  add(std::integral_constant<int, 1>());
-  add(std::integral_constant<int, 2>());
-  add(std::integral_constant<int, 3>());
-  return fields;
-}
-
-// Integer sums of kRows weight rows over the keys of a tile's lanes.
-template <int kPlanes, int kRows>
-HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* tile, VI* out) {
+// Integer sums of kRows weight rows over the keys of a tile's lanes, for one
+// part of the codes. Fields are multiplied where they stand in their bytes, so
+// each position has sums of its own, too large by a power of two. With
+// kTopOnly a field counts by its top bit alone.
+template <int kWidth, bool kTopOnly, int kRows>
+HWY_INLINE void DotPart(const uint32_t* tile, int chunks, const int8_t* weights, int dims,
+                        VI* out) {
+  constexpr int kPositions = 8 / kWidth;
+  constexpr uint32_t kField = kTopOnly ? 1u << (kWidth - 1) : (1u << kWidth) - 1;
   const DU du;
   const DI di;
-  const int words = q.layout.words;
-  const int64_t stride = q.layout.plane_stride_words();
-  const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * words * 32;
-  VI sums[kRows];
-  for (int r = 0; r < kRows; ++r) sums[r] = hn::Zero(di);
-  for (int w = 0; w < words; ++w) {
-    VU plane[kPlanes];
-    for (int p = 0; p < kPlanes; ++p) {
-      plane[p] = hn::LoadU(du, tile + p * stride + w * kTileTokenCount);
-    }
-    const auto step = [&](auto index) HWY_ATTR {
-      constexpr int s = decltype(index)::value;
-      const VU fields = Fields<kPlanes, s>(plane);
+  VI sums[kPositions][kRows];
+  for (int p = 0; p < kPositions; ++p) {
+    for (int r = 0; r < kRows; ++r) sums[p][r] = hn::Zero(di);
+  }
+  for (int c = 0; c < chunks; ++c) {
+    const auto word = hn::LoadU(du, tile + c * kTileTokenCount);
+    for (int p = 0; p < kPositions; ++p) {
+      const auto fields = hn::And(word, hn::Set(du, (kField << (kWidth * p)) * 0x01010101u));
       for (int r = 0; r < kRows; ++r) {
         int32_t weight;
-        std::memcpy(&weight, weights + (static_cast<int64_t>(r) * words + w) * 32 + s * 4, 4);
-        sums[r] = DotBytes(sums[r], fields, weight);
+        std::memcpy(&weight, weights + r * dims + (c * kPositions + p) * 4, 4);
+        sums[p][r] = DotBytes(sums[p][r], fields, weight);
+      }
+    }
+  }
+  constexpr int kScale = kTopOnly ? kWidth - 1 : 0;
+  for (int r = 0; r < kRows; ++r) {
+    out[r] = hn::ShiftRight<kScale>(sums[0][r]);
+    const auto add = [&](auto index) HWY_ATTR {
+      constexpr int p = decltype(index)::value;
+      if constexpr (p < kPositions) {
+        out[r] = hn::Add(out[r], hn::ShiftRight<kWidth * p + kScale>(sums[p][r]));
       }
     };
-    step(std::integral_constant<int, 0>());
-    step(std::integral_constant<int, 1>());
-    step(std::integral_constant<int, 2>());
-    step(std::integral_constant<int, 3>());
-    step(std::integral_constant<int, 4>());
-    step(std::integral_constant<int, 5>());
-    step(std::integral_constant<int, 6>());
-    step(std::integral_constant<int, 7>());
+    add(std::integral_constant<int, 1>());
+    add(std::integral_constant<int, 2>());
+    add(std::integral_constant<int, 3>());
+    add(std::integral_constant<int, 4>());
+    add(std::integral_constant<int, 5>());
+    add(std::integral_constant<int, 6>());
+    add(std::integral_constant<int, 7>());
   }
-  for (int r = 0; r < kRows; ++r) out[r] = sums[r];
 }
 
-template <int kPlanes>
-HWY_INLINE void DotRows(const ScoreQuery& q, int first, int count, const uint32_t* tile, VI* sums) {
+// kRows sums of B-bit codes; words is the page's start, moved on by the lane.
+template <int kBits, int kRows>
+HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* words, int tile,
+                        VI* out) {
+  const int dims = q.layout.dims;
+  const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * dims;
+  constexpr int kWidth = kBits == 3 ? 2 : kBits;
+  DotPart<kWidth, false, kRows>(words + q.layout.tile_offset(0, tile), q.layout.chunks(0), weights,
+                                dims, out);
+  if constexpr (kBits == 3) {
+    VI top[kRows];
+    DotPart<1, false, kRows>(words + q.layout.tile_offset(1, tile), q.layout.chunks(1), weights,
+                             dims, top);
+    for (int r = 0; r < kRows; ++r) out[r] = hn::Add(out[r], hn::ShiftLeft<2>(top[r]));
+  }
+}
+
+// One-bit fields have eight positions: two rows of sums fill the registers.
+template <int kBits>
+inline constexpr int kRowsAtOnce = kBits == 1 || kBits == 3 ? 2 : 4;
+
+template <int kBits>
+HWY_INLINE void DotRows(const ScoreQuery& q, int first, int count, const uint32_t* words, int tile,
+                        VI* out) {
   switch (count) {
     case 1:
-      return DotTile<kPlanes, 1>(q, first, tile, sums);
+      return DotTile<kBits, 1>(q, first, words, tile, out);
     case 2:
-      return DotTile<kPlanes, 2>(q, first, tile, sums);
+      return DotTile<kBits, 2>(q, first, words, tile, out);
     case 3:
-      return DotTile<kPlanes, 3>(q, first, tile, sums);
+      if constexpr (kRowsAtOnce<kBits> >= 3) return DotTile<kBits, 3>(q, first, words, tile, out);
+      break;
     default:
-      return DotTile<kPlanes, 4>(q, first, tile, sums);
+      if constexpr (kRowsAtOnce<kBits> >= 4) return DotTile<kBits, 4>(q, first, words, tile, out);
   }
 }
 
 // Calls f(row, logits) for every query head, in order.
-template <int kPlanes, typename F>
-HWY_INLINE void TileLogits(const ScoreQuery& q, const uint32_t* tile, const uint16_t* factors,
-                           F f) {
+template <int kBits, typename F>
+HWY_INLINE void TileLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane, F f) {
   const DF df;
   const DI di;
   const hn::Rebind<hwy::bfloat16_t, DF> db;
-  const auto factor =
-      hn::PromoteTo(df, hn::LoadU(db, reinterpret_cast<const hwy::bfloat16_t*>(factors)));
+  const auto* words = reinterpret_cast<const uint32_t*>(page) + lane;
+  const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
+      page + q.layout.factor_offset_bytes() + 2 * (tile * kTileTokenCount + lane));
+  const auto factor = hn::PromoteTo(df, hn::LoadU(db, factors));
   const auto limit = hn::Set(df, 1.0e38f);
   VI sums[4];
-  for (int first = 0; first < q.row_count; first += 4) {
-    const int count = std::min(4, q.row_count - first);
-    DotRows<kPlanes>(q, first, count, tile, sums);
+  for (int first = 0; first < q.row_count; first += kRowsAtOnce<kBits>) {
+    const int count = std::min(kRowsAtOnce<kBits>, q.row_count - first);
+    DotRows<kBits>(q, first, count, words, tile, sums);
     for (int r = 0; r < count; ++r) {
       const int h = first + r;
       const auto integer = hn::Add(hn::ShiftLeft<1>(sums[r]), hn::Set(di, q.offset[h]));
@@ -163,24 +173,20 @@ HWY_INLINE void StoreBins(VF score, uint16_t* out) {
   hn::StoreU(hn::DemoteTo(d16, hn::ShiftRight<kScoreBinShift>(hn::BitCast(di, score))), d16, out);
 }
 
-template <int kPlanes>
-void AsymmetricBinsPlanes(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
-                          uint16_t* bins, uint16_t* const* head_bins) {
+template <int kBits>
+void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
+                      uint16_t* bins, uint16_t* const* head_bins) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
-  const auto* words = reinterpret_cast<const uint32_t*>(page);
-  const auto* factors = reinterpret_cast<const uint16_t*>(page + q.layout.factor_offset_bytes());
   for (int tile = tile_begin; tile < tile_end; ++tile) {
-    const int64_t at = static_cast<int64_t>(tile) * q.layout.words * kTileTokenCount;
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       auto score = hn::Zero(df);
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
-      TileLogits<kPlanes>(q, words + at + lane, factors + tile * kTileTokenCount + lane,
-                          [&](int h, VF l) {
-                            const auto e = Exponential(l, q.reference[h]);
-                            if (head_bins != nullptr) StoreBins(e, head_bins[h] + out);
-                            score = hn::Add(score, e);
-                          });
+      TileLogits<kBits>(q, page, tile, lane, [&](int h, VF l) HWY_ATTR {
+        const auto e = Exponential(l, q.reference[h]);
+        if (head_bins != nullptr) StoreBins(e, head_bins[h] + out);
+        score = hn::Add(score, e);
+      });
       StoreBins(score, bins + out);
     }
   }
@@ -188,64 +194,70 @@ void AsymmetricBinsPlanes(const ScoreQuery& q, const std::byte* page, int tile_b
 
 void AsymmetricBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
                         uint16_t* bins, uint16_t* const* head_bins) {
-  switch (q.planes) {
+  switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
-      return AsymmetricBinsPlanes<1>(q, page, tile_begin, tile_end, bins, head_bins);
+      return AsymmetricBinsOf<1>(q, page, tile_begin, tile_end, bins, head_bins);
     case 2:
-      return AsymmetricBinsPlanes<2>(q, page, tile_begin, tile_end, bins, head_bins);
+      return AsymmetricBinsOf<2>(q, page, tile_begin, tile_end, bins, head_bins);
     case 3:
-      return AsymmetricBinsPlanes<3>(q, page, tile_begin, tile_end, bins, head_bins);
+      return AsymmetricBinsOf<3>(q, page, tile_begin, tile_end, bins, head_bins);
     default:
-      return AsymmetricBinsPlanes<4>(q, page, tile_begin, tile_end, bins, head_bins);
+      return AsymmetricBinsOf<4>(q, page, tile_begin, tile_end, bins, head_bins);
   }
 }
 
-template <int kPlanes>
-void AsymmetricLogitsPlanes(const ScoreQuery& q, const std::byte* page, float* logits) {
+template <int kBits>
+void AsymmetricLogitsOf(const ScoreQuery& q, const std::byte* page, float* logits) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
-  const auto* words = reinterpret_cast<const uint32_t*>(page);
-  const auto* factors = reinterpret_cast<const uint16_t*>(page + q.layout.factor_offset_bytes());
-  for (int tile = 0; tile < kTilesPerPage; ++tile) {
-    const int64_t at = static_cast<int64_t>(tile) * q.layout.words * kTileTokenCount;
-    for (int lane = 0; lane < kTileTokenCount; lane += n) {
-      const int slot = tile * kTileTokenCount + lane;
-      TileLogits<kPlanes>(q, words + at + lane, factors + slot, [&](int h, VF l) {
-        hn::StoreU(l, df, logits + h * kPageTokenCount + slot);
-      });
-    }
+  for (int slot = 0; slot < kPageTokenCount; slot += n) {
+    TileLogits<kBits>(q, page, slot / kTileTokenCount, slot % kTileTokenCount,
+                      [&](int h, VF l)
+                          HWY_ATTR { hn::StoreU(l, df, logits + h * kPageTokenCount + slot); });
   }
 }
 
 void AsymmetricLogitsImpl(const ScoreQuery& q, const std::byte* page, float* logits) {
-  switch (q.planes) {
+  switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
-      return AsymmetricLogitsPlanes<1>(q, page, logits);
+      return AsymmetricLogitsOf<1>(q, page, logits);
     case 2:
-      return AsymmetricLogitsPlanes<2>(q, page, logits);
+      return AsymmetricLogitsOf<2>(q, page, logits);
     case 3:
-      return AsymmetricLogitsPlanes<3>(q, page, logits);
+      return AsymmetricLogitsOf<3>(q, page, logits);
     default:
-      return AsymmetricLogitsPlanes<4>(q, page, logits);
+      return AsymmetricLogitsOf<4>(q, page, logits);
   }
 }
 
-// Reads the top plane only.
-void HammingBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
-                     uint16_t* bins) {
+template <int kWidth>
+void HammingBinsOf(const ScoreQuery& q, int part, const std::byte* page, int tile_begin,
+                   int tile_end, uint16_t* bins) {
   const DI di;
   const hn::Rebind<uint16_t, DI> d16;
   const int n = static_cast<int>(hn::Lanes(di));
-  const auto* words = reinterpret_cast<const uint32_t*>(page) +
-                      (q.layout.planes - 1) * q.layout.plane_stride_words();
+  const auto* words = reinterpret_cast<const uint32_t*>(page);
   for (int tile = tile_begin; tile < tile_end; ++tile) {
-    const int64_t at = static_cast<int64_t>(tile) * q.layout.words * kTileTokenCount;
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VI sum;
-      DotTile<1, 1>(q, 0, words + at + lane, &sum);
+      DotPart<kWidth, true, 1>(words + q.layout.tile_offset(part, tile) + lane,
+                               q.layout.chunks(part), q.weights, q.layout.dims, &sum);
       hn::StoreU(hn::DemoteTo(d16, hn::Add(sum, hn::Set(di, q.offset[0]))), d16,
                  bins + (tile - tile_begin) * kTileTokenCount + lane);
     }
+  }
+}
+
+void HammingBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
+                     uint16_t* bins) {
+  const int part = q.layout.parts - 1;
+  switch (q.layout.width[part]) {
+    case 1:
+      return HammingBinsOf<1>(q, part, page, tile_begin, tile_end, bins);
+    case 2:
+      return HammingBinsOf<2>(q, part, page, tile_begin, tile_end, bins);
+    default:
+      return HammingBinsOf<4>(q, part, page, tile_begin, tile_end, bins);
   }
 }
 

@@ -44,12 +44,11 @@ ScorePass::ScorePass(const AttendContext& context, int64_t query, int kv_head, i
 void ScorePass::PrepareAsymmetric() {
   const ModelSpec& spec = context_.spec();
   const int d = spec.head_dim;
-  const int words = spec.plane_words();
+  const int dims = score_query_.layout.dims;
   const int levels_minus_1 = (1 << spec.hash.bits_per_dim) - 1;
   EncodeParams params = context_.model->encode_params(context_.layer);
-  score_query_.planes = spec.hash.bits_per_dim;
   score_query_.row_count = spec.group();
-  weights_.assign(static_cast<size_t>(spec.group()) * words * 32, 0);
+  weights_.assign(static_cast<size_t>(spec.group()) * dims, 0);
   std::vector<float> rotated(d);
   for (int g = 0; g < spec.group(); ++g) {
     Rotate(params, q_.raw() + g * d, rotated.data());
@@ -61,8 +60,7 @@ void ScorePass::PrepareAsymmetric() {
       const float w = std::clamp(std::nearbyintf(rotated[j] / s - 0.5f), -8.0f, 7.0f);
       // (w + 1/2) s = (2 w + 1) s / 2: odd integers stand for the query.
       const int weight = 2 * static_cast<int>(w) + 1;
-      weights_[(static_cast<size_t>(g) * words + j / 32) * 32 + (j % 8) * 4 + (j % 32) / 8] =
-          static_cast<int8_t>(weight);
+      weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(weight);
       total += weight;
     }
     // sum (2w+1)(2u - (2^B-1)) = 2 A - (2^B-1) W.
@@ -79,7 +77,6 @@ void ScorePass::PrepareHamming() {
   const int words = spec.plane_words();
   const int bits = spec.hash.kind == HashKind::kMlp ? spec.hash.hash_bits : d;
   const int group = spec.group();
-  score_query_.planes = 1;
   score_query_.row_count = 1;
   std::vector<int> set(words * 32, 0);  // query heads whose bit is 1
   std::vector<float> rotated(d);
@@ -95,10 +92,10 @@ void ScorePass::PrepareHamming() {
     }
   }
   // matches = sum_j [k_j] c_j + [not k_j] (G - c_j).
-  weights_.assign(static_cast<size_t>(words) * 32, 0);
+  weights_.assign(words * 32, 0);
   score_query_.offset[0] = 0;
   for (int j = 0; j < bits; ++j) {
-    weights_[(j / 32) * 32 + (j % 8) * 4 + (j % 32) / 8] = static_cast<int8_t>(2 * set[j] - group);
+    weights_[j] = static_cast<int8_t>(2 * set[j] - group);
     score_query_.offset[0] += group - set[j];
   }
   bin_count_ = bits * group + 1;
