@@ -1,0 +1,92 @@
+#include "host/core/keyed_hash.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+#include <vector>
+
+namespace spillway {
+namespace {
+
+// 6 standard deviations above the mean of a chi-square of that many degrees.
+double ChiSquareLimit(double degrees) { return degrees + 6 * std::sqrt(2 * degrees); }
+
+double ChiSquare(const std::vector<int64_t>& counts, double expected) {
+  double sum = 0;
+  for (int64_t c : counts) sum += (c - expected) * (c - expected) / expected;
+  return sum;
+}
+
+// The tokens of one context are consecutive: exactly what a weak hash spreads
+// badly. Neither too uneven nor, as a counter would be, too even.
+TEST(TokenHash, SpreadsConsecutiveTokensUniformly) {
+  constexpr int kCells = 1024;
+  constexpr int kTokens = 1 << 18;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    const SampleKey key = MakeSampleKey(seed, static_cast<int>(seed % 3), 5);
+    std::vector<int64_t> high(kCells), low(kCells), pairs(kCells);
+    uint32_t before = 0;
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      const uint32_t u = TokenHash(key, t);
+      ++high[u >> 22];
+      ++low[u & 1023];
+      ++pairs[(u >> 27) << 5 | before >> 27];
+      before = u;
+    }
+    for (const auto& counts : {high, low, pairs}) {
+      const double chi = ChiSquare(counts, double{kTokens} / kCells);
+      EXPECT_LT(chi, ChiSquareLimit(kCells - 1)) << "seed " << seed;
+      EXPECT_GT(chi, 2 * (kCells - 1) - ChiSquareLimit(kCells - 1)) << "seed " << seed;
+    }
+  }
+}
+
+// Sampling one token over many seeds, steps or layers.
+TEST(TokenHash, SpreadsKeysUniformly) {
+  constexpr int kCells = 256;
+  constexpr int kKeys = 1 << 15;
+  std::vector<int64_t> seeds(kCells), layers(kCells), heads(kCells), steps(kCells);
+  for (int i = 0; i < kKeys; ++i) {
+    ++seeds[TokenHash(MakeSampleKey(i, 3, 1), 4711) >> 24];
+    ++layers[TokenHash(MakeSampleKey(9, i, 1), 4711) >> 24];
+    ++heads[TokenHash(MakeSampleKey(9, 3, i), 4711) >> 24];
+    ++steps[SamplePhase(9, 3, 1, 8192 + i) >> 24];
+  }
+  for (const auto& counts : {seeds, layers, heads, steps}) {
+    EXPECT_LT(ChiSquare(counts, double{kKeys} / kCells), ChiSquareLimit(kCells - 1));
+  }
+}
+
+TEST(TokenHash, IsABijection) {
+  const SampleKey key = MakeSampleKey(77, 2, 4);
+  std::set<uint32_t> seen;
+  for (uint32_t t = 0; t < 100000; ++t) ASSERT_TRUE(seen.insert(TokenHash(key, t)).second);
+}
+
+TEST(SampleThreshold, TakesTheShareAskedFor) {
+  EXPECT_EQ(SampleThreshold(10, 10), uint64_t{1} << 32);
+  EXPECT_EQ(SampleThreshold(11, 10), uint64_t{1} << 32);
+  EXPECT_EQ(SampleThreshold(0, 10), 0u);
+  EXPECT_EQ(SampleThreshold(1, 4), uint64_t{1} << 30);
+}
+
+TEST(SampleThreshold, SampleSizesAreBinomial) {
+  constexpr int kPopulation = 8000, kWanted = 400, kSeeds = 2000;
+  const uint64_t threshold = SampleThreshold(kWanted, kPopulation);
+  double sum = 0, square = 0;
+  for (int seed = 0; seed < kSeeds; ++seed) {
+    const SampleKey key = MakeSampleKey(seed, 0, 0);
+    const uint32_t phase = SamplePhase(seed, 0, 0, kPopulation);
+    int count = 0;
+    for (uint32_t t = 0; t < kPopulation; ++t) count += TokenHash(key, t) - phase < threshold;
+    sum += count;
+    square += double{1} * (count - kWanted) * (count - kWanted);
+  }
+  const double variance = kWanted * (1 - double{kWanted} / kPopulation);
+  EXPECT_NEAR(sum / kSeeds, kWanted, 5 * std::sqrt(variance / kSeeds));
+  EXPECT_NEAR(square / kSeeds / variance, 1, 5 * std::sqrt(2.0 / kSeeds));
+}
+
+}  // namespace
+}  // namespace spillway

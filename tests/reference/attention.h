@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace spillway::reference {
+
+// Keys and values of one KV head, [n][d].
+struct KeyValues {
+  int64_t n = 0;
+  int d = 0;
+  std::vector<double> k;
+  std::vector<double> v;
+
+  std::span<const double> Key(int64_t t) const { return {&k[t * d], size_t(d)}; }
+  std::span<const double> Value(int64_t t) const { return {&v[t * d], size_t(d)}; }
+};
+
+struct Attention {
+  std::vector<double> out;  // [d]
+  double lse = 0;           // natural log
+};
+
+double Dot(std::span<const double> a, std::span<const double> b);
+double Norm(std::span<const double> a);
+
+// scale * q.k of the first n tokens.
+std::vector<double> Logits(const KeyValues& kv, std::span<const double> q, double scale, int64_t n);
+
+// softmax(scale * q K^T) V over the first n tokens.
+Attention DenseAttention(const KeyValues& kv, std::span<const double> q, double scale, int64_t n);
+
+// The same over chosen rows, log_weights added to their logits.
+Attention WeightedAttention(const KeyValues& kv, std::span<const double> q, double scale,
+                            std::span<const uint32_t> indices, std::span<const float> log_weights);
+
+// ||a - b|| / ||b||.
+double RelativeDistance(std::span<const float> a, std::span<const double> b);
+
+}  // namespace spillway::reference

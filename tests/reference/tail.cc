@@ -1,0 +1,84 @@
+#include "tests/reference/tail.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace spillway::reference {
+
+Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
+                       std::span<const uint32_t> tokens, std::span<const double> o) {
+  const double m = static_cast<double>(tokens.size());
+  const int d = kv.d;
+  double mean_x = 0;
+  std::vector<double> mean_n(d, 0.0), mean_o(d, 0.0);
+  for (uint32_t t : tokens) {
+    const double x = std::exp(logits[t] - max);
+    mean_x += x / m;
+    for (int i = 0; i < d; ++i) {
+      mean_n[i] += x * kv.Value(t)[i] / m;
+      mean_o[i] += x * (kv.Value(t)[i] - o[i]) / m;
+    }
+  }
+  Moments moments;
+  const auto square = [](double x) { return x * x; };
+  for (uint32_t t : tokens) {
+    const double x = std::exp(logits[t] - max);
+    moments.variance_x += square(x - mean_x) / (m - 1);
+    for (int i = 0; i < d; ++i) {
+      moments.trace_n += square(x * kv.Value(t)[i] - mean_n[i]) / (m - 1);
+      moments.trace_o += square(x * (kv.Value(t)[i] - o[i]) - mean_o[i]) / (m - 1);
+    }
+  }
+  return moments;
+}
+
+Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
+                        std::span<const uint32_t> exact, std::span<const SampledTokens> strata) {
+  Estimate e;
+  e.max = -std::numeric_limits<double>::infinity();
+  for (uint32_t t : exact) e.max = std::max(e.max, logits[t]);
+  for (const SampledTokens& s : strata) {
+    for (uint32_t t : s.tokens) e.max = std::max(e.max, logits[t]);
+  }
+  e.numerator.assign(kv.d, 0.0);
+  const auto add = [&](uint32_t t, double weight) {
+    const double x = weight * std::exp(logits[t] - e.max);
+    e.denominator += x;
+    for (int i = 0; i < kv.d; ++i) e.numerator[i] += x * kv.Value(t)[i];
+  };
+  for (uint32_t t : exact) add(t, 1);
+  e.exact_denominator = e.denominator;
+  for (const SampledTokens& s : strata) {
+    for (uint32_t t : s.tokens) {
+      add(t, static_cast<double>(s.token_count) / static_cast<double>(s.tokens.size()));
+    }
+  }
+  std::vector<double> o(e.numerator);
+  for (double& x : o) x /= e.denominator;
+  double norm_variance = 0;
+  for (const SampledTokens& s : strata) {
+    const double n = static_cast<double>(s.token_count);
+    const double r = static_cast<double>(s.tokens.size());
+    const Moments m =
+        s.tokens.size() > 1 ? TwoPassMoments(kv, logits, e.max, s.tokens, o) : Moments();
+    e.moments.push_back(m);
+    e.variance += n * n * (1 / r - 1 / n) * m.trace_o;
+    norm_variance += n * n * (1 / r - 1 / n) * m.trace_n;
+  }
+  e.norm_sq_unbiased = std::max(Dot(e.numerator, e.numerator) - norm_variance, 0.0);
+  return e;
+}
+
+double AllottedVariance(std::span<const double> token_counts, std::span<const double> deviations,
+                        std::span<const int64_t> rows) {
+  double variance = 0;
+  for (size_t h = 0; h < rows.size(); ++h) {
+    const double spread = token_counts[h] * deviations[h];
+    if (spread == 0) continue;
+    variance += spread * spread * (1 / static_cast<double>(rows[h]) - 1 / token_counts[h]);
+  }
+  return variance;
+}
+
+}  // namespace spillway::reference

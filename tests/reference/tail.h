@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "tests/reference/attention.h"
+
+namespace spillway::reference {
+
+// Second moments of x = exp(s - M) over rows: two passes, divisor m - 1.
+struct Moments {
+  double variance_x = 0;  // Var[x]
+  double trace_n = 0;     // Tr Cov[x v]
+  double trace_o = 0;     // Tr Cov[x (v - o)]
+};
+// logits: by token; o: [d].
+Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
+                       std::span<const uint32_t> tokens, std::span<const double> o);
+
+// Rows of one stratum and how many tokens it has.
+struct SampledTokens {
+  int64_t token_count = 0;  // n_h
+  std::vector<uint32_t> tokens;
+};
+
+// What the certificate states: N^ and D^ from exact rows and samples, o^ =
+// N^ / D^, the variance of N^ - o D^ by strata and the norm less its variance.
+struct Estimate {
+  double max = 0;
+  double denominator = 0;
+  double exact_denominator = 0;
+  std::vector<double> numerator;
+  double variance = 0;
+  double norm_sq_unbiased = 0;
+  std::vector<Moments> moments;  // per stratum
+};
+Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
+                        std::span<const uint32_t> exact, std::span<const SampledTokens> strata);
+
+// Tr Var of N^ - o D^ for allotted rows: sum n_h^2 (1/b_h - 1/n_h) T_h^2.
+double AllottedVariance(std::span<const double> token_counts, std::span<const double> deviations,
+                        std::span<const int64_t> rows);
+
+}  // namespace spillway::reference
