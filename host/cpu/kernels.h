@@ -57,24 +57,25 @@ struct ScoreQuery {
   const int8_t* weights = nullptr;
   // Added to the sum (hamming) or to twice the sum (asymmetric).
   int32_t offset[kGroupMax] = {};
-  // asymmetric: scale * s * step / 4 per head, and R_h.
+  // asymmetric: log2(e) * scale * s * step / 4 per head, and R_h.
   float coefficient[kGroupMax] = {};
   float reference[kGroupMax] = {};
 };
 
-// Estimated logits of the 128 keys of a page: [G][128].
+// Estimated logits of the 128 keys of a page, times log2(e): [G][128].
 void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* logits);
-// Score bins of tiles [tile_begin, tile_end) of a page, 16 per tile. Mode
-// asymmetric: group score sum_h exp(min(l_h - R_h, 20)) binned by
-// bits >> kScoreBinShift. head_bins (null, or row_count pointers) receives each
-// head's own bins, for top-p.
+// Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per
+// tile: the group score of host/core/score.h, bits >> kScoreBinShift.
+// head_bins (null, or row_count pointers) receives each head's own bins, for
+// top-p.
 void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
                     uint16_t* bins, uint16_t* const* head_bins);
 // Mode hamming: bins are the matching bits (a code's top one) summed over the
 // group.
 void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
                  uint16_t* bins);
-// The same group scores from exact logits [G][stride], for the oracle.
+// The same group scores from exact logits [G][stride] (natural; reference
+// times log2(e)), for the oracle.
 // token_count is a multiple of 16; entries beyond the data are ignored by the
 // caller.
 void ExactBins(const float* logits, int64_t stride, int head_count, const float* reference,

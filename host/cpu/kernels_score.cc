@@ -56,115 +56,136 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #endif
 }
 
-// Integer sums of kRows weight rows over the keys of a tile's lanes, for one
-// part of the codes. Fields are multiplied where they stand in their bytes, so
-// each position has sums of its own, too large by a power of two. With
-// kTopOnly a field counts by its top bit alone.
-template <int kWidth, bool kTopOnly, int kRows>
-HWY_INLINE void DotPart(const uint32_t* tile, int chunks, const int8_t* weights, int dims,
-                        VI* out) {
+// Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
+// (of the same lanes), for one part of the codes: out[tile][row]. With kTopOnly
+// a field counts by its top bit alone.
+template <int kWidth, bool kTopOnly, int kRows, int kTiles>
+HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights, int dims,
+                        VI (*out)[kRows]) {
   constexpr int kPositions = 8 / kWidth;
-  constexpr uint32_t kField = kTopOnly ? 1u << (kWidth - 1) : (1u << kWidth) - 1;
+  constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
   const DU du;
   const DI di;
-  VI sums[kPositions][kRows];
-  for (int p = 0; p < kPositions; ++p) {
-    for (int r = 0; r < kRows; ++r) sums[p][r] = hn::Zero(di);
+  const auto mask = hn::Set(du, (kTopOnly ? 1u : (1u << kWidth) - 1) * uint32_t{0x01010101u});
+  const int64_t stride = int64_t{chunks} * kTileTokenCount;
+  // A single row would wait for its own additions: it gets several sums.
+  constexpr int kChains = kRows == 1 ? 4 : 1;
+  VI sums[kChains][kTiles][kRows];
+  for (int chain = 0; chain < kChains; ++chain) {
+    for (int t = 0; t < kTiles; ++t) {
+      for (int r = 0; r < kRows; ++r) sums[chain][t][r] = hn::Zero(di);
+    }
   }
   for (int c = 0; c < chunks; ++c) {
-    const auto word = hn::LoadU(du, tile + c * kTileTokenCount);
+    VU word[kTiles];
+    for (int t = 0; t < kTiles; ++t) {
+      word[t] = hn::LoadU(du, words + t * stride + c * kTileTokenCount);
+    }
+    // Unrolled, so that shifts are immediate and sums stay in registers.
+#pragma GCC unroll 8
     for (int p = 0; p < kPositions; ++p) {
-      const auto fields = hn::And(word, hn::Set(du, (kField << (kWidth * p)) * 0x01010101u));
+      VU fields[kTiles];
+      for (int t = 0; t < kTiles; ++t) {
+        fields[t] = hn::And(hn::ShiftRightSame(word[t], kWidth * p + kFirstBit), mask);
+      }
       for (int r = 0; r < kRows; ++r) {
         int32_t weight;
         std::memcpy(&weight, weights + r * dims + (c * kPositions + p) * 4, 4);
-        sums[p][r] = DotBytes(sums[p][r], fields, weight);
+        for (int t = 0; t < kTiles; ++t) {
+          VI& sum = sums[p % kChains][t][r];
+          sum = DotBytes(sum, fields[t], weight);
+        }
       }
     }
   }
-  constexpr int kScale = kTopOnly ? kWidth - 1 : 0;
-  for (int r = 0; r < kRows; ++r) {
-    out[r] = hn::ShiftRight<kScale>(sums[0][r]);
-    const auto add = [&](auto index) HWY_ATTR {
-      constexpr int p = decltype(index)::value;
-      if constexpr (p < kPositions) {
-        out[r] = hn::Add(out[r], hn::ShiftRight<kWidth * p + kScale>(sums[p][r]));
-      }
-    };
-    add(std::integral_constant<int, 1>());
-    add(std::integral_constant<int, 2>());
-    add(std::integral_constant<int, 3>());
-    add(std::integral_constant<int, 4>());
-    add(std::integral_constant<int, 5>());
-    add(std::integral_constant<int, 6>());
-    add(std::integral_constant<int, 7>());
+  for (int t = 0; t < kTiles; ++t) {
+    for (int r = 0; r < kRows; ++r) {
+      out[t][r] = sums[0][t][r];
+      for (int chain = 1; chain < kChains; ++chain)
+        out[t][r] = hn::Add(out[t][r], sums[chain][t][r]);
+    }
   }
 }
 
-// kRows sums of B-bit codes; words is the page's start, moved on by the lane.
-template <int kBits, int kRows>
+// kRows sums of B-bit codes from the given tile on; words is the page's start,
+// moved on by the lane.
+template <int kBits, int kRows, int kTiles>
 HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* words, int tile,
-                        VI* out) {
+                        VI (*out)[kRows]) {
   const int dims = q.layout.dims;
   const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * dims;
   constexpr int kWidth = kBits == 3 ? 2 : kBits;
-  DotPart<kWidth, false, kRows>(words + q.layout.tile_offset(0, tile), q.layout.chunks(0), weights,
-                                dims, out);
+  DotPart<kWidth, false, kRows, kTiles>(words + q.layout.tile_offset(0, tile), q.layout.chunks(0),
+                                        weights, dims, out);
   if constexpr (kBits == 3) {
-    VI top[kRows];
-    DotPart<1, false, kRows>(words + q.layout.tile_offset(1, tile), q.layout.chunks(1), weights,
-                             dims, top);
-    for (int r = 0; r < kRows; ++r) out[r] = hn::Add(out[r], hn::ShiftLeft<2>(top[r]));
-  }
-}
-
-// One-bit fields have eight positions: two rows of sums fill the registers.
-template <int kBits>
-inline constexpr int kRowsAtOnce = kBits == 1 || kBits == 3 ? 2 : 4;
-
-template <int kBits>
-HWY_INLINE void DotRows(const ScoreQuery& q, int first, int count, const uint32_t* words, int tile,
-                        VI* out) {
-  switch (count) {
-    case 1:
-      return DotTile<kBits, 1>(q, first, words, tile, out);
-    case 2:
-      return DotTile<kBits, 2>(q, first, words, tile, out);
-    case 3:
-      if constexpr (kRowsAtOnce<kBits> >= 3) return DotTile<kBits, 3>(q, first, words, tile, out);
-      break;
-    default:
-      if constexpr (kRowsAtOnce<kBits> >= 4) return DotTile<kBits, 4>(q, first, words, tile, out);
-  }
-}
-
-// Calls f(row, logits) for every query head, in order.
-template <int kBits, typename F>
-HWY_INLINE void TileLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane, F f) {
-  const DF df;
-  const DI di;
-  const hn::Rebind<hwy::bfloat16_t, DF> db;
-  const auto* words = reinterpret_cast<const uint32_t*>(page) + lane;
-  const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
-      page + q.layout.factor_offset_bytes() + 2 * (tile * kTileTokenCount + lane));
-  const auto factor = hn::PromoteTo(df, hn::LoadU(db, factors));
-  const auto limit = hn::Set(df, 1.0e38f);
-  VI sums[4];
-  for (int first = 0; first < q.row_count; first += kRowsAtOnce<kBits>) {
-    const int count = std::min(kRowsAtOnce<kBits>, q.row_count - first);
-    DotRows<kBits>(q, first, count, words, tile, sums);
-    for (int r = 0; r < count; ++r) {
-      const int h = first + r;
-      const auto integer = hn::Add(hn::ShiftLeft<1>(sums[r]), hn::Set(di, q.offset[h]));
-      auto l = hn::Mul(hn::Mul(hn::Set(df, q.coefficient[h]), hn::ConvertTo(df, integer)), factor);
-      f(h, hn::Min(hn::Max(l, hn::Neg(limit)), limit));
+    VI top[kTiles][kRows];
+    DotPart<1, false, kRows, kTiles>(words + q.layout.tile_offset(1, tile), q.layout.chunks(1),
+                                     weights, dims, top);
+    for (int t = 0; t < kTiles; ++t) {
+      for (int r = 0; r < kRows; ++r) out[t][r] = hn::Add(out[t][r], hn::ShiftLeft<2>(top[t][r]));
     }
   }
 }
 
-HWY_INLINE VF Exponential(VF logit, float reference) {
+// Tiles scored together: two share the loads of the weights.
+inline constexpr int kPair = 2;
+// Bytes ahead that codes are asked for: a page's neighbour mostly follows it,
+// and an address beyond the last is never read.
+inline constexpr int64_t kCodesAhead = 4096;
+
+HWY_INLINE void PrefetchCodes(const CodeLayout& layout, int part, const std::byte* page, int tile) {
+  const std::byte* at = page + layout.tile_offset(part, tile) * 4 + kCodesAhead;
+  const int64_t bytes = int64_t{kPair} * layout.chunks(part) * kTileTokenCount * 4;
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 3);
+}
+
+// Calls f(tile, head, x) for kPair tiles and kRows query heads from the first
+// on, heads in order; x is the estimated logit times log2(e).
+template <int kBits, int kRows, typename F>
+HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane,
+                           int first, F f) {
   const DF df;
-  return ExpVec(df, hn::Min(hn::Sub(logit, hn::Set(df, reference)), hn::Set(df, 20.0f)));
+  const DI di;
+  const hn::Rebind<hwy::bfloat16_t, DF> db;
+  VI sums[kPair][kRows];
+  DotTile<kBits, kRows, kPair>(q, first, reinterpret_cast<const uint32_t*>(page) + lane, tile,
+                               sums);
+  const auto limit = hn::Set(df, 1.0e38f);
+  for (int t = 0; t < kPair; ++t) {
+    const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
+        page + q.layout.factor_offset_bytes() + 2 * ((tile + t) * kTileTokenCount + lane));
+    const auto factor = hn::PromoteTo(df, hn::LoadU(db, factors));
+    for (int r = 0; r < kRows; ++r) {
+      const int h = first + r;
+      const auto integer = hn::Add(hn::ShiftLeft<1>(sums[t][r]), hn::Set(di, q.offset[h]));
+      auto x = hn::Mul(hn::Mul(hn::Set(df, q.coefficient[h]), hn::ConvertTo(df, integer)), factor);
+      f(t, h, hn::Min(hn::Max(x, hn::Neg(limit)), limit));
+    }
+  }
+}
+
+template <int kBits, typename F>
+HWY_INLINE void PairLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane, F f) {
+  for (int first = 0; first < q.row_count; first += 4) {
+    switch (q.row_count - first) {
+      case 1:
+        RowsLogits<kBits, 1>(q, page, tile, lane, first, f);
+        break;
+      case 2:
+        RowsLogits<kBits, 2>(q, page, tile, lane, first, f);
+        break;
+      case 3:
+        RowsLogits<kBits, 3>(q, page, tile, lane, first, f);
+        break;
+      default:
+        RowsLogits<kBits, 4>(q, page, tile, lane, first, f);
+    }
+  }
+}
+
+HWY_INLINE VF Exponential(VF x, float reference) {
+  const DF df;
+  return ScoreExp2Vec(df, hn::Sub(x, hn::Set(df, reference)));
 }
 
 HWY_INLINE void StoreBins(VF score, uint16_t* out) {
@@ -173,21 +194,23 @@ HWY_INLINE void StoreBins(VF score, uint16_t* out) {
   hn::StoreU(hn::DemoteTo(d16, hn::ShiftRight<kScoreBinShift>(hn::BitCast(di, score))), d16, out);
 }
 
+// tile_begin and tile_end are even.
 template <int kBits>
 void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
                       uint16_t* bins, uint16_t* const* head_bins) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
-  for (int tile = tile_begin; tile < tile_end; ++tile) {
+  for (int tile = tile_begin; tile < tile_end; tile += kPair) {
+    for (int part = 0; part < q.layout.parts; ++part) PrefetchCodes(q.layout, part, page, tile);
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
-      auto score = hn::Zero(df);
+      VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
-      TileLogits<kBits>(q, page, tile, lane, [&](int h, VF l) HWY_ATTR {
-        const auto e = Exponential(l, q.reference[h]);
-        if (head_bins != nullptr) StoreBins(e, head_bins[h] + out);
-        score = hn::Add(score, e);
+      PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF x) HWY_ATTR {
+        const auto e = Exponential(x, q.reference[h]);
+        if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
+        score[t] = hn::Add(score[t], e);
       });
-      StoreBins(score, bins + out);
+      for (int t = 0; t < kPair; ++t) StoreBins(score[t], bins + out + t * kTileTokenCount);
     }
   }
 }
@@ -210,10 +233,12 @@ template <int kBits>
 void AsymmetricLogitsOf(const ScoreQuery& q, const std::byte* page, float* logits) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
-  for (int slot = 0; slot < kPageTokenCount; slot += n) {
-    TileLogits<kBits>(q, page, slot / kTileTokenCount, slot % kTileTokenCount,
-                      [&](int h, VF l)
-                          HWY_ATTR { hn::StoreU(l, df, logits + h * kPageTokenCount + slot); });
+  for (int tile = 0; tile < kTilesPerPage; tile += kPair) {
+    for (int lane = 0; lane < kTileTokenCount; lane += n) {
+      PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF x) HWY_ATTR {
+        hn::StoreU(x, df, logits + h * kPageTokenCount + (tile + t) * kTileTokenCount + lane);
+      });
+    }
   }
 }
 
@@ -237,13 +262,16 @@ void HammingBinsOf(const ScoreQuery& q, int part, const std::byte* page, int til
   const hn::Rebind<uint16_t, DI> d16;
   const int n = static_cast<int>(hn::Lanes(di));
   const auto* words = reinterpret_cast<const uint32_t*>(page);
-  for (int tile = tile_begin; tile < tile_end; ++tile) {
+  for (int tile = tile_begin; tile < tile_end; tile += kPair) {
+    PrefetchCodes(q.layout, part, page, tile);
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
-      VI sum;
-      DotPart<kWidth, true, 1>(words + q.layout.tile_offset(part, tile) + lane,
-                               q.layout.chunks(part), q.weights, q.layout.dims, &sum);
-      hn::StoreU(hn::DemoteTo(d16, hn::Add(sum, hn::Set(di, q.offset[0]))), d16,
-                 bins + (tile - tile_begin) * kTileTokenCount + lane);
+      VI sums[kPair][1];
+      DotPart<kWidth, true, 1, kPair>(words + q.layout.tile_offset(part, tile) + lane,
+                                      q.layout.chunks(part), q.weights, q.layout.dims, sums);
+      for (int t = 0; t < kPair; ++t) {
+        hn::StoreU(hn::DemoteTo(d16, hn::Add(sums[t][0], hn::Set(di, q.offset[0]))), d16,
+                   bins + (tile + t - tile_begin) * kTileTokenCount + lane);
+      }
     }
   }
 }
@@ -268,7 +296,8 @@ void ExactBinsImpl(const float* logits, int64_t stride, int head_count, const fl
   for (int i = 0; i < token_count; i += n) {
     auto score = hn::Zero(df);
     for (int h = 0; h < head_count; ++h) {
-      const auto e = Exponential(hn::LoadU(df, logits + h * stride + i), reference[h]);
+      const auto x = hn::Mul(hn::LoadU(df, logits + h * stride + i), hn::Set(df, kExpLog2E));
+      const auto e = Exponential(x, reference[h]);
       if (head_bins != nullptr) StoreBins(e, head_bins[h] + i);
       score = hn::Add(score, e);
     }

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "host/codes/mlp.h"
+#include "host/core/exp.h"
 
 namespace spillway {
 namespace {
@@ -36,7 +37,7 @@ ScorePass::ScorePass(const AttendContext& context, int64_t query, int kv_head, i
       kv_head_(kv_head),
       begin_(begin),
       end_(end),
-      base_(begin / kTileTokenCount * kTileTokenCount),
+      base_(begin / (2 * kTileTokenCount) * (2 * kTileTokenCount)),
       first_block_(begin / kBlockTokens),
       block_count_((end - 1) / kBlockTokens - first_block_ + 1),
       by_mass_(context.work->policy.heavy_kind == HeavyKind::kMass) {}
@@ -65,7 +66,7 @@ void ScorePass::PrepareAsymmetric() {
     }
     // sum (2w+1)(2u - (2^B-1)) = 2 A - (2^B-1) W.
     score_query_.offset[g] = -levels_minus_1 * total;
-    const float scale = static_cast<float>(spec.softmax_scale);
+    const float scale = static_cast<float>(spec.softmax_scale) * kExpLog2E;
     score_query_.coefficient[g] =
         std::min(scale * (s * (QuantiserStep(spec.hash.bits_per_dim) * 0.25f)), 1.0e30f);
   }
@@ -110,8 +111,7 @@ absl::Status ScorePass::PageLogits(int64_t page, float* logits) const {
   const LayerRows& rows = *context_.work->rows;
   const int group = spec.group();
   const int64_t first = page * kPageTokenCount;
-  const int count =
-      static_cast<int>(std::min<int64_t>(kPageTokenCount, rows.token_count() - first));
+  const int count = static_cast<int>(std::min<int64_t>(kPageTokenCount, end_ - first));
   const std::byte* data = rows.Page(kv_head_, page);
   std::vector<float> block(static_cast<size_t>(group) * kRowBlock);
   for (int at = 0; at < count; at += kRowBlock) {
@@ -140,6 +140,7 @@ absl::Status ScorePass::FindReferences() {
   const int64_t first = begin_ / kPageTokenCount;
   const int64_t last = (end_ - 1) / kPageTokenCount;
   const int64_t count = (last - first) / 64 + 1;
+  const bool oracle = context_.work->policy.selector == Selector::kOracle;
   std::vector<float> maxima(count * group);
   std::vector<absl::Status> statuses(count);
   tbb::parallel_for(int64_t{0}, count, [&](int64_t i) {
@@ -152,7 +153,8 @@ absl::Status ScorePass::FindReferences() {
     const int to = static_cast<int>(std::min<int64_t>(end_ - at, kPageTokenCount));
     for (int g = 0; g < group; ++g) {
       const float* l = logits + g * kPageTokenCount;
-      maxima[i * group + g] = *std::max_element(l + from, l + to);
+      const float m = *std::max_element(l + from, l + to);
+      maxima[i * group + g] = oracle ? m * kExpLog2E : m;
     }
   });
   for (int64_t i = 0; i < count; ++i) {
@@ -174,9 +176,12 @@ absl::Status ScorePass::ScoreBlock(int64_t block) {
   const int64_t to = block_end(block);
   for (int64_t page = from / kPageTokenCount; page * kPageTokenCount < to; ++page) {
     const int64_t at = page * kPageTokenCount;
-    const int tile_begin = static_cast<int>(std::max<int64_t>(from - at, 0) / kTileTokenCount);
-    const int tile_end = static_cast<int>(
-        (std::min<int64_t>(to - at, kPageTokenCount) + kTileTokenCount - 1) / kTileTokenCount);
+    // Kernels take tiles in pairs.
+    const int tile_begin =
+        static_cast<int>(std::max<int64_t>(from - at, 0) / (2 * kTileTokenCount) * 2);
+    const int tile_end =
+        static_cast<int>((std::min<int64_t>(to - at, kPageTokenCount) + 2 * kTileTokenCount - 1) /
+                         (2 * kTileTokenCount) * 2);
     const int64_t slot = at + tile_begin * kTileTokenCount - base_;
     uint16_t* bins = workspace_->bins.data() + slot;
     uint16_t* head_bins[kGroupMax];
@@ -235,9 +240,9 @@ absl::Status ScorePass::Score() {
   score_query_.weights = weights_.data();
 
   const int sets = SetsPerBlock(by_mass_, spec.group());
-  // The last tile may be scored whole.
+  // The last pair of tiles may be scored whole.
   auto lease =
-      context_.workspaces->Acquire(end_ - base_ + kTileTokenCount, by_mass_ ? spec.group() : 0,
+      context_.workspaces->Acquire(end_ - base_ + 2 * kTileTokenCount, by_mass_ ? spec.group() : 0,
                                    block_count_ * sets * bin_count_);
   if (!lease.ok()) return lease.status();
   workspace_holder_.emplace(*std::move(lease));

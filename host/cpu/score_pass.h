@@ -61,7 +61,7 @@ class ScorePass {
   const int kv_head_;
   const int64_t begin_;
   const int64_t end_;
-  const int64_t base_;  // token of bins[0], a multiple of 16
+  const int64_t base_;  // token of bins[0], a multiple of 32
   const int64_t first_block_;
   const int64_t block_count_;
   const bool by_mass_;

@@ -7,6 +7,7 @@
 #endif
 
 #include "host/core/exp.h"
+#include "host/core/score.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -32,6 +33,21 @@ HWY_INLINE V ExpVec(D d, V x) {
   const auto e = hn::Sub(hn::BitCast(di, t), hn::BitCast(di, round));
   const auto scale = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(e, hn::Set(di, 127))));
   return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, kExpMin)), hn::Mul(p, scale));
+}
+
+// ScoreExp2, lane by lane, the same bits.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V ScoreExp2Vec(D d, V x) {
+  const hn::RebindToUnsigned<D> du;
+  const auto round = hn::Set(d, kScoreRound);
+  x = hn::Max(hn::Min(x, hn::Set(d, kScoreMax)), hn::Set(d, kScoreMin));
+  const auto t = hn::Add(x, round);
+  const auto r = hn::Sub(x, hn::Sub(t, round));
+  auto p = hn::MulAdd(hn::Set(d, kScoreC4), r, hn::Set(d, kScoreC3));
+  p = hn::MulAdd(p, r, hn::Set(d, kScoreC2));
+  p = hn::MulAdd(p, r, hn::Set(d, kScoreC1));
+  p = hn::MulAdd(p, r, hn::Set(d, kScoreC0));
+  return hn::BitCast(d, hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, t))));
 }
 
 }  // namespace HWY_NAMESPACE
