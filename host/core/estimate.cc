@@ -58,18 +58,21 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
       mean_o_sq += (sxv - o * sx) * (sxv - o * sx);
       cross += o * (f * f * s.value_sq[i]);
     }
-    const double trace_n = std::max(0.0, (sxxvv - mean_n_sq / r) / (r - 1));
+    // Rounding may leave a little below 0; sums that passed fp32's range are
+    // known to say nothing.
+    const auto settled = [](double v) { return std::isfinite(v) ? std::max(0.0, v) : kInf; };
+    const double trace_n = settled((sxxvv - mean_n_sq / r) / (r - 1));
     const double trace_o =
-        std::max(0.0, (sxxvv - 2 * cross + o_norm_sq * sxx - mean_o_sq / r) / (r - 1));
+        settled((sxxvv - 2 * cross + o_norm_sq * sxx - mean_o_sq / r) / (r - 1));
     e.trace_n.push_back(trace_n);
     e.trace_o.push_back(trace_o);
-    e.variance_x.push_back(std::max(0.0, (sxx - sx * sx / r) / (r - 1)));
+    e.variance_x.push_back(settled((sxx - sx * sx / r) / (r - 1)));
     if (s.sums.count < s.token_count) {
       e.variance += spread * trace_o;
       norm_variance += spread * trace_n;
     }
   }
-  e.norm_sq_unbiased = std::max(0.0, e.norm_sq - norm_variance);
+  e.norm_sq_unbiased = std::max(0.0, e.norm_sq - norm_variance);  // 0 when unknown
   return e;
 }
 

@@ -274,7 +274,8 @@ HeadEstimate SparseAttend::Estimate(int head) const {
 std::vector<int64_t> SparseAttend::HeadBudgets(const HeadEstimate& e) const {
   const size_t count = strata_.counts.size();
   const std::span<const int64_t> drawn = sampler_->counts();
-  if (!(e.norm_sq_unbiased > 0)) return strata_.counts;
+  // Nothing can be said of the error without reading every row.
+  if (!(e.norm_sq_unbiased > 0) || !std::isfinite(e.variance)) return strata_.counts;
   std::vector<int64_t> budgets(count);
   if (policy_.tail == Tail::kUniform) {
     const double inflation = policy_.inflation;
