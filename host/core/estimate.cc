@@ -62,8 +62,7 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
     // known to say nothing.
     const auto settled = [](double v) { return std::isfinite(v) ? std::max(0.0, v) : kInf; };
     const double trace_n = settled((sxxvv - mean_n_sq / r) / (r - 1));
-    const double trace_o =
-        settled((sxxvv - 2 * cross + o_norm_sq * sxx - mean_o_sq / r) / (r - 1));
+    const double trace_o = settled((sxxvv - 2 * cross + o_norm_sq * sxx - mean_o_sq / r) / (r - 1));
     e.trace_n.push_back(trace_n);
     e.trace_o.push_back(trace_o);
     e.variance_x.push_back(settled((sxx - sx * sx / r) / (r - 1)));
