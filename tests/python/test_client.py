@@ -133,7 +133,7 @@ def test_sequences(client: Client, model: Model, rng: np.random.Generator) -> No
     sequence = client.create_sequence(model, "test-sequence", policy=Policy(epsilon=0.3), ttl=60)
     assert sequence.name == "sequences/test-sequence"
     info = sequence.refresh()
-    assert info.policy == Policy(epsilon=0.3)
+    assert info.policy.epsilon == 0.3
     assert info.expire_time is not None
     left = info.expire_time - datetime.datetime.now(datetime.timezone.utc)
     assert datetime.timedelta(seconds=50) < left < datetime.timedelta(seconds=70)

@@ -593,7 +593,7 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
 
 
 def test_bad_decodes(scene: Scene, client: Client) -> None:
-    other = client.create_sequence(scene.model)
+    other = scene.sequence.fork()
     one = {"k": tensor((1, 2, 1, 16)), "v": tensor((1, 2, 1, 16))}
     many = {"k": tensor((1, 2, 17, 16)), "v": tensor((1, 2, 17, 16))}
     requests = [
@@ -604,7 +604,7 @@ def test_bad_decodes(scene: Scene, client: Client) -> None:
         attention.DecodeRequest(chunk=chunk(scene, **many), item=item(scene)),
         attention.DecodeRequest(chunk=chunk(scene, **one), item=item(scene, sequence=other.name)),
         attention.DecodeRequest(item=item(scene), out_dtype=tensors.DTYPE_U8),
-        attention.DecodeRequest(item=item(scene)),
+        attention.DecodeRequest(layer=1, item=item(scene, sequence=other.name)),
     ]
     for index, request in enumerate(requests):
         request.correlation_id = index

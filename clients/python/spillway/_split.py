@@ -14,6 +14,8 @@ OVERHEAD_BYTES = 64 * 1024
 # A certificate's share of a response, per query and head: five varints of at
 # most ten bytes, two floats and the log-sum-exp, generously.
 CERTIFICATE_BYTES = 64
+# An item's share of a message beside its tensors: names, policy, framing.
+ITEM_BYTES = 1024
 
 
 def kv_pieces(
@@ -56,7 +58,7 @@ def query_parts(
     query_count, head_count, head_dim = shape
     element_bytes = max(itemsize(dtype), itemsize(out_dtype))
     query_bytes = head_count * (head_dim * element_bytes + CERTIFICATE_BYTES)
-    step = min(count_max, budget_bytes // max(query_bytes, 1))
+    step = min(count_max, (budget_bytes - ITEM_BYTES) // max(query_bytes, 1))
     if step < 1:
         raise ValueError(f"one query of {query_bytes} bytes does not fit into {budget_bytes} bytes")
     # Even parts: a last part of few queries would be served by the policy
@@ -64,7 +66,7 @@ def query_parts(
     part_count = max(1, -(-query_count // step))
     edges = [query_count * i // part_count for i in range(part_count + 1)]
     return [
-        Part(item, start, end, (end - start) * query_bytes)
+        Part(item, start, end, ITEM_BYTES + (end - start) * query_bytes)
         for start, end in zip(edges[:-1], edges[1:], strict=True)
     ]
 

@@ -47,6 +47,7 @@ from spillway.target import default_target, normalize_target
 from spillway.tensors import (
     Array,
     DTypeName,
+    OutDType,
     decoder_like,
     dtype_number,
     dtype_of,
@@ -347,7 +348,7 @@ class Client:
         policy: Policy | None = None,
         visible: Mapping[Sequence, SequenceABC[int]] | None = None,
         *,
-        out_dtype: DTypeName | None = None,
+        out_dtype: OutDType | None = None,
         timeout: float | None = None,
         return_errors: Literal[False] = False,
     ) -> dict[Sequence, AttendResult]: ...
@@ -360,7 +361,7 @@ class Client:
         policy: Policy | None = None,
         visible: Mapping[Sequence, SequenceABC[int]] | None = None,
         *,
-        out_dtype: DTypeName | None = None,
+        out_dtype: OutDType | None = None,
         timeout: float | None = None,
         return_errors: Literal[True],
     ) -> dict[Sequence, AttendResult | SpillwayError]: ...
@@ -372,7 +373,7 @@ class Client:
         policy: Policy | None = None,
         visible: Mapping[Sequence, SequenceABC[int]] | None = None,
         *,
-        out_dtype: DTypeName | None = None,
+        out_dtype: OutDType | None = None,
         timeout: float | None = None,
         return_errors: bool = False,
     ) -> Any:

@@ -16,7 +16,7 @@ from spillway.errors import error_from_rpc, error_from_status
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
-from spillway.tensors import Array, Decoder, DTypeName, decoder_like, dtype_number
+from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_number
 
 if TYPE_CHECKING:
     from spillway.client import Client
@@ -73,7 +73,7 @@ class DecodeStream:
         start: int | None = None,
         visible: SequenceABC[int] | None = None,
         policy: Policy | None = None,
-        out_dtype: DTypeName | None = None,
+        out_dtype: OutDType | None = None,
     ) -> int:
         """Sends one step without waiting for its answer.
 
@@ -160,7 +160,7 @@ class DecodeStream:
         start: int | None = None,
         visible: SequenceABC[int] | None = None,
         policy: Policy | None = None,
-        out_dtype: DTypeName | None = None,
+        out_dtype: OutDType | None = None,
     ) -> AttendResult:
         """Sends one step and waits for its answer; arguments as `send`.
 

@@ -15,7 +15,7 @@ from spillway.policy import Policy
 from spillway.results import AppendResult, AttendResult, Certificate, Pages, Selection, SequenceInfo
 from spillway.tensors import (
     Array,
-    DTypeName,
+    OutDType,
     decoder_like,
     dtype_of,
     encode,
@@ -167,7 +167,7 @@ class Sequence:
         policy: Policy | None = None,
         visible: SequenceABC[int] | None = None,
         *,
-        out_dtype: DTypeName | None = None,
+        out_dtype: OutDType | None = None,
         timeout: float | None = None,
     ) -> AttendResult:
         """Attends at one layer.
@@ -343,6 +343,6 @@ class Sequence:
         return attention_service_pb2.AttendItem(
             sequence=self.name,
             q=encode(q, "q"),
-            visible_token_counts=visible or (),
+            visible_token_counts=() if visible is None else visible,
             policy=None if policy is None else policy.to_proto(),
         )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
+# What an output may be asked in, beside its query's own.
+OutDType = Literal["float32"]
 
 _DTYPES: dict[str, int] = {
     "float32": tensor_pb2.DTYPE_F32,
