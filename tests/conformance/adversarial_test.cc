@@ -1,0 +1,207 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "tests/conformance/device_bench.h"
+
+namespace spillway {
+namespace {
+
+using reference::Context;
+
+class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
+ protected:
+  Adversarial()
+      : spec_(MakeSpec(1, 2, 64, DType::kF32)),
+        bench_(GetParam(), spec_),
+        sequence_(bench_),
+        context_(reference::TraceContext(spec_, 4096, 61)),
+        q_(reference::TraceQueries(context_, 1, 62, 1.5)) {}
+
+  std::vector<std::pair<std::string, Policy>> Policies() const {
+    std::vector<std::pair<std::string, Policy>> policies;
+    for (const auto& [selector, name] :
+         {std::pair(Selector::kAll, "all"), std::pair(Selector::kAsymmetric, "asymmetric"),
+          std::pair(Selector::kHamming, "hamming"), std::pair(Selector::kOracle, "oracle")}) {
+      Policy policy = DefaultPolicy(spec_);
+      policy.selector = selector;
+      policies.push_back({name, policy});
+      policy.tail = Tail::kUniform;
+      policies.push_back({std::string(name) + " uniform", policy});
+      if (selector == Selector::kHamming) continue;
+      policy.heavy_kind = HeavyKind::kMass;
+      policies.push_back({std::string(name) + " top-p", policy});
+    }
+    return policies;
+  }
+
+  std::span<float> Key(int64_t t) { return {context_.k.data() + t * spec_.head_dim, 64}; }
+  std::span<float> Value(int64_t t) { return {context_.v.data() + t * spec_.head_dim, 64}; }
+  std::span<float> QueryOf(int h) { return {q_.data() + h * spec_.head_dim, 64}; }
+
+  void ExpectFinite(const JobItem& item, const std::string& what) {
+    ASSERT_TRUE(item.status.ok()) << what << ": " << item.status;
+    for (float x : item.attend->out) ASSERT_TRUE(std::isfinite(x)) << what;
+    for (float x : item.attend->lse) ASSERT_TRUE(std::isfinite(x)) << what;
+  }
+
+  const ModelSpec spec_;
+  DeviceBench bench_;
+  BenchSequence sequence_;
+  Context context_;
+  std::vector<float> q_;
+};
+
+// The sign of its logit differs between the two query heads.
+TEST_P(Adversarial, OneKeyDominatesBy1e30) {
+  for (const int64_t at : {10, 700, 2000, 4090}) {
+    for (int i = 0; i < 64; ++i) Key(at)[i] = 0;
+    Key(at)[5] = 1e30f;
+    QueryOf(0)[5] = 1;
+    QueryOf(1)[5] = -1;
+    BenchSequence sequence(bench_);
+    ASSERT_TRUE(sequence.Append(context_, 0, context_.n).ok());
+    for (const auto& [name, policy] : Policies()) {
+      const JobItem item = sequence.Attend(policy, q_);
+      ExpectFinite(item, name);
+      const JobItem select = sequence.Select(policy, q_);
+      const std::vector<uint32_t>& rows = select.attend->selections[0].indices;
+      const bool found = std::find(rows.begin(), rows.end(), at) != rows.end();
+      // Hamming sees no lengths; the others cannot miss it.
+      if (policy.selector != Selector::kHamming) {
+        EXPECT_TRUE(found) << name << " at " << at;
+      }
+      if (!found) continue;
+      for (int i = 0; i < 64; ++i) {
+        ASSERT_FLOAT_EQ(OutputOf(spec_, *item.attend, 0, 0)[i], Value(at)[i]) << name;
+      }
+      EXPECT_NEAR(item.attend->lse[0] / (1e30 * spec_.softmax_scale), 1, 1e-5) << name;
+    }
+    context_ = reference::TraceContext(spec_, 4096, 61);
+  }
+}
+
+TEST_P(Adversarial, AllKeysEqual) {
+  for (int64_t t = 1; t < context_.n; ++t) std::copy_n(Key(0).begin(), 64, Key(t).begin());
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  for (const auto& [name, policy] : Policies()) {
+    const JobItem item = sequence_.Attend(policy, q_);
+    ExpectFinite(item, name);
+    const reference::Attention wanted = reference::DenseAttention(
+        context_.Head(0), reference::Query(spec_, q_, 0, 0), spec_.softmax_scale, context_.n);
+    // Every token weighs the same; ties go to the most recent.
+    EXPECT_NEAR(item.attend->lse[0], wanted.lse, 1e-3) << name;
+    const double error =
+        reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, 0), wanted.out);
+    EXPECT_LT(error, policy.selector == Selector::kAll ? 1e-5 : 0.2) << name;
+    if (policy.heavy_kind != HeavyKind::kCount || policy.selector == Selector::kAll) continue;
+    const Selection s = sequence_.Select(policy, q_).attend->selections[0];
+    for (size_t i = 0; i < s.indices.size(); ++i) {
+      if (s.strata[i] == kStratumHeavy) {
+        EXPECT_GE(s.indices[i], 4096 - 64 - 256) << name;
+      }
+    }
+  }
+}
+
+TEST_P(Adversarial, ZeroKeysAndQueries) {
+  for (const bool zero_keys : {true, false}) {
+    Context context = context_;
+    std::vector<float> q = q_;
+    if (zero_keys) std::fill(context.k.begin(), context.k.end(), 0.0f);
+    if (!zero_keys) std::fill(q.begin(), q.end(), 0.0f);
+    BenchSequence sequence(bench_);
+    ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+    for (const auto& [name, policy] : Policies()) {
+      const JobItem item = sequence.Attend(policy, q);
+      ExpectFinite(item, name);
+      EXPECT_NEAR(item.attend->lse[0], std::log(4096.0), 1e-3) << name << zero_keys;
+    }
+  }
+}
+
+TEST_P(Adversarial, HugeSpreadOfLengths) {
+  for (int64_t t = 0; t < context_.n; ++t) {
+    const float factor = std::exp2(static_cast<float>(t * 7919 % 160) - 80);
+    for (float& x : Key(t)) x *= factor;
+  }
+  for (float& x : q_) x *= 1e-6f;
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  for (const auto& [name, policy] : Policies()) ExpectFinite(sequence_.Attend(policy, q_), name);
+}
+
+TEST_P(Adversarial, ALogitThatOverflowsIsRefusedByItsToken) {
+  // In the sink, so that every policy reads it.
+  for (int i = 0; i < 64; ++i) Key(33)[i] = 1e38f;
+  for (float& x : q_) x = 1e3f;
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  for (const auto& [name, policy] : Policies()) {
+    const JobItem item = sequence_.Attend(policy, q_);
+    EXPECT_EQ(item.status.code(), absl::StatusCode::kOutOfRange) << name;
+    EXPECT_NE(item.status.message().find("token 33 "), std::string::npos)
+        << name << ": " << item.status;
+  }
+}
+
+// A token that a query does not see is nothing to it.
+TEST_P(Adversarial, AnOverflowBeyondTheVisibleLengthIsNotSeen) {
+  for (int i = 0; i < 64; ++i) Key(4095)[i] = 1e38f;
+  for (float& x : q_) x = 1e3f;
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  for (const auto& [name, policy] : Policies()) {
+    for (const int64_t visible : {4095, 4000}) {
+      Policy no_window = policy;
+      no_window.window_token_count = 1;
+      EXPECT_TRUE(sequence_.Attend(no_window, q_, {visible}).status.ok())
+          << name << " visible " << visible;
+    }
+    EXPECT_EQ(sequence_.Attend(policy, q_).status.code(), absl::StatusCode::kOutOfRange) << name;
+  }
+}
+
+TEST_P(Adversarial, OneItemsFailureLeavesTheOthersAlone) {
+  for (int i = 0; i < 64; ++i) Key(33)[i] = 1e38f;
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  const Context good = reference::TraceContext(spec_, 3000, 63);
+  BenchSequence other(bench_);
+  ASSERT_TRUE(other.Append(good, 0, good.n).ok());
+  std::vector<float> large(q_.size(), 1e3f);
+  const Policy policy = DefaultPolicy(spec_);
+  auto job = std::make_unique<Job>();
+  job->items.push_back(sequence_.AttendItem(policy, large, false));
+  job->items.push_back(other.AttendItem(policy, q_, false));
+  job = bench_.Run(std::move(job));
+  EXPECT_FALSE(job->items[0].status.ok());
+  ASSERT_TRUE(job->items[1].status.ok());
+  EXPECT_EQ(job->items[1].attend->out, other.Attend(policy, q_).attend->out);
+}
+
+TEST_P(Adversarial, CancelledAndExpired) {
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  for (const auto& [name, policy] : Policies()) {
+    for (const bool cancelled : {true, false}) {
+      auto job = std::make_unique<Job>();
+      job->cancel = cancelled ? std::make_shared<CancelToken>()
+                              : std::make_shared<CancelToken>(CancelToken::Clock::now() -
+                                                              std::chrono::milliseconds(1));
+      if (cancelled) job->cancel->Cancel();
+      job->items.push_back(sequence_.AttendItem(policy, q_, false));
+      job = bench_.Run(std::move(job));
+      EXPECT_EQ(job->items[0].status.code(),
+                cancelled ? absl::StatusCode::kCancelled : absl::StatusCode::kDeadlineExceeded)
+          << name;
+    }
+    // Nothing of it stays.
+    EXPECT_TRUE(sequence_.Attend(policy, q_).status.ok()) << name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Adversarial, ::testing::ValuesIn(DeviceFactories()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace spillway

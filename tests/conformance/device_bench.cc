@@ -1,0 +1,147 @@
+#include "tests/conformance/device_bench.h"
+
+#include <algorithm>
+#include <future>
+#include <utility>
+
+#include "host/cpu/cpu_device.h"
+#include "tests/reference/elements.h"
+
+namespace spillway {
+
+const std::vector<DeviceFactory>& DeviceFactories() {
+  static const auto* factories = new std::vector<DeviceFactory>{
+      {"cpu", [](int thread_count, Arena* arena, MemoryBudget* budget) {
+         return CreateCpuDevice({thread_count}, arena, budget);
+       }}};
+  return *factories;
+}
+
+ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash) {
+  ModelSpec spec;
+  spec.layer_count = 1;
+  spec.kv_head_count = kv_head_count;
+  spec.query_head_count = kv_head_count * group;
+  spec.head_dim = head_dim;
+  spec.dtype = dtype;
+  spec.hash = hash;
+  Normalize(spec);
+  return spec;
+}
+
+DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, int thread_count,
+                         std::span<const std::byte> safetensors)
+    : spec_(spec), budget_(int64_t{2} << 30) {
+  ArenaOptions options;
+  options.limit_bytes = int64_t{1} << 30;
+  options.chunk_bytes = int64_t{8} << 20;
+  arena_ = Arena::Create(options, &budget_).value();
+  device_ = factory.create(thread_count, arena_.get(), &budget_);
+  model_ = device_->CreateModel(spec_, safetensors).value();
+  row_pool_ = std::make_unique<PagePool>(arena_.get(), kPageTokenCount * spec_.row_bytes());
+}
+
+std::unique_ptr<Job> DeviceBench::Run(std::unique_ptr<Job> job) {
+  std::promise<std::unique_ptr<Job>> done;
+  job->model = model_.get();
+  device_->Submit(std::move(job),
+                  [&](std::unique_ptr<Job> finished) { done.set_value(std::move(finished)); });
+  return done.get_future().get();
+}
+
+BenchSequence::BenchSequence(DeviceBench& bench, std::unique_ptr<DeviceSequence> sequence)
+    : bench_(&bench), device_sequence_(std::move(sequence)) {}
+
+BenchSequence::BenchSequence(DeviceBench& bench)
+    : BenchSequence(bench, bench.device().CreateSequence(bench.model()).value()) {
+  for (int l = 0; l < bench.spec().layer_count; ++l) {
+    rows_.push_back(std::make_unique<LayerRows>(bench.row_pool(), bench.spec()));
+  }
+}
+
+JobItem BenchSequence::RunOne(JobItem item, int layer) {
+  auto job = std::make_unique<Job>();
+  job->layer = layer;
+  job->items.push_back(std::move(item));
+  return std::move(bench_->Run(std::move(job))->items[0]);
+}
+
+absl::Status BenchSequence::Append(const reference::Context& context, int64_t from, int64_t to,
+                                   int64_t chunk, int layer) {
+  const ModelSpec& spec = context.spec;
+  const int64_t step = chunk == 0 ? to - from : chunk;
+  for (int64_t start = from; start < to; start += step) {
+    const int64_t count = std::min(step, to - start);
+    const auto slice = [&](const std::vector<float>& all) {
+      std::vector<float> part;
+      for (int h = 0; h < spec.kv_head_count; ++h) {
+        const auto head = all.begin() + (h * context.n + start) * spec.head_dim;
+        part.insert(part.end(), head, head + count * spec.head_dim);
+      }
+      return reference::Bytes(spec.dtype, part);
+    };
+    const std::vector<std::byte> k = slice(context.k), v = slice(context.v);
+    absl::Status status = rows_[layer]->PrepareAppend(count);
+    if (!status.ok()) return status;
+    status =
+        bench_->device().PrepareAppend(bench_->model(), *device_sequence_, layer, start, count);
+    if (!status.ok()) return status;
+    JobItem item;
+    item.sequence = device_sequence_.get();
+    item.append = AppendWork{rows_[layer].get(), start, count, k.data(), v.data()};
+    status = RunOne(std::move(item), layer).status;
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+BenchSequence BenchSequence::Fork(int64_t token_count) {
+  BenchSequence fork(
+      *bench_,
+      bench_->device().ForkSequence(bench_->model(), *device_sequence_, token_count).value());
+  for (const auto& rows : rows_) {
+    fork.rows_.push_back(std::make_unique<LayerRows>(rows->Share(token_count)));
+  }
+  return fork;
+}
+
+void BenchSequence::Truncate(int64_t token_count) {
+  bench_->device().TruncateSequence(bench_->model(), *device_sequence_, token_count);
+  for (const auto& rows : rows_) rows->Truncate(token_count);
+}
+
+JobItem BenchSequence::AttendItem(const Policy& policy, const std::vector<float>& q,
+                                  bool select_only, std::vector<int64_t> visible, int layer) {
+  const ModelSpec& spec = bench_->spec();
+  AttendWork work;
+  work.rows = rows_[layer].get();
+  work.policy = policy;
+  work.q = reinterpret_cast<const std::byte*>(q.data());
+  work.query_count = static_cast<int64_t>(q.size()) / (spec.query_head_count * spec.head_dim);
+  for (int64_t t = 0; visible.empty() && t < work.query_count; ++t) {
+    work.visible.push_back(token_count(layer) - work.query_count + 1 + t);
+  }
+  if (!visible.empty()) work.visible = std::move(visible);
+  work.select_only = select_only;
+  JobItem item;
+  item.sequence = device_sequence_.get();
+  item.attend = std::move(work);
+  return item;
+}
+
+JobItem BenchSequence::Attend(const Policy& policy, const std::vector<float>& q,
+                              std::vector<int64_t> visible, int layer) {
+  return RunOne(AttendItem(policy, q, false, std::move(visible), layer), layer);
+}
+
+JobItem BenchSequence::Select(const Policy& policy, const std::vector<float>& q,
+                              std::vector<int64_t> visible, int layer) {
+  return RunOne(AttendItem(policy, q, true, std::move(visible), layer), layer);
+}
+
+std::span<const float> OutputOf(const ModelSpec& spec, const AttendWork& work, int64_t t, int h) {
+  return {work.out.data() + (t * spec.query_head_count + h) * spec.head_dim,
+          static_cast<size_t>(spec.head_dim)};
+}
+
+}  // namespace spillway

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/device/device.h"
+#include "host/memory/arena.h"
+#include "host/memory/page_pool.h"
+#include "tests/reference/trace.h"
+
+namespace spillway {
+
+// A device under test. Add one here and every suite runs over it.
+struct DeviceFactory {
+  std::string name;
+  std::function<std::unique_ptr<Device>(int thread_count, Arena*, MemoryBudget*)> create;
+};
+const std::vector<DeviceFactory>& DeviceFactories();
+
+// A valid spec; G query heads a KV head.
+ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash = {});
+
+// A device with memory and one model on it.
+class DeviceBench {
+ public:
+  DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, int thread_count = 0,
+              std::span<const std::byte> safetensors = {});
+
+  Device& device() { return *device_; }
+  DeviceModel& model() { return *model_; }
+  PagePool* row_pool() { return row_pool_.get(); }
+  const ModelSpec& spec() const { return spec_; }
+
+  // Submits and waits.
+  std::unique_ptr<Job> Run(std::unique_ptr<Job> job);
+
+ private:
+  const ModelSpec spec_;
+  MemoryBudget budget_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<DeviceModel> model_;
+  std::unique_ptr<PagePool> row_pool_;
+};
+
+// One sequence of the bench's model.
+class BenchSequence {
+ public:
+  explicit BenchSequence(DeviceBench& bench);
+
+  // Appends tokens [from, to) of a context, `chunk` at a time (0: at once).
+  absl::Status Append(const reference::Context& context, int64_t from, int64_t to,
+                      int64_t chunk = 0, int layer = 0);
+  BenchSequence Fork(int64_t token_count);
+  void Truncate(int64_t token_count);
+
+  // An item that attends with fp32 queries q [T][H_q][d]; empty visible: all
+  // causal over the last T tokens. q outlives the job.
+  JobItem AttendItem(const Policy& policy, const std::vector<float>& q, bool select_only,
+                     std::vector<int64_t> visible = {}, int layer = 0);
+  JobItem Attend(const Policy& policy, const std::vector<float>& q,
+                 std::vector<int64_t> visible = {}, int layer = 0);
+  JobItem Select(const Policy& policy, const std::vector<float>& q,
+                 std::vector<int64_t> visible = {}, int layer = 0);
+
+  int64_t token_count(int layer = 0) const { return rows_[layer]->token_count(); }
+  int64_t index_bytes() const { return device_sequence_->index_bytes(); }
+
+ private:
+  BenchSequence(DeviceBench& bench, std::unique_ptr<DeviceSequence> sequence);
+  JobItem RunOne(JobItem item, int layer);
+
+  DeviceBench* bench_;
+  std::unique_ptr<DeviceSequence> device_sequence_;
+  std::vector<std::unique_ptr<LayerRows>> rows_;
+};
+
+// out of query t, head h.
+std::span<const float> OutputOf(const ModelSpec& spec, const AttendWork& work, int64_t t, int h);
+
+}  // namespace spillway

@@ -1,0 +1,305 @@
+// A sparse attend is weighted attention over the rows that Select names, and
+// its certificate is what those rows say.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "host/core/normal.h"
+#include "tests/conformance/device_bench.h"
+#include "tests/reference/tail.h"
+
+namespace spillway {
+namespace {
+
+using reference::Context;
+
+// The selection of (query, KV head) as exact rows and strata.
+struct Parts {
+  std::vector<uint32_t> exact;
+  std::vector<reference::SampledTokens> strata;
+};
+
+Parts Split(const Selection& selection) {
+  Parts parts;
+  std::map<int, reference::SampledTokens> strata;
+  std::map<int, double> weight;
+  for (size_t i = 0; i < selection.indices.size(); ++i) {
+    if (selection.strata[i] < kStratumTail) {
+      EXPECT_EQ(selection.log_weights[i], 0);
+      parts.exact.push_back(selection.indices[i]);
+      continue;
+    }
+    strata[selection.strata[i]].tokens.push_back(selection.indices[i]);
+    weight[selection.strata[i]] = std::exp(selection.log_weights[i]);
+  }
+  for (auto& [id, s] : strata) {
+    s.token_count = std::llround(weight[id] * static_cast<double>(s.tokens.size()));
+    parts.strata.push_back(s);
+  }
+  return parts;
+}
+
+void ExpectWeighted(const Context& context, const std::vector<float>& q, const Policy& policy,
+                    const JobItem& attend, const JobItem& select, const std::string& what) {
+  ASSERT_TRUE(attend.status.ok()) << what << ": " << attend.status;
+  ASSERT_TRUE(select.status.ok()) << what << ": " << select.status;
+  const ModelSpec& spec = context.spec;
+  const AttendWork& work = *attend.attend;
+  const double z = NormalQuantile(1 - policy.delta / 2);
+  for (int h = 0; h < spec.query_head_count; ++h) {
+    const int kv_head = h / spec.group();
+    const reference::KeyValues kv = context.Head(kv_head);
+    for (int64_t t = 0; t < work.query_count; ++t) {
+      const int64_t n = work.visible[t];
+      const Selection& s = select.attend->selections[t * spec.kv_head_count + kv_head];
+      ASSERT_TRUE(std::is_sorted(s.indices.begin(), s.indices.end(), std::less_equal<>())) << what;
+      ASSERT_EQ(s.indices.size(), s.log_weights.size());
+      ASSERT_EQ(s.indices.size(), s.strata.size());
+      ASSERT_LT(s.indices.back(), n);
+      for (size_t i = 0; i < s.indices.size(); ++i) {
+        const int64_t token = s.indices[i];
+        EXPECT_EQ(s.strata[i] == kStratumSink, token < policy.sink_token_count);
+        EXPECT_EQ(s.strata[i] == kStratumWindow, token >= n - policy.window_token_count);
+      }
+      EXPECT_EQ(work.touched_row_counts[t * spec.kv_head_count + kv_head],
+                static_cast<int64_t>(s.indices.size()));
+      const std::vector<double> query = reference::Query(spec, q, t, h);
+      const reference::Attention wanted =
+          reference::WeightedAttention(kv, query, spec.softmax_scale, s.indices, s.log_weights);
+      ASSERT_LT(reference::RelativeDistance(OutputOf(spec, work, t, h), wanted.out), 2e-5)
+          << what << " query " << t << " head " << h;
+      const int64_t at = t * spec.query_head_count + h;
+      ASSERT_NEAR(work.lse[at], wanted.lse, 5e-5) << what;
+
+      const Parts parts = Split(s);
+      const Certificate& c = work.certificates[at];
+      EXPECT_EQ(c.visible_token_count, n);
+      EXPECT_EQ(c.heavy_token_count, std::count(s.strata.begin(), s.strata.end(), kStratumHeavy));
+      EXPECT_EQ(c.heavy_token_count + c.sampled_token_count + policy.sink_token_count +
+                    policy.window_token_count,
+                static_cast<int64_t>(s.indices.size()));
+      if (c.promise == Promise::kExact || parts.strata.empty()) continue;
+      const reference::Estimate e = reference::EstimateOutput(
+          kv, reference::Logits(kv, query, spec.softmax_scale, n), parts.exact, parts.strata);
+      const double error = z * std::sqrt(e.variance / e.norm_sq_unbiased);
+      EXPECT_NEAR(c.relative_error, error, 2e-3 * error) << what;
+      EXPECT_NEAR(c.tail_mass, 1 - e.exact_denominator / e.denominator, 1e-4) << what;
+      const bool may_promise =
+          policy.tail == Tail::kStratified || policy.bound != Bound::kDenominator;
+      if (policy.row_count_max == 0 && std::fabs(error - policy.epsilon) > 0.01 * error) {
+        EXPECT_EQ(c.promise,
+                  may_promise && error <= policy.epsilon ? Promise::kStatistical : Promise::kNone)
+            << what << " error " << error;
+      }
+    }
+  }
+}
+
+std::vector<std::pair<std::string, Policy>> Policies(const ModelSpec& spec) {
+  std::vector<std::pair<std::string, Policy>> policies;
+  for (const auto& [selector, name] :
+       {std::pair(Selector::kAsymmetric, "asymmetric"), std::pair(Selector::kHamming, "hamming"),
+        std::pair(Selector::kOracle, "oracle")}) {
+    Policy policy = DefaultPolicy(spec);
+    policy.selector = selector;
+    policy.seed = 17;
+    policies.push_back({std::string(name) + " stratified", policy});
+    Policy none = policy;
+    none.tail = Tail::kNone;
+    policies.push_back({std::string(name) + " none", none});
+    for (const auto& [bound, bound_name] :
+         {std::pair(Bound::kDenominator, "denominator"), std::pair(Bound::kPaper, "paper"),
+          std::pair(Bound::kRatio, "ratio")}) {
+      Policy uniform = policy;
+      uniform.tail = Tail::kUniform;
+      uniform.bound = bound;
+      policies.push_back({std::string(name) + " " + bound_name, uniform});
+    }
+    Policy fraction = policy;
+    fraction.heavy_kind = HeavyKind::kFraction;
+    fraction.heavy_fraction = 0.02;
+    policies.push_back({std::string(name) + " fraction", fraction});
+    if (selector == Selector::kHamming) continue;
+    Policy mass = policy;
+    mass.heavy_kind = HeavyKind::kMass;
+    mass.heavy_mass = 0.5;
+    policies.push_back({std::string(name) + " top-p", mass});
+  }
+  return policies;
+}
+
+class Sparse : public ::testing::TestWithParam<DeviceFactory> {};
+
+TEST_P(Sparse, IsWeightedAttentionOverItsSelection) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    const ModelSpec spec = MakeSpec(2, 3, 64, dtype);
+    DeviceBench bench(GetParam(), spec);
+    const Context context = reference::TraceContext(spec, 4200, 11);
+    const std::vector<float> q = reference::TraceQueries(context, 2, 12, 1.5);
+    BenchSequence sequence(bench);
+    ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+    for (const auto& [name, policy] : Policies(spec)) {
+      ASSERT_TRUE(Validate(policy, spec).empty()) << name;
+      ExpectWeighted(context, q, policy, sequence.Attend(policy, q), sequence.Select(policy, q),
+                     std::string(DTypeName(dtype)) + " " + name);
+    }
+  }
+}
+
+TEST_P(Sparse, EveryHeadDimAndManyGroups) {
+  for (const auto& [d, group] :
+       {std::pair(80, 1), std::pair(96, 5), std::pair(128, 8), std::pair(256, 16)}) {
+    const ModelSpec spec = MakeSpec(1, group, d, DType::kBF16);
+    DeviceBench bench(GetParam(), spec);
+    const Context context = reference::TraceContext(spec, 2500, d);
+    const std::vector<float> q = reference::TraceQueries(context, 1, d, 1.5);
+    BenchSequence sequence(bench);
+    ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+    for (const Selector selector : {Selector::kAsymmetric, Selector::kHamming, Selector::kOracle}) {
+      Policy policy = DefaultPolicy(spec);
+      policy.selector = selector;
+      ExpectWeighted(context, q, policy, sequence.Attend(policy, q), sequence.Select(policy, q),
+                     "d " + std::to_string(d) + " G " + std::to_string(group));
+    }
+  }
+}
+
+TEST_P(Sparse, ExplicitVisibleLengthsHideWhatFollows) {
+  const ModelSpec spec = MakeSpec(1, 2, 64, DType::kF32);
+  DeviceBench bench(GetParam(), spec);
+  const Context context = reference::TraceContext(spec, 5000, 21);
+  const std::vector<float> q = reference::TraceQueries(context, 3, 22, 1.5);
+  BenchSequence whole(bench);
+  ASSERT_TRUE(whole.Append(context, 0, context.n).ok());
+  // One dense query among sparse ones.
+  const std::vector<int64_t> visible = {3001, 1500, 4990};
+  for (const auto& [name, policy] : Policies(spec)) {
+    const JobItem attend = whole.Attend(policy, q, visible);
+    const JobItem select = whole.Select(policy, q, visible);
+    ASSERT_TRUE(attend.status.ok()) << name;
+    // The same as a sequence that ends there.
+    for (int t = 0; t < 3; ++t) {
+      BenchSequence prefix(bench);
+      ASSERT_TRUE(prefix.Append(context, 0, visible[t]).ok());
+      const int64_t width = spec.query_head_count * spec.head_dim;
+      const std::vector<float> one(q.begin() + t * width, q.begin() + (t + 1) * width);
+      const JobItem alone = prefix.Attend(policy, one);
+      const JobItem alone_select = prefix.Select(policy, one);
+      EXPECT_TRUE(std::equal(alone.attend->out.begin(), alone.attend->out.end(),
+                             attend.attend->out.begin() + t * width))
+          << name << " query " << t;
+      EXPECT_EQ(alone_select.attend->selections[0].indices, select.attend->selections[t].indices)
+          << name << " query " << t;
+    }
+  }
+}
+
+TEST_P(Sparse, SameBitsTwiceAndWithAnyNumberOfThreads) {
+  const ModelSpec spec = MakeSpec(2, 4, 64, DType::kBF16);
+  const Context context = reference::TraceContext(spec, 40000, 31);
+  const std::vector<float> q = reference::TraceQueries(context, 1, 32, 1.5);
+  std::map<std::string, JobItem> first;
+  for (const int threads : {1, 2, 4}) {
+    DeviceBench bench(GetParam(), spec, threads);
+    BenchSequence sequence(bench);
+    ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+    std::vector<std::pair<std::string, Policy>> policies = Policies(spec);
+    Policy all;
+    all.selector = Selector::kAll;
+    policies.push_back({"all", all});
+    for (const auto& [name, policy] : policies) {
+      for (int repeat = 0; repeat < 2; ++repeat) {
+        JobItem item = sequence.Attend(policy, q);
+        ASSERT_TRUE(item.status.ok()) << name;
+        if (first.count(name) == 0) {
+          first.emplace(name, std::move(item));
+          continue;
+        }
+        const AttendWork& a = *first.at(name).attend;
+        const AttendWork& b = *item.attend;
+        EXPECT_EQ(a.out, b.out) << name << " threads " << threads;
+        EXPECT_EQ(a.lse, b.lse) << name << " threads " << threads;
+        EXPECT_EQ(a.touched_row_counts, b.touched_row_counts) << name << " threads " << threads;
+        for (size_t i = 0; i < a.certificates.size(); ++i) {
+          // Bitwise: tail_mass may be NaN.
+          EXPECT_EQ(std::bit_cast<uint32_t>(a.certificates[i].relative_error),
+                    std::bit_cast<uint32_t>(b.certificates[i].relative_error))
+              << name;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Sparse, SequencesInOneJobDoNotTouchEachOther) {
+  const ModelSpec spec = MakeSpec(2, 2, 64, DType::kBF16);
+  DeviceBench bench(GetParam(), spec);
+  const Policy policy = DefaultPolicy(spec);
+  std::vector<Context> contexts;
+  std::vector<std::vector<float>> queries;
+  std::vector<std::unique_ptr<BenchSequence>> sequences;
+  for (int i = 0; i < 4; ++i) {
+    contexts.push_back(reference::TraceContext(spec, 1000 + 1500 * i, i));
+    queries.push_back(reference::TraceQueries(contexts[i], 1 + i % 2, i, 1.5));
+    sequences.push_back(std::make_unique<BenchSequence>(bench));
+    ASSERT_TRUE(sequences[i]->Append(contexts[i], 0, contexts[i].n).ok());
+  }
+  auto job = std::make_unique<Job>();
+  for (int i = 0; i < 4; ++i) {
+    job->items.push_back(sequences[i]->AttendItem(policy, queries[i], false));
+  }
+  job = bench.Run(std::move(job));
+  for (int i = 0; i < 4; ++i) {
+    const JobItem alone = sequences[i]->Attend(policy, queries[i]);
+    ASSERT_TRUE(alone.status.ok() && job->items[i].status.ok());
+    EXPECT_EQ(alone.attend->out, job->items[i].attend->out) << i;
+    EXPECT_EQ(alone.attend->lse, job->items[i].attend->lse) << i;
+  }
+}
+
+TEST_P(Sparse, RowCountMaxIsNeverExceededAndTakesThePromise) {
+  const ModelSpec spec = MakeSpec(2, 2, 64, DType::kF32);
+  DeviceBench bench(GetParam(), spec);
+  const Context context = reference::TraceContext(spec, 8192, 41);
+  const std::vector<float> q = reference::TraceQueries(context, 1, 42, 1.5);
+  BenchSequence sequence(bench);
+  ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+  for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
+    Policy policy = DefaultPolicy(spec);
+    policy.tail = tail;
+    policy.epsilon = 0.01;
+    const JobItem free = sequence.Attend(policy, q);
+    ASSERT_TRUE(free.status.ok());
+    const int64_t wanted = *std::min_element(free.attend->touched_row_counts.begin(),
+                                             free.attend->touched_row_counts.end());
+    // A draw's size varies with the seed: well below, the limit always binds.
+    for (int64_t limit = 400; limit < wanted * 4 / 5; limit += 1 + limit / 7) {
+      policy.row_count_max = limit;
+      for (policy.seed = 0; policy.seed < 5; ++policy.seed) {
+        ASSERT_TRUE(Validate(policy, spec).empty()) << limit;
+        const JobItem item = sequence.Attend(policy, q);
+        ASSERT_TRUE(item.status.ok());
+        for (int64_t touched : item.attend->touched_row_counts) ASSERT_LE(touched, limit);
+        for (const Certificate& c : item.attend->certificates) {
+          ASSERT_EQ(c.promise, Promise::kNone) << "limit " << limit;
+        }
+      }
+      ExpectWeighted(context, q, policy, sequence.Attend(policy, q), sequence.Select(policy, q),
+                     "limit " + std::to_string(limit));
+    }
+    policy.seed = 0;
+    policy.row_count_max = 8192;
+    EXPECT_EQ(sequence.Attend(policy, q).attend->out, free.attend->out);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Sparse, ::testing::ValuesIn(DeviceFactories()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace spillway

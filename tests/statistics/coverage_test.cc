@@ -1,0 +1,148 @@
+// P(||o^ - o|| > eps ||o||) <= delta, counted over draws of the policy's seed.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+
+#include "tests/statistics/experiment.h"
+#include "tests/statistics/proportion.h"
+
+namespace spillway {
+namespace {
+
+struct Coverage {
+  int64_t draws = 0;  // of one query head of each group: heads of a group fail together
+  int64_t violations = 0;
+  int64_t promised = 0;         // certificates STATISTICAL or EXACT
+  int64_t broken_promises = 0;  // of those
+  double worst = 0;             // share of the worst (query, KV head)
+  double rows = 0;              // mean rows touched
+  Interval interval() const { return WilsonInterval(violations, draws); }
+};
+
+// Draws a seed for every query and KV head. The first head of a group counts.
+Coverage Count(Experiment& e, Policy policy, int seeds) {
+  Coverage c;
+  std::vector<int> cell(e.kQueries * e.kKvHeads, 0);
+  for (int seed = 0; seed < seeds; ++seed) {
+    policy.seed = 1000 + seed;
+    const JobItem item = e.Attend(policy);
+    EXPECT_TRUE(item.status.ok()) << item.status;
+    const AttendWork& work = *item.attend;
+    for (int t = 0; t < e.kQueries; ++t) {
+      for (int g = 0; g < e.kKvHeads; ++g) {
+        const int h = g * e.kGroup;
+        const bool violated = e.ErrorOf(work, t, h) > policy.epsilon;
+        const Promise promise = work.certificates[t * e.spec.query_head_count + h].promise;
+        ++c.draws;
+        c.violations += violated;
+        cell[t * e.kKvHeads + g] += violated;
+        c.promised += promise != Promise::kNone;
+        c.broken_promises += promise != Promise::kNone && violated;
+        c.rows += static_cast<double>(work.touched_row_counts[t * e.kKvHeads + g]);
+      }
+    }
+  }
+  c.rows /= static_cast<double>(c.draws);
+  c.worst = static_cast<double>(*std::max_element(cell.begin(), cell.end())) / seeds;
+  return c;
+}
+
+void Report(const std::string& name, const Coverage& c) {
+  const Interval i = c.interval();
+  std::printf(
+      "%-44s violations %.4f [%.4f, %.4f] of %lld draws; worst (query, head) %.3f; "
+      "rows %.0f; promised %.3f\n",
+      name.c_str(), static_cast<double>(c.violations) / c.draws, i.low, i.high,
+      static_cast<long long>(c.draws), c.worst, c.rows, static_cast<double>(c.promised) / c.draws);
+  ::testing::Test::RecordProperty("violations", std::to_string(c.violations));
+  ::testing::Test::RecordProperty("draws", std::to_string(c.draws));
+  ::testing::Test::RecordProperty("interval_low", std::to_string(i.low));
+  ::testing::Test::RecordProperty("interval_high", std::to_string(i.high));
+  ::testing::Test::RecordProperty("worst", std::to_string(c.worst));
+}
+
+constexpr int kSeeds = 64 / kDrawsDivisor;          // 4,096 draws a case
+constexpr int kSeedsReported = 32 / kDrawsDivisor;  // 2,048
+
+Policy OraclePolicy(const ModelSpec& spec) {
+  Policy policy = DefaultPolicy(spec);
+  policy.selector = Selector::kOracle;
+  return policy;
+}
+
+// The whole confidence interval lies below delta, and nothing is bought by
+// reading everything.
+void ExpectHeld(const std::string& name, const Coverage& c, double delta) {
+  Report(name, c);
+  EXPECT_LE(c.interval().high, delta) << name;
+  EXPECT_GE(c.draws, 2048 / kDrawsDivisor);
+}
+
+TEST(Coverage, OracleStratified) {
+  Experiment e;
+  for (const double epsilon : {0.1, 0.05}) {
+    Policy policy = OraclePolicy(e.spec);
+    policy.epsilon = epsilon;
+    const Coverage c = Count(e, policy, kSeeds);
+    ExpectHeld("oracle stratified eps " + std::to_string(epsilon), c, policy.delta);
+    EXPECT_LT(c.rows, 0.6 * e.kTokens);
+  }
+}
+
+TEST(Coverage, OracleUniformRatio) {
+  Experiment e;
+  for (const double epsilon : {0.1, 0.05}) {
+    Policy policy = OraclePolicy(e.spec);
+    policy.tail = Tail::kUniform;
+    policy.bound = Bound::kRatio;
+    policy.epsilon = epsilon;
+    ExpectHeld("oracle uniform ratio eps " + std::to_string(epsilon), Count(e, policy, kSeeds),
+               policy.delta);
+  }
+}
+
+TEST(Coverage, OracleUniformPaper) {
+  Experiment e;
+  Policy policy = OraclePolicy(e.spec);
+  policy.tail = Tail::kUniform;
+  policy.bound = Bound::kPaper;
+  ExpectHeld("oracle uniform paper eps .1", Count(e, policy, kSeeds), policy.delta);
+}
+
+// vAttention's own setting: it bounds D alone, so the output breaks it. Their
+// budget has no inflation. DESIGN's table reads .41 at this length.
+TEST(Coverage, DenominatorDoesNotHold) {
+  Experiment e;
+  Policy policy = OraclePolicy(e.spec);
+  policy.tail = Tail::kUniform;
+  policy.bound = Bound::kDenominator;
+  policy.heavy_kind = HeavyKind::kFraction;
+  policy.heavy_fraction = 0.02;
+  policy.inflation = 1;
+  const Coverage c = Count(e, policy, kSeeds);
+  Report("oracle uniform denominator eps .1", c);
+  EXPECT_GT(c.interval().low, policy.delta);
+  // And it never says otherwise: only what was read whole is promised.
+  EXPECT_EQ(c.broken_promises, 0);
+}
+
+// Weaker ranks: reported with their intervals, not asserted.
+TEST(Coverage, WeakerRanksAreReported) {
+  for (const int bits : {1, 2, 4}) {
+    Experiment e(bits);
+    for (const double epsilon : {0.1, 0.05}) {
+      Policy policy = DefaultPolicy(e.spec);
+      policy.epsilon = epsilon;
+      Report("asymmetric " + std::to_string(bits) + " bits eps " + std::to_string(epsilon),
+             Count(e, policy, kSeedsReported));
+      if (bits > 1) continue;
+      policy.selector = Selector::kHamming;
+      Report("hamming eps " + std::to_string(epsilon), Count(e, policy, kSeedsReported));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace spillway
