@@ -1,0 +1,237 @@
+"""Decodes a real document with a real model, through transformers and through spillwayd.
+
+Reads the document with transformers' own attention and then with the daemon's,
+answers the question with both, and measures how good and how sparse the
+daemon's attention was. Writes summary.json and report.png to build/demo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import spillway
+import torch
+import typer
+from demonstration import decoding, document, model, report, serving
+from demonstration.observation import Observer
+from rich.console import Console
+from spillway.transformers import SpillwayCache
+from transformers import DynamicCache
+
+ROOT = Path(__file__).resolve().parents[1]
+# Tokens of the document whose successor both sides predict.
+FORCED_TOKEN_COUNT = 128
+# Attends of each layer that are recomputed exactly.
+RECOMPUTED_COUNT = 48
+
+
+@dataclasses.dataclass
+class Side:
+    """What one way of attending gave.
+
+    Attributes:
+        answer: Text of the answer.
+        new_token_count: Tokens of the answer.
+        logits: Logits after each forced token.
+        tokens_per_second: Rate of the forced steps.
+        prefill_seconds: Time to read the prompt.
+    """
+
+    answer: str
+    new_token_count: int
+    logits: torch.Tensor
+    tokens_per_second: float
+    prefill_seconds: float
+
+
+def run_side(
+    language_model: Any, tokenizer: Any, cache: Any, prompt: document.Prompt, console: Console
+) -> Side:
+    """Reads the prompt, answers, and decodes the document's last tokens again."""
+    # The last token is the first that is decoded.
+    seconds = decoding.prefill(language_model, cache, prompt.tokens[:-1], console)
+    made = decoding.answer(language_model, cache, tokenizer, prompt.tokens, console)
+    logits, forced_seconds = decoding.forced_steps(
+        language_model, cache, prompt.tokens, forced_start(prompt), FORCED_TOKEN_COUNT
+    )
+    return Side(
+        answer=tokenizer.decode(made, skip_special_tokens=True).strip(),
+        new_token_count=len(made),
+        logits=logits,
+        tokens_per_second=FORCED_TOKEN_COUNT / forced_seconds,
+        prefill_seconds=seconds,
+    )
+
+
+def forced_start(prompt: document.Prompt) -> int:
+    """Position of the first forced token: the last one predicts the document's last."""
+    return prompt.document_end - 1 - FORCED_TOKEN_COUNT
+
+
+def observe(
+    language_model: Any, cache: SpillwayCache, prompt: document.Prompt, seed: int
+) -> Observer:
+    """Repeats the forced steps, untimed, and recomputes a share of their attends."""
+    layer_count = language_model.config.num_hidden_layers
+    observer = Observer(seed, layer_count, FORCED_TOKEN_COUNT, RECOMPUTED_COUNT)
+    cache.on_attend = observer
+    decoding.forced_steps(
+        language_model, cache, prompt.tokens, forced_start(prompt), FORCED_TOKEN_COUNT
+    )
+    cache.on_attend = None
+    return observer
+
+
+def summarize(
+    prompt: document.Prompt,
+    seed: int,
+    dense: Side,
+    sparse: Side,
+    observer: Observer,
+    daemon_model: spillway.Model,
+    info: spillway.SequenceInfo,
+) -> dict[str, Any]:
+    """Gathers what summary.json says."""
+
+    def found(text: str) -> bool | None:
+        return None if prompt.code_word is None else prompt.code_word in text
+
+    policy = dataclasses.asdict(daemon_model.policy)
+    policy |= {name: v for name, v in dataclasses.asdict(info.policy).items() if v is not None}
+    observed = np.stack([np.stack(errors) for errors in observer.observed])
+    certified = np.concatenate([np.concatenate(errors) for errors in observer.certified])
+    finite = certified[np.isfinite(certified)]
+    fractions = np.stack([np.stack(steps) for steps in observer.fractions])
+    beyond = observed > observer.epsilon
+    per_head = beyond.mean(axis=1)
+    layer, head = np.unravel_index(per_head.argmax(), per_head.shape)
+    dense_log, sparse_log = (
+        torch.log_softmax(side.logits.double(), dim=-1) for side in (dense, sparse)
+    )
+    agreement = (dense.logits.argmax(dim=-1) == sparse.logits.argmax(dim=-1)).double().mean()
+    divergence = (dense_log.exp() * (dense_log - sparse_log)).sum(dim=-1).mean()
+    return {
+        "model": model.NAME,
+        "context_tokens": len(prompt.tokens),
+        "new_tokens": sparse.new_token_count,
+        "policy": policy,
+        "dense_answer": dense.answer,
+        "answer": sparse.answer,
+        "needle_found": found(sparse.answer),
+        "dense_needle_found": found(dense.answer),
+        "rows_touched_fraction": float(fractions.mean()),
+        "epsilon": observer.epsilon,
+        "delta": observer.delta,
+        # Of those that know an error; uncertified_count says how many do not.
+        "certified_error_mean": float(finite.mean()),
+        "observed_error_mean": float(observed.mean()),
+        "observed_violation_fraction": float(beyond.mean()),
+        "top1_agreement": float(agreement),
+        "top1_tokens": FORCED_TOKEN_COUNT,
+        "dense_tokens_per_second": dense.tokens_per_second,
+        "tokens_per_second": sparse.tokens_per_second,
+        "kv_bytes_host": info.row_bytes,
+        "index_bytes": info.index_bytes,
+        "seed": seed,
+        "document": prompt.source.name,
+        "document_cut": prompt.cut,
+        "question": prompt.question,
+        "code_word": prompt.code_word,
+        "kl_divergence_mean": float(divergence),
+        "dense_prefill_seconds": dense.prefill_seconds,
+        "prefill_seconds": sparse.prefill_seconds,
+        "rows_touched_fraction_by_layer": fractions.mean(axis=(1, 2)).tolist(),
+        "observed_count": observed.size,
+        "observed_violation_worst": {
+            "layer": int(layer),
+            "head": int(head),
+            "fraction": float(per_head[layer, head]),
+            "count": observed.shape[1],
+        },
+        "uncertified_count": certified.size - finite.size,
+        "promises": observer.promises,
+        "processor": processor_name(),
+        "core_count": len(os.sched_getaffinity(0)),
+        "torch_thread_count": torch.get_num_threads(),
+    }
+
+
+def processor_name() -> str:
+    """The processor's name as Linux tells it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def main(
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None,
+    question: Annotated[str | None, typer.Option()] = None,
+    seed: Annotated[int, typer.Option(min=0, help="code word, sampling, recomputed share")] = 0,
+    output: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "build/demo",
+) -> None:
+    """Decodes a document through transformers and through spillwayd, and compares."""
+    console = Console(highlight=False)
+    output.mkdir(parents=True, exist_ok=True)
+    models = ROOT / "build/models"
+    if not model.is_converted(models):
+        console.print(f"Converting {model.NAME} to safetensors, this once ...")
+    language_model, tokenizer = model.load(models)
+    room = language_model.config.max_position_embeddings - decoding.NEW_TOKEN_COUNT_MAX
+    prompt = document.make_prompt(tokenizer, file, question, seed, room)
+    if forced_start(prompt) < 1:
+        console.print(f"{prompt.source} has fewer than {FORCED_TOKEN_COUNT + 2} tokens")
+        raise typer.Exit(2)
+    console.print(
+        f"[bold]{model.NAME}[/] reads {prompt.source}{' up to what fits' if prompt.cut else ''}: "
+        f"{len(prompt.tokens):,} tokens with the question"
+    )
+    if prompt.code_word:
+        console.print(f"Planted in the middle: The secret code word is {prompt.code_word}.")
+    console.print(f"Question: {prompt.question}", markup=False)
+
+    console.print("\n[bold]transformers' own attention[/]")
+    cache = DynamicCache(config=language_model.config)
+    dense = run_side(language_model, tokenizer, cache, prompt, console)
+    del cache
+
+    console.print("\n[bold]attention through spillwayd[/]")
+    language_model.set_attn_implementation("spillway")
+    policy = spillway.Policy(seed=seed)
+    log = output / "spillwayd.log"
+    with (
+        serving.running_daemon(serving.find_binary(ROOT), log) as target,
+        spillway.connect(target) as client,
+        SpillwayCache(language_model.config, client, policy=policy) as cache,
+    ):
+        sparse = run_side(language_model, tokenizer, cache, prompt, console)
+        console.print("  recomputing a share of the attends exactly ...")
+        observer = observe(language_model, cache, prompt, seed)
+        assert cache.model is not None
+        info = cache.sequences[0].refresh()
+        summary = summarize(prompt, seed, dense, sparse, observer, cache.model, info)
+
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    report.draw(observer, summary, output / "report.png")
+    console.print()
+    report.print_table(summary, console)
+    ratio = sparse.tokens_per_second / dense.tokens_per_second
+    if ratio < 1:
+        console.print(f"Decoding through the daemon was slower here: {ratio:.2f} times the rate.")
+    failed = [check.text for check in report.requirements(summary) if not check.met]
+    for text in failed:
+        console.print(f"[red]Not met:[/] {text}")
+    console.print(f"Written: {output / 'summary.json'}, {output / 'report.png'}, {log}")
+    if failed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))

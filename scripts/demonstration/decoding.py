@@ -1,0 +1,83 @@
+"""Runs the model, whatever attention and cache it has."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from transformers import TextStreamer
+
+NEW_TOKEN_COUNT_MAX = 96
+
+
+class ConsoleStreamer(TextStreamer):
+    """Prints the answer as it comes, without the prompt."""
+
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._console = console
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Prints the next part of the text."""
+        self._console.print(
+            text, end="\n" if stream_end else "", style="green", markup=False, highlight=False
+        )
+
+
+@torch.inference_mode()
+def prefill(model: Any, cache: Any, tokens: torch.Tensor, console: Console) -> float:
+    """Reads tokens [n] into the cache, with a progress bar; returns the seconds."""
+    layers = model.get_decoder().layers
+    columns = (TextColumn("  reading"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(layers))
+        hooks = [layer.register_forward_hook(lambda *_: progress.advance(task)) for layer in layers]
+        try:
+            start = time.perf_counter()
+            model(input_ids=tokens[None], past_key_values=cache, logits_to_keep=1)
+            return time.perf_counter() - start
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@torch.inference_mode()
+def answer(
+    model: Any, cache: Any, tokenizer: Any, tokens: torch.Tensor, console: Console
+) -> torch.Tensor:
+    """Generates greedily after the prompt [n], all but the last of it in the cache.
+
+    Prints the answer as it comes and returns its tokens.
+    """
+    made = model.generate(
+        input_ids=tokens[None],
+        attention_mask=torch.ones_like(tokens[None]),
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKEN_COUNT_MAX,
+        do_sample=False,
+        streamer=ConsoleStreamer(tokenizer, console),
+    )
+    return made[0, len(tokens) :]
+
+
+@torch.inference_mode()
+def forced_steps(
+    model: Any, cache: Any, tokens: torch.Tensor, start: int, count: int
+) -> tuple[torch.Tensor, float]:
+    """Decodes tokens [n] from a position on, one by one, each given.
+
+    What the cache holds from there on is dropped first.
+
+    Returns:
+        Logits [count, vocabulary] after each token, and the seconds.
+    """
+    cache.crop(start - cache.get_seq_length())
+    logits = []
+    begin = time.perf_counter()
+    for token in tokens[start : start + count]:
+        logits.append(model(input_ids=token[None, None], past_key_values=cache).logits[0, -1])
+    seconds = time.perf_counter() - begin
+    return torch.stack(logits), seconds

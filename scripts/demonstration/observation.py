@@ -1,0 +1,70 @@
+"""What is seen of the daemon's attends: rows, certificates, true errors."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from spillway import Policy
+from spillway.transformers import AttendEvent
+
+EXACT = Policy(selector="all")
+
+
+def relative_errors(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """||out - exact|| / ||exact|| over the last dimension, in float64."""
+    out, exact = out.double(), exact.double()
+    return (out - exact).norm(dim=-1) / exact.norm(dim=-1)
+
+
+class Observer:
+    """An `on_attend` that records every attend and recomputes a share exactly.
+
+    The exact output comes from the daemon's own policy `all`, with the same
+    query on the same sequence before anything more is appended to the layer.
+
+    Attributes:
+        fractions: Rows touched over rows visible, per layer a list of [H_kv].
+        certified: Certified errors, per layer a list of [H_q]; infinite where
+            nothing is known.
+        observed: True errors of the recomputed share, likewise.
+        certified_then: Certified errors of that share, likewise.
+        promises: How many certificates promise what.
+        epsilon: Error promised.
+        delta: Chance that the promise fails.
+    """
+
+    def __init__(self, seed: int, layer_count: int, step_count: int, recomputed_count: int) -> None:
+        """Chooses which steps of each layer are recomputed."""
+        choose = random.Random(seed)
+        self._recomputed = [
+            set(choose.sample(range(step_count), min(recomputed_count, step_count)))
+            for _ in range(layer_count)
+        ]
+        self._step = [0] * layer_count
+        self.fractions: list[list[np.ndarray]] = [[] for _ in range(layer_count)]
+        self.certified: list[list[np.ndarray]] = [[] for _ in range(layer_count)]
+        self.observed: list[list[np.ndarray]] = [[] for _ in range(layer_count)]
+        self.certified_then: list[list[np.ndarray]] = [[] for _ in range(layer_count)]
+        self.promises: dict[str, int] = {"exact": 0, "statistical": 0, "none": 0}
+        self.epsilon = 0.0
+        self.delta = 0.0
+
+    def __call__(self, event: AttendEvent) -> None:
+        """Records one attend of one query."""
+        layer, result = event.layer, event.result
+        certificate = result.certificate
+        visible = certificate.visible_token_counts[0, 0]
+        self.fractions[layer].append(result.touched_row_counts[0] / visible)
+        self.certified[layer].append(certificate.relative_errors[0])
+        for promise in certificate.promises[0]:
+            self.promises[str(promise)] += 1
+        self.epsilon, self.delta = certificate.epsilon, certificate.delta
+        step = self._step[layer]
+        self._step[layer] += 1
+        if step in self._recomputed[layer]:
+            exact = event.sequence.attend(layer, event.query, EXACT, out_dtype="float32")
+            errors = relative_errors(result.out, exact.out)[0]
+            self.observed[layer].append(errors.numpy())
+            self.certified_then[layer].append(certificate.relative_errors[0])
