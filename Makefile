@@ -40,7 +40,7 @@ test-cpp: build ## C++ tests on the release build
 	ctest --test-dir build/release --output-on-failure --parallel $(JOBS)
 
 test-python: build venv ## Python tests against the release daemon
-	$(PYTHON) -m pytest tests/python
+	$(PYTHON) -m pytest tests/python tests/model
 
 bench: build venv ## benchmarks and plots
 	$(PYTHON) bench/run.py
