@@ -44,6 +44,7 @@ class Engine {
   Arena& arena() { return *arena_; }
   MemoryBudget& budget() { return *budget_; }
   Registry& registry() { return registry_; }
+  const Registry& registry() const { return registry_; }
   const WorkCounters& work() const { return work_; }
 
   // --- Models. These may compute for long in the calling thread.

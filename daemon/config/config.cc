@@ -1,0 +1,259 @@
+#include "daemon/config/config.h"
+
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <set>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "toml.hpp"
+
+namespace spillway {
+namespace {
+
+// One setting: how it is named in the file and on the command line, and how
+// text becomes its value and back. In the file numbers and booleans are bare.
+struct Setting {
+  const char* key;  // section.name
+  const char* flag;
+  const char* help;
+  bool quoted;
+  std::function<absl::Status(Config&, const std::string&)> set;
+  std::function<std::string(const Config&)> get;
+};
+
+absl::Status Refuse(const std::string& text, const std::string& wanted) {
+  return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" is not ", wanted));
+}
+
+template <typename T>
+Setting Integer(const char* key, const char* flag, const char* help, T Config::*field, int64_t low,
+                int64_t high) {
+  return {key,
+          flag,
+          help,
+          false,
+          [=](Config& config, const std::string& text) {
+            int64_t value = 0;
+            if (!absl::SimpleAtoi(text, &value) || value < low || value > high) {
+              return Refuse(text, absl::StrCat("an integer in [", low, ", ", high, "]"));
+            }
+            config.*field = static_cast<T>(value);
+            return absl::OkStatus();
+          },
+          [=](const Config& config) { return absl::StrCat(config.*field); }};
+}
+
+Setting Seconds(const char* key, const char* flag, const char* help, double Config::*field,
+                double high) {
+  return {key,
+          flag,
+          help,
+          false,
+          [=](Config& config, const std::string& text) {
+            double value = 0;
+            if (!absl::SimpleAtod(text, &value) || !(value >= 0 && value <= high)) {
+              return Refuse(text, absl::StrCat("a number of seconds in [0, ", high, "]"));
+            }
+            config.*field = value;
+            return absl::OkStatus();
+          },
+          [=](const Config& config) { return absl::StrCat(config.*field); }};
+}
+
+Setting Choice(const char* key, const char* flag, const char* help, std::vector<std::string> names,
+               std::function<void(Config&, size_t)> set,
+               std::function<std::string(const Config&)> get) {
+  return {
+      key,
+      flag,
+      help,
+      true,
+      [names = std::move(names), set = std::move(set)](Config& config, const std::string& text) {
+        for (size_t i = 0; i < names.size(); ++i) {
+          if (names[i] != text) continue;
+          set(config, i);
+          return absl::OkStatus();
+        }
+        return Refuse(text, absl::StrCat("one of ", absl::StrJoin(names, ", ")));
+      },
+      std::move(get)};
+}
+
+const std::vector<Setting>& Settings() {
+  static const auto* const settings = new std::vector<Setting>{
+      {"server.listen", "--listen", "unix:/path or tcp:host:port", true,
+       [](Config& config, const std::string& text) {
+         if (!text.starts_with("unix:/") && !text.starts_with("tcp:")) {
+           return Refuse(text, "unix:/path or tcp:host:port");
+         }
+         config.listen = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.listen; }},
+      {"server.allow_remote", "--allow-remote", "let a TCP address be other than loopback", false,
+       [](Config& config, const std::string& text) {
+         if (!absl::SimpleAtob(text, &config.allow_remote)) return Refuse(text, "a boolean");
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.allow_remote ? "true" : "false"; }},
+      Seconds("server.grace_seconds", "--grace", "seconds that a stop waits for running calls",
+              &Config::grace_seconds, 86400),
+      Integer("server.stream_count_max", "--stream-count-max", "calls of one connection at once",
+              &Config::stream_count_max, 1, 65536),
+      Integer("server.decode_in_flight_max", "--decode-in-flight-max",
+              "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1, 1024),
+      {"memory.limit", "--memory-limit", "everything the daemon may hold, such as 64GiB", true,
+       [](Config& config, const std::string& text) {
+         const absl::StatusOr<int64_t> bytes = ParseBytes(text);
+         if (bytes.ok()) config.memory_limit_bytes = *bytes;
+         return bytes.status();
+       },
+       [](const Config& config) { return FormatBytes(config.memory_limit_bytes); }},
+      Integer("device.thread_count", "--threads", "worker threads, 0: one per core",
+              &Config::thread_count, 0, 4096),
+      Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",
+              &Config::ttl_seconds, 365.0 * 86400),
+      Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
+              &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max()),
+      Choice(
+          "log.level", "--log-level", "trace, debug, info, warning, error or off",
+          {"trace", "debug", "info", "warning", "error", "off"},
+          [](Config& config, size_t i) {
+            config.log_level =
+                std::vector<std::string>{"trace", "debug", "info", "warning", "error", "off"}[i];
+          },
+          [](const Config& config) { return config.log_level; }),
+      Choice(
+          "log.format", "--log-format", "text or json", {"text", "json"},
+          [](Config& config, size_t i) {
+            config.log_format = i == 0 ? LogFormat::kText : LogFormat::kJson;
+          },
+          [](const Config& config) {
+            return config.log_format == LogFormat::kText ? "text" : "json";
+          })};
+  return *settings;
+}
+
+std::string ValueText(const toml::value& value) {
+  if (value.is_string()) return value.as_string().str;
+  if (value.is_integer()) return absl::StrCat(value.as_integer());
+  if (value.is_floating()) return absl::StrCat(value.as_floating());
+  if (value.is_boolean()) return value.as_boolean() ? "true" : "false";
+  return "a value that is neither string, number nor boolean";
+}
+
+absl::Status SetFromFile(const std::string& path, const std::string& key, const toml::value& value,
+                         Config& config) {
+  for (const Setting& setting : Settings()) {
+    if (key != setting.key) continue;
+    absl::Status status = setting.set(config, ValueText(value));
+    if (status.ok()) return status;
+    return absl::InvalidArgumentError(absl::StrCat(path, ": ", key, ": ", status.message()));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", key));
+}
+
+absl::Status ReadFile(const std::string& path, Config& config) {
+  try {
+    const toml::value file = toml::parse(path);
+    for (const auto& [section, value] : file.as_table()) {
+      if (!value.is_table()) {
+        return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", section));
+      }
+      for (const auto& [name, inner] : value.as_table()) {
+        absl::Status status = SetFromFile(path, absl::StrCat(section, ".", name), inner, config);
+        if (!status.ok()) return status;
+      }
+    }
+  } catch (const std::exception& error) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string DefaultListen() {
+  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
+  if (runtime != nullptr && *runtime == '/') {
+    return absl::StrCat("unix:", runtime, "/spillway/spillwayd.sock");
+  }
+  return absl::StrCat("unix:/tmp/spillway-", getuid(), "/spillwayd.sock");
+}
+
+absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
+                                             int64_t memory_limit_default,
+                                             const std::string& version) {
+  CommandLine line;
+  line.config.listen = DefaultListen();
+  line.config.memory_limit_bytes = memory_limit_default;
+
+  CLI::App app("Keeps KV caches in host memory and attends to them.", "spillwayd");
+  std::string path;
+  app.add_option("--config", path, "TOML file with settings; flags win over it");
+  app.add_flag("--print-config", line.print_config, "print the settings in force and exit");
+  app.set_version_flag("--version", version);
+  std::map<std::string, std::string> flags;
+  for (const Setting& setting : Settings()) {
+    const auto take = [&flags, key = std::string(setting.key)](const std::string& text) {
+      flags[key] = text;
+    };
+    if (setting.key == std::string("server.allow_remote")) {
+      app.add_flag_function(
+          setting.flag, [take](int64_t count) { take(count > 0 ? "true" : "false"); },
+          setting.help);
+    } else {
+      app.add_option_function<std::string>(setting.flag, take, setting.help);
+    }
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::ostringstream out;
+    line.exit_code = app.exit(error, out, out);
+    line.message = out.str();
+    return line;
+  }
+  if (!path.empty()) {
+    if (absl::Status status = ReadFile(path, line.config); !status.ok()) return status;
+  }
+  for (const Setting& setting : Settings()) {
+    const auto flag = flags.find(setting.key);
+    if (flag == flags.end()) continue;
+    if (absl::Status status = setting.set(line.config, flag->second); !status.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat(setting.flag, ": ", status.message()));
+    }
+  }
+  return line;
+}
+
+std::string ToToml(const Config& config) {
+  std::string text;
+  std::string section;
+  for (const Setting& setting : Settings()) {
+    const std::string key = setting.key;
+    const size_t dot = key.find('.');
+    if (key.substr(0, dot) != section) {
+      absl::StrAppend(&text, section.empty() ? "" : "\n", "[", key.substr(0, dot), "]\n");
+      section = key.substr(0, dot);
+    }
+    const std::string value = setting.get(config);
+    absl::StrAppend(&text, key.substr(dot + 1), " = ");
+    if (setting.quoted) {
+      toml::value quoted(value);
+      absl::StrAppend(&text, toml::format(quoted, 1 << 16), "\n");
+    } else {
+      absl::StrAppend(&text, value, "\n");
+    }
+  }
+  return text;
+}
+
+}  // namespace spillway

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace spillway {
+
+enum class LogFormat { kText, kJson };
+
+// What the daemon is told, defaults filled in. Read once at start.
+struct Config {
+  // unix:/path, or tcp:host:port (port 0: any that is free).
+  std::string listen;
+  // Whether a TCP address may be other than loopback.
+  bool allow_remote = false;
+  // Everything the daemon may hold.
+  int64_t memory_limit_bytes = 0;
+  // Worker threads; 0: one per core.
+  int thread_count = 0;
+  // How long a stop waits for running calls.
+  double grace_seconds = 10;
+  // ttl of sequences that name none; 0: they never expire.
+  double ttl_seconds = 3600;
+  int64_t sequence_count_max = 65536;
+  // Calls of one connection at once.
+  int stream_count_max = 256;
+  // Messages of one Decode stream in flight.
+  int decode_in_flight_max = 32;
+  std::string log_level = "info";
+  LogFormat log_format = LogFormat::kText;
+};
+
+// unix:$XDG_RUNTIME_DIR/spillway/spillwayd.sock, or without that variable
+// unix:/tmp/spillway-$UID/spillwayd.sock.
+std::string DefaultListen();
+
+struct CommandLine {
+  Config config;
+  bool print_config = false;
+  // Not empty: print this and exit with exit_code instead of serving.
+  std::string message;
+  int exit_code = 0;
+};
+
+// Flags, over the file that --config names, over the defaults. Unknown keys
+// in the file, values that do not parse and values out of range are
+// INVALID_ARGUMENT that names them. memory_limit_default: for --memory-limit.
+absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
+                                             int64_t memory_limit_default,
+                                             const std::string& version);
+
+// The config as a TOML file that gives the same config.
+std::string ToToml(const Config& config);
+
+// "512MiB", "64 GiB", "1048576" to bytes, at least 1.
+absl::StatusOr<int64_t> ParseBytes(const std::string& text);
+// With the largest suffix that divides the bytes.
+std::string FormatBytes(int64_t bytes);
+
+}  // namespace spillway

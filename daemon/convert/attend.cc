@@ -1,0 +1,189 @@
+#include "daemon/convert/attend.h"
+
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/policy.h"
+#include "daemon/convert/tensor.h"
+#include "daemon/engine/checks.h"
+#include "daemon/engine/errors.h"
+
+namespace spillway {
+namespace {
+
+// What a certificate takes per query and head at most: three varint counts,
+// two floats and a promise.
+constexpr int64_t kCertificateBytes = 3 * 10 + 2 * 4 + 1;
+constexpr int64_t kFrameBytes = 1024;
+constexpr int64_t kSelectedRowBytes = 4 + 4 + 1;
+
+v1::Promise ToProto(Promise promise) {
+  switch (promise) {
+    case Promise::kExact:
+      return v1::PROMISE_EXACT;
+    case Promise::kStatistical:
+      return v1::PROMISE_STATISTICAL;
+    case Promise::kNone:
+      return v1::PROMISE_NONE;
+  }
+  return v1::PROMISE_UNSPECIFIED;
+}
+
+}  // namespace
+
+absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
+  if (layer >= 0 && layer < spec.layer_count) return absl::OkStatus();
+  return InvalidField("layer",
+                      absl::StrCat("value ", layer, " is not in [0, ", spec.layer_count, ")"));
+}
+
+absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec) {
+  const absl::StatusOr<DType> k_dtype =
+      CheckTensor(chunk.k(), {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, "chunk.k");
+  if (!k_dtype.ok()) return k_dtype.status();
+  const int64_t layer_count = chunk.k().shape(0);
+  const int64_t token_count = chunk.k().shape(2);
+  const absl::StatusOr<DType> v_dtype = CheckTensor(
+      chunk.v(), {layer_count, spec.kv_head_count, token_count, spec.head_dim}, "chunk.v");
+  if (!v_dtype.ok()) return v_dtype.status();
+  for (const auto& [dtype, field] :
+       {std::pair(*k_dtype, "chunk.k.dtype"), std::pair(*v_dtype, "chunk.v.dtype")}) {
+    if (dtype == spec.dtype) continue;
+    return InvalidField(field, absl::StrCat(std::string(DTypeName(dtype)), " is not the model's ",
+                                            std::string(DTypeName(spec.dtype))));
+  }
+  if (chunk.layer_start() < 0 || chunk.layer_start() >= spec.layer_count ||
+      layer_count > spec.layer_count - chunk.layer_start()) {
+    return InvalidField("chunk.layer_start",
+                        absl::StrCat(layer_count, " layers from ", chunk.layer_start(),
+                                     " are not in [0, ", spec.layer_count, ")"));
+  }
+  // Token indices are 32 bits wide.
+  if (chunk.token_start() < 0 ||
+      chunk.token_start() > int64_t{std::numeric_limits<uint32_t>::max()} - token_count) {
+    return InvalidField("chunk.token_start",
+                        absl::StrCat("value ", chunk.token_start(), " is not in [0, ",
+                                     std::numeric_limits<uint32_t>::max() - token_count, "]"));
+  }
+  Chunk out;
+  out.layer_start = chunk.layer_start();
+  out.layer_count = static_cast<int>(layer_count);
+  out.start = chunk.token_start();
+  out.count = token_count;
+  out.generation = chunk.generation();
+  out.k = BytesOf(chunk.k());
+  out.v = BytesOf(chunk.v());
+  if (absl::Status status = CheckFinite(out, spec); !status.ok()) return status;
+  return out;
+}
+
+absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence) {
+  const ModelSpec& spec = sequence.model->spec;
+  AttendWork work;
+  const absl::StatusOr<DType> dtype =
+      CheckTensor(item.q(), {kAnyDim, spec.query_head_count, spec.head_dim}, "q");
+  if (!dtype.ok()) return dtype.status();
+  work.q_dtype = *dtype;
+  work.q = BytesOf(item.q());
+  work.query_count = item.q().shape(0);
+  if (work.query_count > kQueryCountMax) {
+    return InvalidField(
+        "q.shape", absl::StrCat(work.query_count, " queries are not in [1, ", kQueryCountMax, "]"));
+  }
+  const int visible_count = item.visible_token_counts_size();
+  if (visible_count != 0 && visible_count != work.query_count) {
+    return InvalidField("visible_token_counts",
+                        absl::StrCat(visible_count, " values for ", work.query_count, " queries"));
+  }
+  work.visible.assign(item.visible_token_counts().begin(), item.visible_token_counts().end());
+  if (item.has_policy()) {
+    absl::StatusOr<Policy> policy = ApplyPolicy(item.policy(), sequence.policy, spec, "policy.");
+    if (!policy.ok()) return policy.status();
+    work.policy = *std::move(policy);
+  } else {
+    work.policy = sequence.policy;
+  }
+  if (absl::Status status = CheckFinite(work, spec); !status.ok()) return status;
+  return work;
+}
+
+absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype) {
+  if (asked == v1::DTYPE_UNSPECIFIED) return q_dtype;
+  if (asked == v1::DTYPE_F32) return DType::kF32;
+  return InvalidField("out_dtype", absl::StrCat("value ", static_cast<int>(asked),
+                                                " is neither unset nor DTYPE_F32"));
+}
+
+int64_t ResultBytes(const AttendWork& work, const ModelSpec& spec, DType out_dtype) {
+  const int64_t heads = work.query_count * spec.query_head_count;
+  return kFrameBytes +
+         heads * (int64_t{spec.head_dim} * DTypeBytes(out_dtype) + 4 + kCertificateBytes) +
+         work.query_count * spec.kv_head_count * 10;
+}
+
+void FillCertificate(const AttendWork& work, v1::Certificate& certificate) {
+  const int count = static_cast<int>(work.certificates.size());
+  certificate.mutable_visible_token_counts()->Reserve(count);
+  certificate.mutable_heavy_token_counts()->Reserve(count);
+  certificate.mutable_sampled_token_counts()->Reserve(count);
+  certificate.mutable_relative_errors()->Reserve(count);
+  certificate.mutable_tail_masses()->Reserve(count);
+  certificate.mutable_promises()->Reserve(count);
+  for (const Certificate& head : work.certificates) {
+    certificate.add_visible_token_counts(head.visible_token_count);
+    certificate.add_heavy_token_counts(head.heavy_token_count);
+    certificate.add_sampled_token_counts(head.sampled_token_count);
+    certificate.add_relative_errors(head.relative_error);
+    certificate.add_tail_masses(head.tail_mass);
+    certificate.add_promises(ToProto(head.promise));
+  }
+  certificate.set_epsilon(work.policy.epsilon);
+  certificate.set_delta(work.policy.delta);
+  certificate.set_inflation(work.policy.inflation);
+}
+
+void FillResult(const Job& job, const AttendWork& work, const ModelSpec& spec, DType out_dtype,
+                v1::AttendResult& result) {
+  result.mutable_status();
+  FillTensor(work.out, out_dtype, {work.query_count, spec.query_head_count, spec.head_dim},
+             *result.mutable_out());
+  FillTensor(work.lse, DType::kF32, {work.query_count, spec.query_head_count},
+             *result.mutable_lse());
+  FillCertificate(work, *result.mutable_certificate());
+  v1::AttendStatistics& statistics = *result.mutable_statistics();
+  statistics.mutable_touched_row_counts()->Add(work.touched_row_counts.begin(),
+                                               work.touched_row_counts.end());
+  statistics.set_device_time_us(job.device_time_us);
+}
+
+absl::Status FillSelection(const AttendWork& work, v1::Selection& selection) {
+  int64_t count = 0;
+  selection.add_offsets(0);
+  for (const Selection& head : work.selections) {
+    count += static_cast<int64_t>(head.indices.size());
+    selection.add_offsets(count);
+  }
+  if (count > (kMessageBytesMax - (64 << 10)) / kSelectedRowBytes) {
+    return WithReason(
+        absl::ResourceExhaustedError(
+            absl::StrCat(count, " selected rows do not fit in a message; FetchPages streams them")),
+        "RESPONSE_TOO_LARGE", {{"row_count", absl::StrCat(count)}});
+  }
+  std::vector<uint32_t> indices;
+  std::vector<float> log_weights;
+  std::vector<uint8_t> strata;
+  indices.reserve(count);
+  log_weights.reserve(count);
+  strata.reserve(count);
+  for (const Selection& head : work.selections) {
+    indices.insert(indices.end(), head.indices.begin(), head.indices.end());
+    log_weights.insert(log_weights.end(), head.log_weights.begin(), head.log_weights.end());
+    strata.insert(strata.end(), head.strata.begin(), head.strata.end());
+  }
+  FillTensor(indices, *selection.mutable_indices());
+  FillTensor(log_weights, DType::kF32, {count}, *selection.mutable_log_weights());
+  FillTensor(strata, *selection.mutable_strata());
+  return absl::OkStatus();
+}
+
+}  // namespace spillway

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/engine/requests.h"
+#include "spillway/v1/attention_service.pb.h"
+
+namespace spillway {
+
+inline constexpr int64_t kMessageBytesMax = int64_t{4} << 20;
+inline constexpr int kQueryCountMax = 1024;
+inline constexpr int kAttendItemCountMax = 256;
+
+// Requests to the engine's; shapes, ranges and finiteness are checked and
+// INVALID_ARGUMENT or OUT_OF_RANGE names the field relative to the message.
+// The results point into the messages' bytes.
+absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
+absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec);
+// Everything but the item's sequence name.
+absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence);
+// The dtype of out: q's, or f32 where asked.
+absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype);
+
+// Most bytes of an answer to `work`, beside the message's own frame.
+int64_t ResultBytes(const AttendWork& work, const ModelSpec& spec, DType out_dtype);
+
+// The result of an item that succeeded.
+void FillResult(const Job& job, const AttendWork& work, const ModelSpec& spec, DType out_dtype,
+                v1::AttendResult& result);
+void FillCertificate(const AttendWork& work, v1::Certificate& certificate);
+// The selection of an item with one query. RESOURCE_EXHAUSTED, reason
+// RESPONSE_TOO_LARGE, when it does not fit in a message.
+absl::Status FillSelection(const AttendWork& work, v1::Selection& selection);
+
+}  // namespace spillway

@@ -1,0 +1,179 @@
+#include "daemon/convert/model.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/policy.h"
+#include "daemon/convert/tensor.h"
+#include "daemon/engine/errors.h"
+
+namespace spillway {
+namespace {
+
+constexpr absl::Duration kTtlMax = absl::Hours(24 * 365);
+
+void CheckTraits(const v1::ModelTraits& traits, std::vector<FieldError>& errors) {
+  const auto refuse = [&](bool set, const char* field, const char* what) {
+    if (set) errors.push_back({absl::StrCat("model.traits.", field), what});
+  };
+  refuse(traits.sliding_window_token_count() != 0, "sliding_window_token_count",
+         "models with a sliding window are not served");
+  refuse(traits.logit_softcap() != 0, "logit_softcap", "soft-capped logits are not served");
+  refuse(traits.latent_attention(), "latent_attention",
+         "multi-head latent attention is not served");
+  refuse(traits.attention_sinks(), "attention_sinks",
+         "learned attention-sink logits are not served");
+}
+
+HashSpec HashFromProto(const v1::HashWeights& weights) {
+  HashSpec hash;
+  switch (weights.kind_case()) {
+    case v1::HashWeights::kRotation:
+      hash.kind = HashKind::kRotation;
+      if (weights.rotation().has_bits_per_dim()) {
+        hash.bits_per_dim = weights.rotation().bits_per_dim();
+      }
+      hash.seed = weights.rotation().seed();
+      break;
+    case v1::HashWeights::kMlp:
+      hash.kind = HashKind::kMlp;
+      if (weights.mlp().has_hash_bits()) hash.hash_bits = weights.mlp().hash_bits();
+      // 0 stands for head_dim inside; a client that sends it is refused below.
+      hash.hidden_dim = weights.mlp().hidden_dim();
+      hash.residual = weights.mlp().residual();
+      break;
+    case v1::HashWeights::KIND_NOT_SET:
+      hash.kind = HashKind::kNone;
+      break;
+  }
+  return hash;
+}
+
+v1::HashWeights HashToProto(const HashSpec& hash) {
+  v1::HashWeights weights;
+  if (hash.kind == HashKind::kRotation) {
+    weights.mutable_rotation()->set_bits_per_dim(hash.bits_per_dim);
+    weights.mutable_rotation()->set_seed(hash.seed);
+  } else if (hash.kind == HashKind::kMlp) {
+    weights.mutable_mlp()->set_hash_bits(hash.hash_bits);
+    weights.mutable_mlp()->set_hidden_dim(hash.hidden_dim);
+    weights.mutable_mlp()->set_residual(hash.residual);
+  }
+  return weights;
+}
+
+}  // namespace
+
+google::protobuf::Timestamp ToProto(absl::Time time) {
+  google::protobuf::Timestamp out;
+  const timespec spec = absl::ToTimespec(time);
+  out.set_seconds(spec.tv_sec);
+  out.set_nanos(static_cast<int32_t>(spec.tv_nsec));
+  return out;
+}
+
+absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
+  std::vector<FieldError> errors;
+  ModelDescription description;
+  ModelSpec& spec = description.spec;
+  spec.layer_count = model.layer_count();
+  spec.query_head_count = model.query_head_count();
+  spec.kv_head_count = model.kv_head_count();
+  spec.head_dim = model.head_dim();
+  if (const std::optional<DType> dtype = FromProto(model.dtype())) {
+    spec.dtype = *dtype;
+  } else {
+    errors.push_back({"model.dtype", absl::StrCat("value ", static_cast<int>(model.dtype()),
+                                                  " is not DTYPE_F32, F16 or BF16")});
+  }
+  if (model.has_softmax_scale()) {
+    spec.softmax_scale = model.softmax_scale();
+    // 0 means the default inside, and must not slip in from a client.
+    if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
+      errors.push_back({"model.softmax_scale", absl::StrCat("value ", spec.softmax_scale,
+                                                            " is not finite and greater than 0")});
+      spec.softmax_scale = 1;
+    }
+  }
+  spec.hash = HashFromProto(model.hash_weights());
+  const v1::MlpHash& mlp = model.hash_weights().mlp();
+  if (mlp.has_hidden_dim() && mlp.hidden_dim() == 0) {
+    errors.push_back({"model.hash_weights.mlp.hidden_dim", "value 0 is not in [1, 4096]"});
+  }
+  CheckTraits(model.traits(), errors);
+  for (FieldError& error : Normalize(spec)) {
+    errors.push_back({"model." + error.field, std::move(error.description)});
+  }
+  if (!errors.empty()) return InvalidFields(errors);
+  absl::StatusOr<Policy> policy =
+      ApplyPolicy(model.default_policy(), DefaultPolicy(spec), spec, "model.default_policy.");
+  if (!policy.ok()) return policy.status();
+  description.policy = *std::move(policy);
+  return description;
+}
+
+v1::Model ToProto(const Model& model, const Engine& engine) {
+  v1::Model out;
+  const ModelSpec& spec = model.spec;
+  out.set_name(model.name);
+  out.set_layer_count(spec.layer_count);
+  out.set_query_head_count(spec.query_head_count);
+  out.set_kv_head_count(spec.kv_head_count);
+  out.set_head_dim(spec.head_dim);
+  out.set_dtype(ToProto(spec.dtype));
+  out.set_softmax_scale(spec.softmax_scale);
+  *out.mutable_default_policy() = ToProto(model.policy);
+  if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);
+  out.set_ready(model.ready());
+  out.set_row_bytes_per_token(spec.row_bytes() * spec.kv_head_count * spec.layer_count);
+  out.set_index_bytes_per_token(engine.IndexBytesPerToken(spec));
+  *out.mutable_create_time() = ToProto(model.create_time);
+  return out;
+}
+
+absl::StatusOr<absl::Duration> TtlFromProto(const v1::Sequence& sequence, absl::Duration unset) {
+  if (!sequence.has_ttl()) return unset;
+  const google::protobuf::Duration& ttl = sequence.ttl();
+  const absl::Duration duration = absl::Seconds(ttl.seconds()) + absl::Nanoseconds(ttl.nanos());
+  if (ttl.seconds() < 0 || ttl.nanos() < 0 || ttl.nanos() > 999'999'999 || duration > kTtlMax) {
+    return InvalidField("sequence.ttl", absl::StrCat("value ", ttl.seconds(), " s ", ttl.nanos(),
+                                                     " ns is not in [0, 365 days]"));
+  }
+  return duration == absl::ZeroDuration() ? absl::InfiniteDuration() : duration;
+}
+
+v1::Sequence ToProto(const Sequence& sequence) {
+  v1::Sequence out;
+  const SequenceSnapshot snapshot = sequence.snapshot();
+  out.set_name(sequence.name);
+  out.set_model(sequence.model->name);
+  *out.mutable_policy() = ToProto(sequence.policy);
+  google::protobuf::Duration& ttl = *out.mutable_ttl();
+  if (sequence.ttl != absl::InfiniteDuration()) {
+    const timespec spec = absl::ToTimespec(sequence.ttl);
+    ttl.set_seconds(spec.tv_sec);
+    ttl.set_nanos(static_cast<int32_t>(spec.tv_nsec));
+    *out.mutable_expire_time() = ToProto(sequence.expire_time());
+  }
+  out.set_token_count(snapshot.token_count);
+  out.mutable_layer_token_counts()->Add(snapshot.layer_token_counts.begin(),
+                                        snapshot.layer_token_counts.end());
+  out.set_generation(snapshot.generation);
+  out.set_row_bytes(snapshot.row_bytes);
+  out.set_index_bytes(snapshot.index_bytes);
+  *out.mutable_create_time() = ToProto(sequence.create_time);
+  return out;
+}
+
+void ToProto(const WorkCounters& counters, v1::WorkStatistics& work) {
+  work.set_attend_count(counters.attend_count);
+  work.set_appended_row_count(counters.appended_row_count);
+  work.set_touched_row_count(counters.touched_row_count);
+  work.set_visible_row_count(counters.visible_row_count);
+  work.set_attend_time_us(counters.attend_time_us);
+  work.set_exact_count(counters.exact_count);
+  work.set_statistical_count(counters.statistical_count);
+  work.set_none_count(counters.none_count);
+}
+
+}  // namespace spillway

@@ -1,0 +1,44 @@
+// spillwayd: keeps KV caches in host memory and attends to them.
+#include <csignal>
+#include <iostream>
+
+#include "daemon/config/config.h"
+#include "daemon/server/daemon.h"
+#include "daemon/server/logging.h"
+#include "host/memory/topology.h"
+
+int main(int argc, char** argv) {
+  // Before any thread starts, so that all of them leave these to sigwait.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+  const absl::StatusOr<spillway::Topology> topology = spillway::DetectTopology();
+  if (!topology.ok()) {
+    std::cerr << "spillwayd: " << topology.status().message() << '\n';
+    return 1;
+  }
+  // The rest is for the system and for the model runner beside us.
+  constexpr int64_t kLimitShareNumerator = 3, kLimitShareDenominator = 4;
+  const int64_t mib = int64_t{1} << 20;
+  const int64_t memory_limit =
+      topology->memory_limit_bytes() / kLimitShareDenominator * kLimitShareNumerator / mib * mib;
+  const absl::StatusOr<spillway::CommandLine> line =
+      spillway::ParseCommandLine(argc, argv, memory_limit, SPILLWAY_VERSION);
+  if (!line.ok()) {
+    std::cerr << "spillwayd: " << line.status().message() << '\n';
+    return 2;
+  }
+  if (!line->message.empty()) {
+    (line->exit_code == 0 ? std::cout : std::cerr) << line->message;
+    return line->exit_code;
+  }
+  if (line->print_config) {
+    std::cout << spillway::ToToml(line->config);
+    return 0;
+  }
+  spillway::SetUpLogging(line->config);
+  return spillway::RunDaemon(line->config, *topology, signals);
+}

@@ -1,0 +1,78 @@
+#include "daemon/server/daemon.h"
+
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "daemon/server/logging.h"
+#include "daemon/server/server.h"
+#include "host/cpu/cpu_device.h"
+
+namespace spillway {
+namespace {
+
+// One line each.
+void LogSystem(const Config& config, const Topology& topology, const DeviceInfo& device) {
+  LogInfo("cores", {{"cores", absl::StrCat(topology.core_count)},
+                    {"hardware_threads", absl::StrCat(topology.hardware_thread_count)}});
+  std::vector<std::string> nodes;
+  for (const NumaNode& node : topology.numa_nodes) {
+    nodes.push_back(absl::StrCat(node.core_count, "c/", FormatBytes(node.memory_bytes)));
+  }
+  LogInfo("numa", {{"nodes", absl::StrCat(topology.numa_nodes.size())},
+                   {"node_cores_memory", absl::StrJoin(nodes, ",")}});
+  LogInfo("huge_pages", {{"transparent", topology.transparent_huge_pages}});
+  LogInfo("memory", {{"limit", FormatBytes(config.memory_limit_bytes)},
+                     {"machine", FormatBytes(topology.memory_bytes)},
+                     {"cgroup", topology.cgroup_memory_limit_bytes
+                                    ? FormatBytes(*topology.cgroup_memory_limit_bytes)
+                                    : "none"}});
+  LogInfo("simd", {{"target", device.simd_target}});
+  LogInfo("device", {{"name", device.name},
+                     {"description", device.description},
+                     {"threads", absl::StrCat(device.thread_count)}});
+}
+
+int Fail(const absl::Status& status) {
+  LogError("cannot_start", {{"error", std::string(status.message())}});
+  return 1;
+}
+
+}  // namespace
+
+int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
+  MemoryBudget budget(config.memory_limit_bytes);
+  ArenaOptions arena_options;
+  arena_options.limit_bytes = config.memory_limit_bytes;
+  // The arena comes before the device, which registers its chunks.
+  std::unique_ptr<Device> device;
+  Arena::ChunkObserver observer;
+  observer.committed = [&device](std::span<std::byte> chunk) {
+    return device->RegisterMemory(chunk);
+  };
+  observer.released = [&device](std::span<std::byte> chunk) { device->UnregisterMemory(chunk); };
+  absl::StatusOr<std::unique_ptr<Arena>> arena = Arena::Create(arena_options, &budget, observer);
+  if (!arena.ok()) return Fail(arena.status());
+  CpuDeviceOptions device_options;
+  device_options.thread_count = config.thread_count;
+  device = CreateCpuDevice(device_options, arena->get(), &budget);
+  LogSystem(config, topology, device->info());
+  {
+    Engine engine(device.get(), arena->get(), &budget,
+                  {.sequence_count_max = config.sequence_count_max});
+    absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, engine);
+    if (!server.ok()) return Fail(server.status());
+    LogInfo("serving", {{"address", (*server)->address()}, {"boot_id", (*server)->boot_id()}});
+    int signal = 0;
+    sigwait(&signals, &signal);
+    LogInfo("draining", {{"signal", signal == SIGTERM ? "SIGTERM" : "SIGINT"},
+                         {"grace_seconds", absl::StrCat(config.grace_seconds)}});
+    (*server)->Drain(absl::Seconds(config.grace_seconds));
+  }
+  // Chunks are unregistered while the device still lives.
+  arena->reset();
+  LogInfo("stopped");
+  return 0;
+}
+
+}  // namespace spillway

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <csignal>
+
+#include "daemon/config/config.h"
+#include "host/memory/topology.h"
+
+namespace spillway {
+
+// Serves until SIGTERM or SIGINT, then drains. Returns the process's exit
+// code; errors are logged. REQUIRES: the signals are blocked in every thread.
+int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals);
+
+}  // namespace spillway

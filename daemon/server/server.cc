@@ -1,0 +1,124 @@
+#include "daemon/server/server.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/config/socket_path.h"
+#include "daemon/convert/attend.h"
+#include "daemon/server/sweeper.h"
+#include "daemon/services/admin_service.h"
+#include "daemon/services/attention_service.h"
+#include "daemon/services/context.h"
+#include "daemon/services/model_service.h"
+#include "daemon/services/sequence_service.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/resource_quota.h"
+
+namespace spillway {
+namespace {
+
+// Buffers of messages that gRPC holds before a handler sees them.
+constexpr int64_t kTransportBytesMax = int64_t{256} << 20;
+constexpr int kTransportShare = 8;  // of the memory limit, at most
+constexpr int kBackgroundThreadCount = 2;
+
+}  // namespace
+
+struct Server::Impl {
+  Impl(const Config& config, Engine& engine)
+      : boot_id(Registry::MakeId()),
+        status(boot_id),
+        background(kBackgroundThreadCount, 0),
+        context{
+            engine,
+            status,
+            streams,
+            background,
+            SPILLWAY_VERSION,
+            boot_id,
+            absl::Now(),
+            config.ttl_seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(config.ttl_seconds),
+            config.sequence_count_max,
+            config.decode_in_flight_max},
+        models(context),
+        sequences(context),
+        attention(context),
+        admin(context),
+        sweeper(engine) {}
+
+  const std::string boot_id;
+  const StatusConverter status;
+  StreamSet streams;
+  tbb::task_arena background;
+  const ServiceContext context;
+  ModelService models;
+  SequenceService sequences;
+  AttentionService attention;
+  AdminService admin;
+  Sweeper sweeper;
+  std::optional<SocketPath> socket;
+  std::string address;
+  // Last: it goes first.
+  std::unique_ptr<grpc::Server> server;
+};
+
+Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Server::~Server() = default;
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  auto impl = std::make_unique<Impl>(config, engine);
+  const bool is_unix = config.listen.starts_with("unix:");
+  if (is_unix) {
+    absl::StatusOr<SocketPath> socket = SocketPath::Claim(config.listen.substr(5));
+    if (!socket.ok()) return socket.status();
+    impl->socket.emplace(*std::move(socket));
+    impl->address = config.listen;
+  } else {
+    absl::StatusOr<std::string> address = TcpAddress(config);
+    if (!address.ok()) return address.status();
+    impl->address = *std::move(address);
+  }
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(impl->address, grpc::InsecureServerCredentials(), &port);
+  builder.RegisterService(&impl->models);
+  builder.RegisterService(&impl->sequences);
+  builder.RegisterService(&impl->attention);
+  builder.RegisterService(&impl->admin);
+  builder.SetMaxReceiveMessageSize(kMessageBytesMax);
+  builder.SetMaxSendMessageSize(kMessageBytesMax);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, config.stream_count_max);
+  // One daemon at an address: a second one must fail, not share it.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  grpc::ResourceQuota quota("spillwayd");
+  quota.Resize(static_cast<size_t>(
+      std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
+  builder.SetResourceQuota(quota);
+  impl->server = builder.BuildAndStart();
+  if (impl->server == nullptr || (!is_unix && port == 0)) {
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", impl->address));
+  }
+  if (!is_unix) {
+    impl->address = absl::StrCat(impl->address.substr(0, impl->address.rfind(':')), ":", port);
+  }
+  impl->server->GetHealthCheckService()->SetServingStatus(true);
+  return std::unique_ptr<Server>(new Server(std::move(impl)));
+}
+
+const std::string& Server::address() const { return impl_->address; }
+const std::string& Server::boot_id() const { return impl_->boot_id; }
+
+void Server::Drain(absl::Duration grace) {
+  impl_->server->GetHealthCheckService()->SetServingStatus(false);
+  impl_->streams.Drain();
+  impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+  impl_->server->Wait();
+}
+
+}  // namespace spillway

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "daemon/config/config.h"
+#include "daemon/engine/engine.h"
+
+namespace spillway {
+
+// The gRPC server with its services, health and reflection.
+class Server {
+ public:
+  // Starts to serve. The engine outlives it.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config, Engine& engine);
+  ~Server();
+
+  // What clients connect to: unix:/path or host:port with the port in use.
+  const std::string& address() const;
+  const std::string& boot_id() const;
+
+  // Refuses new calls, reports NOT_SERVING, lets running calls finish, and
+  // cancels what still runs after the grace time. Returns when all is over.
+  void Drain(absl::Duration grace);
+
+ private:
+  struct Impl;
+  explicit Server(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace spillway

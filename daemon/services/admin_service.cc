@@ -1,0 +1,103 @@
+#include "daemon/services/admin_service.h"
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "daemon/convert/attend.h"
+#include "daemon/convert/model.h"
+#include "daemon/services/call.h"
+#include "daemon/services/lookup.h"
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kSequenceListMax = 1000;
+constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+
+void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
+                v1::MemoryStatistics& memory) {
+  const ArenaStatistics arena = engine.arena().statistics();
+  memory.set_limit_bytes(engine.budget().limit_bytes());
+  memory.set_used_bytes(engine.budget().used_bytes());
+  memory.set_arena_committed_bytes(arena.committed_bytes);
+  memory.set_arena_huge_page_bytes(arena.huge_page_bytes);
+  memory.set_row_bytes(row_bytes);
+  memory.set_index_bytes(index_bytes);
+  // The budget is charged for whole arena chunks and for everything else.
+  memory.set_other_bytes(
+      std::max<int64_t>(engine.budget().used_bytes() - arena.committed_bytes, 0));
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContext* context,
+                                                      const v1::GetServerInfoRequest*,
+                                                      v1::GetServerInfoResponse* response) {
+  response->set_version(services_.version);
+  response->set_boot_id(services_.boot_id);
+  *response->mutable_start_time() = ToProto(services_.start_time);
+  const DeviceInfo& info = services_.engine.device().info();
+  v1::DeviceInfo& device = *response->add_devices();
+  device.set_name(info.name);
+  device.set_description(info.description);
+  device.set_thread_count(info.thread_count);
+  device.set_simd_target(info.simd_target);
+  v1::ServerLimits& limits = *response->mutable_limits();
+  limits.set_message_bytes_max(kMessageBytesMax);
+  limits.set_memory_bytes_max(services_.engine.budget().limit_bytes());
+  limits.set_query_token_count_max(kQueryCountMax);
+  limits.set_sparse_query_token_count_max(kSparseQueryCountMax);
+  limits.set_attend_item_count_max(kAttendItemCountMax);
+  limits.set_sequence_count_max(static_cast<int32_t>(services_.sequence_count_max));
+  response->set_page_token_count(kPageTokenCount);
+  return Answer(services_, context, absl::OkStatus());
+}
+
+grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContext* context,
+                                                      const v1::GetStatisticsRequest* request,
+                                                      v1::GetStatisticsResponse* response) {
+  Engine& engine = services_.engine;
+  std::shared_ptr<Model> asked;
+  if (!request->model().empty()) {
+    absl::StatusOr<std::shared_ptr<Model>> model = FindModel(engine, request->model(), "model");
+    if (!model.ok()) return Answer(services_, context, model.status());
+    asked = *std::move(model);
+  }
+  struct Sums {
+    int64_t sequence_count = 0;
+    int64_t token_count = 0;
+  };
+  std::map<const Model*, Sums> sums;
+  int64_t index_bytes = 0;
+  const Page<Sequence> sequences = engine.registry().ListSequences(nullptr, "", kAll);
+  for (const std::shared_ptr<Sequence>& sequence : sequences.items) {
+    const SequenceSnapshot snapshot = sequence->snapshot();
+    Sums& sum = sums[sequence->model.get()];
+    ++sum.sequence_count;
+    sum.token_count += snapshot.token_count;
+    index_bytes += snapshot.index_bytes;
+    if (sequence->model != asked || response->sequences_size() >= kSequenceListMax) continue;
+    v1::SequenceStatistics& out = *response->add_sequences();
+    out.set_sequence(sequence->name);
+    out.set_token_count(snapshot.token_count);
+    out.set_row_bytes(snapshot.row_bytes);
+    out.set_index_bytes(snapshot.index_bytes);
+    ToProto(sequence->work, *out.mutable_work());
+  }
+  int64_t row_bytes = 0;
+  for (const std::shared_ptr<Model>& model : engine.registry().ListModels("", kAll).items) {
+    v1::ModelStatistics& out = *response->add_models();
+    out.set_model(model->name);
+    out.set_sequence_count(sums[model.get()].sequence_count);
+    out.set_token_count(sums[model.get()].token_count);
+    out.set_free_token_count(engine.FreeTokenCount(*model));
+    ToProto(model->work, *out.mutable_work());
+    row_bytes += model->row_pool.used_page_count() * model->row_pool.page_bytes();
+  }
+  FillMemory(engine, row_bytes, index_bytes, *response->mutable_memory());
+  ToProto(engine.work(), *response->mutable_work());
+  return Answer(services_, context, absl::OkStatus());
+}
+
+}  // namespace spillway

@@ -1,0 +1,178 @@
+#include "daemon/services/attend_call.h"
+
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/attend.h"
+#include "daemon/engine/errors.h"
+#include "daemon/services/lookup.h"
+
+namespace spillway {
+namespace {
+
+class AttendCall final : public UnaryCall {
+ public:
+  AttendCall(const ServiceContext& services, const grpc::CallbackServerContext& context,
+             const v1::AttendRequest& request, v1::AttendResponse* response)
+      : UnaryCall(services, context), request_(request), response_(response) {}
+
+  void Start() {
+    AttendRequest work;
+    work.layer = request_.layer();
+    work.cancel = cancel();
+    std::string prefix;
+    if (absl::Status status = Parse(work, prefix); !status.ok()) {
+      Finish(services_.status.ToGrpc(status, prefix));
+      return;
+    }
+    services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
+      if (outcome.ok()) Fill(*outcome);
+      End(outcome.status());
+    });
+  }
+
+ private:
+  // prefix: path of the item that an error's fields belong to.
+  absl::Status Parse(AttendRequest& work, std::string& prefix) {
+    const int count = request_.items_size();
+    if (count < 1 || count > kAttendItemCountMax) {
+      return InvalidField("items",
+                          absl::StrCat(count, " items are not in [1, ", kAttendItemCountMax, "]"));
+    }
+    std::unordered_set<const Sequence*> seen;
+    int64_t response_bytes = 0;
+    int64_t held_bytes = 0;
+    for (int i = 0; i < count; ++i) {
+      prefix = absl::StrCat("items[", i, "].");
+      absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request_.items(i));
+      if (!item.ok()) return item.status();
+      const Model& model = *item->sequence->model;
+      if (!seen.insert(item->sequence.get()).second) {
+        return InvalidField("sequence", absl::StrCat(item->sequence->name, " is named twice"));
+      }
+      if (&model != (i == 0 ? &model : work.items.front().sequence->model.get())) {
+        return InvalidField("sequence", absl::StrCat(item->sequence->name, " is of ", model.name,
+                                                     ", the first item's of ",
+                                                     work.items.front().sequence->model->name));
+      }
+      if (absl::Status status = CheckLayer(request_.layer(), model.spec); !status.ok()) {
+        prefix.clear();
+        return status;
+      }
+      const absl::StatusOr<DType> dtype = OutDType(request_.out_dtype(), item->work.q_dtype);
+      if (!dtype.ok()) {
+        prefix.clear();
+        return dtype.status();
+      }
+      out_dtypes_.push_back(*dtype);
+      sequences_.push_back(item->sequence);
+      const int64_t bytes = ResultBytes(item->work, model.spec, *dtype);
+      response_bytes += bytes;
+      held_bytes += bytes + static_cast<int64_t>(request_.items(i).q().data().size()) +
+                    item->work.query_count * model.spec.query_head_count * model.spec.head_dim *
+                        static_cast<int64_t>(sizeof(float));
+      work.items.push_back(*std::move(item));
+    }
+    prefix.clear();
+    if (response_bytes > kMessageBytesMax) {
+      return InvalidField(
+          "items", absl::StrCat("the answer would take ", response_bytes, " bytes, more than ",
+                                kMessageBytesMax, "; send fewer queries"));
+    }
+    absl::StatusOr<MemoryReservation> reservation =
+        services_.engine.budget().Reserve(held_bytes, "a request");
+    if (!reservation.ok()) return reservation.status();
+    reservation_ = *std::move(reservation);
+    return absl::OkStatus();
+  }
+
+  void Fill(const AttendOutcome& outcome) {
+    for (size_t i = 0; i < outcome.job->items.size(); ++i) {
+      const JobItem& item = outcome.job->items[i];
+      v1::AttendResult& result = *response_->add_results();
+      if (item.status.ok()) {
+        FillResult(*outcome.job, *item.attend, sequences_[i]->model->spec, out_dtypes_[i], result);
+      } else {
+        *result.mutable_status() = services_.status.ToRpc(item.status);
+      }
+    }
+  }
+
+  const v1::AttendRequest& request_;
+  v1::AttendResponse* const response_;
+  std::vector<DType> out_dtypes_;
+  std::vector<std::shared_ptr<Sequence>> sequences_;
+  MemoryReservation reservation_;
+};
+
+class SelectCall final : public UnaryCall {
+ public:
+  using UnaryCall::UnaryCall;
+
+  void Start(const v1::SelectRequest& request, v1::SelectResponse* response) {
+    absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item());
+    if (!item.ok()) {
+      Finish(services_.status.ToGrpc(item.status(), "item."));
+      return;
+    }
+    if (item->work.query_count != 1) {
+      End(InvalidField("item.q.shape",
+                       absl::StrCat(item->work.query_count, " queries, not exactly one")));
+      return;
+    }
+    absl::Status layer = CheckLayer(request.layer(), item->sequence->model->spec);
+    if (!layer.ok()) return End(layer);
+    AttendRequest work;
+    work.layer = request.layer();
+    work.cancel = cancel();
+    work.select_only = true;
+    work.items.push_back(*std::move(item));
+    services_.engine.Attend(
+        std::move(work), [this, response](absl::StatusOr<AttendOutcome> outcome) {
+          End(outcome.ok() ? Fill(outcome->job->items.front(), response) : outcome.status());
+        });
+  }
+
+ private:
+  static absl::Status Fill(const JobItem& item, v1::SelectResponse* response) {
+    if (!item.status.ok()) return item.status;
+    FillCertificate(*item.attend, *response->mutable_certificate());
+    return FillSelection(*item.attend, *response->mutable_selection());
+  }
+};
+
+}  // namespace
+
+absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item) {
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
+      FindSequence(engine, item.sequence(), "sequence");
+  if (!sequence.ok()) return sequence.status();
+  absl::StatusOr<AttendWork> work = WorkFromProto(item, **sequence);
+  if (!work.ok()) return work.status();
+  AttendItem out;
+  out.sequence = *std::move(sequence);
+  out.work = *std::move(work);
+  return out;
+}
+
+grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
+                                      const grpc::CallbackServerContext& context,
+                                      const v1::AttendRequest& request,
+                                      v1::AttendResponse* response) {
+  auto* call = new AttendCall(services, context, request, response);
+  call->Start();
+  return call;
+}
+
+grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
+                                      const grpc::CallbackServerContext& context,
+                                      const v1::SelectRequest& request,
+                                      v1::SelectResponse* response) {
+  auto* call = new SelectCall(services, context);
+  call->Start(request, response);
+  return call;
+}
+
+}  // namespace spillway

@@ -1,0 +1,22 @@
+#pragma once
+
+#include "daemon/services/call.h"
+#include "spillway/v1/attention_service.pb.h"
+
+namespace spillway {
+
+// Unary Attend and Select. Request and response live until the reactor is
+// done, so the engine reads the request's bytes in place.
+grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
+                                      const grpc::CallbackServerContext& context,
+                                      const v1::AttendRequest& request,
+                                      v1::AttendResponse* response);
+grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
+                                      const grpc::CallbackServerContext& context,
+                                      const v1::SelectRequest& request,
+                                      v1::SelectResponse* response);
+
+// One item of a request: its sequence found, its work checked.
+absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item);
+
+}  // namespace spillway

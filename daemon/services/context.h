@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/time/time.h"
+#include "daemon/convert/status.h"
+#include "daemon/engine/engine.h"
+#include "daemon/services/stream_set.h"
+#include "oneapi/tbb/task_arena.h"
+
+namespace spillway {
+
+// What every service needs; outlives them.
+struct ServiceContext {
+  Engine& engine;
+  const StatusConverter& status;
+  StreamSet& streams;
+  // Runs what computes for long (rotations, hash weights), so that it does
+  // not hold up the threads that serve calls.
+  tbb::task_arena& background;
+  std::string version;
+  std::string boot_id;
+  absl::Time start_time;
+  absl::Duration ttl_default;
+  int64_t sequence_count_max = 0;
+  int decode_in_flight_max = 0;  // messages of one Decode stream
+};
+
+}  // namespace spillway

@@ -1,0 +1,251 @@
+#include "daemon/services/decode_stream.h"
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/attend.h"
+#include "daemon/engine/errors.h"
+#include "daemon/services/attend_call.h"
+#include "daemon/services/lookup.h"
+
+namespace spillway {
+
+DecodeStream::DecodeStream(const ServiceContext& services,
+                           const grpc::CallbackServerContext& context)
+    : services_(services), cancel_(MakeCancelToken(context)) {
+  Step step;
+  {
+    const MutexLock lock(mutex_);
+    step = Next();
+  }
+  Do(step);
+  services_.streams.Add(this, [this] { Drain(); });
+}
+
+void DecodeStream::OnDone() {
+  services_.streams.Remove(this);
+  delete this;
+}
+
+void DecodeStream::Drain() {
+  Step step;
+  {
+    const MutexLock lock(mutex_);
+    draining_ = true;
+    step = Next();
+  }
+  Do(step);
+}
+
+DecodeStream::Step DecodeStream::Next() {
+  Step step;
+  if (finished_) return step;
+  if (!write_active_ && !to_write_.empty()) {
+    if (broken_) {
+      message_count_ -= static_cast<int>(to_write_.size());
+      to_write_.clear();
+    } else {
+      step.write = to_write_.front().get();
+      write_active_ = true;
+    }
+  }
+  const bool stop = ended_ || draining_ || broken_;
+  if (!stop && !read_active_ && message_count_ < services_.decode_in_flight_max) {
+    reading_ = std::make_unique<Message>();
+    read_active_ = read_starting_ = step.read = true;
+  }
+  // A read that waits for the client does not hold up a drain: it ends with
+  // the call.
+  if (stop && message_count_ == 0 && !write_active_ && !read_starting_) {
+    finished_ = step.finish = true;
+    step.drained = draining_ && !ended_;
+  }
+  return step;
+}
+
+void DecodeStream::Do(const Step& step) {
+  // The read first: with a write to come the call cannot end under it. Reads
+  // start from the reactor's own callbacks alone, which outlive this.
+  if (step.read) {
+    StartRead(&reading_->request);
+    Step next;
+    {
+      const MutexLock lock(mutex_);
+      read_starting_ = false;
+      next = Next();
+    }
+    if (step.write != nullptr) StartWrite(&step.write->response);
+    return Do(next);
+  }
+  if (step.write != nullptr) StartWrite(&step.write->response);
+  if (!step.finish) return;
+  Finish(step.drained
+             ? services_.status.ToGrpc(absl::UnavailableError("the daemon is shutting down"))
+             : grpc::Status::OK);
+}
+
+void DecodeStream::OnReadDone(bool ok) {
+  Message* message = nullptr;
+  Step step;
+  {
+    const MutexLock lock(mutex_);
+    read_active_ = false;
+    if (!ok) {
+      ended_ = true;
+    } else if (!finished_) {
+      message = reading_.get();
+      message->response.set_correlation_id(message->request.correlation_id());
+      message->sequence = message->request.item().sequence();
+      in_flight_[message->sequence].push_back(std::move(reading_));
+      ++message_count_;
+    }
+  }
+  if (message != nullptr) Serve(message);
+  {
+    const MutexLock lock(mutex_);
+    step = Next();
+  }
+  Do(step);
+}
+
+void DecodeStream::OnWriteDone(bool ok) {
+  Step step;
+  {
+    const MutexLock lock(mutex_);
+    write_active_ = false;
+    to_write_.pop_front();
+    --message_count_;
+    if (!ok) broken_ = true;
+    step = Next();
+  }
+  Do(step);
+}
+
+absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
+  const v1::DecodeRequest& request = message.request;
+  const ModelSpec& spec = item.sequence->model->spec;
+  if (absl::Status status = CheckLayer(request.layer(), spec); !status.ok()) return status;
+  if (request.has_chunk()) {
+    const v1::KvChunk& chunk = request.chunk();
+    if (chunk.sequence() != request.item().sequence()) {
+      return InvalidField("chunk.sequence", "is not the item's sequence");
+    }
+    absl::StatusOr<Chunk> rows = ChunkFromProto(chunk, spec);
+    if (!rows.ok()) return rows.status();
+    if (rows->layer_count != 1 || rows->layer_start != request.layer()) {
+      return InvalidField("chunk.layer_start",
+                          absl::StrCat("the chunk is not of layer ", request.layer(), " alone"));
+    }
+    if (rows->count > kSparseQueryCountMax) {
+      return InvalidField("chunk.k.shape", absl::StrCat(rows->count, " tokens are not in [1, ",
+                                                        kSparseQueryCountMax, "]"));
+    }
+    item.append = *rows;
+  }
+  absl::StatusOr<AttendWork> work = WorkFromProto(request.item(), *item.sequence);
+  if (!work.ok()) return work.status();
+  item.work = *std::move(work);
+  const absl::StatusOr<DType> out_dtype = OutDType(request.out_dtype(), item.work.q_dtype);
+  if (!out_dtype.ok()) return out_dtype.status();
+  message.out_dtype = *out_dtype;
+  const int64_t bytes = ResultBytes(item.work, spec, *out_dtype);
+  if (bytes > kMessageBytesMax) {
+    return InvalidField("item.q.shape", absl::StrCat("the answer would take ", bytes,
+                                                     " bytes, more than ", kMessageBytesMax));
+  }
+  absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
+      2 * bytes + static_cast<int64_t>(request.item().q().data().size() +
+                                       request.chunk().k().data().size() +
+                                       request.chunk().v().data().size()),
+      "a request");
+  if (!reservation.ok()) return reservation.status();
+  message.reservation = *std::move(reservation);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& problem) {
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
+      FindSequence(services_.engine, message.sequence, "item.sequence");
+  if (!sequence.ok()) return sequence.status();
+  AttendItem item;
+  item.sequence = *std::move(sequence);
+  problem = CheckMessage(message, item);
+  return item;
+}
+
+absl::Status DecodeStream::Admit(const Message& message, const absl::Status& problem,
+                                 int64_t layer_token_count) {
+  if (!problem.ok()) return problem;
+  const MutexLock lock(mutex_);
+  const auto blocked = blocked_.find(LayerKey(message.sequence, message.request.layer()));
+  if (blocked == blocked_.end()) return absl::OkStatus();
+  if (message.request.has_chunk() && message.request.chunk().token_start() == layer_token_count) {
+    blocked_.erase(blocked);
+    return absl::OkStatus();
+  }
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat(
+          "an earlier message of ", message.sequence, ", layer ", message.request.layer(),
+          " failed; the next must append at token ", layer_token_count)),
+      "DECODE_BLOCKED", {{"layer_token_count", absl::StrCat(layer_token_count)}});
+}
+
+void DecodeStream::Serve(Message* message) {
+  absl::Status problem;
+  absl::StatusOr<AttendItem> item = Parse(*message, problem);
+  if (!item.ok()) {
+    Fail(*message, item.status());
+    return Answered(message);
+  }
+  const std::shared_ptr<Sequence> sequence = item->sequence;
+  const int layer_count = sequence->model->spec.layer_count;
+  AttendRequest request;
+  // A layer that does not exist fails in its turn like any other problem.
+  request.layer = message->request.layer() >= 0 && message->request.layer() < layer_count
+                      ? message->request.layer()
+                      : 0;
+  request.cancel = cancel_;
+  item->gate = [this, message, problem = std::move(problem)](int64_t layer_token_count) {
+    return Admit(*message, problem, layer_token_count);
+  };
+  request.items.push_back(*std::move(item));
+  services_.engine.Attend(std::move(request),
+                          [this, message, sequence](absl::StatusOr<AttendOutcome> outcome) {
+                            OnAttended(message, *sequence, std::move(outcome));
+                          });
+}
+
+void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
+                              absl::StatusOr<AttendOutcome> outcome) {
+  if (!outcome.ok()) {
+    Fail(*message, outcome.status());
+  } else if (const JobItem& item = outcome->job->items.front(); !item.status.ok()) {
+    Fail(*message, item.status);
+  } else {
+    FillResult(*outcome->job, *item.attend, sequence.model->spec, message->out_dtype,
+               *message->response.mutable_result());
+  }
+  Answered(message);
+}
+
+void DecodeStream::Fail(Message& message, const absl::Status& status) {
+  *message.response.mutable_result()->mutable_status() = services_.status.ToRpc(status);
+  const MutexLock lock(mutex_);
+  blocked_.emplace(message.sequence, message.request.layer());
+}
+
+void DecodeStream::Answered(Message* message) {
+  Step step;
+  {
+    const MutexLock lock(mutex_);
+    message->answered = true;
+    const auto queue = in_flight_.find(message->sequence);
+    while (!queue->second.empty() && queue->second.front()->answered) {
+      to_write_.push_back(std::move(queue->second.front()));
+      queue->second.pop_front();
+    }
+    if (queue->second.empty()) in_flight_.erase(queue);
+    step = Next();
+  }
+  Do(step);
+}
+
+}  // namespace spillway

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "daemon/services/call.h"
+#include "host/memory/mutex.h"
+#include "spillway/v1/attention_service.pb.h"
+
+namespace spillway {
+
+// One Decode stream: several messages are in flight, answers come in order per
+// sequence. After a message that failed, its (sequence, layer) is blocked
+// until one starts at the layer's length.
+class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse> {
+ public:
+  DecodeStream(const ServiceContext& services, const grpc::CallbackServerContext& context);
+
+ private:
+  // One message and its answer.
+  struct Message {
+    v1::DecodeRequest request;
+    v1::DecodeResponse response;
+    std::string sequence;  // name, which orders the answers
+    MemoryReservation reservation;
+    DType out_dtype = DType::kF32;
+    bool answered = false;
+  };
+
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override { cancel_->Cancel(); }
+  void OnDone() override;
+
+  void Serve(Message* message);
+  // A checked message as the engine's. When the sequence exists but something
+  // else is wrong, `problem` says it and the item is only good for its turn:
+  // an error is answered, and blocks its layer, in order too.
+  absl::StatusOr<AttendItem> Parse(Message& message, absl::Status& problem);
+  absl::Status CheckMessage(Message& message, AttendItem& item);
+  // The gate of a message in its turn.
+  absl::Status Admit(const Message& message, const absl::Status& problem, int64_t layer_token_count)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnAttended(Message* message, const Sequence& sequence,
+                  absl::StatusOr<AttendOutcome> outcome);
+  void Fail(Message& message, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The message has its answer: queue what can be written now.
+  void Answered(Message* message) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // What to start next.
+  struct Step {
+    bool read = false;
+    Message* write = nullptr;
+    bool finish = false;
+    bool drained = false;
+  };
+  // Decided under the lock that made the change: once it is released another
+  // thread may end the call and the stream with it, unless the step holds it.
+  Step Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Do(const Step& step) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  using LayerKey = std::pair<std::string, int32_t>;
+
+  const ServiceContext& services_;
+  const std::shared_ptr<CancelToken> cancel_;
+
+  Mutex mutex_;
+  std::unique_ptr<Message> reading_;
+  // Messages in the order they came, per sequence; owned.
+  std::unordered_map<std::string, std::deque<std::unique_ptr<Message>>> in_flight_
+      ABSL_GUARDED_BY(mutex_);
+  std::deque<std::unique_ptr<Message>> to_write_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_set<LayerKey> blocked_ ABSL_GUARDED_BY(mutex_);
+  int message_count_ ABSL_GUARDED_BY(mutex_) = 0;  // read and not yet written
+  bool read_active_ ABSL_GUARDED_BY(mutex_) = false;
+  bool read_starting_ ABSL_GUARDED_BY(mutex_) = false;  // decided, not yet begun
+  bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;   // no more messages come
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // nothing can be written
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace spillway

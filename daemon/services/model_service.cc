@@ -1,0 +1,66 @@
+#include "daemon/services/model_service.h"
+
+#include <utility>
+
+#include "daemon/convert/model.h"
+#include "daemon/services/call.h"
+#include "daemon/services/lookup.h"
+#include "daemon/services/upload_stream.h"
+
+namespace spillway {
+
+grpc::ServerUnaryReactor* ModelService::CreateModel(grpc::CallbackServerContext* context,
+                                                    const v1::CreateModelRequest* request,
+                                                    v1::CreateModelResponse* response) {
+  absl::StatusOr<ModelDescription> description = FromProto(request->model());
+  if (!description.ok()) return Answer(services_, context, description.status());
+  absl::StatusOr<std::string> id = ChooseId(request->model_id(), "model_id");
+  if (!id.ok()) return Answer(services_, context, id.status());
+  auto* call = new UnaryCall(services_, *context);
+  services_.background.enqueue(
+      [this, call, response, id = *std::move(id), description = *std::move(description)] {
+        if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
+        const absl::StatusOr<std::shared_ptr<Model>> model =
+            services_.engine.CreateModel(id, description.spec, description.policy);
+        if (model.ok()) *response->mutable_model() = ToProto(**model, services_.engine);
+        call->End(model.status());
+      });
+  return call;
+}
+
+grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* context,
+                                                 const v1::GetModelRequest* request,
+                                                 v1::GetModelResponse* response) {
+  const absl::StatusOr<std::shared_ptr<Model>> model =
+      FindModel(services_.engine, request->name(), "name");
+  if (model.ok()) *response->mutable_model() = ToProto(**model, services_.engine);
+  return Answer(services_, context, model.status());
+}
+
+grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* context,
+                                                   const v1::ListModelsRequest* request,
+                                                   v1::ListModelsResponse* response) {
+  const absl::StatusOr<PageRequest> page = ParsePage(request->page_size(), request->page_token());
+  if (!page.ok()) return Answer(services_, context, page.status());
+  const Page<Model> models = services_.engine.registry().ListModels(page->after, page->size);
+  for (const std::shared_ptr<Model>& model : models.items) {
+    *response->add_models() = ToProto(*model, services_.engine);
+  }
+  if (models.more) response->set_next_page_token(PageToken(models.items.back()->id));
+  return Answer(services_, context, absl::OkStatus());
+}
+
+grpc::ServerUnaryReactor* ModelService::DeleteModel(grpc::CallbackServerContext* context,
+                                                    const v1::DeleteModelRequest* request,
+                                                    v1::DeleteModelResponse*) {
+  const absl::StatusOr<std::string> id = ParseName(request->name(), "models", "name");
+  return Answer(services_, context,
+                id.ok() ? services_.engine.registry().RemoveModel(*id) : id.status());
+}
+
+grpc::ServerReadReactor<v1::UploadHashWeightsRequest>* ModelService::UploadHashWeights(
+    grpc::CallbackServerContext*, v1::UploadHashWeightsResponse* response) {
+  return new UploadStream(services_, response);
+}
+
+}  // namespace spillway

@@ -1,0 +1,108 @@
+#include "daemon/services/sequence_service.h"
+
+#include <utility>
+
+#include "daemon/convert/model.h"
+#include "daemon/convert/policy.h"
+#include "daemon/services/call.h"
+#include "daemon/services/lookup.h"
+
+namespace spillway {
+
+absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
+    const v1::CreateSequenceRequest& request) {
+  const v1::Sequence& asked = request.sequence();
+  const absl::StatusOr<std::string> id = ChooseId(request.sequence_id(), "sequence_id");
+  if (!id.ok()) return id.status();
+  const absl::StatusOr<std::shared_ptr<Model>> model =
+      FindModel(services_.engine, asked.model(), "sequence.model");
+  if (!model.ok()) return model.status();
+  const absl::StatusOr<absl::Duration> ttl = TtlFromProto(asked, services_.ttl_default);
+  if (!ttl.ok()) return ttl.status();
+  const absl::StatusOr<Policy> policy =
+      ApplyPolicy(asked.policy(), (*model)->policy, (*model)->spec, "sequence.policy.");
+  if (!policy.ok()) return policy.status();
+  return services_.engine.CreateSequence(*id, *model, *policy, *ttl);
+}
+
+grpc::ServerUnaryReactor* SequenceService::CreateSequence(grpc::CallbackServerContext* context,
+                                                          const v1::CreateSequenceRequest* request,
+                                                          v1::CreateSequenceResponse* response) {
+  const absl::StatusOr<std::shared_ptr<Sequence>> sequence = Create(*request);
+  if (sequence.ok()) *response->mutable_sequence() = ToProto(**sequence);
+  return Answer(services_, context, sequence.status());
+}
+
+grpc::ServerUnaryReactor* SequenceService::GetSequence(grpc::CallbackServerContext* context,
+                                                       const v1::GetSequenceRequest* request,
+                                                       v1::GetSequenceResponse* response) {
+  const absl::StatusOr<std::shared_ptr<Sequence>> sequence =
+      FindSequence(services_.engine, request->name(), "name");
+  if (sequence.ok()) *response->mutable_sequence() = ToProto(**sequence);
+  return Answer(services_, context, sequence.status());
+}
+
+grpc::ServerUnaryReactor* SequenceService::ListSequences(grpc::CallbackServerContext* context,
+                                                         const v1::ListSequencesRequest* request,
+                                                         v1::ListSequencesResponse* response) {
+  const absl::StatusOr<PageRequest> page = ParsePage(request->page_size(), request->page_token());
+  if (!page.ok()) return Answer(services_, context, page.status());
+  std::shared_ptr<Model> model;
+  if (!request->model().empty()) {
+    absl::StatusOr<std::shared_ptr<Model>> found =
+        FindModel(services_.engine, request->model(), "model");
+    if (!found.ok()) return Answer(services_, context, found.status());
+    model = *std::move(found);
+  }
+  const Page<Sequence> sequences =
+      services_.engine.registry().ListSequences(model.get(), page->after, page->size);
+  for (const std::shared_ptr<Sequence>& sequence : sequences.items) {
+    *response->add_sequences() = ToProto(*sequence);
+  }
+  if (sequences.more) response->set_next_page_token(PageToken(sequences.items.back()->id));
+  return Answer(services_, context, absl::OkStatus());
+}
+
+grpc::ServerUnaryReactor* SequenceService::ForkSequence(grpc::CallbackServerContext* context,
+                                                        const v1::ForkSequenceRequest* request,
+                                                        v1::ForkSequenceResponse* response) {
+  absl::StatusOr<std::shared_ptr<Sequence>> source =
+      FindSequence(services_.engine, request->name(), "name");
+  if (!source.ok()) return Answer(services_, context, source.status());
+  const absl::StatusOr<std::string> id = ChooseId(request->sequence_id(), "sequence_id");
+  if (!id.ok()) return Answer(services_, context, id.status());
+  auto* call = new UnaryCall(services_, *context);
+  services_.engine.Fork(*std::move(source), *id,
+                        [call, response](absl::StatusOr<std::shared_ptr<Sequence>> copy) {
+                          if (copy.ok()) *response->mutable_sequence() = ToProto(**copy);
+                          call->End(copy.status());
+                        });
+  return call;
+}
+
+grpc::ServerUnaryReactor* SequenceService::TruncateSequence(
+    grpc::CallbackServerContext* context, const v1::TruncateSequenceRequest* request,
+    v1::TruncateSequenceResponse* response) {
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
+      FindSequence(services_.engine, request->name(), "name");
+  if (!sequence.ok()) return Answer(services_, context, sequence.status());
+  auto* call = new UnaryCall(services_, *context);
+  services_.engine.Truncate(*sequence, request->token_count(),
+                            [call, response, sequence = *sequence](const absl::Status& status) {
+                              if (status.ok()) *response->mutable_sequence() = ToProto(*sequence);
+                              call->End(status);
+                            });
+  return call;
+}
+
+grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerContext* context,
+                                                          const v1::DeleteSequenceRequest* request,
+                                                          v1::DeleteSequenceResponse*) {
+  const absl::StatusOr<std::string> id = ParseName(request->name(), "sequences", "name");
+  if (!id.ok()) return Answer(services_, context, id.status());
+  auto* call = new UnaryCall(services_, *context);
+  services_.engine.Delete(*id, [call](const absl::Status& status) { call->End(status); });
+  return call;
+}
+
+}  // namespace spillway

@@ -1,0 +1,100 @@
+#include "daemon/services/upload_stream.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/model.h"
+#include "daemon/engine/errors.h"
+#include "daemon/services/lookup.h"
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kUploadBytesMax = int64_t{1} << 30;
+constexpr int64_t kPieceBytesMax = int64_t{2} << 20;
+
+}  // namespace
+
+UploadStream::UploadStream(const ServiceContext& services, v1::UploadHashWeightsResponse* response)
+    : services_(services), response_(response) {
+  StartRead(&request_);
+}
+
+absl::Status UploadStream::Begin() {
+  absl::StatusOr<std::shared_ptr<Model>> model =
+      FindModel(services_.engine, request_.name(), "name");
+  if (!model.ok()) return model.status();
+  total_bytes_ = request_.total_bytes();
+  if (total_bytes_ < 1 || total_bytes_ > kUploadBytesMax) {
+    return InvalidField("total_bytes", absl::StrCat("value ", total_bytes_, " is not in [1, ",
+                                                    kUploadBytesMax, "]"));
+  }
+  if ((*model)->ready()) {
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat((*model)->name, " awaits no hash weights")),
+        "WEIGHTS_NOT_AWAITED");
+  }
+  if ((*model)->uploading.test_and_set(std::memory_order_acquire)) {
+    return WithReason(
+        absl::AbortedError(absl::StrCat("another upload to ", (*model)->name, " is under way")),
+        "UPLOAD_UNDER_WAY");
+  }
+  model_ = *std::move(model);
+  owns_upload_ = true;
+  absl::StatusOr<MemoryReservation> reservation =
+      services_.engine.budget().Reserve(total_bytes_, "the upload of hash weights");
+  if (!reservation.ok()) return reservation.status();
+  reservation_ = *std::move(reservation);
+  file_.reserve(static_cast<size_t>(total_bytes_));
+  return absl::OkStatus();
+}
+
+absl::Status UploadStream::Take() {
+  if (model_ == nullptr) {
+    if (absl::Status status = Begin(); !status.ok()) return status;
+  }
+  const std::string& data = request_.data();
+  const int64_t bytes = static_cast<int64_t>(data.size());
+  if (bytes > kPieceBytesMax) {
+    return InvalidField("data", absl::StrCat(bytes, " bytes are more than ", kPieceBytesMax));
+  }
+  if (bytes > total_bytes_ - static_cast<int64_t>(file_.size())) {
+    return InvalidField("data", absl::StrCat("more bytes than total_bytes ", total_bytes_));
+  }
+  const auto* begin = reinterpret_cast<const std::byte*>(data.data());
+  file_.insert(file_.end(), begin, begin + data.size());
+  return absl::OkStatus();
+}
+
+void UploadStream::OnReadDone(bool ok) {
+  if (!ok) {
+    services_.background.enqueue([this] { Complete(); });
+    return;
+  }
+  if (absl::Status status = Take(); !status.ok()) {
+    Finish(services_.status.ToGrpc(status));
+    return;
+  }
+  StartRead(&request_);
+}
+
+void UploadStream::Complete() {
+  absl::Status status;
+  if (model_ == nullptr) {
+    status = InvalidField("name", "the stream had no message");
+  } else if (static_cast<int64_t>(file_.size()) != total_bytes_) {
+    status = InvalidField("total_bytes", absl::StrCat("the upload ended after ", file_.size(),
+                                                      " of ", total_bytes_, " bytes"));
+  } else {
+    status = services_.engine.UploadWeights(*model_, file_);
+  }
+  if (status.ok()) *response_->mutable_model() = ToProto(*model_, services_.engine);
+  Finish(services_.status.ToGrpc(status));
+}
+
+void UploadStream::OnDone() {
+  if (owns_upload_) model_->uploading.clear(std::memory_order_release);
+  delete this;
+}
+
+}  // namespace spillway
