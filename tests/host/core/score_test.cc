@@ -1,0 +1,39 @@
+#include "host/core/score.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace spillway {
+namespace {
+
+TEST(ScoreExp2, IsWithinItsErrorBound) {
+  double worst = 0;
+  for (double x = kScoreMin; x <= kScoreMax; x += 1.0 / 4099) {
+    const float rounded = static_cast<float>(x);
+    const double exact = std::exp2(double{rounded});
+    worst = std::max(worst, std::fabs(ScoreExp2(rounded) - exact) / exact);
+  }
+  EXPECT_LT(worst, 1e-5);
+}
+
+TEST(ScoreExp2, ClampsAtBothEnds) {
+  EXPECT_EQ(ScoreExp2(1e30f), ScoreExp2(kScoreMax));
+  EXPECT_EQ(ScoreExp2(HUGE_VALF), ScoreExp2(kScoreMax));
+  EXPECT_EQ(ScoreExp2(-HUGE_VALF), ScoreExp2(kScoreMin));
+  EXPECT_NEAR(ScoreExp2(kScoreMax) / std::exp(20.0), 1, 1e-4);
+  EXPECT_GT(ScoreExp2(kScoreMin), 0);
+}
+
+// Ranks by score are ranks by logit.
+TEST(ScoreExp2, GrowsWithItsArgument) {
+  float before = 0;
+  for (float x = kScoreMin; x < kScoreMax; x += 1e-3f) {
+    const float y = ScoreExp2(x);
+    ASSERT_GT(y, before) << "at " << x;
+    before = y;
+  }
+}
+
+}  // namespace
+}  // namespace spillway

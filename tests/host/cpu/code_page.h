@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "host/codes/rotation.h"
+#include "host/cpu/kernels.h"
+#include "tests/reference/codes.h"
+
+namespace spillway {
+
+// The layout of codes of a rotation.
+inline CodeLayout RotationLayout(int d, int bits) {
+  ModelSpec spec;
+  spec.head_dim = d;
+  spec.hash = {.kind = HashKind::kRotation, .bits_per_dim = bits};
+  return CodeLayout::Of(spec);
+}
+
+// A code page read and built by the layout's description alone.
+class CodePage {
+ public:
+  explicit CodePage(const CodeLayout& layout)
+      : layout_(layout), bytes_(layout.page_bytes(), std::byte{0}) {}
+
+  std::byte* data() { return bytes_.data(); }
+  const std::vector<std::byte>& bytes() const { return bytes_; }
+
+  int Level(int slot, int dimension) const {
+    int level = 0;
+    for (int p = 0, low = 0; p < layout_.parts; low += layout_.width[p++]) {
+      const auto [word, shift] = Field(p, slot, dimension);
+      level |= static_cast<int>((*word >> shift) & Mask(p)) << low;
+    }
+    return level;
+  }
+  void SetLevel(int slot, int dimension, int level) {
+    for (int p = 0, low = 0; p < layout_.parts; low += layout_.width[p++]) {
+      const auto [word, shift] = Field(p, slot, dimension);
+      uint32_t& target = *const_cast<uint32_t*>(word);
+      target = (target & ~(Mask(p) << shift)) | ((static_cast<uint32_t>(level) >> low) & Mask(p))
+                                                    << shift;
+    }
+  }
+  float Factor(int slot) const {
+    float f;
+    ToFloat(DType::kBF16, bytes_.data() + layout_.factor_offset_bytes() + 2 * slot, 1, &f);
+    return f;
+  }
+  void SetFactor(int slot, float f) {
+    FromFloat(DType::kBF16, &f, 1, bytes_.data() + layout_.factor_offset_bytes() + 2 * slot);
+  }
+
+ private:
+  uint32_t Mask(int part) const { return (1u << layout_.width[part]) - 1; }
+  // parts uint32 [part][tile = 8][chunk][lane = 16]; a chunk is 32 / width
+  // dimensions, dimension 4 i + b of it is field i of byte b.
+  std::pair<const uint32_t*, int> Field(int part, int slot, int dimension) const {
+    const int width = layout_.width[part];
+    const int dims = 32 / width;  // of a chunk
+    const int chunks = layout_.dims / dims;
+    const auto* words = reinterpret_cast<const uint32_t*>(bytes_.data());
+    if (part == 1) words += 8 * 16 * (layout_.dims * layout_.width[0] / 32);
+    const int in_chunk = dimension % dims;
+    return {words + ((slot / 16) * chunks + dimension / dims) * 16 + slot % 16,
+            8 * (in_chunk % 4) + width * (in_chunk / 4)};
+  }
+
+  CodeLayout layout_;
+  std::vector<std::byte> bytes_;
+};
+
+// Rotation and encoder parameters of one head.
+struct Encoder {
+  std::vector<float> rotation;
+  std::vector<float> transposed;
+  std::vector<float> centre;
+  EncodeParams params;
+
+  Encoder(int d, int bits, uint64_t seed) : rotation(MakeRotation(d, seed, 0)), centre(d) {
+    transposed.resize(rotation.size());
+    for (int i = 0; i < d; ++i) {
+      for (int j = 0; j < d; ++j) transposed[i * d + j] = rotation[j * d + i];
+    }
+    params.head_dim = d;
+    params.bits_per_dim = bits;
+    params.layout = RotationLayout(d, bits);
+    params.rotation = rotation.data();
+    params.rotation_transposed = transposed.data();
+    params.centre = centre.data();
+  }
+  Encoder(const Encoder&) = delete;
+  Encoder& operator=(const Encoder&) = delete;
+};
+
+}  // namespace spillway

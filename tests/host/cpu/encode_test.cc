@@ -1,0 +1,170 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "host/cpu/kernels.h"
+#include "tests/host/cpu/code_page.h"
+#include "tests/host/cpu/targets.h"
+#include "tests/reference/elements.h"
+
+namespace spillway {
+namespace {
+
+// head_dim, bits per dimension, dtype.
+class Encode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
+ protected:
+  Encode()
+      : d_(std::get<0>(GetParam())),
+        bits_(std::get<1>(GetParam())),
+        dtype_(std::get<2>(GetParam())),
+        encoder_(d_, bits_, 42),
+        random_(d_ * 8 + bits_) {
+    std::normal_distribution<float> normal;
+    for (float& c : encoder_.centre) c = 0.5f * normal(random_);
+    // A page of rows [K | V]; V must not matter.
+    rows_.resize(kPageTokenCount * 2 * d_);
+    for (float& x : rows_) x = static_cast<float>(reference::Round(dtype_, normal(random_)));
+    bytes_ = reference::Bytes(dtype_, rows_);
+  }
+
+  int64_t row_bytes() const { return int64_t{2} * d_ * DTypeBytes(dtype_); }
+
+  const int d_;
+  const int bits_;
+  const DType dtype_;
+  Encoder encoder_;
+  std::mt19937 random_;
+  std::vector<float> rows_;
+  std::vector<std::byte> bytes_;
+};
+
+TEST_P(Encode, TileAndKeyGiveTheSameBitsOnEveryTarget) {
+  SameOnEveryTarget([&](std::vector<std::byte>& out) {
+    CodePage by_tile(encoder_.params.layout), by_key(encoder_.params.layout);
+    for (int tile = 0; tile < kTilesPerPage; ++tile) {
+      EncodeTile(encoder_.params, dtype_, bytes_.data() + tile * 16 * row_bytes(), row_bytes(), 16,
+                 by_tile.data(), tile);
+    }
+    for (int slot = 0; slot < kPageTokenCount; ++slot) {
+      EncodeKey(encoder_.params, dtype_, bytes_.data() + slot * row_bytes(), by_key.data(), slot);
+    }
+    EXPECT_EQ(by_tile.bytes(), by_key.bytes());
+    AppendBytes(by_tile.bytes(), out);
+  });
+}
+
+TEST_P(Encode, APartOfATileGivesTheSameBits) {
+  for (int count = 1; count <= 16; ++count) {
+    CodePage part(encoder_.params.layout), whole(encoder_.params.layout);
+    EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), count, part.data(), 3);
+    EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), 16, whole.data(), 3);
+    for (int slot = 48; slot < 48 + count; ++slot) {
+      ASSERT_EQ(part.Factor(slot), whole.Factor(slot));
+      for (int j = 0; j < d_; ++j) ASSERT_EQ(part.Level(slot, j), whole.Level(slot, j));
+    }
+    for (int slot = 48 + count; slot < 64; ++slot) ASSERT_EQ(part.Factor(slot), 0);
+  }
+}
+
+TEST_P(Encode, MatchesTheDoubleReference) {
+  CodePage page(encoder_.params.layout);
+  for (int slot = 0; slot < kPageTokenCount; ++slot) {
+    EncodeKey(encoder_.params, dtype_, bytes_.data() + slot * row_bytes(), page.data(), slot);
+  }
+  const std::vector<double> centre(encoder_.centre.begin(), encoder_.centre.end());
+  int compared = 0;
+  for (int slot = 0; slot < kPageTokenCount; ++slot) {
+    const auto key = rows_.begin() + slot * 2 * d_;
+    const reference::RotationCode code = reference::EncodeRotated(
+        std::vector<double>(key, key + d_), centre, encoder_.rotation, bits_);
+    if (code.border_distance < 1e-4) continue;  // fp32 may fall on the other side
+    ++compared;
+    for (int j = 0; j < d_; ++j) ASSERT_EQ(page.Level(slot, j), code.levels[j]) << slot << " " << j;
+    // One step of bfloat16 where the exact factor lies close to a tie.
+    const double tolerance = code.factor_margin < 1e-5 ? code.factor / 128 : 0;
+    ASSERT_NEAR(page.Factor(slot), code.factor, tolerance) << slot;
+  }
+  EXPECT_GT(compared, kPageTokenCount * 3 / 4);
+}
+
+TEST_P(Encode, PaddingBitsAreZero) {
+  CodePage page(encoder_.params.layout);
+  EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), 16, page.data(), 0);
+  EncodeKey(encoder_.params, dtype_, bytes_.data(), page.data(), 16);
+  for (int slot = 0; slot <= 16; ++slot) {
+    for (int j = d_; j < encoder_.params.layout.dims; ++j) {
+      ASSERT_EQ(page.Level(slot, j), 0);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, Encode,
+    ::testing::Combine(::testing::Values(64, 80, 96, 128, 256), ::testing::Values(1, 2, 3, 4),
+                       ::testing::Values(DType::kF32, DType::kF16, DType::kBF16)),
+    [](const auto& info) {
+      return "d" + std::to_string(std::get<0>(info.param)) + "b" +
+             std::to_string(std::get<1>(info.param)) +
+             std::string(DTypeName(std::get<2>(info.param)));
+    });
+
+TEST_P(Encode, StoredCodesAreReadBack) {
+  CodePage page(encoder_.params.layout);
+  std::vector<std::vector<uint8_t>> codes(kPageTokenCount);
+  for (int slot = 0; slot < kPageTokenCount; ++slot) {
+    codes[slot].assign(encoder_.params.layout.dims, 0);
+    for (int j = 0; j < d_; ++j) codes[slot][j] = static_cast<uint8_t>(random_() % (1u << bits_));
+    StoreCode(encoder_.params.layout, codes[slot].data(), page.data(), slot);
+  }
+  for (int slot = 0; slot < kPageTokenCount; ++slot) {
+    for (int j = 0; j < encoder_.params.layout.dims; ++j) {
+      ASSERT_EQ(page.Level(slot, j), codes[slot][j]) << slot << " " << j;
+    }
+  }
+}
+
+// One key on its centre, one a huge distance from it, one barely off it.
+TEST(EncodeExtremes, FactorsAreFiniteAndZeroAtTheCentre) {
+  constexpr int kD = 64;
+  Encoder encoder(kD, 2, 7);
+  std::vector<float> rows(3 * 2 * kD, 0.0f);
+  for (int i = 0; i < kD; ++i) {
+    encoder.centre[i] = 0.25f * static_cast<float>(i % 3);
+    rows[i] = encoder.centre[i];
+    rows[2 * kD + i] = (i % 2 == 0 ? 1.0f : -1.0f) * 1e30f;
+    rows[4 * kD + i] = encoder.centre[i];
+  }
+  rows[4 * kD + 9] += 1e-6f;
+  const std::vector<std::byte> bytes = reference::Bytes(DType::kF32, rows);
+  CodePage page(encoder.params.layout);
+  EncodeTile(encoder.params, DType::kF32, bytes.data(), 2 * kD * 4, 3, page.data(), 0);
+  EXPECT_EQ(page.Factor(0), 0);
+  // f is about ||k - c|| over a number near sqrt(d).
+  EXPECT_NEAR(page.Factor(1) / 1e30, 1, 0.5);
+  EXPECT_GT(page.Factor(2), 0);
+  EXPECT_LT(page.Factor(2), 1e-5);
+}
+
+TEST(Rotate, IsTheMatrixProduct) {
+  for (const int d : {16, 64, 80, 96, 128, 240, 256}) {
+    Encoder encoder(d, 2, 11);
+    std::mt19937 random(d);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(d);
+    for (float& e : x) e = normal(random);
+    SameOnEveryTarget([&](std::vector<std::byte>& out) {
+      std::vector<float> y(d);
+      Rotate(encoder.params, x.data(), y.data());
+      const std::vector<double> wanted =
+          reference::Rotated(encoder.rotation, std::vector<double>(x.begin(), x.end()));
+      for (int j = 0; j < d; ++j) EXPECT_NEAR(y[j], wanted[j], 1e-5) << "d " << d;
+      AppendBytes(y, out);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,180 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "host/cpu/kernels.h"
+#include "tests/host/cpu/targets.h"
+#include "tests/reference/attention.h"
+#include "tests/reference/elements.h"
+#include "tests/reference/tail.h"
+
+namespace spillway {
+namespace {
+
+// head_dim, dtype.
+class Rows : public ::testing::TestWithParam<std::tuple<int, DType>> {
+ protected:
+  static constexpr int kHeads = 5;
+  static constexpr float kScale = 0.125f;
+  static constexpr int kRows = 3 * kRowBlock + 17;
+
+  Rows() : d_(std::get<0>(GetParam())), dtype_(std::get<1>(GetParam())) {
+    std::mt19937 random(d_);
+    std::normal_distribution<float> normal;
+    std::vector<float> rows(kRows * 2 * d_);
+    for (float& x : rows) x = static_cast<float>(reference::Round(dtype_, normal(random)));
+    bytes_ = reference::Bytes(dtype_, rows);
+    kv_ = {kRows, d_, {}, {}};
+    for (int t = 0; t < kRows; ++t) {
+      const auto row = rows.begin() + t * 2 * d_;
+      kv_.k.insert(kv_.k.end(), row, row + d_);
+      kv_.v.insert(kv_.v.end(), row + d_, row + 2 * d_);
+    }
+    q_.resize(kHeads * d_);
+    for (float& x : q_) {
+      // Exact in bf16, so that both forms of the queries stand for the same.
+      x = static_cast<float>(reference::Round(DType::kBF16, 2 * normal(random)));
+      scaled_.push_back(x * kScale);
+      bf16_.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16));
+    }
+  }
+
+  // With fp32 queries alone, and with their bf16 form beside.
+  std::vector<RowQueries> QueryForms() const {
+    return {{kHeads, d_, kScale, scaled_.data(), nullptr},
+            {kHeads, d_, kScale, scaled_.data(), bf16_.data()}};
+  }
+
+  const std::byte* Row(int t) const {
+    return bytes_.data() + int64_t{t} * 2 * d_ * DTypeBytes(dtype_);
+  }
+  std::vector<double> Query(int h) const {
+    return {q_.begin() + h * d_, q_.begin() + (h + 1) * d_};
+  }
+
+  const int d_;
+  const DType dtype_;
+  std::vector<std::byte> bytes_;
+  reference::KeyValues kv_;
+  std::vector<float> q_;       // [kHeads][d]
+  std::vector<float> scaled_;  // times kScale
+  std::vector<uint16_t> bf16_;
+};
+
+TEST_P(Rows, FoldsToDenseAttention) {
+  // Each head sees another number of rows, the last of the heads none.
+  const int visible[kHeads] = {kRows, 1, kRowBlock, kRowBlock + 1, 0};
+  // Sums over lanes differ in order between instruction sets: no bits to compare.
+  for (const RowQueries& queries : QueryForms())
+    SameOnEveryTarget([&](std::vector<std::byte>&) {
+      std::vector<RowSums> sums(kHeads);
+      std::vector<float> value(kHeads * d_, 0.0f), logits(kHeads * kRowBlock);
+      for (int at = 0; at < kRows; at += kRowBlock) {
+        const int count = std::min(kRowBlock, kRows - at);
+        const std::byte* rows[kRowBlock];
+        for (int i = 0; i < count; ++i) rows[i] = Row(at + i);
+        ASSERT_TRUE(RowLogits(dtype_, rows, nullptr, count, queries, logits.data()));
+        int counts[kHeads];
+        for (int h = 0; h < kHeads; ++h) {
+          counts[h] = std::clamp(visible[h] - at, 0, count);
+          for (int i = 0; i < count; ++i) {
+            ASSERT_NEAR(logits[h * kRowBlock + i],
+                        kScale * reference::Dot(Query(h), kv_.Key(at + i)), 2e-5);
+          }
+        }
+        FoldRows(dtype_, rows, nullptr, count, counts, kHeads, d_, logits.data(), sums.data(),
+                 value.data());
+      }
+      for (int h = 0; h < kHeads; ++h) {
+        ASSERT_EQ(sums[h].count, visible[h]);
+        if (visible[h] == 0) continue;
+        const reference::Attention wanted =
+            reference::DenseAttention(kv_, Query(h), kScale, visible[h]);
+        std::vector<float> out(d_);
+        for (int i = 0; i < d_; ++i) out[i] = value[h * d_ + i] / sums[h].sum;
+        EXPECT_LT(reference::RelativeDistance(out, wanted.out), 2e-6) << h;
+        EXPECT_NEAR(sums[h].max + std::log(sums[h].sum), wanted.lse, 1e-5) << h;
+      }
+    });
+}
+
+TEST_P(Rows, MomentsMatchTwoPasses) {
+  for (const RowQueries& queries : QueryForms())
+    SameOnEveryTarget([&](std::vector<std::byte>&) {
+      std::vector<RowSums> sums(kHeads);
+      std::vector<float> value(kHeads * d_, 0.0f), value_sq(kHeads * d_, 0.0f);
+      std::vector<float> logits(kHeads * kRowBlock);
+      std::vector<uint32_t> tokens;
+      for (int at = 0; at < kRows; at += kRowBlock) {
+        const int count = std::min(kRowBlock, kRows - at);
+        const std::byte* rows[kRowBlock];
+        for (int i = 0; i < count; ++i) {
+          rows[i] = Row(at + i);
+          tokens.push_back(at + i);
+        }
+        ASSERT_TRUE(RowLogits(dtype_, rows, nullptr, count, queries, logits.data()));
+        FoldRowsMoments(dtype_, rows, nullptr, count, kHeads, d_, logits.data(), sums.data(),
+                        value.data(), value_sq.data());
+      }
+      for (int h = 0; h < kHeads; ++h) {
+        const std::vector<double> l = reference::Logits(kv_, Query(h), kScale, kRows);
+        double sum = 0, sum_sq = 0, norm = 0;
+        std::vector<double> first(d_), second(d_);
+        for (uint32_t t : tokens) {
+          const double x = std::exp(l[t] - sums[h].max);
+          sum += x;
+          sum_sq += x * x;
+          norm += x * x * reference::Dot(kv_.Value(t), kv_.Value(t));
+          for (int i = 0; i < d_; ++i) {
+            first[i] += x * kv_.Value(t)[i];
+            second[i] += x * x * kv_.Value(t)[i];
+          }
+        }
+        EXPECT_NEAR(sums[h].sum, sum, 1e-5 * sum);
+        EXPECT_NEAR(sums[h].sum_sq, sum_sq, 1e-5 * sum_sq);
+        EXPECT_NEAR(sums[h].sum_sq_norm, norm, 1e-5 * norm);
+        for (int i = 0; i < d_; ++i) {
+          EXPECT_NEAR(value[h * d_ + i], first[i], 1e-5 * sum);
+          EXPECT_NEAR(value_sq[h * d_ + i], second[i], 1e-5 * sum_sq);
+        }
+      }
+    });
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, Rows,
+                         ::testing::Combine(::testing::Values(16, 64, 80, 96, 128, 256),
+                                            ::testing::Values(DType::kF32, DType::kF16,
+                                                              DType::kBF16)),
+                         [](const auto& info) {
+                           return "d" + std::to_string(std::get<0>(info.param)) +
+                                  std::string(DTypeName(std::get<1>(info.param)));
+                         });
+
+TEST(RowLogits, TellsOfALogitThatIsNotFinite) {
+  constexpr int kD = 64;
+  std::vector<float> rows(2 * kD * 5, 1.0f), q(2 * kD, 1e20f);
+  std::fill_n(q.begin(), kD, 1.0f);
+  for (const bool second_head : {false, true}) {
+    std::fill_n(rows.begin() + 3 * 2 * kD, kD, second_head ? 1e19f : 1.0f);
+    const std::byte* pointers[5];
+    for (int i = 0; i < 5; ++i) {
+      pointers[i] = reinterpret_cast<const std::byte*>(rows.data() + i * 2 * kD);
+    }
+    SameOnEveryTarget([&](std::vector<std::byte>&) {
+      float logits[2 * kRowBlock];
+      const RowQueries queries{2, kD, 1, q.data(), nullptr};
+      EXPECT_EQ(RowLogits(DType::kF32, pointers, nullptr, 5, queries, logits), !second_head);
+      EXPECT_EQ(std::isfinite(logits[kRowBlock + 3]), !second_head);
+      EXPECT_TRUE(std::isfinite(logits[3]));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace spillway
