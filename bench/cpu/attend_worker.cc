@@ -1,0 +1,118 @@
+// Holds K/V of one layer on a CPU device and measures what it is told to, so
+// that a driver can interleave it with its peers. Reads one JSON object a line
+// from standard input and answers each with one line:
+//   {"op": "read", "token_count": n}    plain parallel read of those rows
+//   {"op": "attend", "selector": "all" | "default", "query": i, "visible": n,
+//    "out": path or absent}             one attend; out receives [H_q][d] fp32
+//   {"op": "flush"}                     empty the caches
+//   {"op": "memory"}                    bytes of rows, codes and the budget
+// An error is answered as {"error": text}. Ends at the end of input.
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "bench/cpu/fixture.h"
+#include "nlohmann/json.hpp"
+
+namespace spillway::bench {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+absl::StatusOr<Json> Attend(Fixture& fixture, const MappedFile& queries, const Json& request) {
+  const ModelSpec& spec = fixture.model().spec();
+  Policy policy = DefaultPolicy(spec);
+  if (request.at("selector") == "all") policy.selector = Selector::kAll;
+  const int64_t query_floats = int64_t{spec.query_head_count} * spec.head_dim;
+  const int64_t query = request.at("query");
+  if (query < 0 || (query + 1) * query_floats * 4 > queries.bytes()) {
+    return absl::OutOfRangeError(absl::StrCat("no query ", query));
+  }
+  const auto* q = reinterpret_cast<const float*>(queries.data()) + query * query_floats;
+  absl::StatusOr<Fixture::Attended> result = fixture.Attend(policy, q, request.at("visible"));
+  if (!result.ok()) return result.status();
+  if (request.contains("out")) {
+    std::ofstream file(request["out"].get<std::string>(), std::ios::binary);
+    file.write(reinterpret_cast<const char*>(result->work.out.data()),
+               static_cast<std::streamsize>(result->work.out.size() * sizeof(float)));
+    if (!file.flush()) return absl::InternalError("cannot write the output");
+  }
+  Json errors = Json::array();
+  for (const Certificate& c : result->work.certificates) errors.push_back(c.relative_error);
+  return Json{{"us", result->device_time_us},
+              {"touched_row_counts", result->work.touched_row_counts},
+              {"certified_errors", std::move(errors)}};
+}
+
+absl::StatusOr<Json> Answer(Fixture& fixture, const MappedFile& queries, CacheFlush& flush,
+                            const Json& request) {
+  const std::string op = request.at("op");
+  if (op == "flush") {
+    flush.Run();
+    return Json::object();
+  }
+  if (op == "attend") return Attend(fixture, queries, request);
+  if (op == "read") return Json{{"us", 1e6 * fixture.ReadRows(request.at("token_count"))}};
+  if (op == "memory") {
+    return Json{{"row_bytes", fixture.rows().bytes()},
+                {"index_bytes", fixture.sequence().index_bytes()},
+                {"used_bytes", fixture.budget().used_bytes()},
+                {"huge_page_bytes", fixture.arena().statistics().huge_page_bytes}};
+  }
+  return absl::InvalidArgumentError(absl::StrCat("unknown op ", op));
+}
+
+absl::Status Serve(const std::string& directory) {
+  std::ifstream meta_file(directory + "/meta.json");
+  const Json meta = Json::parse(meta_file);
+  auto k = MappedFile::Open(directory + "/k.bf16");
+  if (!k.ok()) return k.status();
+  auto v = MappedFile::Open(directory + "/v.bf16");
+  if (!v.ok()) return v.status();
+  auto queries = MappedFile::Open(directory + "/queries.f32");
+  if (!queries.ok()) return queries.status();
+  ModelSpec spec;
+  spec.layer_count = 1;
+  spec.query_head_count = meta.at("query_head_count");
+  spec.kv_head_count = meta.at("kv_head_count");
+  spec.head_dim = meta.at("head_dim");
+  spec.dtype = DType::kBF16;
+  const int64_t tokens = meta.at("token_count");
+  if (k->bytes() != spec.kv_head_count * tokens * spec.head_dim * 2 || v->bytes() != k->bytes()) {
+    return absl::InvalidArgumentError(directory + ": the sizes of K and V are not those of meta");
+  }
+  auto fixture = Fixture::Create(spec, 0, 2 * (k->bytes() + v->bytes()) + (int64_t{1} << 30));
+  if (!fixture.ok()) return fixture.status();
+  absl::Status status = (*fixture)->Append(k->data(), v->data(), tokens, 0, tokens);
+  if (!status.ok()) return status;
+  std::cout << Json{{"device", (*fixture)->device().info().description},
+                    {"thread_count", (*fixture)->device().info().thread_count}}
+            << std::endl;
+  CacheFlush flush;
+  for (std::string line; std::getline(std::cin, line);) {
+    const absl::StatusOr<Json> answer = Answer(**fixture, *queries, flush, Json::parse(line));
+    std::cout << (answer.ok() ? *answer : Json{{"error", answer.status().ToString()}}) << std::endl;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace spillway::bench
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::cerr << "usage: attend_worker DATA_DIRECTORY\n";
+    return 2;
+  }
+  try {
+    const absl::Status status = spillway::bench::Serve(argv[1]);
+    if (status.ok()) return 0;
+    std::cerr << "attend_worker: " << status << '\n';
+  } catch (const std::exception& e) {  // the JSON library's
+    std::cerr << "attend_worker: " << e.what() << '\n';
+  }
+  return 1;
+}

@@ -1,0 +1,143 @@
+#include "bench/cpu/fixture.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <tbb/parallel_for.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "host/cpu/kernels.h"
+
+namespace spillway::bench {
+
+absl::StatusOr<MappedFile> MappedFile::Open(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return absl::ErrnoToStatus(errno, path);
+  struct stat info;
+  void* data = MAP_FAILED;
+  if (fstat(fd, &info) == 0) data = mmap(nullptr, info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+  const int error = errno;
+  close(fd);
+  if (data == MAP_FAILED) return absl::ErrnoToStatus(error, path);
+  return MappedFile(static_cast<const std::byte*>(data), info.st_size);
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) munmap(const_cast<std::byte*>(data_), bytes_);
+}
+
+double ReadSpans(tbb::task_arena& threads, std::span<const std::byte* const> spans, int64_t bytes) {
+  static std::atomic<uint64_t> sum{0};  // so that no read is left out
+  const auto start = std::chrono::steady_clock::now();
+  threads.execute([&] {
+    tbb::parallel_for(tbb::blocked_range<size_t>(0, spans.size(), 16), [&](const auto& range) {
+      uint64_t part = 0;
+      for (size_t i = range.begin(); i != range.end(); ++i) part += ReadAll(spans[i], bytes);
+      sum.fetch_add(part, std::memory_order_relaxed);
+    });
+  });
+  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+  return spent.count();
+}
+
+absl::StatusOr<std::unique_ptr<Fixture>> Fixture::Create(ModelSpec spec, int thread_count,
+                                                         int64_t memory_bytes) {
+  const std::vector<FieldError> errors = Normalize(spec);
+  if (!errors.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(errors[0].field, ": ", errors[0].description));
+  }
+  std::unique_ptr<Fixture> fixture(new Fixture(memory_bytes));
+  ArenaOptions options;
+  options.limit_bytes = memory_bytes;
+  auto arena = Arena::Create(options, &fixture->budget_);
+  if (!arena.ok()) return arena.status();
+  fixture->arena_ = *std::move(arena);
+  fixture->device_ = CreateCpuDevice({thread_count}, fixture->arena_.get(), &fixture->budget_);
+  auto model = fixture->device_->CreateModel(spec, {});
+  if (!model.ok()) return model.status();
+  fixture->model_ = *std::move(model);
+  auto sequence = fixture->device_->CreateSequence(*fixture->model_);
+  if (!sequence.ok()) return sequence.status();
+  fixture->sequence_ = *std::move(sequence);
+  fixture->pool_ =
+      std::make_unique<PagePool>(fixture->arena_.get(), kPageTokenCount * spec.row_bytes());
+  fixture->rows_ = std::make_unique<LayerRows>(fixture->pool_.get(), spec);
+  fixture->threads_.initialize(fixture->device_->info().thread_count);
+  return fixture;
+}
+
+std::unique_ptr<Job> Fixture::Run(std::unique_ptr<Job> job) {
+  std::promise<std::unique_ptr<Job>> promise;
+  std::future<std::unique_ptr<Job>> done = promise.get_future();
+  device_->Submit(std::move(job), [&promise](std::unique_ptr<Job> finished) {
+    promise.set_value(std::move(finished));
+  });
+  return done.get();
+}
+
+absl::Status Fixture::Append(const std::byte* k, const std::byte* v, int64_t tokens, int64_t from,
+                             int64_t to) {
+  constexpr int64_t kChunkTokens = 1024;
+  const ModelSpec& spec = model_->spec();
+  const int64_t token_bytes = int64_t{spec.head_dim} * DTypeBytes(spec.dtype);
+  for (int64_t at = from; at < to; at += kChunkTokens) {
+    const int64_t count = std::min(kChunkTokens, to - at);
+    std::vector<std::byte> chunk_k;
+    std::vector<std::byte> chunk_v;
+    for (int64_t h = 0; h < spec.kv_head_count; ++h) {
+      const int64_t begin = (h * tokens + at) * token_bytes;
+      chunk_k.insert(chunk_k.end(), k + begin, k + begin + count * token_bytes);
+      chunk_v.insert(chunk_v.end(), v + begin, v + begin + count * token_bytes);
+    }
+    const int64_t start = rows_->token_count();
+    absl::Status status = rows_->PrepareAppend(count);
+    if (!status.ok()) return status;
+    status = device_->PrepareAppend(*model_, *sequence_, 0, start, count);
+    if (!status.ok()) return status;
+    auto job = std::make_unique<Job>();
+    job->model = model_.get();
+    JobItem& item = job->items.emplace_back();
+    item.sequence = sequence_.get();
+    item.append = AppendWork{rows_.get(), start, count, chunk_k.data(), chunk_v.data()};
+    job = Run(std::move(job));
+    if (!job->items[0].status.ok()) return job->items[0].status;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Fixture::Attended> Fixture::Attend(const Policy& policy, const float* q,
+                                                  int64_t visible) {
+  auto job = std::make_unique<Job>();
+  job->model = model_.get();
+  JobItem& item = job->items.emplace_back();
+  item.sequence = sequence_.get();
+  AttendWork& work = item.attend.emplace();
+  work.rows = rows_.get();
+  work.policy = policy;
+  work.q = reinterpret_cast<const std::byte*>(q);
+  work.query_count = 1;
+  work.visible = {visible};
+  job = Run(std::move(job));
+  if (!job->items[0].status.ok()) return job->items[0].status;
+  return Attended{*std::move(job->items[0].attend), job->device_time_us};
+}
+
+double Fixture::ReadRows(int64_t token_count) {
+  std::vector<const std::byte*> pages;
+  for (int h = 0; h < rows_->kv_head_count(); ++h) {
+    for (int64_t p = 0; p * kPageTokenCount < token_count; ++p) pages.push_back(rows_->Page(h, p));
+  }
+  return ReadSpans(threads_, pages, kPageTokenCount * rows_->row_bytes());
+}
+
+}  // namespace spillway::bench

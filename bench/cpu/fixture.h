@@ -1,0 +1,101 @@
+#pragma once
+
+#include <tbb/task_arena.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "host/cpu/cpu_device.h"
+#include "host/memory/page_pool.h"
+
+namespace spillway::bench {
+
+// A file mapped for reading. Move-only.
+class MappedFile {
+ public:
+  static absl::StatusOr<MappedFile> Open(const std::string& path);
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&&) = delete;
+  ~MappedFile();
+
+  const std::byte* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  MappedFile(const std::byte* data, int64_t bytes) : data_(data), bytes_(bytes) {}
+  const std::byte* data_;
+  int64_t bytes_;
+};
+
+// Seconds that `threads` take to read `bytes` at each of `spans`, once, in
+// parallel.
+double ReadSpans(tbb::task_arena& threads, std::span<const std::byte* const> spans, int64_t bytes);
+
+// Reads and writes memory of its own, several times what the last-level cache
+// holds, so that what is measured next starts cold.
+class CacheFlush {
+ public:
+  explicit CacheFlush(int64_t bytes = int64_t{128} << 20) : data_(bytes / 8) {}
+  void Run() {
+    for (uint64_t& word : data_) ++word;
+  }
+
+ private:
+  std::vector<uint64_t> data_;
+};
+
+// One layer of one sequence on a CPU device, driven without a daemon. Not
+// thread-safe.
+class Fixture {
+ public:
+  // thread_count 0: one per core. memory_bytes bounds rows, codes and
+  // workspaces.
+  static absl::StatusOr<std::unique_ptr<Fixture>> Create(ModelSpec spec, int thread_count,
+                                                         int64_t memory_bytes);
+
+  // Appends tokens [from, to) of K and V, each [H_kv][tokens][d] in the
+  // model's dtype.
+  absl::Status Append(const std::byte* k, const std::byte* v, int64_t tokens, int64_t from,
+                      int64_t to);
+
+  struct Attended {
+    AttendWork work;
+    double device_time_us = 0;
+  };
+  // One query [H_q][d] fp32 that sees the first `visible` tokens.
+  absl::StatusOr<Attended> Attend(const Policy& policy, const float* q, int64_t visible);
+
+  // Seconds that the device's number of threads take to read the rows of the
+  // first token_count tokens of every KV head, in parallel, once.
+  double ReadRows(int64_t token_count);
+
+  Device& device() { return *device_; }
+  DeviceModel& model() { return *model_; }
+  DeviceSequence& sequence() { return *sequence_; }
+  LayerRows& rows() { return *rows_; }
+  MemoryBudget& budget() { return budget_; }
+  Arena& arena() { return *arena_; }
+  // As many threads as the device's, for work that is measured beside it.
+  tbb::task_arena& threads() { return threads_; }
+
+ private:
+  explicit Fixture(int64_t memory_bytes) : budget_(memory_bytes) {}
+  std::unique_ptr<Job> Run(std::unique_ptr<Job> job);
+
+  MemoryBudget budget_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<PagePool> pool_;
+  std::unique_ptr<LayerRows> rows_;
+  std::unique_ptr<DeviceModel> model_;
+  std::unique_ptr<DeviceSequence> sequence_;
+  tbb::task_arena threads_;
+};
+
+}  // namespace spillway::bench

@@ -1,0 +1,453 @@
+// Scoring, threshold and compaction of one KV head's codes against reading
+// those codes alone, and the score kernels against their alternatives.
+//
+// The keys are the first KV head's of the data directory, repeated up to the
+// count asked for; the query group is its first. Caches are flushed before each
+// measurement: between two attends of a model they hold other things. Every result is compared with
+// a plain reference before it is timed. Writes one JSON object to standard
+// output.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "bench/cpu/fixture.h"
+#include "host/cpu/attend_context.h"
+#include "host/cpu/score_pass.h"
+#include "nlohmann/json.hpp"
+#ifdef SPILLWAY_BENCH_ALTERNATIVES
+#include "bench/cpu/alternatives.h"
+#endif
+
+namespace spillway::bench {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int kHeadDim = 128;
+constexpr int kQueryHeads = 4;
+
+struct Options {
+  std::string directory;
+  int64_t key_count = int64_t{1} << 20;
+  int repetitions = 11;
+};
+
+double Seconds(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+float FromBF16(uint16_t bits) {
+  const uint32_t word = uint32_t{bits} << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+// One KV head's codes on a device, and a query group.
+class Scored {
+ public:
+  absl::Status Create(const Options& options, Selector selector, int bits_per_dim) {
+    auto k = MappedFile::Open(options.directory + "/k.bf16");
+    if (!k.ok()) return k.status();
+    auto queries = MappedFile::Open(options.directory + "/queries.f32");
+    if (!queries.ok()) return queries.status();
+    std::ifstream meta_file(options.directory + "/meta.json");
+    const Json meta = Json::parse(meta_file);
+    const int64_t tokens = meta.at("token_count");
+    if (meta.at("head_dim") != kHeadDim) return absl::InvalidArgumentError("head_dim is not 128");
+    q_.resize(kQueryHeads * kHeadDim);
+    std::memcpy(q_.data(), queries->data(), q_.size() * sizeof(float));
+
+    ModelSpec spec;
+    spec.layer_count = 1;
+    spec.query_head_count = kQueryHeads;
+    spec.kv_head_count = 1;
+    spec.head_dim = kHeadDim;
+    spec.hash.bits_per_dim = bits_per_dim;
+    auto fixture =
+        Fixture::Create(spec, 0, 3 * options.key_count * 2 * kHeadDim * 2 + (int64_t{1} << 30));
+    if (!fixture.ok()) return fixture.status();
+    fixture_ = *std::move(fixture);
+    for (int64_t at = 0; at < options.key_count; at += tokens) {
+      absl::Status status = fixture_->Append(k->data(), k->data(), tokens, 0,
+                                             std::min(tokens, options.key_count - at));
+      if (!status.ok()) return status;
+    }
+    work_.rows = &fixture_->rows();
+    work_.policy = DefaultPolicy(fixture_->model().spec());
+    work_.policy.selector = selector;
+    work_.q = reinterpret_cast<const std::byte*>(q_.data());
+    work_.query_count = 1;
+    work_.visible = {options.key_count};
+    workspaces_ = std::make_unique<WorkspacePool>(&fixture_->budget());
+    context_.model = &model();
+    context_.index = &static_cast<CpuSequence&>(fixture_->sequence()).layers[0];
+    context_.work = &work_;
+    context_.workspaces = workspaces_.get();
+    return absl::OkStatus();
+  }
+
+  // What is measured: scores, histogram, threshold, compaction.
+  absl::StatusOr<std::vector<uint32_t>> Pass() {
+    ScorePass pass(context_, 0, 0, begin(), end());
+    absl::Status status = pass.Score();
+    if (!status.ok()) return status;
+    return pass.TakeHeavy();
+  }
+
+  std::vector<const std::byte*> Spans() const {
+    std::vector<const std::byte*> spans;
+    const PageTable& codes = context_.index->codes[0];
+    for (int64_t p = 0; p < codes.page_count(); ++p) spans.push_back(codes.Page(p));
+    return spans;
+  }
+
+  const CpuModel& model() const { return static_cast<const CpuModel&>(fixture_->model()); }
+  Fixture& fixture() { return *fixture_; }
+  int64_t begin() const { return work_.policy.sink_token_count; }
+  int64_t end() const { return work_.visible[0] - work_.policy.window_token_count; }
+  int heavy_count() const { return static_cast<int>(work_.policy.heavy_count); }
+  double softmax_scale() const { return model().spec().softmax_scale; }
+  // P q of a query head.
+  std::vector<float> RotatedQuery(int head) const {
+    std::vector<float> rotated(kHeadDim);
+    Rotate(model().encode_params(0), q_.data() + head * kHeadDim, rotated.data());
+    return rotated;
+  }
+  // A key's code at one dimension, and its factor.
+  int Code(int64_t token, int dim) const {
+    const CodeLayout& layout = model().layout();
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(context_.index->codes[0].Page(token / kPageTokenCount));
+    const int tile = static_cast<int>(token % kPageTokenCount / kTileTokenCount);
+    int code = 0;
+    int bits = 0;
+    for (int part = 0; part < layout.parts; ++part) {
+      const int per_chunk = layout.chunk_dims(part);
+      const uint32_t word = words[layout.tile_offset(part, tile) +
+                                  dim / per_chunk * kTileTokenCount + token % kTileTokenCount];
+      const uint32_t field = word >> layout.shift(part, dim % per_chunk);
+      code |= static_cast<int>(field & ((1u << layout.width[part]) - 1)) << bits;
+      bits += layout.width[part];
+    }
+    return code;
+  }
+  double Factor(int64_t token) const {
+    const std::byte* page = context_.index->codes[0].Page(token / kPageTokenCount);
+    const auto* factors =
+        reinterpret_cast<const uint16_t*>(page + model().layout().factor_offset_bytes());
+    return FromBF16(factors[token % kPageTokenCount]);
+  }
+
+ private:
+  std::unique_ptr<Fixture> fixture_;
+  std::unique_ptr<WorkspacePool> workspaces_;
+  std::vector<float> q_;
+  AttendWork work_;
+  AttendContext context_;
+};
+
+// Matching bits of every candidate, by counting; the most recent of equals
+// first.
+absl::Status CheckHamming(const Scored& scored, const std::vector<uint32_t>& heavy) {
+  std::vector<int> set(kHeadDim);
+  for (int g = 0; g < kQueryHeads; ++g) {
+    const std::vector<float> rotated = scored.RotatedQuery(g);
+    for (int j = 0; j < kHeadDim; ++j) set[j] += rotated[j] >= 0;
+  }
+  std::vector<std::pair<int, int64_t>> ranked;
+  for (int64_t t = scored.begin(); t < scored.end(); ++t) {
+    int matches = 0;
+    for (int j = 0; j < kHeadDim; ++j) {
+      matches += scored.Code(t, j) != 0 ? set[j] : kQueryHeads - set[j];
+    }
+    ranked.push_back({matches, t});
+  }
+  const auto end = ranked.begin() + scored.heavy_count();
+  std::partial_sort(ranked.begin(), end, ranked.end(), std::greater<>());
+  std::vector<uint32_t> expected;
+  for (auto it = ranked.begin(); it != end; ++it) {
+    expected.push_back(static_cast<uint32_t>(it->second));
+  }
+  std::sort(expected.begin(), expected.end());
+  if (heavy != expected) return absl::InternalError("the heavy set is not the reference's");
+  return absl::OkStatus();
+}
+
+// Group scores in double precision from the same codes and the 4-bit query:
+// no token outside the heavy set may beat one inside by more than a bin.
+absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& heavy) {
+  const double step = QuantiserStep(2);
+  const int64_t n = scored.end() - scored.begin();
+  std::vector<double> score(n, 0.0);
+  for (int g = 0; g < kQueryHeads; ++g) {
+    const std::vector<float> rotated = scored.RotatedQuery(g);
+    float largest = 0;
+    for (float x : rotated) largest = std::max(largest, std::fabs(x));
+    const double s = largest / 7.5;
+    std::vector<double> query(kHeadDim);
+    for (int j = 0; j < kHeadDim; ++j) {
+      query[j] = (std::clamp(std::nearbyint(rotated[j] / s - 0.5), -8.0, 7.0) + 0.5) * s;
+    }
+    std::vector<double> logits(n);
+    double reference = -std::numeric_limits<double>::infinity();
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t t = scored.begin() + i;
+      double dot = 0;
+      for (int j = 0; j < kHeadDim; ++j) {
+        dot += query[j] * (scored.Code(t, j) - 1.5) * step;
+      }
+      logits[i] = scored.softmax_scale() * scored.Factor(t) * dot;
+      if ((t / kPageTokenCount) % 64 == 0) reference = std::max(reference, logits[i]);
+    }
+    for (int64_t i = 0; i < n; ++i) score[i] += std::exp(std::min(logits[i] - reference, 20.0));
+  }
+  if (static_cast<int>(heavy.size()) != scored.heavy_count() ||
+      !std::is_sorted(heavy.begin(), heavy.end())) {
+    return absl::InternalError("the heavy set's size or order is wrong");
+  }
+  double least = std::numeric_limits<double>::infinity();
+  std::vector<bool> taken(n, false);
+  for (uint32_t t : heavy) {
+    taken[t - scored.begin()] = true;
+    least = std::min(least, score[t - scored.begin()]);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    // A bin is a sixteenth of an octave's lower end wide.
+    if (!taken[i] && score[i] > least * (1 + 1.0 / 16) * (1 + 1e-4)) {
+      return absl::InternalError(absl::StrCat("token ", scored.begin() + i, " was left out"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Json> MeasurePass(Scored& scored, const Options& options, bool hamming) {
+  absl::StatusOr<std::vector<uint32_t>> heavy = scored.Pass();
+  if (!heavy.ok()) return heavy.status();
+  absl::Status checked = hamming ? CheckHamming(scored, *heavy) : CheckAsymmetric(scored, *heavy);
+  if (!checked.ok()) return checked;
+
+  const CodeLayout& layout = scored.model().layout();
+  const std::vector<const std::byte*> spans = scored.Spans();
+  // `hamming` has no use for the factors.
+  const int64_t span_bytes = hamming ? layout.factor_offset_bytes() : layout.page_bytes();
+  Json rows = Json::array();
+  const int all_threads = scored.fixture().device().info().thread_count;
+  std::vector<int> counts{1};
+  if (all_threads > 1) counts.push_back(all_threads);
+  CacheFlush flush;
+  for (int thread_count : counts) {
+    tbb::task_arena threads(thread_count);
+    std::vector<double> reads;
+    std::vector<double> passes;
+    for (int i = -1; i < options.repetitions; ++i) {  // the first warms up
+      flush.Run();
+      const double read = ReadSpans(threads, spans, span_bytes);
+      flush.Run();
+      const double pass = Seconds([&] { threads.execute([&] { heavy = scored.Pass(); }); });
+      if (!heavy.ok()) return heavy.status();
+      if (i < 0) continue;
+      reads.push_back(read);
+      passes.push_back(pass);
+    }
+    const double per_million = 1e6 / static_cast<double>(options.key_count);
+    const double bytes = static_cast<double>(spans.size()) * static_cast<double>(span_bytes);
+    rows.push_back({{"selector", hamming ? "hamming" : "asymmetric"},
+                    {"bits_per_dim", scored.model().spec().hash.bits_per_dim},
+                    {"thread_count", thread_count},
+                    {"key_count", options.key_count},
+                    {"code_bytes", bytes},
+                    {"us_per_million_keys", 1e6 * per_million * Median(passes)},
+                    {"read_us_per_million_keys", 1e6 * per_million * Median(reads)},
+                    {"read_gb_per_s", 1e-9 * bytes / Median(reads)},
+                    {"share_of_read_rate", Median(reads) / Median(passes)}});
+  }
+  return rows;
+}
+
+#ifdef SPILLWAY_BENCH_ALTERNATIVES
+// Kernels alone, one thread, over all pages; query weights drawn at random.
+absl::StatusOr<Json> MeasureKernels(Scored& scored, const Options& options, bool hamming) {
+  std::mt19937 random(1);
+  std::vector<uint8_t> signs(kGroup * kDims);
+  std::vector<int8_t> odd(kGroup * kDims);
+  for (auto& s : signs) s = random() & 1u;
+  for (auto& w : odd) w = static_cast<int8_t>(2 * static_cast<int>(random() % 16) - 15);
+
+  ScoreQuery query;
+  query.layout = scored.model().layout();
+  query.row_count = hamming ? 1 : kGroup;
+  std::vector<int8_t> weights(query.row_count * kDims);
+  for (int j = 0; j < kDims; ++j) {
+    if (hamming) {
+      int set = 0;
+      for (int r = 0; r < kGroup; ++r) set += signs[r * kDims + j];
+      weights[j] = static_cast<int8_t>(2 * set - kGroup);
+      query.offset[0] += kGroup - set;
+    } else {
+      for (int r = 0; r < kGroup; ++r) weights[r * kDims + j] = odd[r * kDims + j];
+    }
+  }
+  query.weights = weights.data();
+  std::fill_n(query.coefficient, kGroup, 1.0f);
+
+  const std::vector<const std::byte*> spans = scored.Spans();
+  const int64_t pages = static_cast<int64_t>(spans.size());
+  const int planes = hamming ? 1 : 2;
+  const int64_t tiled_bytes = int64_t{planes} * kPlaneBytes;
+  std::vector<uint8_t> nibbles(pages * tiled_bytes);
+  std::vector<uint32_t> words(pages * tiled_bytes / 4);
+  std::vector<uint8_t> codes(128 * kDims);
+  for (int64_t p = 0; p < pages; ++p) {
+    for (int64_t i = 0; i < 128 * kDims; ++i) {
+      codes[i] =
+          static_cast<uint8_t>(scored.Code(p * 128 + i / kDims, static_cast<int>(i % kDims)));
+    }
+    TileForPopcount(codes.data(), planes, words.data() + p * tiled_bytes / 4);
+    TileForNibbles(codes.data(), planes, nibbles.data() + p * tiled_bytes);
+  }
+  const PopcountQuery popcount = MakePopcountQuery(signs.data(), odd.data());
+  const NibbleQuery nibble = MakeNibbleQuery(signs.data(), odd.data());
+  std::vector<int32_t> sums(kGroup * 128);
+  // A page's results: bins of hamming, logits of asymmetric.
+  std::vector<uint16_t> bins(128);
+  std::vector<float> logits(kGroup * 128);
+  const auto finish = [&](int64_t p) {
+    FinishLogits(sums.data(), 1.0f,
+                 reinterpret_cast<const uint16_t*>(spans[p] + query.layout.factor_offset_bytes()),
+                 logits.data());
+  };
+  struct Kernel {
+    std::string name;
+    std::function<void(int64_t)> page;
+    std::vector<double> seconds;
+  };
+  std::vector<Kernel> kernels;
+  kernels.push_back({absl::StrCat("dot product of bytes (used), ", SimdTargetName()),
+                     [&](int64_t p) {
+                       if (hamming) return HammingBins(query, spans[p], 0, 8, bins.data());
+                       AsymmetricLogits(query, spans[p], logits.data());
+                     },
+                     {}});
+  if (AlternativesSupported()) {
+    kernels.push_back({"popcount (VPOPCNTDQ)",
+                       [&](int64_t p) {
+                         const uint32_t* w = words.data() + p * tiled_bytes / 4;
+                         if (hamming) return HammingPopcount(popcount, w, bins.data());
+                         AsymmetricPopcount(popcount, w, sums.data());
+                         finish(p);
+                       },
+                       {}});
+    kernels.push_back({"nibble tables (PSHUFB)",
+                       [&](int64_t p) {
+                         const uint8_t* t = nibbles.data() + p * tiled_bytes;
+                         if (hamming) return HammingNibbles(nibble, t, bins.data());
+                         AsymmetricNibbles(nibble, t, sums.data());
+                         finish(p);
+                       },
+                       {}});
+  }
+  for (int64_t p = 0; p < std::min<int64_t>(pages, 64); ++p) {
+    kernels[0].page(p);
+    const std::vector<uint16_t> expected_bins = bins;
+    const std::vector<float> expected_logits = logits;
+    for (size_t k = 1; k < kernels.size(); ++k) {
+      std::fill(bins.begin(), bins.end(), uint16_t{0xAAAA});
+      std::fill(logits.begin(), logits.end(), -1.0e9f);
+      kernels[k].page(p);
+      if (hamming ? bins != expected_bins : logits != expected_logits) {
+        return absl::InternalError(absl::StrCat(kernels[k].name, " differs on page ", p));
+      }
+    }
+  }
+  CacheFlush flush;
+  tbb::task_arena one_thread(1);
+  std::vector<double> reads;
+  const int64_t span_bytes =
+      hamming ? query.layout.factor_offset_bytes() : query.layout.page_bytes();
+  for (int i = -1; i < options.repetitions; ++i) {
+    flush.Run();
+    const double read = ReadSpans(one_thread, spans, span_bytes);
+    if (i >= 0) reads.push_back(read);
+    for (Kernel& kernel : kernels) {
+      flush.Run();
+      const double spent = Seconds([&] {
+        for (int64_t p = 0; p < pages; ++p) kernel.page(p);
+      });
+      if (i >= 0) kernel.seconds.push_back(spent);
+    }
+  }
+  Json rows = Json::array();
+  const double keys = static_cast<double>(pages) * kPageTokenCount;
+  for (const Kernel& kernel : kernels) {
+    rows.push_back({{"selector", hamming ? "hamming" : "asymmetric"},
+                    {"kernel", kernel.name},
+                    {"ns_per_key", 1e9 * Median(kernel.seconds) / keys},
+                    {"read_ns_per_key", 1e9 * Median(reads) / keys},
+                    {"share_of_read_rate", Median(reads) / Median(kernel.seconds)}});
+  }
+  return rows;
+}
+#endif
+
+absl::StatusOr<Json> Run(const Options& options) {
+  Json result{{"passes", Json::array()}, {"kernels", Json::array()}};
+  for (bool hamming : {true, false}) {
+    Scored scored;
+    absl::Status status = scored.Create(
+        options, hamming ? Selector::kHamming : Selector::kAsymmetric, hamming ? 1 : 2);
+    if (!status.ok()) return status;
+    absl::StatusOr<Json> rows = MeasurePass(scored, options, hamming);
+    if (!rows.ok()) return rows.status();
+    for (Json& row : *rows) result["passes"].push_back(std::move(row));
+#ifdef SPILLWAY_BENCH_ALTERNATIVES
+    rows = MeasureKernels(scored, options, hamming);
+    if (!rows.ok()) return rows.status();
+    for (Json& row : *rows) result["kernels"].push_back(std::move(row));
+#endif
+  }
+  return result;
+}
+
+int Main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Scores codes and measures it against reading them.", "score_bench");
+  app.add_option("directory", options.directory, "data made by bench/trace_data.py")->required();
+  app.add_option("--keys", options.key_count, "keys of the KV head")
+      ->check(CLI::Range(int64_t{4096}, int64_t{1} << 26))
+      ->capture_default_str();
+  app.add_option("--repetitions", options.repetitions, "medians are over so many")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const absl::StatusOr<Json> result = Run(options);
+  if (!result.ok()) {
+    std::cerr << "score_bench: " << result.status() << '\n';
+    return 1;
+  }
+  std::cout << result->dump(2) << '\n';
+  return 0;
+}
+
+}  // namespace
+}  // namespace spillway::bench
+
+int main(int argc, char** argv) { return spillway::bench::Main(argc, argv); }
