@@ -1,0 +1,177 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "host/device/device.h"
+
+namespace spillway {
+
+// A device that keeps no codes and answers late: every job waits until the
+// test releases it, or with `delayed`, a random time in a thread of its own.
+// An attend answers with what it saw: out[0] = the visible count, lse[0] = the
+// first element of the last visible row's key, head 0 (f32 models).
+class ToyDevice final : public Device {
+ public:
+  explicit ToyDevice(bool delayed) : delayed_(delayed) {}
+  ~ToyDevice() override { Join(); }
+
+  // ---- for tests
+
+  size_t waiting_count() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return waiting_.size();
+  }
+  // Serves the i-th waiting job in another thread and returns when its
+  // completion has.
+  void Release(size_t i = 0) {
+    Pending pending;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      pending = std::move(waiting_.at(i));
+      waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+    std::thread([&] { Serve(std::move(pending)); }).join();
+  }
+  void ReleaseAll() {
+    while (waiting_count() > 0) Release();
+  }
+  // Waits for the threads of `delayed`, and for those that they start.
+  void Join() {
+    for (;;) {
+      std::vector<std::thread> threads;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        threads.swap(threads_);
+      }
+      if (threads.empty()) return;
+      for (std::thread& thread : threads) thread.join();
+    }
+  }
+  // Jobs submitted and not yet answered, at the most.
+  int running_count_max() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return running_max_;
+  }
+  // What the next attend of any job fails with, after its append.
+  void FailAttend(absl::Status status) { attend_error_ = std::move(status); }
+  void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
+
+  // ---- Device
+
+  const DeviceInfo& info() const override { return info_; }
+  absl::Status RegisterMemory(std::span<std::byte>) override { return absl::OkStatus(); }
+  void UnregisterMemory(std::span<std::byte>) override {}
+  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
+                                                           std::span<const std::byte>) override {
+    return std::make_unique<ToyModel>(spec);
+  }
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel&) override {
+    return std::make_unique<ToySequence>();
+  }
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel&, DeviceSequence&,
+                                                               int64_t) override {
+    return std::make_unique<ToySequence>();
+  }
+  void TruncateSequence(DeviceModel&, DeviceSequence&, int64_t) override {}
+  absl::Status PrepareAppend(DeviceModel&, DeviceSequence&, int, int64_t, int64_t) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(prepare_error_, absl::OkStatus());
+  }
+  int64_t IndexBytesPerToken(const ModelSpec&) const override { return 0; }
+  void Submit(std::unique_ptr<Job> job, Completion done) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    running_max_ = std::max(running_max_, ++running_);
+    Pending pending{std::move(job), std::move(done)};
+    if (!delayed_) {
+      waiting_.push_back(std::move(pending));
+      return;
+    }
+    const std::chrono::microseconds delay(random_() % 2000);
+    threads_.emplace_back([this, delay, pending = std::move(pending)]() mutable {
+      std::this_thread::sleep_for(delay);
+      Serve(std::move(pending));
+    });
+  }
+
+ private:
+  class ToyModel final : public DeviceModel {
+   public:
+    explicit ToyModel(const ModelSpec& spec) : spec_(spec) {}
+    const ModelSpec& spec() const override { return spec_; }
+    int64_t bytes() const override { return 0; }
+
+   private:
+    const ModelSpec spec_;
+  };
+  class ToySequence final : public DeviceSequence {
+   public:
+    int64_t index_bytes() const override { return 0; }
+    // Held by the job that runs: a second one would be the engine's mistake.
+    std::atomic<int> user_count{0};
+  };
+  struct Pending {
+    std::unique_ptr<Job> job;
+    Completion done;
+  };
+
+  void Serve(Pending pending) {
+    for (JobItem& item : pending.job->items) ServeItem(*pending.job, item);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      --running_;
+    }
+    pending.done(std::move(pending.job));
+  }
+
+  void ServeItem(const Job& job, JobItem& item) {
+    auto& sequence = static_cast<ToySequence&>(*item.sequence);
+    if (++sequence.user_count != 1) item.status = absl::InternalError("two jobs at once");
+    if (item.append && item.status.ok()) {
+      AppendWork& work = *item.append;
+      for (int h = 0; h < work.rows->kv_head_count(); ++h) {
+        work.rows->WriteRows(h, work.start, work.count, 0, work.count, work.k, work.v);
+      }
+      work.rows->Commit(work.start + work.count);
+    }
+    if (item.attend && item.status.ok() && job.cancel != nullptr) item.status = job.cancel->Check();
+    if (item.attend && item.status.ok()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      item.status = std::exchange(attend_error_, absl::OkStatus());
+    }
+    if (item.attend && item.status.ok()) Attend(job.model->spec(), *item.attend);
+    --sequence.user_count;
+  }
+
+  static void Attend(const ModelSpec& spec, AttendWork& work) {
+    const int64_t heads = work.query_count * spec.query_head_count;
+    work.out.assign(heads * spec.head_dim, 0);
+    work.lse.assign(heads, 0);
+    work.certificates.assign(heads, {});
+    work.touched_row_counts.assign(work.query_count * spec.kv_head_count, work.visible.back());
+    work.out[0] = static_cast<float>(work.visible.back());
+    std::memcpy(work.lse.data(), work.rows->Row(0, work.visible.back() - 1), sizeof(float));
+  }
+
+  const bool delayed_;
+  DeviceInfo info_{"toy:0", "answers late", 1, "none"};
+  std::mutex mutex_;
+  std::minstd_rand random_{7};
+  std::deque<Pending> waiting_;
+  std::vector<std::thread> threads_;
+  int running_ = 0;
+  int running_max_ = 0;
+  absl::Status attend_error_;
+  absl::Status prepare_error_;
+};
+
+}  // namespace spillway
