@@ -25,6 +25,15 @@ from worker import Worker
 EPSILON = 0.1
 DELTA = 0.1
 DENSE_TOLERANCE = 1e-4
+# Of peers that compute in bf16.
+BF16_TOLERANCE = 0.1
+PEER_LENGTHS = (8192, 32768, 131072)
+PEERS = {
+    "sdpa_gqa_bf16": (torch.bfloat16, False),
+    "sdpa_gqa_f32": (torch.float32, False),
+    "sdpa_grouped_bf16": (torch.bfloat16, True),
+    "sdpa_grouped_f32": (torch.float32, True),
+}
 
 
 class Tensors:
@@ -69,18 +78,26 @@ def relative_errors(out: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 
 class Sdpa:
-    """torch's attention of one query over the first n rows, contiguous."""
+    """torch's attention of one query over the first n rows, contiguous.
 
-    def __init__(self, tensors: Tensors, n: int, dtype: torch.dtype) -> None:
+    Grouped, the query heads of a KV head go in as its queries, which is the
+    same attention and spares torch reading K and V once per query head.
+    """
+
+    def __init__(self, tensors: Tensors, n: int, dtype: torch.dtype, grouped: bool) -> None:
         self.dtype = dtype
+        self.grouped = grouped
         self.k, self.v = (x[None, :, :n].to(dtype).contiguous() for x in (tensors.k, tensors.v))
 
     @torch.inference_mode()
     def __call__(self, q: torch.Tensor) -> tuple[float, torch.Tensor]:
         """Microseconds and the output; the conversion of q is not counted."""
-        q = q[None, :, None].to(self.dtype)
+        shape = (1, self.k.shape[1], -1, q.shape[1]) if self.grouped else (1, len(q), 1, q.shape[1])
+        q = q.to(self.dtype).reshape(shape)
         start = time.perf_counter()
-        out = torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, self.k, self.v, enable_gqa=not self.grouped
+        )
         return 1e6 * (time.perf_counter() - start), out
 
 
@@ -110,8 +127,18 @@ def check(worker: Worker, tensors: Tensors, length: int, scratch: Path) -> dict[
     return found
 
 
+def check_peers(peers: dict[str, Sdpa], tensors: Tensors, length: int) -> None:
+    query = tensors.query_index(length, 0)
+    exact = reference(tensors, query, length)
+    for name, peer in peers.items():
+        error = relative_errors(peer(tensors.queries[query])[1].float().numpy(), exact).max()
+        tolerance = DENSE_TOLERANCE if peer.dtype == torch.float32 else BF16_TOLERANCE
+        if not error < tolerance:
+            raise RuntimeError(f"{name} at {length} tokens is off by {error:.2g}")
+
+
 def measure_length(
-    worker: Worker, tensors: Tensors, length: int, with_peers: bool, repetitions: int
+    worker: Worker, tensors: Tensors, length: int, repetitions: int
 ) -> dict[str, Any]:
     """Medians over repetitions and queries at one length."""
     with tempfile.TemporaryDirectory() as folder:
@@ -120,8 +147,10 @@ def measure_length(
             **check(worker, tensors, length, Path(folder) / "out"),
         }
     row_bytes = 2 * tensors.meta["head_dim"] * 2
-    dtypes = {"sdpa_bf16": torch.bfloat16, "sdpa_f32": torch.float32} if with_peers else {}
-    peers = {name: Sdpa(tensors, length, dtype) for name, dtype in dtypes.items()}
+    peers = {}
+    if length in PEER_LENGTHS:
+        peers = {name: Sdpa(tensors, length, *how) for name, how in PEERS.items()}
+        check_peers(peers, tensors, length)
     times: dict[str, list[float]] = {}
     touched = []
     certified = []
@@ -135,6 +164,7 @@ def measure_length(
         took["default_us"] = answer["us"]
         for name, peer in peers.items():
             worker.call("flush")
+            # Over all `length` rows, a few more than the visible ones.
             took[f"{name}_us"] = peer(tensors.queries[query])[0]
         if repetition < 0:
             continue
@@ -154,9 +184,14 @@ def measure_length(
     row["all_gb_per_s"] = size / row["all_us"] / 1e3
     row["all_share_of_read_rate"] = row["read_us"] / row["all_us"]
     row["all_over_default"] = row["all_us"] / row["default_us"]
-    if peers:
-        row["fastest_sdpa"] = min(peers, key=lambda name: row[f"{name}_us"])
-        row["sdpa_over_default"] = row[f"{row['fastest_sdpa']}_us"] / row["default_us"]
+    # Codes of every key (2 bits a dimension and a factor) and the rows touched.
+    code_bytes = tensors.meta["head_dim"] // 4 + 2
+    needed = code_bytes * length + row_bytes * row["touched_rows_mean"]
+    row["default_floor_us"] = row["read_us"] * needed / (row_bytes * length)
+    for kind in ("gqa", "grouped") if peers else ():
+        fastest = min((name for name in peers if kind in name), key=lambda name: row[f"{name}_us"])
+        row[f"fastest_{kind}"] = fastest
+        row[f"{kind}_over_default"] = row[f"{fastest}_us"] / row["default_us"]
     return row
 
 
@@ -177,7 +212,7 @@ def run(binaries: Path, data: Path, repetitions: int) -> dict[str, Any]:
         torch.set_num_threads(worker.info["thread_count"])
         rows = []
         for length in lengths:
-            rows.append(measure_length(worker, tensors, length, length >= 8192, repetitions))
+            rows.append(measure_length(worker, tensors, length, repetitions))
             print(_line(rows[-1]), flush=True)
         memory = worker.call("memory")
     fits = {
@@ -197,8 +232,13 @@ def run(binaries: Path, data: Path, repetitions: int) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    peer = f", SDPA {row[row['fastest_sdpa'] + '_us']:.0f} us" if "fastest_sdpa" in row else ""
+    peer = "".join(
+        f", SDPA {kind} {row[row[f'fastest_{kind}'] + '_us']:.0f} us"
+        for kind in ("gqa", "grouped")
+        if f"fastest_{kind}" in row
+    )
     return (
-        f"  {row['token_count']:7d} tokens: read {row['read_us']:.0f} us, all {row['all_us']:.0f} us"
-        f", default {row['default_us']:.0f} us over {row['touched_rows_mean']:.0f} rows{peer}"
+        f"  {row['token_count']:7d} tokens: "
+        f"read {row['read_us']:.0f} us, all {row['all_us']:.0f} us, "
+        f"default {row['default_us']:.0f} us over {row['touched_rows_mean']:.0f} rows{peer}"
     )

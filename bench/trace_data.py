@@ -202,7 +202,7 @@ def calibrate(logits: list[torch.Tensor], target: float) -> float:
     low, high = 0.05, 20.0
     for _ in range(40):
         middle = math.sqrt(low * high)
-        mass = np.mean([softmax_statistics(middle * l)[0] for l in logits])
+        mass = np.mean([softmax_statistics(middle * x)[0] for x in logits])
         low, high = (middle, high) if mass < target else (low, middle)
     return math.sqrt(low * high)
 

@@ -1,0 +1,162 @@
+"""Draws the result files of a folder as PNG."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+
+def _lengths(axes: Any, lengths: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
+    axes.set_xlabel("tokens")
+    axes.grid(alpha=0.3)
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    rows = [row for row in rows if name in row]
+    return [row["token_count"] for row in rows], [row[name] for row in rows]
+
+
+def _caption(figure: Any, result: dict[str, Any]) -> None:
+    hardware = result["hardware"]
+    figure.text(
+        0.01,
+        0.005,
+        f"{hardware['processor']}, {hardware['core_count']} cores, {result['date']}, "
+        f"{result['commit']}",
+        fontsize=7,
+        color="gray",
+    )
+
+
+def draw_attend(result: dict[str, Any], folder: Path) -> None:
+    rows = result["rows"]
+    lengths = [row["token_count"] for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8))
+    for name, label in (("read_gb_per_s", "plain parallel read"), ("all_gb_per_s", "attend all")):
+        left.plot(*_column(rows, name), marker="o", label=label)
+    left.set_ylim(bottom=0)
+    left.set_ylabel("GB/s of rows")
+    left.set_title("Exact attention against its memory floor")
+    lines = {
+        "sdpa_gqa_bf16_us": "torch SDPA, enable_gqa, bf16",
+        "sdpa_gqa_f32_us": "torch SDPA, enable_gqa, f32",
+        "sdpa_grouped_bf16_us": "torch SDPA, group as queries, bf16",
+        "sdpa_grouped_f32_us": "torch SDPA, group as queries, f32",
+        "all_us": "attend all",
+        "read_us": "plain read of all rows",
+        "default_us": "attend, default policy",
+        "default_floor_us": "read of its codes and rows",
+    }
+    for name, label in lines.items():
+        x, y = _column(rows, name)
+        style = ":" if name in ("read_us", "default_floor_us") else "-"
+        right.plot(x, [us / 1000 for us in y], style, marker="o", markersize=4, label=label)
+    right.set_yscale("log")
+    right.set_ylabel("ms per attend of a layer")
+    right.set_title("One attend, cold caches")
+    for axes in (left, right):
+        _lengths(axes, lengths)
+        axes.legend(fontsize=8)
+    _save(figure, result, folder / "attend.png")
+
+
+def draw_growth(result: dict[str, Any], folder: Path) -> None:
+    rows = result["rows"]
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5))
+    columns = (
+        ("touched_rows_mean", 1, "rows touched per KV head"),
+        ("default_us", 1e-3, "ms per attend"),
+    )
+    for axes, (name, factor, label) in zip(panels, columns, strict=True):
+        x, y = _column(rows, name)
+        axes.plot(x, np.multiply(y, factor), "o", label="default policy")
+        if name in result["fits"]:
+            fit = result["fits"][name]
+            curve = np.geomspace(x[0], x[-1], 100)
+            value = (fit["a"] + fit["b"] * np.log2(curve)) * factor
+            sign = "+" if fit["b"] >= 0 else "-"
+            text = (
+                f"{fit['a'] * factor:.3g} {sign} {abs(fit['b']) * factor:.3g} log2 n, "
+                f"R² {fit['r_squared']:.3f}"
+            )
+            axes.plot(curve, value, "--", label=text)
+        _lengths(axes, x)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(label)
+        axes.legend()
+    figure.suptitle("Growth of the default policy")
+    _save(figure, result, folder / "growth.png")
+
+
+def draw_score(result: dict[str, Any], folder: Path) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
+    passes = result["passes"]
+    at = np.arange(len(passes))
+    left.bar(at - 0.2, [row["read_us_per_million_keys"] for row in passes], 0.4, label="read codes")
+    left.bar(
+        at + 0.2,
+        [row["us_per_million_keys"] for row in passes],
+        0.4,
+        label="score, threshold, compact",
+    )
+    left.set_xticks(at, [f"{row['selector']}\n{row['thread_count']} threads" for row in passes])
+    left.set_ylabel("µs per million keys")
+    kernels = result["kernels"]
+    names = [f"{row['selector']}: {row['kernel']}" for row in kernels]
+    down = np.arange(len(kernels))[::-1]
+    right.barh(down + 0.2, [row["ns_per_key"] for row in kernels], 0.4, label="kernel, one thread")
+    right.barh(down - 0.2, [row["read_ns_per_key"] for row in kernels], 0.4, label="read codes")
+    right.set_yticks(down, names, fontsize=8)
+    right.set_xlabel("ns per key")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    _save(figure, result, folder / "score.png")
+
+
+def draw_rpc(result: dict[str, Any], folder: Path) -> None:
+    cases = result["cases"]
+    figure, axes = plt.subplots(figsize=(8, 4))
+    down = np.arange(len(cases))[::-1]
+    for shift, key, label in (
+        (0.2, "beyond_device_us", "round trip beyond device time"),
+        (-0.2, "echo_us", "bare gRPC echo of the same bytes"),
+    ):
+        axes.barh(down + shift, [case[key]["median"] for case in cases], 0.4, label=label)
+    axes.set_yticks(down, [f"{case['case']}\n{case['ratio_of_medians']:.2f}x" for case in cases])
+    axes.set_xlabel("µs, median")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, result, folder / "rpc.png")
+
+
+def _save(figure: Any, result: dict[str, Any], path: Path) -> None:
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    _caption(figure, result)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw(folder: Path) -> None:
+    """Draws what the folder has results of."""
+    drawers = {"attend": (draw_attend, draw_growth), "score": (draw_score,), "rpc": (draw_rpc,)}
+    for name, functions in drawers.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            for function in functions:
+                function(result, folder)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))
