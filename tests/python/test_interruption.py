@@ -177,7 +177,7 @@ def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A daemon that may hold 64 MiB."""
     folder = tmp_path_factory.mktemp("small")
     with (
-        running_daemon(folder, "--memory-bytes-max", str(64 << 20)) as target,
+        running_daemon(folder, "--memory-limit", str(64 << 20)) as target,
         spillway.connect(target) as client,
     ):
         yield client

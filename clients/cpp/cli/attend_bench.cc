@@ -230,7 +230,7 @@ Json BenchJson(const BenchOptions& options, const Measurement& m) {
       {"query_head_count", options.query_head_count},
       {"kv_head_count", options.kv_head_count},
       {"head_dim", options.head_dim},
-      {"dtype", v1::DType_Name(options.dtype)},
+      {"dtype", DTypeName(options.dtype)},
       {"bits_per_dim", options.bits_per_dim},
       {"token_count", options.token_count},
       {"query_count", options.query_count},
@@ -251,7 +251,7 @@ void PrintBench(const BenchOptions& options, const Measurement& m, std::ostream&
   out << (options.mode == BenchMode::kDecode ? "decode" : "attend") << " over "
       << FormatCount(options.token_count) << " random tokens, " << options.query_head_count << '/'
       << options.kv_head_count << " heads of " << options.head_dim << ", "
-      << v1::DType_Name(options.dtype) << ", " << options.iteration_count << " times\n";
+      << DTypeName(options.dtype) << ", " << options.iteration_count << " times\n";
   Table table({"MICROSECONDS", "MEDIAN", "P99"});
   const auto add = [&table](const char* name, const std::vector<double>& values) {
     table.AddRow({name, absl::StrFormat("%.1f", Percentile(values, 0.5)),

@@ -1,9 +1,7 @@
 #include <string>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "cli/commands.h"
 #include "cli/json.h"
 #include "cli/output.h"
@@ -22,11 +20,6 @@ std::string HashName(const v1::HashWeights& weights) {
       return "none";
   }
   return "unknown";
-}
-
-// "DTYPE_BF16" as "bf16".
-std::string DTypeName(v1::DType dtype) {
-  return absl::AsciiStrToLower(absl::StripPrefix(v1::DType_Name(dtype), "DTYPE_"));
 }
 
 Json ModelJson(const v1::Model& model) {

@@ -4,8 +4,10 @@
 #include <array>
 #include <cstddef>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 
 namespace spillway::cli {
 
@@ -51,6 +53,10 @@ std::string FormatCount(int64_t count) {
 std::string FormatShare(double part, double whole) {
   if (whole == 0) return "-";
   return absl::StrFormat("%.1f %%", 100 * part / whole);
+}
+
+std::string DTypeName(v1::DType dtype) {
+  return absl::AsciiStrToLower(absl::StripPrefix(v1::DType_Name(dtype), "DTYPE_"));
 }
 
 std::string FormatAge(absl::Duration age) {

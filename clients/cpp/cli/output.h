@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "spillway/v1/tensor.pb.h"
 
 namespace spillway::cli {
 
@@ -33,6 +34,9 @@ std::string FormatCount(int64_t count);
 
 // "12.3 %" of the whole; "-" when the whole is 0.
 std::string FormatShare(double part, double whole);
+
+// "bf16" of DTYPE_BF16.
+std::string DTypeName(v1::DType dtype);
 
 // "3 d 4 h", "5 min", "12 s": two units at most.
 std::string FormatAge(absl::Duration age);

@@ -16,12 +16,18 @@ def default_target() -> str:
     """
     named = os.environ.get(_ENVIRONMENT)
     if named:
-        return named
+        return normalize_target(named)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = f"{runtime}/spillway" if runtime else f"/tmp/spillway-{os.getuid()}"
     return f"unix:{folder}/spillwayd.sock"
 
 
 def normalize_target(target: str) -> str:
-    """Accepts a bare absolute path as the path of a unix socket."""
-    return f"unix:{target}" if target.startswith("/") else target
+    """Returns the gRPC target of an address.
+
+    A bare absolute path is that of a unix socket; `tcp:host:port` is what the
+    daemon's --listen calls `host:port`.
+    """
+    if target.startswith("/"):
+        return f"unix:{target}"
+    return target.removeprefix("tcp:")
