@@ -1,5 +1,6 @@
 #include "daemon/engine/checks.h"
 
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -10,6 +11,9 @@
 
 namespace spillway {
 namespace {
+
+// Token indices are 32 bits wide.
+constexpr int64_t kTokenCountMax = std::numeric_limits<uint32_t>::max();
 
 absl::Status NonFinite(std::string_view what, std::string_view field, const std::string& where) {
   return WithFields(WithReason(absl::OutOfRangeError(
@@ -26,7 +30,8 @@ absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const std::byt
   if (!at) return absl::OkStatus();
   const int64_t element = *at % spec.head_dim;
   const int64_t row = *at / spec.head_dim;
-  const int64_t token = chunk.start + row % chunk.count;
+  // Unsigned: the start is still whatever the client said.
+  const uint64_t token = static_cast<uint64_t>(chunk.start) + row % chunk.count;
   const int64_t head = row / chunk.count % spec.kv_head_count;
   const int64_t layer = chunk.layer_start + row / chunk.count / spec.kv_head_count;
   return NonFinite(
@@ -61,7 +66,13 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
                               const ModelSpec& spec) {
   const int64_t n = rows.token_count();
   const int layer = chunk.layer_start + offset;
-  if (chunk.start == n) return true;
+  if (chunk.start == n) {
+    if (chunk.count <= kTokenCountMax - n) return true;
+    return WithReason(absl::OutOfRangeError(absl::StrCat("layer ", layer, " has ", n, " tokens; ",
+                                                         chunk.count, " more are beyond ",
+                                                         kTokenCountMax)),
+                      "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
+  }
   // By subtraction: start + count may overflow.
   if (chunk.start > n || chunk.count > n - chunk.start) {
     return WithReason(absl::OutOfRangeError(absl::StrCat(

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "host/core/exp.h"
+
 namespace spillway {
 
 // A key's score for a group is sum_h 2^min(x_h - R_h, kScoreMax) over its query
@@ -18,6 +20,15 @@ inline constexpr float kScoreC1 = 0.69312191f;
 inline constexpr float kScoreC2 = 0.240249842f;
 inline constexpr float kScoreC3 = 0.0559173673f;
 inline constexpr float kScoreC4 = 0.00956046395f;
+
+// Logits are cut to this before their differences are taken, which then stay
+// finite.
+inline constexpr float kScoreLogitMax = 1e38f;
+
+// x_h of an exact logit l, finite, in nats.
+inline float OracleScore(float l) {
+  return std::max(std::min(l, kScoreLogitMax), -kScoreLogitMax) * kExpLog2E;
+}
 
 // 2^x for a score: x is clamped to [kScoreMin, kScoreMax], not NaN. One fixed
 // order of fp32 operations, the same bits on every device; relative error

@@ -150,7 +150,7 @@ HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile,
   VI sums[kPair][kRows];
   DotTile<kBits, kRows, kPair>(q, first, reinterpret_cast<const uint32_t*>(page) + lane, tile,
                                sums);
-  const auto limit = hn::Set(df, 1.0e38f);
+  const auto limit = hn::Set(df, kScoreLogitMax);
   for (int t = 0; t < kPair; ++t) {
     const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
         page + q.layout.factor_offset_bytes() + 2 * ((tile + t) * kTileTokenCount + lane));
@@ -296,7 +296,10 @@ void ExactBinsImpl(const float* logits, int64_t stride, int head_count, const fl
   for (int i = 0; i < token_count; i += n) {
     auto score = hn::Zero(df);
     for (int h = 0; h < head_count; ++h) {
-      const auto x = hn::Mul(hn::LoadU(df, logits + h * stride + i), hn::Set(df, kExpLog2E));
+      const auto l = hn::LoadU(df, logits + h * stride + i);
+      const auto x =
+          hn::Mul(hn::Max(hn::Min(l, hn::Set(df, kScoreLogitMax)), hn::Set(df, -kScoreLogitMax)),
+                  hn::Set(df, kExpLog2E));
       const auto e = Exponential(x, reference[h]);
       if (head_bins != nullptr) StoreBins(e, head_bins[h] + i);
       score = hn::Add(score, e);

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "host/codes/mlp.h"
-#include "host/core/exp.h"
+#include "host/core/score.h"
 
 namespace spillway {
 namespace {
@@ -134,18 +134,20 @@ absl::Status ScorePass::PageLogits(int64_t page, float* logits) const {
   return absl::OkStatus();
 }
 
-// R_h: the largest logit over every 64th page, from the first candidate's on.
+// R_h: the largest logit over every 64th page from the first candidate's on;
+// of fewer than 1,024 pages over at least 16, or all.
 absl::Status ScorePass::FindReferences() {
   const int group = context_.spec().group();
   const int64_t first = begin_ / kPageTokenCount;
   const int64_t last = (end_ - 1) / kPageTokenCount;
-  const int64_t count = (last - first) / 64 + 1;
+  const int64_t step = std::clamp<int64_t>((last - first) / 16, 1, 64);
+  const int64_t count = (last - first) / step + 1;
   const bool oracle = context_.work->policy.selector == Selector::kOracle;
   std::vector<float> maxima(count * group);
   std::vector<absl::Status> statuses(count);
   tbb::parallel_for(int64_t{0}, count, [&](int64_t i) {
     float logits[kGroupMax * kPageTokenCount];
-    const int64_t page = first + 64 * i;
+    const int64_t page = first + step * i;
     statuses[i] = PageLogits(page, logits);
     if (!statuses[i].ok()) return;
     const int64_t at = page * kPageTokenCount;
@@ -154,7 +156,7 @@ absl::Status ScorePass::FindReferences() {
     for (int g = 0; g < group; ++g) {
       const float* l = logits + g * kPageTokenCount;
       const float m = *std::max_element(l + from, l + to);
-      maxima[i * group + g] = oracle ? m * kExpLog2E : m;
+      maxima[i * group + g] = oracle ? OracleScore(m) : m;
     }
   });
   for (int64_t i = 0; i < count; ++i) {

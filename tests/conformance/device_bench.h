@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@ struct DeviceFactory {
   std::string name;
   std::function<std::unique_ptr<Device>(int thread_count, Arena*, MemoryBudget*)> create;
 };
+inline void PrintTo(const DeviceFactory& factory, std::ostream* out) { *out << factory.name; }
 const std::vector<DeviceFactory>& DeviceFactories();
 
 // A valid spec; G query heads a KV head.

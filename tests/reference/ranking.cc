@@ -13,9 +13,10 @@ int ScoreBin(double score) {
 }
 
 std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end) {
+  const int64_t step = std::clamp<int64_t>(((end - 1) / 128 - begin / 128) / 16, 1, 64);
   double reference = -std::numeric_limits<double>::infinity();
   for (int64_t t = begin; t < end; ++t) {
-    if ((t / 128 - begin / 128) % 64 == 0) reference = std::max(reference, logits[t]);
+    if ((t / 128 - begin / 128) % step == 0) reference = std::max(reference, logits[t]);
   }
   std::vector<double> scores;
   for (int64_t t = begin; t < end; ++t) {

@@ -10,8 +10,9 @@ namespace spillway::reference {
 int ScoreBin(double score);
 
 // sum over heads of exp(min(l_h - R_h, 20)), R_h the largest logit over every
-// 64th page of 128 tokens, counted from the page of `begin`. logits: per head,
-// by token; the result is by token from `begin` to the end.
+// s-th page of 128 tokens, counted from the page of `begin`; s is a sixteenth
+// of the pages, rounded down, in [1, 64]. logits: per head, by token; the
+// result is by token from `begin` to the end.
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
                                 int64_t end);
 // One head's exp(min(l - R, 20)) likewise.
