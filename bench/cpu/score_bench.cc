@@ -25,6 +25,7 @@
 #include "host/cpu/attend_context.h"
 #include "host/cpu/score_pass.h"
 #include "nlohmann/json.hpp"
+#include "tests/reference/ranking.h"
 #ifdef SPILLWAY_BENCH_ALTERNATIVES
 #include "bench/cpu/alternatives.h"
 #endif
@@ -197,7 +198,7 @@ absl::Status CheckHamming(const Scored& scored, const std::vector<uint32_t>& hea
 absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& heavy) {
   const double step = QuantiserStep(2);
   const int64_t n = scored.end() - scored.begin();
-  std::vector<double> score(n, 0.0);
+  std::vector<std::vector<double>> logits;
   for (int g = 0; g < kQueryHeads; ++g) {
     const std::vector<float> rotated = scored.RotatedQuery(g);
     float largest = 0;
@@ -207,19 +208,16 @@ absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& 
     for (int j = 0; j < kHeadDim; ++j) {
       query[j] = (std::clamp(std::nearbyint(rotated[j] / s - 0.5), -8.0, 7.0) + 0.5) * s;
     }
-    std::vector<double> logits(n);
-    double reference = -std::numeric_limits<double>::infinity();
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t t = scored.begin() + i;
+    std::vector<double>& head = logits.emplace_back(scored.end());
+    for (int64_t t = scored.begin(); t < scored.end(); ++t) {
       double dot = 0;
       for (int j = 0; j < kHeadDim; ++j) {
         dot += query[j] * (scored.Code(t, j) - 1.5) * step;
       }
-      logits[i] = scored.softmax_scale() * scored.Factor(t) * dot;
-      if ((t / kPageTokenCount) % 64 == 0) reference = std::max(reference, logits[i]);
+      head[t] = scored.softmax_scale() * scored.Factor(t) * dot;
     }
-    for (int64_t i = 0; i < n; ++i) score[i] += std::exp(std::min(logits[i] - reference, 20.0));
   }
+  const std::vector<double> score = reference::GroupScores(logits, scored.begin(), scored.end());
   if (static_cast<int>(heavy.size()) != scored.heavy_count() ||
       !std::is_sorted(heavy.begin(), heavy.end())) {
     return absl::InternalError("the heavy set's size or order is wrong");

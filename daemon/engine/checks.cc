@@ -68,10 +68,10 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
   const int layer = chunk.layer_start + offset;
   if (chunk.start == n) {
     if (chunk.count <= kTokenCountMax - n) return true;
-    return WithReason(absl::OutOfRangeError(absl::StrCat("layer ", layer, " has ", n, " tokens; ",
-                                                         chunk.count, " more are beyond ",
-                                                         kTokenCountMax)),
-                      "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
+    return WithReason(
+        absl::OutOfRangeError(absl::StrCat("layer ", layer, " has ", n, " tokens; ", chunk.count,
+                                           " more are beyond ", kTokenCountMax)),
+        "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
   }
   // By subtraction: start + count may overflow.
   if (chunk.start > n || chunk.count > n - chunk.start) {

@@ -4,16 +4,20 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "host/core/exp.h"
 
 namespace spillway {
 
-// A key's score for a group is sum_h 2^min(x_h - R_h, kScoreMax) over its query
-// heads in order, x_h the estimated logit times log2(e), R_h a large one of
-// them: it only orders keys. kScoreMax is 20 nats.
+// A key's score for a group is sum_h w_h 2^min(x_h - M_h, kScoreMax) over its
+// query heads in order, by fused multiply-adds from 0: x_h is the estimated
+// logit times log2(e), M_h the largest x_h of a sample of the keys and 1 / w_h
+// the sample's sum of 2^(x_h - M_h). So it is the sum of the heads' softmax
+// weights but for a factor that all keys share, and only orders keys.
+// kScoreMax is 20 nats; kScoreMin keeps products above the subnormal numbers.
 inline constexpr float kScoreMax = 28.8539008f;
-inline constexpr float kScoreMin = -125.0f;
+inline constexpr float kScoreMin = -90.0f;
 inline constexpr float kScoreRound = 12582912.0f;  // 1.5 * 2^23: adds to an integer
 inline constexpr float kScoreC0 = 0.999999166f;
 inline constexpr float kScoreC1 = 0.69312191f;
@@ -45,5 +49,20 @@ inline float ScoreExp2(float x) {
   // t's low bits are the integer part; the rest of it is shifted out.
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(t) << 23));
 }
+
+// M_h and w_h of one head: first Raise by every x of the sample, then Sum of
+// every x. Both are order-free, and every device finds the same bits.
+class ScoreReference {
+ public:
+  void Raise(float x) { max_ = std::max(max_, x); }
+  // Fixed point, 32 bits of fraction: fewer than 2^32 keys do not overflow.
+  void Sum(float x) { mass_ += static_cast<uint64_t>(ScoreExp2(x - max_) * 0x1p32f); }
+  float max() const { return max_; }
+  float weight() const { return 0x1p32f / static_cast<float>(mass_); }
+
+ private:
+  float max_ = -std::numeric_limits<float>::infinity();
+  uint64_t mass_ = 0;
+};
 
 }  // namespace spillway

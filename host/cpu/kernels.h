@@ -57,9 +57,10 @@ struct ScoreQuery {
   const int8_t* weights = nullptr;
   // Added to the sum (hamming) or to twice the sum (asymmetric).
   int32_t offset[kGroupMax] = {};
-  // asymmetric: log2(e) * scale * s * step / 4 per head, and R_h.
+  // asymmetric: log2(e) * scale * s * step / 4 per head; M_h and w_h.
   float coefficient[kGroupMax] = {};
   float reference[kGroupMax] = {};
+  float head_weight[kGroupMax] = {};
 };
 
 // Estimated logits of the 128 keys of a page, times log2(e): [G][128].
@@ -74,11 +75,10 @@ void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_beg
 // group.
 void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
                  uint16_t* bins);
-// The same group scores from exact logits [G][stride] (natural; reference
-// times log2(e)), for the oracle.
-// token_count is a multiple of 16; entries beyond the data are ignored by the
-// caller.
-void ExactBins(const float* logits, int64_t stride, int head_count, const float* reference,
+// The same group scores from exact logits [G][stride] (natural), for the
+// oracle; of the query its references and head weights. token_count is a
+// multiple of 16; entries beyond the data are ignored by the caller.
+void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int head_count,
                int token_count, uint16_t* bins, uint16_t* const* head_bins);
 
 // Positions i of [0, count) with bins[i] >= near_bin or a hash of token

@@ -208,7 +208,7 @@ void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF x) HWY_ATTR {
         const auto e = Exponential(x, q.reference[h]);
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
-        score[t] = hn::Add(score[t], e);
+        score[t] = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score[t]);
       });
       for (int t = 0; t < kPair; ++t) StoreBins(score[t], bins + out + t * kTileTokenCount);
     }
@@ -289,7 +289,7 @@ void HammingBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_begin,
   }
 }
 
-void ExactBinsImpl(const float* logits, int64_t stride, int head_count, const float* reference,
+void ExactBinsImpl(const ScoreQuery& q, const float* logits, int64_t stride, int head_count,
                    int token_count, uint16_t* bins, uint16_t* const* head_bins) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
@@ -300,9 +300,9 @@ void ExactBinsImpl(const float* logits, int64_t stride, int head_count, const fl
       const auto x =
           hn::Mul(hn::Max(hn::Min(l, hn::Set(df, kScoreLogitMax)), hn::Set(df, -kScoreLogitMax)),
                   hn::Set(df, kExpLog2E));
-      const auto e = Exponential(x, reference[h]);
+      const auto e = Exponential(x, q.reference[h]);
       if (head_bins != nullptr) StoreBins(e, head_bins[h] + i);
-      score = hn::Add(score, e);
+      score = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score);
     }
     StoreBins(score, bins + i);
   }
@@ -367,10 +367,10 @@ void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin,
                  uint16_t* bins) {
   HWY_DYNAMIC_DISPATCH(HammingBinsImpl)(query, page, tile_begin, tile_end, bins);
 }
-void ExactBins(const float* logits, int64_t stride, int head_count, const float* reference,
+void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int head_count,
                int token_count, uint16_t* bins, uint16_t* const* head_bins) {
   HWY_DYNAMIC_DISPATCH(ExactBinsImpl)
-  (logits, stride, head_count, reference, token_count, bins, head_bins);
+  (query, logits, stride, head_count, token_count, bins, head_bins);
 }
 int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, uint16_t near_bin,
                      const SampleKey& key, uint32_t phase, uint64_t far_threshold, uint32_t* out) {

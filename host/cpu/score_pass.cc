@@ -134,8 +134,8 @@ absl::Status ScorePass::PageLogits(int64_t page, float* logits) const {
   return absl::OkStatus();
 }
 
-// R_h: the largest logit over every 64th page from the first candidate's on;
-// of fewer than 1,024 pages over at least 16, or all.
+// Over every 64th page from the first candidate's on; of fewer than 1,024 pages
+// over at least 16, or all.
 absl::Status ScorePass::FindReferences() {
   const int group = context_.spec().group();
   const int64_t first = begin_ / kPageTokenCount;
@@ -143,28 +143,30 @@ absl::Status ScorePass::FindReferences() {
   const int64_t step = std::clamp<int64_t>((last - first) / 16, 1, 64);
   const int64_t count = (last - first) / step + 1;
   const bool oracle = context_.work->policy.selector == Selector::kOracle;
-  std::vector<float> maxima(count * group);
+  std::vector<float> logits(count * group * kPageTokenCount);
   std::vector<absl::Status> statuses(count);
   tbb::parallel_for(int64_t{0}, count, [&](int64_t i) {
-    float logits[kGroupMax * kPageTokenCount];
-    const int64_t page = first + step * i;
-    statuses[i] = PageLogits(page, logits);
-    if (!statuses[i].ok()) return;
-    const int64_t at = page * kPageTokenCount;
-    const int from = static_cast<int>(std::max<int64_t>(begin_ - at, 0));
-    const int to = static_cast<int>(std::min<int64_t>(end_ - at, kPageTokenCount));
-    for (int g = 0; g < group; ++g) {
-      const float* l = logits + g * kPageTokenCount;
-      const float m = *std::max_element(l + from, l + to);
-      maxima[i * group + g] = oracle ? OracleScore(m) : m;
-    }
+    float* page = logits.data() + i * group * kPageTokenCount;
+    statuses[i] = PageLogits(first + step * i, page);
+    if (!oracle) return;
+    for (float& l : std::span(page, group * kPageTokenCount)) l = OracleScore(l);
   });
-  for (int64_t i = 0; i < count; ++i) {
-    if (!statuses[i].ok()) return statuses[i];
-    for (int g = 0; g < group; ++g) {
-      const float m = maxima[i * group + g];
-      score_query_.reference[g] = i == 0 ? m : std::max(score_query_.reference[g], m);
+  for (const absl::Status& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  for (int g = 0; g < group; ++g) {
+    ScoreReference reference;
+    for (const bool summing : {false, true}) {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = (first + step * i) * kPageTokenCount;
+        const int from = static_cast<int>(std::max<int64_t>(begin_ - at, 0));
+        const int to = static_cast<int>(std::min<int64_t>(end_ - at, kPageTokenCount));
+        const float* l = logits.data() + (i * group + g) * kPageTokenCount;
+        for (int t = from; t < to; ++t) summing ? reference.Sum(l[t]) : reference.Raise(l[t]);
+      }
     }
+    score_query_.reference[g] = reference.max();
+    score_query_.head_weight[g] = reference.weight();
   }
   return absl::OkStatus();
 }
@@ -195,8 +197,8 @@ absl::Status ScorePass::ScoreBlock(int64_t block) {
       float logits[kGroupMax * kPageTokenCount] = {};
       absl::Status status = PageLogits(page, logits);
       if (!status.ok()) return status;
-      ExactBins(logits + tile_begin * kTileTokenCount, kPageTokenCount, group,
-                score_query_.reference, (tile_end - tile_begin) * kTileTokenCount, bins, heads);
+      ExactBins(score_query_, logits + tile_begin * kTileTokenCount, kPageTokenCount, group,
+                (tile_end - tile_begin) * kTileTokenCount, bins, heads);
       continue;
     }
     const std::byte* codes = context_.index->codes[kv_head_].Page(page);

@@ -44,7 +44,7 @@ class ScorePass {
  private:
   void PrepareAsymmetric();
   void PrepareHamming();
-  // Sets the references R_h of the score query.
+  // Sets the references and head weights of the score query.
   absl::Status FindReferences();
   // Estimated or exact logits of a page: [G][kPageTokenCount].
   absl::Status PageLogits(int64_t page, float* logits) const;

@@ -21,7 +21,7 @@ using reference::BinRange;
 using reference::Context;
 using reference::Membership;
 
-constexpr int64_t kTokens = 3000;
+constexpr int64_t kTokens = 6000;
 constexpr int kGroup = 3;
 // fp32 against fp64: where scores come closer to a bin's border than this, or
 // a coordinate to a quantiser's, either side is right.

@@ -12,27 +12,40 @@ int ScoreBin(double score) {
   return static_cast<int>(std::bit_cast<uint32_t>(static_cast<float>(score)) >> 19);
 }
 
-std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end) {
+namespace {
+
+// Whether the references of scores from `begin` to `end` are taken over t.
+bool InSample(int64_t t, int64_t begin, int64_t end) {
   const int64_t step = std::clamp<int64_t>(((end - 1) / 128 - begin / 128) / 16, 1, 64);
-  double reference = -std::numeric_limits<double>::infinity();
+  return (t / 128 - begin / 128) % step == 0;
+}
+
+}  // namespace
+
+std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end) {
+  double max = -std::numeric_limits<double>::infinity();
   for (int64_t t = begin; t < end; ++t) {
-    if ((t / 128 - begin / 128) % step == 0) reference = std::max(reference, logits[t]);
+    if (InSample(t, begin, end)) max = std::max(max, logits[t]);
   }
   std::vector<double> scores;
   for (int64_t t = begin; t < end; ++t) {
-    scores.push_back(std::exp(std::min(logits[t] - reference, 20.0)));
+    scores.push_back(std::exp(std::min(logits[t] - max, 20.0)));
   }
   return scores;
 }
 
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
                                 int64_t end) {
-  std::vector<double> sum(end - begin, 0.0);
+  std::vector<double> group(end - begin, 0.0);
   for (const std::vector<double>& head : logits) {
     const std::vector<double> scores = HeadScores(head, begin, end);
-    for (size_t i = 0; i < sum.size(); ++i) sum[i] += scores[i];
+    double mass = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      if (InSample(t, begin, end)) mass += scores[t - begin];
+    }
+    for (size_t i = 0; i < group.size(); ++i) group[i] += scores[i] / mass;
   }
-  return sum;
+  return group;
 }
 
 BinRange RangeOf(double score, double relative_tolerance) {

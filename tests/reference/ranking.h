@@ -9,14 +9,14 @@ namespace spillway::reference {
 // Bits 30..19 of a non-negative fp32 score.
 int ScoreBin(double score);
 
-// sum over heads of exp(min(l_h - R_h, 20)), R_h the largest logit over every
-// s-th page of 128 tokens, counted from the page of `begin`; s is a sixteenth
-// of the pages, rounded down, in [1, 64]. logits: per head, by token; the
-// result is by token from `begin` to the end.
+// exp(min(l - M, 20)) of one query head's logits, by token, from `begin` to the
+// end; M is the largest logit of a sample: every s-th page of 128 tokens,
+// counted from the page of `begin`, s a sixteenth of the pages, rounded down,
+// in [1, 64].
+std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end);
+// The group's: the sum over its heads, each divided by its sum over the sample.
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
                                 int64_t end);
-// One head's exp(min(l - R, 20)) likewise.
-std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end);
 
 // The bins that a score may have: one where it is known exactly, a range where
 // fp32 may fall either way.

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 namespace spillway {
 namespace {
@@ -33,6 +35,29 @@ TEST(ScoreExp2, GrowsWithItsArgument) {
     ASSERT_GT(y, before) << "at " << x;
     before = y;
   }
+}
+
+TEST(ScoreReference, IsTheMaximumAndTheInverseOfTheSum) {
+  std::vector<float> sample;
+  double sum = 0;
+  for (int i = 0; i < 5000; ++i) sample.push_back(static_cast<float>(i * 7919 % 5000) * 0.01f);
+  for (const float x : sample) sum += std::exp2(double{x} - 49.99);
+  for (const bool reversed : {false, true}) {
+    if (reversed) std::reverse(sample.begin(), sample.end());
+    ScoreReference reference;
+    for (const float x : sample) reference.Raise(x);
+    for (const float x : sample) reference.Sum(x);
+    EXPECT_EQ(reference.max(), 4999 * 0.01f);
+    EXPECT_NEAR(reference.weight() * sum, 1, 1e-4);
+  }
+}
+
+// Equal logits far from zero: what is added to them would vanish.
+TEST(ScoreReference, WeighsFlatHeadsDownWhateverTheirLogits) {
+  ScoreReference reference;
+  for (int i = 0; i < 4096; ++i) reference.Raise(-1e27f);
+  for (int i = 0; i < 4096; ++i) reference.Sum(-1e27f);
+  EXPECT_NEAR(reference.weight() * 4096, 1, 1e-4);
 }
 
 }  // namespace

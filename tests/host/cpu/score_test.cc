@@ -101,6 +101,7 @@ TEST_P(Score, GroupAndHeadBinsMatchAScalarRecomputation) {
       // Logits of a few units, and one head whose difference passes the cap.
       c.query.coefficient[g] = 8.0f / static_cast<float>(d * (1 << bits) * 2);
       c.query.reference[g] = g == 3 ? -40.0f : 1.5f + 0.25f * static_cast<float>(g);
+      c.query.head_weight[g] = 1.0f / static_cast<float>(3 + 5 * g);
     }
     for (const auto& [tile_begin, tile_end] : {std::pair(0, 8), std::pair(2, 6)}) {
       const int count = (tile_end - tile_begin) * kTileTokenCount;
@@ -119,7 +120,7 @@ TEST_P(Score, GroupAndHeadBinsMatchAScalarRecomputation) {
             const float l = ExpectedLogit(c, g, tile_begin * kTileTokenCount + i);
             const float e = ScoreExp2(l - c.query.reference[g]);
             ASSERT_EQ(heads[g][i], std::bit_cast<uint32_t>(e) >> kScoreBinShift) << g << " " << i;
-            score += e;
+            score = std::fma(e, c.query.head_weight[g], score);
           }
           ASSERT_EQ(bins[i], std::bit_cast<uint32_t>(score) >> kScoreBinShift) << i;
         }
@@ -177,25 +178,28 @@ TEST(ExactBins, MatchAScalarRecomputation) {
   std::normal_distribution<float> normal;
   for (int group = 1; group <= kGroupMax; ++group) {
     constexpr int64_t kStride = 160;
-    std::vector<float> logits(group * kStride), reference_of(group);
+    std::vector<float> logits(group * kStride);
+    ScoreQuery query;
     for (float& l : logits) l = 6 * normal(random);
     logits[3] = 1e30f;
     logits[4] = -1e30f;
-    for (float& r : reference_of) r = 3 + normal(random);
+    for (int g = 0; g < group; ++g) {
+      query.reference[g] = 3 + normal(random);
+      query.head_weight[g] = 1.0f / static_cast<float>(3 + 5 * g);
+    }
     SameOnEveryTarget([&](std::vector<std::byte>& out) {
       std::vector<uint16_t> bins(kStride);
       std::vector<std::vector<uint16_t>> heads(group, std::vector<uint16_t>(kStride));
       std::vector<uint16_t*> pointers;
       for (auto& h : heads) pointers.push_back(h.data());
-      ExactBins(logits.data(), kStride, group, reference_of.data(), kStride, bins.data(),
-                pointers.data());
+      ExactBins(query, logits.data(), kStride, group, kStride, bins.data(), pointers.data());
       for (int i = 0; i < kStride; ++i) {
         float score = 0;
         for (int g = 0; g < group; ++g) {
           const float x = logits[g * kStride + i] * kExpLog2E;
-          const float e = ScoreExp2(x - reference_of[g]);
+          const float e = ScoreExp2(x - query.reference[g]);
           ASSERT_EQ(heads[g][i], std::bit_cast<uint32_t>(e) >> kScoreBinShift);
-          score += e;
+          score = std::fma(e, query.head_weight[g], score);
         }
         ASSERT_EQ(bins[i], std::bit_cast<uint32_t>(score) >> kScoreBinShift) << i;
       }
