@@ -227,5 +227,12 @@ TEST_F(ClientTest, FetchPagesStopsWhenItsCallerDoes) {
   EXPECT_LT(daemon_.fetch_messages_sent, daemon_.fetch_messages);
 }
 
+TEST(NormalizeTarget, TakesPathsAndTcp) {
+  EXPECT_EQ(NormalizeTarget("/run/a.sock"), "unix:/run/a.sock");
+  EXPECT_EQ(NormalizeTarget("tcp:127.0.0.1:7311"), "127.0.0.1:7311");
+  EXPECT_EQ(NormalizeTarget("unix:/run/a.sock"), "unix:/run/a.sock");
+  EXPECT_EQ(NormalizeTarget("dns:///host:1"), "dns:///host:1");
+}
+
 }  // namespace
 }  // namespace spillway

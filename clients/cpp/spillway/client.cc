@@ -54,7 +54,7 @@ Client::Client(std::string target, const ClientOptions& options,
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& options) {
-  auto channel = grpc::CreateChannel(target, grpc::InsecureChannelCredentials());
+  auto channel = grpc::CreateChannel(NormalizeTarget(target), grpc::InsecureChannelCredentials());
   std::unique_ptr<Client> client(new Client(target, options, channel));
   absl::StatusOr<v1::GetServerInfoResponse> info =
       client->GetServerInfo({.timeout = options.connect_timeout});

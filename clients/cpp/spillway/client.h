@@ -52,8 +52,8 @@ class Client {
   // The major version of the API and daemon that this client speaks.
   static constexpr int kMajorVersion = 0;
 
-  // Connects to a gRPC target such as "unix:/path" or "127.0.0.1:7311" and
-  // reads the server info. UNAVAILABLE if nothing answers there,
+  // Connects to an address such as "unix:/path" or "127.0.0.1:7311", see
+  // NormalizeTarget, and reads the server info. UNAVAILABLE if nothing answers there,
   // FAILED_PRECONDITION for a daemon of another major version.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options = {});
@@ -143,8 +143,12 @@ class Client {
   v1::GetServerInfoResponse server_info_;
 };
 
-// The target that a daemon of this user listens on unless configured
-// otherwise.
+// $SPILLWAY_TARGET where set, else the socket that a daemon of this user
+// listens on unless configured otherwise.
 std::string DefaultTarget();
+
+// The gRPC target of an address: a bare absolute path is that of a unix socket,
+// "tcp:host:port" is what the daemon's --listen calls host:port.
+std::string NormalizeTarget(const std::string& target);
 
 }  // namespace spillway

@@ -1,0 +1,30 @@
+import numpy as np
+import spillway
+
+rng = np.random.default_rng(0)
+k, v = rng.standard_normal((2, 2, 4, 5000, 64), np.float32)  # [layers, H_kv, T, d] each
+q = np.repeat(k[0, :, [1234]], 4, axis=1)  # [T, H_q, d]: each head looks for one of its keys
+
+with spillway.connect() as client:
+    model = client.create_model(
+        layer_count=2, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, k, v)  # from layer 0 and position 0
+    result = sequence.attend(0, q)  # layer 0
+    print("out", result.out.shape, "log-sum-exp", result.lse.shape)
+    print("rows read", result.touched_row_counts.mean(), "of", sequence.token_count)
+    print("certified error", result.certificate.relative_errors.max())
+
+    exact = sequence.attend(0, q, spillway.Policy(selector="all"))
+    error = np.linalg.norm(result.out - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
+    print("observed error", error.max())
+
+    with client.decode() as stream:  # one new token, appended and attended to in each layer
+        for layer in range(2):
+            new_k, new_v = rng.standard_normal((2, 4, 1, 64), np.float32)
+            step = stream.step(sequence, layer, q, new_k, new_v)
+            print("layer", layer, "promises", set(step.certificate.promises.ravel().tolist()))
+
+    sequence.delete()
+    client.delete_model(model)
