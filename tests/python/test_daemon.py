@@ -1,0 +1,211 @@
+"""The process: its settings, where it listens, how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import spillway
+from daemon_process import binary, running_daemon
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    """A start that is to end by itself."""
+    return subprocess.run([binary(), *flags], capture_output=True, text=True, timeout=30)
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "spillwayd.toml"
+    file.write_text(text)
+    return str(file)
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A daemon with JSON logs, and the address that it says it serves."""
+    with subprocess.Popen(
+        [binary(), "--log-format", "json", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as daemon:
+        assert daemon.stdout is not None
+        try:
+            for line in daemon.stdout:
+                entry = json.loads(line)
+                if entry["event"] == "serving":
+                    yield daemon, entry["address"]
+                    break
+            else:
+                pytest.fail("the daemon ended before it served")
+        finally:
+            daemon.kill()
+
+
+def test_printed_settings_are_a_file_that_sets_them(tmp_path: Path) -> None:
+    tomllib = pytest.importorskip("tomllib")  # Not in Python 3.10.
+    first = run("--threads", "1", "--ttl", "7.5", "--memory-limit", "3GiB", "--print-config")
+    settings = tomllib.loads(first.stdout)
+    assert settings["device"]["thread_count"] == 1
+    assert settings["sequences"]["ttl_seconds"] == 7.5
+    assert settings["memory"]["limit"] == "3GiB"
+    again = run("--config", write(tmp_path, first.stdout), "--print-config")
+    assert again.stdout == first.stdout
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "[device]\nthread_count = 2\n[log]\nlevel = 'debug'\n")
+    printed = run("--config", file, "--threads", "1", "--print-config").stdout
+    assert "thread_count = 1\n" in printed
+    assert 'level = "debug"\n' in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[device]\nthreads = 2\n", "device.threads"),
+        ("[device]\nthread_count = -1\n", "device.thread_count"),
+        ("[device]\nthread_count = 4097\n", "4096"),
+        ("[device]\nthread_count = 'many'\n", "many"),
+        ("[memory]\nlimit = '5 parsecs'\n", "parsecs"),
+        ("[memory]\nlimit = '99999999999999TiB'\n", "memory.limit"),
+        ("[server]\nlisten = 'carrier pigeon'\n", "server.listen"),
+        ("[sequences]\nttl_seconds = -3\n", "sequences.ttl_seconds"),
+        ("[log]\nlevel = 'loud'\n", "log.level"),
+        ("[server\n", "spillwayd.toml"),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    done = run("--config", write(tmp_path, text))
+    assert done.returncode != 0
+    assert named in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--threads", "-1"),
+        ("--memory-limit", "0"),
+        ("--no-such-flag",),
+        ("--config", "/nonexistent/spillwayd.toml"),
+        ("--listen", "tcp:0.0.0.0:0"),
+        ("--listen", "tcp:127.0.0.1:65536"),
+        ("--listen", "tcp:127.0.0.1"),
+        ("--listen", "unix:/" + "x" * 200),
+        ("--listen", "unix:/proc/spillwayd.sock"),
+    ],
+    ids=" ".join,
+)
+def test_bad_starts(flags: tuple[str, ...]) -> None:
+    done = run(*flags)
+    assert done.returncode != 0
+    assert len(done.stdout + done.stderr) > 10
+
+
+def test_only_its_user_reaches_the_socket(tmp_path: Path) -> None:
+    path = tmp_path / "own" / "spillwayd.sock"
+    with process("--listen", f"unix:{path}"):
+        assert path.is_socket()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_others_may_not_write_to_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    done = run("--listen", f"unix:{folder}/spillwayd.sock")
+    assert done.returncode != 0
+    assert "others may write" in done.stdout + done.stderr
+
+
+def test_one_daemon_a_socket_and_the_next_after_a_crash(tmp_path: Path) -> None:
+    flags = ("--listen", f"unix:{tmp_path}/spillwayd.sock")
+    with process(*flags) as (first, _):
+        second = run(*flags)
+        assert second.returncode != 0
+        assert "another daemon" in second.stdout + second.stderr
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    with process(*flags) as (_, address), spillway.connect(address) as client:
+        assert client.health()
+
+
+def test_what_is_no_socket_stays(tmp_path: Path) -> None:
+    path = tmp_path / "spillwayd.sock"
+    path.write_text("precious")
+    assert run("--listen", f"unix:{path}").returncode != 0
+    assert path.read_text() == "precious"
+
+
+def test_tcp_on_loopback() -> None:
+    with process("--listen", "tcp:127.0.0.1:0") as (_, address):
+        port = int(address.rsplit(":", 1)[1])
+        assert port > 0
+        with spillway.connect(f"tcp:127.0.0.1:{port}") as client:
+            assert client.health()
+        assert run("--listen", f"tcp:127.0.0.1:{port}").returncode != 0
+
+
+def test_reflection_lists_the_services(target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = stub.ServerReflectionInfo(iter([request]))
+    names = {service.name for service in answer.list_services_response.service}
+    for name in ("Model", "Sequence", "Attention", "Admin"):
+        assert f"spillway.v1.{name}Service" in names
+    assert "grpc.health.v1.Health" in names
+
+
+def test_facts_of_the_system_are_logged_once(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "--log-format", "json"):
+        pass
+    lines = [json.loads(x) for x in (tmp_path / "spillwayd.log").read_text().splitlines()]
+    said = [line["event"] for line in lines]
+    for fact in ("cores", "numa", "huge_pages", "memory", "simd", "device", "serving", "stopped"):
+        assert said.count(fact) == 1, fact
+
+
+@pytest.mark.parametrize("grace", ["30", "0.2"])
+def test_sigterm_lets_running_calls_end_within_the_grace(tmp_path: Path, grace: str) -> None:
+    flags = ("--listen", f"unix:{tmp_path}/spillwayd.sock", "--grace", grace)
+    with process(*flags) as (daemon, address), spillway.connect(address) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=16, kv_head_count=1, head_dim=32, dtype="float16"
+        )
+        sequence = client.create_sequence(model)
+        k = np.zeros((1, 24_000, 32), np.float16)
+        sequence.append(0, 0, k, k)
+        outcome: list[object] = []
+
+        def attend() -> None:
+            try:
+                q = np.ones((1024, 16, 32), np.float16)
+                outcome.append(sequence.attend(0, q, timeout=60).out.shape)
+            except spillway.SpillwayError as error:
+                outcome.append(error)
+
+        caller = threading.Thread(target=attend)
+        caller.start()
+        time.sleep(0.3)
+        start = time.monotonic()
+        daemon.terminate()
+        assert daemon.wait(timeout=60) == 0
+        caller.join()
+        if grace == "30":
+            assert outcome == [(1024, 16, 32)]
+        else:
+            assert isinstance(outcome[0], spillway.SpillwayError)
+            assert time.monotonic() - start < 10
+    assert not (tmp_path / "spillwayd.sock").exists()
