@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -159,7 +160,7 @@ def test_tcp_on_loopback() -> None:
 
 def test_reflection_lists_the_services(target: str) -> None:
     with grpc.insecure_channel(target) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         (answer,) = stub.ServerReflectionInfo(iter([request]))
     names = {service.name for service in answer.list_services_response.service}
