@@ -21,6 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import attend
+import demo
 import environment
 import memory
 import plot
@@ -64,7 +65,9 @@ def daemon(binaries: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "names", nargs="*", help="attend, score, memory, rpc; all of them when none is named"
+        "names",
+        nargs="*",
+        help="attend, score, memory, rpc, demo; all of them when none is named",
     )
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "release")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
@@ -82,6 +85,7 @@ def main() -> None:
         "score": lambda: run_score(arguments.build, data, arguments.repetitions),
         "memory": lambda: memory.run(data),
         "rpc": lambda: run_rpc(arguments.build, data.parent),
+        "demo": lambda: demo.run(data.parent, out),
     }
     unknown = set(arguments.names) - set(benches)
     if unknown:
