@@ -2,6 +2,7 @@
 // standard input ends.
 #include <unistd.h>
 
+#include <chrono>
 #include <iostream>
 #include <string>
 
@@ -13,6 +14,12 @@ namespace spillway::bench {
 namespace {
 
 void Answer(const EchoRequest& request, EchoResponse& response) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point end =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                         std::chrono::duration<double, std::micro>(request.busy_us()));
+  while (Clock::now() < end) {
+  }
   response.mutable_data()->assign(static_cast<size_t>(request.response_bytes()), 'e');
 }
 

@@ -14,7 +14,7 @@ namespace {
 
 class AttendCall final : public UnaryCall {
  public:
-  AttendCall(const ServiceContext& services, const grpc::CallbackServerContext& context,
+  AttendCall(const ServiceContext& services, grpc::CallbackServerContext& context,
              const v1::AttendRequest& request, v1::AttendResponse* response)
       : UnaryCall(services, context), request_(request), response_(response) {}
 
@@ -24,8 +24,7 @@ class AttendCall final : public UnaryCall {
     work.cancel = cancel();
     std::string prefix;
     if (absl::Status status = Parse(work, prefix); !status.ok()) {
-      Finish(services_.status.ToGrpc(status, prefix));
-      return;
+      return End(services_.status.ToGrpc(status, prefix));
     }
     services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
       if (outcome.ok()) Fill(*outcome);
@@ -114,8 +113,7 @@ class SelectCall final : public UnaryCall {
   void Start(const v1::SelectRequest& request, v1::SelectResponse* response) {
     absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item());
     if (!item.ok()) {
-      Finish(services_.status.ToGrpc(item.status(), "item."));
-      return;
+      return End(services_.status.ToGrpc(item.status(), "item."));
     }
     if (item->work.query_count != 1) {
       End(InvalidField("item.q.shape",
@@ -158,21 +156,23 @@ absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendI
 }
 
 grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
-                                      const grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context,
                                       const v1::AttendRequest& request,
                                       v1::AttendResponse* response) {
   auto* call = new AttendCall(services, context, request, response);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
   call->Start();
-  return call;
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
-                                      const grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context,
                                       const v1::SelectRequest& request,
                                       v1::SelectResponse* response) {
   auto* call = new SelectCall(services, context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
   call->Start(request, response);
-  return call;
+  return reactor;
 }
 
 }  // namespace spillway

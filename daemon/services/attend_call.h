@@ -8,11 +8,11 @@ namespace spillway {
 // Unary Attend and Select. Request and response live until the reactor is
 // done, so the engine reads the request's bytes in place.
 grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
-                                      const grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context,
                                       const v1::AttendRequest& request,
                                       v1::AttendResponse* response);
 grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
-                                      const grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context,
                                       const v1::SelectRequest& request,
                                       v1::SelectResponse* response);
 

@@ -12,22 +12,28 @@ namespace spillway {
 // Stops with the call's deadline.
 std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& context);
 
-// A unary call that is answered later: End is called once, from any thread.
-class UnaryCall : public grpc::ServerUnaryReactor {
+// A unary call that is answered later, through gRPC's own reactor: one of ours
+// would have a thread woken beside every answer, to be told of its end.
+class UnaryCall {
  public:
-  UnaryCall(const ServiceContext& services, const grpc::CallbackServerContext& context)
-      : services_(services), cancel_(MakeCancelToken(context)) {}
+  UnaryCall(const ServiceContext& services, grpc::CallbackServerContext& context);
+  virtual ~UnaryCall() = default;
+  UnaryCall(const UnaryCall&) = delete;
+  UnaryCall& operator=(const UnaryCall&) = delete;
 
-  void End(const absl::Status& status) { Finish(services_.status.ToGrpc(status)); }
+  // What the handler returns; asked before the call may end.
+  grpc::ServerUnaryReactor* reactor() const { return reactor_; }
+  // Stops with the call and its deadline; not to be looked at after End.
   const std::shared_ptr<CancelToken>& cancel() const { return cancel_; }
+  // Answers, and deletes this. Called once, from any thread.
+  void End(const absl::Status& status) { End(services_.status.ToGrpc(status)); }
+  void End(const grpc::Status& status);
 
  protected:
   const ServiceContext& services_;
 
  private:
-  void OnCancel() override { cancel_->Cancel(); }
-  void OnDone() override { delete this; }
-
+  grpc::ServerUnaryReactor* const reactor_;
   const std::shared_ptr<CancelToken> cancel_;
 };
 

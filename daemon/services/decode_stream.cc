@@ -62,8 +62,9 @@ DecodeStream::Step DecodeStream::Next() {
 }
 
 void DecodeStream::Do(const Step& step) {
-  // The read first: with a write to come the call cannot end under it. Reads
-  // start from the reactor's own callbacks alone, which outlive this.
+  // The answer goes first. With a read about to start the call cannot end
+  // under this: what would finish it waits for read_starting_.
+  if (step.write != nullptr) StartWrite(&step.write->response);
   if (step.read) {
     StartRead(&reading_->request);
     Step next;
@@ -72,10 +73,8 @@ void DecodeStream::Do(const Step& step) {
       read_starting_ = false;
       next = Next();
     }
-    if (step.write != nullptr) StartWrite(&step.write->response);
     return Do(next);
   }
-  if (step.write != nullptr) StartWrite(&step.write->response);
   if (!step.finish) return;
   Finish(step.drained
              ? services_.status.ToGrpc(absl::UnavailableError("the daemon is shutting down"))

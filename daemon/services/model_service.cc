@@ -17,6 +17,7 @@ grpc::ServerUnaryReactor* ModelService::CreateModel(grpc::CallbackServerContext*
   absl::StatusOr<std::string> id = ChooseId(request->model_id(), "model_id");
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
   services_.background.enqueue(
       [this, call, response, id = *std::move(id), description = *std::move(description)] {
         if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
@@ -25,7 +26,7 @@ grpc::ServerUnaryReactor* ModelService::CreateModel(grpc::CallbackServerContext*
         if (model.ok()) *response->mutable_model() = ToProto(**model, services_.engine);
         call->End(model.status());
       });
-  return call;
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* context,

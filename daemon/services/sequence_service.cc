@@ -72,12 +72,13 @@ grpc::ServerUnaryReactor* SequenceService::ForkSequence(grpc::CallbackServerCont
   const absl::StatusOr<std::string> id = ChooseId(request->sequence_id(), "sequence_id");
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
   services_.engine.Fork(*std::move(source), *id,
                         [call, response](absl::StatusOr<std::shared_ptr<Sequence>> copy) {
                           if (copy.ok()) *response->mutable_sequence() = ToProto(**copy);
                           call->End(copy.status());
                         });
-  return call;
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* SequenceService::TruncateSequence(
@@ -87,12 +88,13 @@ grpc::ServerUnaryReactor* SequenceService::TruncateSequence(
       FindSequence(services_.engine, request->name(), "name");
   if (!sequence.ok()) return Answer(services_, context, sequence.status());
   auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
   services_.engine.Truncate(*sequence, request->token_count(),
                             [call, response, sequence = *sequence](const absl::Status& status) {
                               if (status.ok()) *response->mutable_sequence() = ToProto(*sequence);
                               call->End(status);
                             });
-  return call;
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerContext* context,
@@ -101,8 +103,9 @@ grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerCo
   const absl::StatusOr<std::string> id = ParseName(request->name(), "sequences", "name");
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
   services_.engine.Delete(*id, [call](const absl::Status& status) { call->End(status); });
-  return call;
+  return reactor;
 }
 
 }  // namespace spillway

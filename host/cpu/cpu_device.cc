@@ -1,8 +1,6 @@
 #include "host/cpu/cpu_device.h"
 
 #include <tbb/global_control.h>
-#include <tbb/parallel_for.h>
-#include <tbb/task_arena.h>
 
 #include <chrono>
 #include <utility>
@@ -12,6 +10,7 @@
 #include "host/cpu/attend_context.h"
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/kernels.h"
+#include "host/cpu/parallel.h"
 #include "host/cpu/workspace.h"
 
 namespace spillway {
@@ -24,8 +23,8 @@ class CpuDevice final : public Device {
         workspaces_(budget),
         thread_count_(options.thread_count > 0 ? options.thread_count
                                                : tbb::this_task_arena::max_concurrency()),
-        // oneTBB counts the callers' thread among the allowed; jobs are only
-        // ever run by workers.
+        // oneTBB counts the caller's thread among the allowed, whether or not it
+        // takes part.
         allowed_(tbb::global_control::max_allowed_parallelism, thread_count_ + 1),
         workers_(thread_count_, /*reserved_for_masters=*/0) {
     workers_.initialize();
@@ -78,25 +77,56 @@ class CpuDevice final : public Device {
     return spec.kv_head_count * (layout.page_bytes() / kPageTokenCount);
   }
 
+  // A job of a moment is served before Submit returns, one of less in the
+  // caller's thread alone: to wake a worker and be told costs more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
+    const int64_t bytes = RowBytes(*job);
+    if (bytes <= kSerialBytes) {
+      const SerialScope serial;
+      Run(*job);
+      return done(std::move(job));
+    }
+    if (bytes <= kMomentBytes) {
+      workers_.execute([&] { Run(*job); });
+      return done(std::move(job));
+    }
     workers_.enqueue([this, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
                       done = std::move(done)] {
-      const auto start = std::chrono::steady_clock::now();
       Run(**job);
-      const std::chrono::duration<double, std::micro> spent =
-          std::chrono::steady_clock::now() - start;
-      (*job)->device_time_us = spent.count();
       done(std::move(*job));
     });
   }
 
  private:
-  void Run(Job& job) {
-    auto& model = static_cast<CpuModel&>(*job.model);
-    for (JobItem& item : job.items) {
-      if (item.append.has_value()) Append(model, job.layer, item);
+  // Rows of some 50 and 500 us.
+  static constexpr int64_t kSerialBytes = int64_t{1} << 20;
+  static constexpr int64_t kMomentBytes = int64_t{16} << 20;
+
+  // Rows that a job could read and write.
+  static int64_t RowBytes(const Job& job) {
+    int64_t tokens = 0;
+    for (const JobItem& item : job.items) {
+      if (item.append) tokens += item.append->count;
+      if (!item.attend) continue;
+      for (const int64_t visible : item.attend->visible) tokens += visible;
     }
-    Attend(model, job);
+    const ModelSpec& spec = static_cast<const CpuModel&>(*job.model).spec();
+    return tokens * spec.kv_head_count * spec.row_bytes();
+  }
+
+  void Run(Job& job) {
+    const auto start = std::chrono::steady_clock::now();
+    // A thread that waits for its own job takes no other one's tasks.
+    Isolated([&] {
+      auto& model = static_cast<CpuModel&>(*job.model);
+      for (JobItem& item : job.items) {
+        if (item.append.has_value()) Append(model, job.layer, item);
+      }
+      Attend(model, job);
+    });
+    const std::chrono::duration<double, std::micro> spent =
+        std::chrono::steady_clock::now() - start;
+    job.device_time_us = spent.count();
   }
 
   static void Append(const CpuModel& model, int layer, JobItem& item) {
@@ -112,7 +142,7 @@ class CpuDevice final : public Device {
     if (chunks == 1) {
       for (int64_t task = 0; task < heads; ++task) copy(task);
     } else {
-      tbb::parallel_for(int64_t{0}, heads * chunks, copy);
+      ParallelFor(int64_t{0}, heads * chunks, copy);
     }
     work.rows->Commit(work.start + work.count);
     auto& sequence = static_cast<CpuSequence&>(*item.sequence);
@@ -154,7 +184,7 @@ class CpuDevice final : public Device {
       }
     }
     std::vector<absl::Status> statuses(units.size());
-    tbb::parallel_for(size_t{0}, units.size(), [&](size_t u) {
+    ParallelFor(size_t{0}, units.size(), [&](size_t u) {
       if (!job.items[units[u].item].status.ok()) return;
       statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head);
     });

@@ -1,13 +1,12 @@
 #include "host/cpu/cpu_state.h"
 
-#include <tbb/parallel_for.h>
-
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "host/codes/rotation.h"
+#include "host/cpu/parallel.h"
 
 namespace spillway {
 
@@ -19,7 +18,7 @@ CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MlpLayer> we
   const int d = spec.head_dim;
   rotations_.resize(spec.layer_count);
   rotations_transposed_.resize(spec.layer_count);
-  tbb::parallel_for(0, spec.layer_count, [&](int layer) {
+  ParallelFor(0, spec.layer_count, [&](int layer) {
     rotations_[layer] = MakeRotation(d, spec.hash.seed, layer);
     std::vector<float>& transposed = rotations_transposed_[layer];
     transposed.resize(rotations_[layer].size());
@@ -121,7 +120,7 @@ constexpr int kHashBitsMax = 1024;
 void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& index) {
   const int d = spec.head_dim;
   index.centre.resize(static_cast<size_t>(spec.kv_head_count) * d);
-  tbb::parallel_for(0, spec.kv_head_count, [&](int h) {
+  ParallelFor(0, spec.kv_head_count, [&](int h) {
     std::vector<double> sum(d, 0.0);
     std::vector<float> key(d);
     for (int64_t t = 0; t < kCentreTokenCount; ++t) {
@@ -203,7 +202,7 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
   if (n - old_count <= 4) {
     for (int64_t task = 0; task < pages * heads; ++task) encode(task);
   } else {
-    tbb::parallel_for(int64_t{0}, pages * heads, encode);
+    ParallelFor(int64_t{0}, pages * heads, encode);
   }
   index.token_count = n;
 }

@@ -1,5 +1,4 @@
 // Exact attention over every visible row.
-#include <tbb/parallel_for.h>
 
 #include <algorithm>
 #include <bit>
@@ -9,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/parallel.h"
 
 namespace spillway {
 namespace {
@@ -197,7 +197,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
     AttendRange(c, static_cast<int>(task / blocks), begin, end, q[task], row_begin,
                 std::min(row_begin + range_rows, n), partials[i]);
   };
-  tbb::parallel_for(int64_t{0}, static_cast<int64_t>(partials.size()), run);
+  ParallelFor(int64_t{0}, static_cast<int64_t>(partials.size()), run);
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {
     const int kv_head = static_cast<int>(task / blocks);
     const auto [begin, end] = bounds(task % blocks);

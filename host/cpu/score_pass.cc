@@ -1,7 +1,5 @@
 #include "host/cpu/score_pass.h"
 
-#include <tbb/parallel_for.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -9,6 +7,7 @@
 
 #include "host/codes/mlp.h"
 #include "host/core/score.h"
+#include "host/cpu/parallel.h"
 
 namespace spillway {
 namespace {
@@ -145,7 +144,7 @@ absl::Status ScorePass::FindReferences() {
   const bool oracle = context_.work->policy.selector == Selector::kOracle;
   std::vector<float> logits(count * group * kPageTokenCount);
   std::vector<absl::Status> statuses(count);
-  tbb::parallel_for(int64_t{0}, count, [&](int64_t i) {
+  ParallelFor(int64_t{0}, count, [&](int64_t i) {
     float* page = logits.data() + i * group * kPageTokenCount;
     statuses[i] = PageLogits(first + step * i, page);
     if (!oracle) return;
@@ -257,7 +256,7 @@ absl::Status ScorePass::Score() {
     if (!status.ok()) return status;
   }
   std::vector<absl::Status> statuses(block_count_);
-  tbb::parallel_for(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(b); });
+  ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(b); });
   for (const absl::Status& status : statuses) {
     if (!status.ok()) return status;
   }
@@ -288,7 +287,7 @@ void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
     in_bin += workspace_->histograms[(b * sets + set) * bin_count_ + threshold.bin];
   }
   for (int64_t& s : skip) s = in_bin - threshold.take - s;
-  tbb::parallel_for(int64_t{0}, block_count_, [&](int64_t b) {
+  ParallelFor(int64_t{0}, block_count_, [&](int64_t b) {
     const int64_t from = block_begin(b);
     std::vector<uint32_t> positions(block_end(b) - from);
     const uint16_t* first = bins.data() + from - base_;

@@ -1,6 +1,4 @@
 // Selection, two-phase sampling and attention of one query and one KV head.
-#include <tbb/parallel_for.h>
-#include <tbb/task_arena.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +11,7 @@
 #include "host/core/normal.h"
 #include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/parallel.h"
 #include "host/cpu/score_pass.h"
 #include "host/cpu/tail_sampler.h"
 
@@ -95,7 +94,7 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
   const int64_t tasks = (count + kFoldRows - 1) / kFoldRows;
   std::vector<GroupSums> parts(tasks, GroupSums(group_, d_, moments));
   std::vector<absl::Status> statuses(tasks);
-  tbb::parallel_for(int64_t{0}, tasks, [&](int64_t task) {
+  ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
     statuses[task] = c_.CheckCancelled();
     if (!statuses[task].ok()) return;
     GroupSums& part = parts[task];
@@ -150,8 +149,7 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
 
 absl::Status SparseAttend::FoldStrata(const std::vector<std::vector<uint32_t>>& tokens) {
   std::vector<absl::Status> statuses(tokens.size());
-  tbb::parallel_for(size_t{0}, tokens.size(),
-                    [&](size_t h) { statuses[h] = Fold(tokens[h], tail_[h]); });
+  ParallelFor(size_t{0}, tokens.size(), [&](size_t h) { statuses[h] = Fold(tokens[h], tail_[h]); });
   for (size_t h = 0; h < tokens.size(); ++h) {
     if (!statuses[h].ok()) return statuses[h];
     sampled_[h].insert(sampled_[h].end(), tokens[h].begin(), tokens[h].end());
@@ -404,7 +402,7 @@ absl::Status SparseAttend::Run() {
 absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head) {
   // Workers that wait for a part of this unit must not start another unit:
   // each holds a workspace.
-  return tbb::this_task_arena::isolate([&] { return SparseAttend(context, query, kv_head).Run(); });
+  return Isolated([&] { return SparseAttend(context, query, kv_head).Run(); });
 }
 
 }  // namespace spillway

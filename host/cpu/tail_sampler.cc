@@ -1,8 +1,8 @@
 #include "host/cpu/tail_sampler.h"
 
-#include <tbb/parallel_for.h>
-
 #include <algorithm>
+
+#include "host/cpu/parallel.h"
 
 namespace spillway {
 
@@ -82,7 +82,7 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
       if (x >= thresholds_[h] && x < thresholds[h]) blocks[b].push_back({token, h});
     }
   };
-  tbb::parallel_for(int64_t{0}, scores_.block_count(), draw_block);
+  ParallelFor(int64_t{0}, scores_.block_count(), draw_block);
   std::vector<std::vector<uint32_t>> drawn(strata_count);
   for (const std::vector<Drawn>& block : blocks) {
     for (const Drawn& d : block) drawn[d.stratum].push_back(d.token);

@@ -8,14 +8,15 @@
 namespace spillway {
 
 // Tells a running job to stop. Thread-safe. A device looks at least once per
-// 4096 rows of work.
+// 4096 rows of work, and not after the job's completion.
 class CancelToken {
  public:
   using Clock = std::chrono::steady_clock;
   explicit CancelToken(Clock::time_point deadline = Clock::time_point::max())
       : deadline_(deadline) {}
+  virtual ~CancelToken() = default;
   void Cancel() { cancelled_.store(true, std::memory_order_relaxed); }
-  bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
+  virtual bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
   // OK, CANCELLED or DEADLINE_EXCEEDED.
   absl::Status Check() const {
     if (cancelled()) return absl::CancelledError("the caller cancelled the request");
