@@ -26,7 +26,7 @@ class CpuDevice final : public Device {
         // oneTBB counts the caller's thread among the allowed, whether or not it
         // takes part.
         allowed_(tbb::global_control::max_allowed_parallelism, thread_count_ + 1),
-        workers_(thread_count_, /*reserved_for_masters=*/0) {
+        workers_(thread_count_ + kCallerCount, /*reserved_for_masters=*/kCallerCount) {
     workers_.initialize();
     info_.name = "cpu:0";
     info_.thread_count = thread_count_;
@@ -98,6 +98,9 @@ class CpuDevice final : public Device {
   }
 
  private:
+  // Callers that may serve jobs of their own beside the workers: without a
+  // place for them they would wait for the end of a long job.
+  static constexpr int kCallerCount = 16;
   // Rows of some 50 and 500 us.
   static constexpr int64_t kSerialBytes = int64_t{1} << 20;
   static constexpr int64_t kMomentBytes = int64_t{16} << 20;
