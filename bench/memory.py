@@ -18,6 +18,10 @@ sys.path.append(str(ROOT / "scripts"))
 import spillway  # noqa: E402
 from demonstration import serving  # noqa: E402
 
+# The data's rows are appended to each: what the daemon holds beside them is a
+# matter of its size, not of a short sequence's.
+LAYER_COUNT = 8
+
 
 def server_pid(target: str) -> int:
     """The process behind a unix socket."""
@@ -49,7 +53,7 @@ def run(data: Path) -> dict[str, Any]:
         pid = server_pid(target)
         with spillway.connect(target) as client:
             model = client.create_model(
-                layer_count=1,
+                layer_count=LAYER_COUNT,
                 query_head_count=meta["query_head_count"],
                 kv_head_count=heads,
                 head_dim=dim,
@@ -57,13 +61,15 @@ def run(data: Path) -> dict[str, Any]:
             )
             sequence = client.create_sequence(model)
             empty, empty_rss = client.statistics().memory, resident_bytes(pid)
-            sequence.append(0, 0, k, v, timeout=600)
+            for layer in range(LAYER_COUNT):
+                sequence.append(layer, 0, k, v, timeout=600)
             sequence.attend(0, q.reshape(1, -1, dim))
             full, full_rss = client.statistics().memory, resident_bytes(pid)
-    row_bytes = heads * tokens * 2 * dim * 2
-    per_head_token = full.index_bytes / (heads * tokens)
+    row_bytes = LAYER_COUNT * heads * tokens * 2 * dim * 2
+    per_head_token = full.index_bytes / (LAYER_COUNT * heads * tokens)
     limit = 2 * dim / 8 + 4
     result = {
+        "layer_count": LAYER_COUNT,
         "token_count": tokens,
         "row_bytes": row_bytes,
         "row_page_bytes": full.row_bytes,

@@ -208,6 +208,7 @@ def _score(result: dict[str, Any]) -> Iterator[str]:
 
 def _memory(result: dict[str, Any]) -> Iterator[str]:
     names = (
+        "layer_count",
         "token_count",
         "row_bytes",
         "index_bytes",
