@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "host/core/exp.h"
 
@@ -50,19 +49,18 @@ inline float ScoreExp2(float x) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(t) << 23));
 }
 
-// M_h and w_h of one head: first Raise by every x of the sample, then Sum of
-// every x. Both are order-free, and every device finds the same bits.
-class ScoreReference {
- public:
-  void Raise(float x) { max_ = std::max(max_, x); }
-  // Fixed point, 32 bits of fraction: fewer than 2^32 keys do not overflow.
-  void Sum(float x) { mass_ += static_cast<uint64_t>(ScoreExp2(x - max_) * 0x1p32f); }
-  float max() const { return max_; }
-  float weight() const { return 0x1p32f / static_cast<float>(mass_); }
+// w_h's inverse is summed in fixed point, so that every order gives the same
+// bits; 2^33 keys do not overflow.
+inline constexpr int kScoreMassBits = 30;
 
- private:
-  float max_ = -std::numeric_limits<float>::infinity();
-  uint64_t mass_ = 0;
-};
+// What a key of the sample adds to the sum; x is at most max.
+inline uint64_t ScoreMass(float x, float max) {
+  return static_cast<uint64_t>(ScoreExp2(x - max) * static_cast<float>(1 << kScoreMassBits));
+}
+
+// w_h of the sum over the sample, which is not 0.
+inline float ScoreHeadWeight(uint64_t mass) {
+  return static_cast<float>(1 << kScoreMassBits) / static_cast<float>(mass);
+}
 
 }  // namespace spillway

@@ -11,6 +11,7 @@
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/kernels.h"
 #include "host/cpu/parallel.h"
+#include "host/cpu/worker_pinning.h"
 #include "host/cpu/workspace.h"
 
 namespace spillway {
@@ -210,6 +211,7 @@ class CpuDevice final : public Device {
   const int thread_count_;
   tbb::global_control allowed_;
   tbb::task_arena workers_;
+  WorkerPinning pinning_{workers_, thread_count_};
   DeviceInfo info_;
 };
 

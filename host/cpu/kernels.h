@@ -81,6 +81,11 @@ void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin,
 void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int head_count,
                int token_count, uint16_t* bins, uint16_t* const* head_bins);
 
+// The largest of count logits, at least `least`, and the sum of ScoreMass(x, max)
+// over them.
+float MaxLogit(const float* logits, int64_t count, float least);
+uint64_t SumScoreMass(const float* logits, int64_t count, float max);
+
 // Positions i of [0, count) with bins[i] >= near_bin or a hash of token
 // first_token + i that lies less than far_threshold beyond the phase. Writes
 // them ascending to out (room for count) and returns how many.

@@ -308,6 +308,36 @@ void ExactBinsImpl(const ScoreQuery& q, const float* logits, int64_t stride, int
   }
 }
 
+float MaxLogitImpl(const float* logits, int64_t count, float least) {
+  const DF df;
+  const int64_t n = static_cast<int64_t>(hn::Lanes(df));
+  auto max = hn::Set(df, least);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) max = hn::Max(max, hn::LoadU(df, logits + i));
+  float result = hn::GetLane(hn::MaxOfLanes(df, max));
+  for (; i < count; ++i) result = std::max(result, logits[i]);
+  return result;
+}
+
+uint64_t SumScoreMassImpl(const float* logits, int64_t count, float max) {
+  const DF df;
+  const DI di;
+  const hn::RepartitionToWide<DI> d64;
+  const int64_t n = static_cast<int64_t>(hn::Lanes(df));
+  const auto one = hn::Set(df, static_cast<float>(1 << kScoreMassBits));
+  auto sum = hn::Zero(d64);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    const auto e = ScoreExp2Vec(df, hn::Sub(hn::LoadU(df, logits + i), hn::Set(df, max)));
+    const auto mass = hn::ConvertTo(di, hn::Mul(e, one));
+    sum = hn::Add(sum, hn::Add(hn::PromoteTo(d64, hn::LowerHalf(mass)),
+                               hn::PromoteTo(d64, hn::UpperHalf(hn::Half<DI>(), mass))));
+  }
+  auto result = static_cast<uint64_t>(hn::GetLane(hn::SumOfLanes(d64, sum)));
+  for (; i < count; ++i) result += ScoreMass(logits[i], max);
+  return result;
+}
+
 int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t count,
                          uint16_t near_bin, const SampleKey& key, uint32_t phase,
                          uint64_t far_threshold, uint32_t* out) {
@@ -354,6 +384,8 @@ HWY_EXPORT(AsymmetricLogitsImpl);
 HWY_EXPORT(AsymmetricBinsImpl);
 HWY_EXPORT(HammingBinsImpl);
 HWY_EXPORT(ExactBinsImpl);
+HWY_EXPORT(MaxLogitImpl);
+HWY_EXPORT(SumScoreMassImpl);
 HWY_EXPORT(FilterTokensImpl);
 
 void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* logits) {
@@ -371,6 +403,12 @@ void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int
                int token_count, uint16_t* bins, uint16_t* const* head_bins) {
   HWY_DYNAMIC_DISPATCH(ExactBinsImpl)
   (query, logits, stride, head_count, token_count, bins, head_bins);
+}
+float MaxLogit(const float* logits, int64_t count, float least) {
+  return HWY_DYNAMIC_DISPATCH(MaxLogitImpl)(logits, count, least);
+}
+uint64_t SumScoreMass(const float* logits, int64_t count, float max) {
+  return HWY_DYNAMIC_DISPATCH(SumScoreMassImpl)(logits, count, max);
 }
 int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, uint16_t near_bin,
                      const SampleKey& key, uint32_t phase, uint64_t far_threshold, uint32_t* out) {

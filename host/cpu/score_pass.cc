@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "host/codes/mlp.h"
@@ -154,18 +155,21 @@ absl::Status ScorePass::FindReferences() {
     if (!status.ok()) return status;
   }
   for (int g = 0; g < group; ++g) {
-    ScoreReference reference;
-    for (const bool summing : {false, true}) {
+    // The candidates among the logits of each page.
+    const auto for_each_page = [&](const auto& f) {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t at = (first + step * i) * kPageTokenCount;
-        const int from = static_cast<int>(std::max<int64_t>(begin_ - at, 0));
-        const int to = static_cast<int>(std::min<int64_t>(end_ - at, kPageTokenCount));
-        const float* l = logits.data() + (i * group + g) * kPageTokenCount;
-        for (int t = from; t < to; ++t) summing ? reference.Sum(l[t]) : reference.Raise(l[t]);
+        const int64_t from = std::max<int64_t>(begin_ - at, 0);
+        const int64_t to = std::min<int64_t>(end_ - at, kPageTokenCount);
+        f(logits.data() + (i * group + g) * kPageTokenCount + from, to - from);
       }
-    }
-    score_query_.reference[g] = reference.max();
-    score_query_.head_weight[g] = reference.weight();
+    };
+    float max = -std::numeric_limits<float>::infinity();
+    for_each_page([&](const float* l, int64_t n) { max = MaxLogit(l, n, max); });
+    uint64_t mass = 0;
+    for_each_page([&](const float* l, int64_t n) { mass += SumScoreMass(l, n, max); });
+    score_query_.reference[g] = max;
+    score_query_.head_weight[g] = ScoreHeadWeight(mass);
   }
   return absl::OkStatus();
 }

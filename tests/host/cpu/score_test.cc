@@ -208,5 +208,23 @@ TEST(ExactBins, MatchAScalarRecomputation) {
   }
 }
 
+TEST(ScoreReference, MatchesAScalarRecomputation) {
+  std::mt19937 random(10);
+  std::normal_distribution<float> normal;
+  std::vector<float> logits(129);
+  for (float& l : logits) l = 20 * normal(random);
+  for (const int64_t count : {0, 1, 15, 16, 17, 64, 127, 128, 129}) {
+    SameOnEveryTarget([&](std::vector<std::byte>& out) {
+      float max = -3;
+      for (int64_t i = 0; i < count; ++i) max = std::max(max, logits[i]);
+      ASSERT_EQ(MaxLogit(logits.data(), count, -3), max);
+      uint64_t mass = 0;
+      for (int64_t i = 0; i < count; ++i) mass += ScoreMass(logits[i], max);
+      ASSERT_EQ(SumScoreMass(logits.data(), count, max), mass);
+      AppendBytes(std::vector<uint64_t>{mass}, out);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace spillway
