@@ -338,9 +338,28 @@ uint64_t SumScoreMassImpl(const float* logits, int64_t count, float max) {
   return result;
 }
 
+// Without a hash: bins[i] >= near_bin alone.
+HWY_INLINE int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t near_bin,
+                              uint32_t* out) {
+  const hn::ScalableTag<uint16_t> d16;
+  const int64_t n = static_cast<int64_t>(hn::Lanes(d16));
+  const auto near = hn::Set(d16, near_bin);
+  int64_t written = 0;
+  for (int64_t i = 0; i < count; i += n) {
+    if (i + n <= count && HWY_LIKELY(hn::AllTrue(d16, hn::Lt(hn::LoadU(d16, bins + i), near)))) {
+      continue;
+    }
+    for (int64_t j = i; j < std::min(i + n, count); ++j) {
+      if (bins[j] >= near_bin) out[written++] = static_cast<uint32_t>(j);
+    }
+  }
+  return written;
+}
+
 int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t count,
                          uint16_t near_bin, const SampleKey& key, uint32_t phase,
                          uint64_t far_threshold, uint32_t* out) {
+  if (far_threshold == 0) return FilterBins(bins, count, near_bin, out);
   const DU du;
   const hn::Rebind<uint16_t, DU> d16;
   const int64_t n = static_cast<int64_t>(hn::Lanes(du));

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <numeric>
 
 #include "host/codes/mlp.h"
@@ -293,11 +294,11 @@ void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
   for (int64_t& s : skip) s = in_bin - threshold.take - s;
   ParallelFor(int64_t{0}, block_count_, [&](int64_t b) {
     const int64_t from = block_begin(b);
-    std::vector<uint32_t> positions(block_end(b) - from);
+    const auto positions = std::make_unique_for_overwrite<uint32_t[]>(block_end(b) - from);
     const uint16_t* first = bins.data() + from - base_;
     const int64_t count =
         FilterTokens(first, static_cast<uint32_t>(from), block_end(b) - from,
-                     static_cast<uint16_t>(threshold.bin), SampleKey(), 0, 0, positions.data());
+                     static_cast<uint16_t>(threshold.bin), SampleKey(), 0, 0, positions.get());
     int64_t seen = 0;
     for (int64_t i = 0; i < count; ++i) {
       if (first[positions[i]] == threshold.bin && seen++ < skip[b]) continue;

@@ -1,6 +1,7 @@
 #include "host/cpu/tail_sampler.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "host/cpu/parallel.h"
 
@@ -47,7 +48,7 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
   const size_t strata_count = strata_.counts.size();
   // The near strata are few tokens with high rates, looked at one by one; the
   // far ones are many with low rates and go through the vector filter.
-  const int64_t few = (scores_.block_end(scores_.block_count() - 1) - scores_.block_begin(0)) / 16;
+  const int64_t few = (scores_.block_end(scores_.block_count() - 1) - scores_.block_begin(0)) / 32;
   size_t far = 0;
   for (int64_t near = 0; far < strata_count && near + strata_.counts[far] <= few; ++far) {
     near += strata_.counts[far];
@@ -70,9 +71,9 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
     const int64_t from = scores_.block_begin(b);
     const int64_t count = scores_.block_end(b) - from;
     const uint16_t* bins = scores_.bins(from);
-    std::vector<uint32_t> positions(count);
+    const auto positions = std::make_unique_for_overwrite<uint32_t[]>(count);
     const int64_t kept = FilterTokens(bins, static_cast<uint32_t>(from), count, near_bin, key_,
-                                      phase_, far_threshold, positions.data());
+                                      phase_, far_threshold, positions.get());
     for (int64_t i = 0; i < kept; ++i) {
       const uint16_t bin = bins[positions[i]];
       if (bin == ScorePass::kHeavyBin) continue;
