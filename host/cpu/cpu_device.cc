@@ -82,13 +82,13 @@ class CpuDevice final : public Device {
   // caller's thread alone: to wake a worker and be told costs more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const int64_t bytes = RowBytes(*job);
-    if (bytes <= kSerialBytes) {
-      const SerialScope serial;
-      Run(*job);
-      return done(std::move(job));
-    }
     if (bytes <= kMomentBytes) {
-      workers_.execute([&] { Run(*job); });
+      if (bytes <= kSerialBytes) {
+        const SerialScope serial;
+        Run(*job);
+      } else {
+        workers_.execute([&] { Run(*job); });
+      }
       return done(std::move(job));
     }
     workers_.enqueue([this, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
