@@ -53,14 +53,21 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
   for (int64_t near = 0; far < strata_count && near + strata_.counts[far] <= few; ++far) {
     near += strata_.counts[far];
   }
+  // Only those that widen: of the near ones from the farthest on, of the far
+  // ones to the highest rate.
+  const auto widens = [&](size_t h) { return thresholds[h] > thresholds_[h]; };
+  size_t near_end = far;
+  while (near_end > 0 && !widens(near_end - 1)) --near_end;
   const std::vector<uint8_t>& of_bin = strata_.of_bin;
   const auto near_begin =
-      std::find_if(of_bin.begin(), of_bin.end(), [&](uint8_t h) { return h < far; });
+      std::find_if(of_bin.begin(), of_bin.end(), [&](uint8_t h) { return h < near_end; });
   const uint16_t near_bin = static_cast<uint16_t>(near_begin - of_bin.begin());
   uint64_t far_threshold = 0;
   for (size_t h = far; h < strata_count; ++h) {
-    far_threshold = std::max(far_threshold, thresholds[h]);
+    if (widens(h)) far_threshold = std::max(far_threshold, thresholds[h]);
   }
+  std::vector<std::vector<uint32_t>> drawn(strata_count);
+  if (near_end == 0 && far_threshold == 0) return drawn;
 
   struct Drawn {
     uint32_t token;
@@ -84,7 +91,6 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
     }
   };
   ParallelFor(int64_t{0}, scores_.block_count(), draw_block);
-  std::vector<std::vector<uint32_t>> drawn(strata_count);
   for (const std::vector<Drawn>& block : blocks) {
     for (const Drawn& d : block) drawn[d.stratum].push_back(d.token);
   }
