@@ -71,10 +71,7 @@ void UploadStream::OnReadDone(bool ok) {
     services_.background.enqueue([this] { Complete(); });
     return;
   }
-  if (absl::Status status = Take(); !status.ok()) {
-    Finish(services_.status.ToGrpc(status));
-    return;
-  }
+  if (absl::Status status = Take(); !status.ok()) return End(status);
   StartRead(&request_);
 }
 
@@ -89,12 +86,15 @@ void UploadStream::Complete() {
     status = services_.engine.UploadWeights(*model_, file_);
   }
   if (status.ok()) *response_->mutable_model() = ToProto(*model_, services_.engine);
-  Finish(services_.status.ToGrpc(status));
+  End(status);
 }
 
-void UploadStream::OnDone() {
+void UploadStream::End(const absl::Status& status) {
+  // Before the client hears of it, and may try again.
+  file_ = {};
+  reservation_.Release();
   if (owns_upload_) model_->uploading.clear(std::memory_order_release);
-  delete this;
+  Finish(services_.status.ToGrpc(status));
 }
 
 }  // namespace spillway

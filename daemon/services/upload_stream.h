@@ -17,12 +17,14 @@ class UploadStream final : public grpc::ServerReadReactor<v1::UploadHashWeightsR
 
  private:
   void OnReadDone(bool ok) override;
-  void OnDone() override;
+  void OnDone() override { delete this; }
 
   // Takes the message that was read.
   absl::Status Take();
   absl::Status Begin();
   void Complete();
+  // Gives up what the upload holds, and answers.
+  void End(const absl::Status& status);
 
   const ServiceContext& services_;
   v1::UploadHashWeightsResponse* const response_;
