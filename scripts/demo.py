@@ -228,7 +228,10 @@ def main(
     failed = [check.text for check in report.requirements(summary) if not check.met]
     for text in failed:
         console.print(f"[red]Not met:[/] {text}")
-    console.print(f"Written: {output / 'summary.json'}, {output / 'report.png'}, {log}")
+    written = (
+        os.path.relpath(file) for file in (output / "summary.json", output / "report.png", log)
+    )
+    console.print("Written: " + ", ".join(written))
     if failed:
         raise typer.Exit(1)
 
