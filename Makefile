@@ -63,6 +63,7 @@ asan: setup ## C++ tests under AddressSanitizer and UBSan
 	$(call configure,asan)
 	cmake --build --preset asan --parallel $(JOBS)
 	ASAN_OPTIONS=strict_string_checks=1:detect_stack_use_after_return=1 \
+	  LSAN_OPTIONS=suppressions=$(CURDIR)/tests/lsan.supp:print_suppressions=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 \
 	  ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
 
