@@ -168,6 +168,22 @@ HWY_INLINE void LogitsBlock(const std::byte* const* rows, const std::byte* const
   LogitsHeads<T, kHeads>(rows, count, q.scaled + at, q.head_dim, logits, next);
 }
 
+// Whether the first `count` logits of every head are finite.
+HWY_INLINE bool AllFinite(const float* logits, int head_count, int count) {
+  const DF df;
+  const int n = static_cast<int>(hn::Lanes(df));
+  auto lost = hn::Zero(df);
+  for (int h = 0; h < head_count; ++h) {
+    for (int i = 0; i < count; i += n) {
+      // x - x is 0 for every finite x and NaN otherwise.
+      const auto x = hn::LoadU(df, logits + h * kRowBlock + i);
+      const auto zero = hn::Sub(x, x);
+      lost = hn::Or(lost, i + n <= count ? zero : hn::IfThenElseZero(hn::FirstN(df, count - i), zero));
+    }
+  }
+  return hn::AllTrue(df, hn::Eq(lost, hn::Zero(df)));
+}
+
 template <typename T>
 bool RowLogitsTyped(const std::byte* const* rows, const std::byte* const* next, int count,
                     const RowQueries& q, float* logits) {
@@ -188,15 +204,7 @@ bool RowLogitsTyped(const std::byte* const* rows, const std::byte* const* next, 
         LogitsBlock<T, 4>(rows, ahead, count, q, h, out);
     }
   }
-  float worst = 0;
-  for (int h = 0; h < q.head_count; ++h) {
-    for (int i = 0; i < count; ++i) {
-      // x - x is 0 for every finite x and NaN otherwise.
-      const float x = logits[h * kRowBlock + i];
-      worst += x - x;
-    }
-  }
-  return worst == 0;
+  return AllFinite(logits, q.head_count, count);
 }
 
 bool RowLogitsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
