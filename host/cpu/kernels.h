@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -86,11 +87,36 @@ void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int
 float MaxLogit(const float* logits, int64_t count, float least);
 uint64_t SumScoreMass(const float* logits, int64_t count, float max);
 
-// Positions i of [0, count) with bins[i] >= near_bin or a hash of token
-// first_token + i that lies less than far_threshold beyond the phase. Writes
-// them ascending to out (room for count) and returns how many.
-int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, uint16_t near_bin,
-                     const SampleKey& key, uint32_t phase, uint64_t far_threshold, uint32_t* out);
+// Positions i of [0, count) with bins[i] >= least, written ascending to out
+// (room for count). Returns how many.
+int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t least, uint32_t* out);
+
+// Of a token's hash less the phase, how many upper bits FilterTokens looks at.
+inline constexpr int kSampleLimitShift = 17;
+
+// Which tokens a sample may take, by their bin.
+struct SampleLimits {
+  // Ranges of bins: range e holds edge[e] <= bin < edge[e + 1]; edge[0] is 0.
+  int count = 0;
+  uint16_t edge[kTailStrataMax + 1];
+  // The upper bits lie below it: 0 for none, 2^15 for all.
+  uint16_t limit[kTailStrataMax + 1];
+
+  // Lets through every hash below the threshold, at most 2^32, and few others.
+  static uint16_t Covering(uint64_t threshold) {
+    constexpr uint64_t kUnit = uint64_t{1} << kSampleLimitShift;
+    return static_cast<uint16_t>((threshold + kUnit - 1) / kUnit);
+  }
+  uint16_t Of(uint16_t bin) const {
+    return limit[std::upper_bound(edge, edge + count, bin) - edge - 1];
+  }
+};
+// Positions i of [0, count) that the limits let through by the hash of token
+// first_token + i and bins[i]; written ascending to out (room for count).
+// Returns how many.
+int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
+                     const SampleKey& key, uint32_t phase, const SampleLimits& limits,
+                     uint32_t* out);
 
 // ---- rows --------------------------------------------------------------
 

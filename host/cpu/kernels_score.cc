@@ -139,8 +139,8 @@ HWY_INLINE void PrefetchCodes(const CodeLayout& layout, int part, const std::byt
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 3);
 }
 
-// Calls f(tile, head, x) for kPair tiles and kRows query heads from the first
-// on, heads in order; x is the estimated logit times log2(e).
+// Calls f(tile, head, p, factor) for kPair tiles and kRows query heads from the
+// first on, heads in order; p * factor is the estimated logit times log2(e).
 template <int kBits, int kRows, typename F>
 HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane,
                            int first, F f) {
@@ -150,7 +150,6 @@ HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile,
   VI sums[kPair][kRows];
   DotTile<kBits, kRows, kPair>(q, first, reinterpret_cast<const uint32_t*>(page) + lane, tile,
                                sums);
-  const auto limit = hn::Set(df, kScoreLogitMax);
   for (int t = 0; t < kPair; ++t) {
     const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
         page + q.layout.factor_offset_bytes() + 2 * ((tile + t) * kTileTokenCount + lane));
@@ -158,8 +157,7 @@ HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile,
     for (int r = 0; r < kRows; ++r) {
       const int h = first + r;
       const auto integer = hn::Add(hn::ShiftLeft<1>(sums[t][r]), hn::Set(di, q.offset[h]));
-      auto x = hn::Mul(hn::Mul(hn::Set(df, q.coefficient[h]), hn::ConvertTo(df, integer)), factor);
-      f(t, h, hn::Min(hn::Max(x, hn::Neg(limit)), limit));
+      f(t, h, hn::Mul(hn::Set(df, q.coefficient[h]), hn::ConvertTo(df, integer)), factor);
     }
   }
 }
@@ -183,11 +181,6 @@ HWY_INLINE void PairLogits(const ScoreQuery& q, const std::byte* page, int tile,
   }
 }
 
-HWY_INLINE VF Exponential(VF x, float reference) {
-  const DF df;
-  return ScoreExp2Vec(df, hn::Sub(x, hn::Set(df, reference)));
-}
-
 HWY_INLINE void StoreBins(VF score, uint16_t* out) {
   const DI di;
   const hn::Rebind<uint16_t, DI> d16;
@@ -205,8 +198,8 @@ void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
-      PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF x) HWY_ATTR {
-        const auto e = Exponential(x, q.reference[h]);
+      PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
+        const auto e = ScoreExp2Vec(df, hn::MulSub(p, factor, hn::Set(df, q.reference[h])));
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
         score[t] = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score[t]);
       });
@@ -233,10 +226,12 @@ template <int kBits>
 void AsymmetricLogitsOf(const ScoreQuery& q, const std::byte* page, float* logits) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
+  const auto limit = hn::Set(df, kScoreLogitMax);
   for (int tile = 0; tile < kTilesPerPage; tile += kPair) {
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
-      PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF x) HWY_ATTR {
-        hn::StoreU(x, df, logits + h * kPageTokenCount + (tile + t) * kTileTokenCount + lane);
+      PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
+        const auto x = hn::Mul(p, factor);
+        hn::StoreU(hn::Min(hn::Max(x, hn::Neg(limit)), limit), df, logits + h * kPageTokenCount + (tile + t) * kTileTokenCount + lane);
       });
     }
   }
@@ -297,10 +292,8 @@ void ExactBinsImpl(const ScoreQuery& q, const float* logits, int64_t stride, int
     auto score = hn::Zero(df);
     for (int h = 0; h < head_count; ++h) {
       const auto l = hn::LoadU(df, logits + h * stride + i);
-      const auto x =
-          hn::Mul(hn::Max(hn::Min(l, hn::Set(df, kScoreLogitMax)), hn::Set(df, -kScoreLogitMax)),
-                  hn::Set(df, kExpLog2E));
-      const auto e = Exponential(x, q.reference[h]);
+      const auto e =
+          ScoreExp2Vec(df, hn::MulSub(l, hn::Set(df, kExpLog2E), hn::Set(df, q.reference[h])));
       if (head_bins != nullptr) StoreBins(e, head_bins[h] + i);
       score = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score);
     }
@@ -338,57 +331,79 @@ uint64_t SumScoreMassImpl(const float* logits, int64_t count, float max) {
   return result;
 }
 
-// Without a hash: bins[i] >= near_bin alone.
-HWY_INLINE int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t near_bin,
-                              uint32_t* out) {
+int64_t FilterBinsImpl(const uint16_t* bins, int64_t count, uint16_t least, uint32_t* out) {
   const hn::ScalableTag<uint16_t> d16;
   const int64_t n = static_cast<int64_t>(hn::Lanes(d16));
-  const auto near = hn::Set(d16, near_bin);
+  const auto edge = hn::Set(d16, least);
   int64_t written = 0;
   for (int64_t i = 0; i < count; i += n) {
-    if (i + n <= count && HWY_LIKELY(hn::AllTrue(d16, hn::Lt(hn::LoadU(d16, bins + i), near)))) {
+    if (i + n <= count && HWY_LIKELY(hn::AllTrue(d16, hn::Lt(hn::LoadU(d16, bins + i), edge)))) {
       continue;
     }
     for (int64_t j = i; j < std::min(i + n, count); ++j) {
-      if (bins[j] >= near_bin) out[written++] = static_cast<uint32_t>(j);
+      if (bins[j] >= least) out[written++] = static_cast<uint32_t>(j);
     }
   }
   return written;
 }
 
 int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t count,
-                         uint16_t near_bin, const SampleKey& key, uint32_t phase,
-                         uint64_t far_threshold, uint32_t* out) {
-  if (far_threshold == 0) return FilterBins(bins, count, near_bin, out);
+                         const SampleKey& key, uint32_t phase, const SampleLimits& limits,
+                         uint32_t* out) {
   const DU du;
+  const DI di;
   const hn::Rebind<uint16_t, DU> d16;
+  using V16 = hn::Vec<decltype(d16)>;
   const int64_t n = static_cast<int64_t>(hn::Lanes(du));
-  const auto near = hn::Set(du, near_bin);
-  const bool everything = far_threshold > 0xFFFFFFFFu;
-  const auto far = hn::Set(du, static_cast<uint32_t>(far_threshold));
   const auto lanes = hn::Iota(du, 0);
+  // Vectors together share the loads of the limits.
+  constexpr int kVectors = 4;
   int64_t written = 0;
   int64_t i = 0;
-  for (; i + n <= count; i += n) {
-    auto token = hn::Add(hn::Set(du, first_token + static_cast<uint32_t>(i)), lanes);
-    auto h = hn::Add(hn::Mul(token, hn::Set(du, key.multiplier)), hn::Set(du, key.offset));
-    h = hn::Xor(h, hn::ShiftRight<16>(h));
-    h = hn::Xor(hn::Mul(h, hn::Set(du, 0x85EBCA6Bu)), hn::Set(du, key.mask));
-    h = hn::Mul(hn::Xor(h, hn::ShiftRight<13>(h)), hn::Set(du, 0xC2B2AE35u));
-    h = hn::Sub(hn::Xor(h, hn::ShiftRight<16>(h)), hn::Set(du, phase));
-    const auto bin = hn::PromoteTo(du, hn::LoadU(d16, bins + i));
-    auto keep = hn::Or(hn::Not(hn::Lt(bin, near)), hn::Lt(h, far));
-    if (everything) keep = hn::Eq(bin, bin);
-    if (HWY_LIKELY(hn::AllFalse(du, keep))) continue;
-    const auto position = hn::Add(hn::Set(du, static_cast<uint32_t>(i)), lanes);
-    // Compressed in a register: compressing stores are microcode on some CPUs.
-    // The whole vector fits, as written <= i.
-    hn::StoreU(hn::Compress(position, keep), du, out + written);
-    written += static_cast<int64_t>(hn::CountTrue(du, keep));
+  for (; i + kVectors * n <= count; i += kVectors * n) {
+    V16 bin[kVectors], limit[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      bin[v] = hn::LoadU(d16, bins + i + v * n);
+      limit[v] = hn::Set(d16, limits.limit[0]);
+    }
+    for (int e = 1; e < limits.count; ++e) {
+      const auto edge = hn::Set(d16, limits.edge[e]);
+      const auto next = hn::Set(d16, limits.limit[e]);
+      for (int v = 0; v < kVectors; ++v) {
+        limit[v] = hn::IfThenElse(hn::Lt(bin[v], edge), limit[v], next);
+      }
+    }
+    uint64_t kept = 0;
+    for (int v = 0; v < kVectors; ++v) {
+      const auto first = hn::Set(du, first_token + static_cast<uint32_t>(i + v * n));
+      const auto token = hn::Add(first, lanes);
+      auto h = hn::Add(hn::Mul(token, hn::Set(du, key.multiplier)), hn::Set(du, key.offset));
+      h = hn::Xor(h, hn::ShiftRight<16>(h));
+      h = hn::Xor(hn::Mul(h, hn::Set(du, 0x85EBCA6Bu)), hn::Set(du, key.mask));
+      h = hn::Mul(hn::Xor(h, hn::ShiftRight<13>(h)), hn::Set(du, 0xC2B2AE35u));
+      h = hn::Sub(hn::Xor(h, hn::ShiftRight<16>(h)), hn::Set(du, phase));
+      const auto upper = hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<kSampleLimitShift>(h)));
+      // Writes one bit a lane, in whole bytes, up to eight.
+      uint8_t bytes[8] = {};
+      hn::StoreMaskBits(d16, hn::Lt(upper, limit[v]), bytes);
+      uint64_t bits;
+      std::memcpy(&bits, bytes, 8);
+      kept |= bits << (v * n);
+    }
+    // The first two without a branch, which could not be foreseen; there are
+    // seldom more. Both fit: written <= i.
+    for (int k = 0; k < 2; ++k) {
+      out[written] = static_cast<uint32_t>(i + std::countr_zero(kept));
+      written += kept != 0;
+      kept &= kept - 1;
+    }
+    for (; kept != 0; kept &= kept - 1) {
+      out[written++] = static_cast<uint32_t>(i + std::countr_zero(kept));
+    }
   }
   for (; i < count; ++i) {
     const uint32_t x = TokenHash(key, first_token + static_cast<uint32_t>(i)) - phase;
-    if (bins[i] >= near_bin || x < far_threshold) out[written++] = static_cast<uint32_t>(i);
+    if (x >> kSampleLimitShift < limits.Of(bins[i])) out[written++] = static_cast<uint32_t>(i);
   }
   return written;
 }
@@ -405,6 +420,7 @@ HWY_EXPORT(HammingBinsImpl);
 HWY_EXPORT(ExactBinsImpl);
 HWY_EXPORT(MaxLogitImpl);
 HWY_EXPORT(SumScoreMassImpl);
+HWY_EXPORT(FilterBinsImpl);
 HWY_EXPORT(FilterTokensImpl);
 
 void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* logits) {
@@ -429,10 +445,13 @@ float MaxLogit(const float* logits, int64_t count, float least) {
 uint64_t SumScoreMass(const float* logits, int64_t count, float max) {
   return HWY_DYNAMIC_DISPATCH(SumScoreMassImpl)(logits, count, max);
 }
-int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count, uint16_t near_bin,
-                     const SampleKey& key, uint32_t phase, uint64_t far_threshold, uint32_t* out) {
-  return HWY_DYNAMIC_DISPATCH(FilterTokensImpl)(bins, first_token, count, near_bin, key, phase,
-                                                far_threshold, out);
+int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t least, uint32_t* out) {
+  return HWY_DYNAMIC_DISPATCH(FilterBinsImpl)(bins, count, least, out);
+}
+int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
+                     const SampleKey& key, uint32_t phase, const SampleLimits& limits,
+                     uint32_t* out) {
+  return HWY_DYNAMIC_DISPATCH(FilterTokensImpl)(bins, first_token, count, key, phase, limits, out);
 }
 }  // namespace spillway
 #endif

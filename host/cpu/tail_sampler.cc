@@ -46,28 +46,9 @@ std::vector<std::vector<uint32_t>> TailSampler::Widen(int64_t least) {
 
 std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t> thresholds) {
   const size_t strata_count = strata_.counts.size();
-  // The near strata are few tokens with high rates, looked at one by one; the
-  // far ones are many with low rates and go through the vector filter.
-  const int64_t few = (scores_.block_end(scores_.block_count() - 1) - scores_.block_begin(0)) / 32;
-  size_t far = 0;
-  for (int64_t near = 0; far < strata_count && near + strata_.counts[far] <= few; ++far) {
-    near += strata_.counts[far];
-  }
-  // Only those that widen: of the near ones from the farthest on, of the far
-  // ones to the highest rate.
-  const auto widens = [&](size_t h) { return thresholds[h] > thresholds_[h]; };
-  size_t near_end = far;
-  while (near_end > 0 && !widens(near_end - 1)) --near_end;
-  const std::vector<uint8_t>& of_bin = strata_.of_bin;
-  const auto near_begin =
-      std::find_if(of_bin.begin(), of_bin.end(), [&](uint8_t h) { return h < near_end; });
-  const uint16_t near_bin = static_cast<uint16_t>(near_begin - of_bin.begin());
-  uint64_t far_threshold = 0;
-  for (size_t h = far; h < strata_count; ++h) {
-    if (widens(h)) far_threshold = std::max(far_threshold, thresholds[h]);
-  }
+  const SampleLimits limits = Limits(thresholds);
   std::vector<std::vector<uint32_t>> drawn(strata_count);
-  if (near_end == 0 && far_threshold == 0) return drawn;
+  if (limits.count == 1 && limits.limit[0] == 0) return drawn;
 
   struct Drawn {
     uint32_t token;
@@ -79,12 +60,10 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
     const int64_t count = scores_.block_end(b) - from;
     const uint16_t* bins = scores_.bins(from);
     const auto positions = std::make_unique_for_overwrite<uint32_t[]>(count);
-    const int64_t kept = FilterTokens(bins, static_cast<uint32_t>(from), count, near_bin, key_,
-                                      phase_, far_threshold, positions.get());
+    const int64_t kept = FilterTokens(bins, static_cast<uint32_t>(from), count, key_, phase_,
+                                      limits, positions.get());
     for (int64_t i = 0; i < kept; ++i) {
-      const uint16_t bin = bins[positions[i]];
-      if (bin == ScorePass::kHeavyBin) continue;
-      const uint8_t h = of_bin[bin];
+      const uint8_t h = strata_.of_bin[bins[positions[i]]];
       const uint32_t token = static_cast<uint32_t>(from + positions[i]);
       const uint64_t x = TokenHash(key_, token) - phase_;
       if (x >= thresholds_[h] && x < thresholds[h]) blocks[b].push_back({token, h});
@@ -99,6 +78,24 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
     thresholds_[h] = thresholds[h];
   }
   return drawn;
+}
+
+SampleLimits TailSampler::Limits(std::span<const uint64_t> thresholds) const {
+  // Bins ascend as strata descend; heavy tokens' bin lies above all.
+  const std::vector<uint8_t>& of_bin = strata_.of_bin;
+  SampleLimits limits;
+  const auto add = [&](size_t bin, uint16_t limit) {
+    if (limits.count > 0 && limits.limit[limits.count - 1] == limit) return;
+    limits.edge[limits.count] = static_cast<uint16_t>(bin);
+    limits.limit[limits.count++] = limit;
+  };
+  for (size_t bin = 0; bin < of_bin.size(); ++bin) {
+    if (bin > 0 && of_bin[bin] == of_bin[bin - 1]) continue;
+    const uint8_t h = of_bin[bin];
+    add(bin, thresholds[h] > thresholds_[h] ? SampleLimits::Covering(thresholds[h]) : 0);
+  }
+  add(of_bin.size(), 0);
+  return limits;
 }
 
 }  // namespace spillway

@@ -6,6 +6,7 @@
 
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
+#include "host/cpu/kernels.h"
 #include "host/cpu/score_pass.h"
 
 namespace spillway {
@@ -32,6 +33,8 @@ class TailSampler {
 
  private:
   std::vector<std::vector<uint32_t>> DrawTo(std::span<const uint64_t> thresholds);
+  // Of the tokens between the old thresholds and the new.
+  SampleLimits Limits(std::span<const uint64_t> thresholds) const;
 
   const ScorePass& scores_;
   const Strata& strata_;
