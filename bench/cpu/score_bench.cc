@@ -301,7 +301,7 @@ absl::StatusOr<Json> MeasureKernels(Scored& scored, const Options& options, bool
       weights[j] = static_cast<int8_t>(2 * set - kGroup);
       query.offset[0] += kGroup - set;
     } else {
-      for (int r = 0; r < kGroup; ++r) weights[r * kDims + j] = odd[r * kDims + j];
+      for (int r = 0; r < kGroup; ++r) weights[r * kDims + j] = 2 * odd[r * kDims + j];
     }
   }
   query.weights = weights.data();

@@ -54,9 +54,9 @@ void Rotate(const EncodeParams& params, const float* x, float* y);
 struct ScoreQuery {
   CodeLayout layout;
   int row_count = 0;  // integer weight rows: G, or 1 for hamming
-  // [row][layout.dims], |weight| <= 16, 0 beyond the head's dimensions.
+  // [row][layout.dims], |weight| <= 30, 0 beyond the head's dimensions.
   const int8_t* weights = nullptr;
-  // Added to the sum (hamming) or to twice the sum (asymmetric).
+  // Added to the sum.
   int32_t offset[kGroupMax] = {};
   // asymmetric: log2(e) * scale * s * step / 4 per head; M_h and w_h.
   float coefficient[kGroupMax] = {};

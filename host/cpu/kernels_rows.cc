@@ -255,17 +255,30 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
   return factor;
 }
 
-template <typename T, int kHeads, int kColumns>
+// Weights x of a block's rows [head][kRowBlock], with moments also x^2, and the
+// factors by which the heads' sums shrink first.
+struct FoldWeights {
+  float factor[4];
+  const float* x;
+  HWY_ALIGN float x_sq[4 * kRowBlock];
+};
+
+template <typename T, int kHeads, int kColumns, bool kMoments>
 HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const* next, int count,
-                            int dim, int column, const float* x, const float* factors,
-                            float* value) {
+                            int dim, int column, const FoldWeights& w, float* value,
+                            float* value_sq) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
-  VF acc[kHeads][kColumns];
+  VF first[kHeads][kColumns];
+  VF second[kHeads][kColumns];
   for (int h = 0; h < kHeads; ++h) {
-    const auto f = hn::Set(df, factors[h]);
+    const auto f = hn::Set(df, w.factor[h]);
     for (int c = 0; c < kColumns; ++c) {
-      acc[h][c] = hn::Mul(hn::LoadU(df, value + h * dim + column + c * n), f);
+      const int at = h * dim + column + c * n;
+      first[h][c] = hn::Mul(hn::LoadU(df, value + at), f);
+      if constexpr (kMoments) {
+        second[h][c] = hn::Mul(hn::LoadU(df, value_sq + at), hn::Mul(f, f));
+      }
     }
   }
   for (int r = 0; r < count; ++r) {
@@ -276,138 +289,149 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const
     VF vc[kColumns];
     for (int c = 0; c < kColumns; ++c) vc[c] = LoadRow(v + c * n);
     for (int h = 0; h < kHeads; ++h) {
-      const auto xh = hn::Set(df, x[h * kRowBlock + r]);
-      for (int c = 0; c < kColumns; ++c) acc[h][c] = hn::MulAdd(vc[c], xh, acc[h][c]);
+      const auto x = hn::Set(df, w.x[h * kRowBlock + r]);
+      for (int c = 0; c < kColumns; ++c) first[h][c] = hn::MulAdd(vc[c], x, first[h][c]);
+      if constexpr (kMoments) {
+        const auto x_sq = hn::Set(df, w.x_sq[h * kRowBlock + r]);
+        for (int c = 0; c < kColumns; ++c) second[h][c] = hn::MulAdd(vc[c], x_sq, second[h][c]);
+      }
     }
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int c = 0; c < kColumns; ++c) {
-      hn::StoreU(acc[h][c], df, value + h * dim + column + c * n);
+      const int at = h * dim + column + c * n;
+      hn::StoreU(first[h][c], df, value + at);
+      if constexpr (kMoments) hn::StoreU(second[h][c], df, value_sq + at);
     }
   }
 }
 
-template <typename T, int kHeads>
+template <typename T, int kHeads, bool kMoments>
 HWY_INLINE void FoldHeads(const std::byte* const* rows, const std::byte* const* next, int count,
-                          int dim, const float* x, const float* factors, float* value) {
-  const DF df;
-  const int n = static_cast<int>(hn::Lanes(df));
+                          int dim, const FoldWeights& w, float* value, float* value_sq) {
+  // As many columns at once as the registers hold sums of.
+  constexpr int kColumns = kMoments ? 2 : 4;
+  const int n = static_cast<int>(hn::Lanes(DF()));
   int c = 0;
-  for (; c + 4 * n <= dim; c += 4 * n) {
-    FoldColumns<T, kHeads, 4>(rows, next, count, dim, c, x, factors, value);
+  for (; c + kColumns * n <= dim; c += kColumns * n) {
+    FoldColumns<T, kHeads, kColumns, kMoments>(rows, next, count, dim, c, w, value, value_sq);
   }
-  for (; c < dim; c += n) FoldColumns<T, kHeads, 1>(rows, next, count, dim, c, x, factors, value);
+  for (; c < dim; c += n) {
+    FoldColumns<T, kHeads, 1, kMoments>(rows, next, count, dim, c, w, value, value_sq);
+  }
 }
 
+// ||v||^2 of the block's rows, 0 beyond `count`.
 template <typename T>
+HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, float* norms) {
+  const DF df;
+  const int n = static_cast<int>(hn::Lanes(df));
+  for (int r = 0; r < kRowBlock; r += 16) {
+    VF sums[16];
+    for (int i = 0; i < 16; ++i) {
+      sums[i] = hn::Zero(df);
+      if (r + i >= count) continue;
+      const T* v = reinterpret_cast<const T*>(rows[r + i]) + dim;
+      for (int c = 0; c < dim; c += n) {
+        const auto x = LoadRow(v + c);
+        sums[i] = hn::MulAdd(x, x, sums[i]);
+      }
+    }
+    SumLanes16(sums);
+    for (int i = 0; i < 16; i += n) hn::StoreU(sums[i / n], df, norms + r + i);
+  }
+}
+
+// x^2 of a head's weights; returns the sum of x^2 ||v||^2.
+HWY_INLINE float SquareWeights(const float* x, const float* norms, float* x_sq) {
+  const DF df;
+  const int n = static_cast<int>(hn::Lanes(df));
+  auto sum = hn::Zero(df);
+  for (int i = 0; i < kRowBlock; i += n) {
+    const auto xi = hn::LoadU(df, x + i);
+    const auto square = hn::Mul(xi, xi);
+    hn::Store(square, df, x_sq + i);
+    // A norm beyond fp32's range must not meet a weight of 0.
+    const auto term = hn::Mul(square, hn::Load(df, norms + i));
+    sum = hn::Add(sum, hn::IfThenZeroElse(hn::Eq(square, hn::Zero(df)), term));
+  }
+  return hn::GetLane(hn::SumOfLanes(df, sum));
+}
+
+// value_sq is used with moments only.
+template <typename T, bool kMoments>
 void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int count,
                const int* counts, int head_count, int dim, float* logits, RowSums* sums,
-               float* value) {
+               float* value, float* value_sq) {
+  HWY_ALIGN float norms[kRowBlock];
+  if constexpr (kMoments) ValueNorms<T>(rows, count, dim, norms);
   for (int h0 = 0; h0 < head_count; h0 += 4) {
     const int heads = std::min(4, head_count - h0);
-    float factors[4];
+    FoldWeights w;
+    w.x = logits + h0 * kRowBlock;
     int most = 0;
     for (int h = 0; h < heads; ++h) {
       const int rows_of = counts == nullptr ? count : counts[h0 + h];
+      float* x = logits + (h0 + h) * kRowBlock;
       most = std::max(most, rows_of);
-      factors[h] = 1;
+      w.factor[h] = 1;
       if (rows_of > 0) {
-        factors[h] = Exponentials(logits + (h0 + h) * kRowBlock, rows_of, false, sums + h0 + h);
+        w.factor[h] = Exponentials(x, rows_of, kMoments, sums + h0 + h);
       } else {
-        std::fill_n(logits + (h0 + h) * kRowBlock, kRowBlock, 0.0f);
+        std::fill_n(x, kRowBlock, 0.0f);
+      }
+      if constexpr (kMoments) {
+        sums[h0 + h].sum_sq_norm += SquareWeights(x, norms, w.x_sq + h * kRowBlock);
       }
     }
-    const float* x = logits + h0 * kRowBlock;
+    const std::byte* const* ahead = h0 == 0 ? next : nullptr;
     float* out = value + h0 * dim;
+    float* out_sq = kMoments ? value_sq + h0 * dim : nullptr;
     switch (heads) {
       case 1:
-        FoldHeads<T, 1>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
+        FoldHeads<T, 1, kMoments>(rows, ahead, most, dim, w, out, out_sq);
         break;
       case 2:
-        FoldHeads<T, 2>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
+        FoldHeads<T, 2, kMoments>(rows, ahead, most, dim, w, out, out_sq);
         break;
       case 3:
-        FoldHeads<T, 3>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
+        FoldHeads<T, 3, kMoments>(rows, ahead, most, dim, w, out, out_sq);
         break;
       default:
-        FoldHeads<T, 4>(rows, h0 == 0 ? next : nullptr, most, dim, x, factors, out);
+        FoldHeads<T, 4, kMoments>(rows, ahead, most, dim, w, out, out_sq);
     }
+  }
+}
+
+template <bool kMoments>
+void FoldAny(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
+             const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
+             float* value, float* value_sq) {
+  switch (dtype) {
+    case DType::kF32:
+      return FoldTyped<float, kMoments>(rows, next, count, counts, head_count, head_dim, logits,
+                                        sums, value, value_sq);
+    case DType::kF16:
+      return FoldTyped<hwy::float16_t, kMoments>(rows, next, count, counts, head_count, head_dim,
+                                                 logits, sums, value, value_sq);
+    default:
+      return FoldTyped<hwy::bfloat16_t, kMoments>(rows, next, count, counts, head_count, head_dim,
+                                                  logits, sums, value, value_sq);
   }
 }
 
 void FoldRowsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
                   int count, const int* counts, int head_count, int head_dim, float* logits,
                   RowSums* sums, float* value) {
-  switch (dtype) {
-    case DType::kF32:
-      return FoldTyped<float>(rows, next, count, counts, head_count, head_dim, logits, sums, value);
-    case DType::kF16:
-      return FoldTyped<hwy::float16_t>(rows, next, count, counts, head_count, head_dim, logits,
-                                       sums, value);
-    default:
-      return FoldTyped<hwy::bfloat16_t>(rows, next, count, counts, head_count, head_dim, logits,
-                                        sums, value);
-  }
-}
-
-template <typename T>
-void FoldMomentsTyped(const std::byte* const* rows, const std::byte* const* next, int count,
-                      int head_count, int dim, float* logits, RowSums* sums, float* value,
-                      float* value_sq) {
-  const DF df;
-  const int n = static_cast<int>(hn::Lanes(df));
-  for (int h = 0; h < head_count; ++h) {
-    float* x = logits + h * kRowBlock;
-    const float factor = Exponentials(x, count, true, sums + h);
-    const auto f1 = hn::Set(df, factor);
-    const auto f2 = hn::Set(df, factor * factor);
-    auto norm = hn::Zero(df);
-    const auto fold = [&](auto columns, int c) HWY_ATTR {
-      constexpr int kColumns = decltype(columns)::value;
-      VF first[kColumns], second[kColumns];
-      for (int i = 0; i < kColumns; ++i) {
-        first[i] = hn::Mul(hn::LoadU(df, value + h * dim + c + i * n), f1);
-        second[i] = hn::Mul(hn::LoadU(df, value_sq + h * dim + c + i * n), f2);
-      }
-      for (int r = 0; r < count; ++r) {
-        const T* v = reinterpret_cast<const T*>(rows[r]) + dim + c;
-        if (h == 0 && next != nullptr) {
-          PrefetchHalf(reinterpret_cast<const T*>(next[r]) + dim + c, kColumns * n);
-        }
-        const auto xr = hn::Set(df, x[r]);
-        for (int i = 0; i < kColumns; ++i) {
-          const auto xv = hn::Mul(LoadRow(v + i * n), xr);
-          first[i] = hn::Add(first[i], xv);
-          second[i] = hn::MulAdd(xr, xv, second[i]);
-          norm = hn::MulAdd(xv, xv, norm);
-        }
-      }
-      for (int i = 0; i < kColumns; ++i) {
-        hn::StoreU(first[i], df, value + h * dim + c + i * n);
-        hn::StoreU(second[i], df, value_sq + h * dim + c + i * n);
-      }
-    };
-    int c = 0;
-    for (; c + 4 * n <= dim; c += 4 * n) fold(std::integral_constant<int, 4>(), c);
-    for (; c < dim; c += n) fold(std::integral_constant<int, 1>(), c);
-    sums[h].sum_sq_norm += hn::GetLane(hn::SumOfLanes(df, norm));
-  }
+  FoldAny<false>(dtype, rows, next, count, counts, head_count, head_dim, logits, sums, value,
+                 nullptr);
 }
 
 void FoldRowsMomentsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
                          int count, int head_count, int head_dim, float* logits, RowSums* sums,
                          float* value, float* value_sq) {
-  switch (dtype) {
-    case DType::kF32:
-      return FoldMomentsTyped<float>(rows, next, count, head_count, head_dim, logits, sums, value,
-                                     value_sq);
-    case DType::kF16:
-      return FoldMomentsTyped<hwy::float16_t>(rows, next, count, head_count, head_dim, logits, sums,
-                                              value, value_sq);
-    default:
-      return FoldMomentsTyped<hwy::bfloat16_t>(rows, next, count, head_count, head_dim, logits,
-                                               sums, value, value_sq);
-  }
+  FoldAny<true>(dtype, rows, next, count, nullptr, head_count, head_dim, logits, sums, value,
+                value_sq);
 }
 
 uint64_t ReadAllImpl(const std::byte* data, int64_t bytes) {

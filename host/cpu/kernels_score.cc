@@ -30,7 +30,7 @@ using VI = hn::Vec<DI>;
 using VU = hn::Vec<DU>;
 
 // sum += the four byte products of each 32-bit lane; bytes of fields are
-// unsigned, weights in [-16, 16]: a pair of products fits 16 bits.
+// unsigned, weights in [-30, 30]: a pair of products fits 16 bits.
 HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #if HWY_TARGET == HWY_AVX3_DL
   // By name: Highway 1.0.3 checks the processor for AVX512-VNNI under this
@@ -57,11 +57,11 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 }
 
 // Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
-// (of the same lanes), for one part of the codes: out[tile][row]. With kTopOnly
-// a field counts by its top bit alone.
+// (of the same lanes), for one part of the codes, from first[row] on (null: 0):
+// out[tile][row]. With kTopOnly a field counts by its top bit alone.
 template <int kWidth, bool kTopOnly, int kRows, int kTiles>
 HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights, int dims,
-                        VI (*out)[kRows]) {
+                        const int32_t* first, VI (*out)[kRows]) {
   constexpr int kPositions = 8 / kWidth;
   constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
   const DU du;
@@ -73,7 +73,9 @@ HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights
   VI sums[kChains][kTiles][kRows];
   for (int chain = 0; chain < kChains; ++chain) {
     for (int t = 0; t < kTiles; ++t) {
-      for (int r = 0; r < kRows; ++r) sums[chain][t][r] = hn::Zero(di);
+      for (int r = 0; r < kRows; ++r) {
+        sums[chain][t][r] = chain == 0 && first != nullptr ? hn::Set(di, first[r]) : hn::Zero(di);
+      }
     }
   }
   for (int c = 0; c < chunks; ++c) {
@@ -116,11 +118,11 @@ HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* word
   const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * dims;
   constexpr int kWidth = kBits == 3 ? 2 : kBits;
   DotPart<kWidth, false, kRows, kTiles>(words + q.layout.tile_offset(0, tile), q.layout.chunks(0),
-                                        weights, dims, out);
+                                        weights, dims, q.offset + first_row, out);
   if constexpr (kBits == 3) {
     VI top[kTiles][kRows];
     DotPart<1, false, kRows, kTiles>(words + q.layout.tile_offset(1, tile), q.layout.chunks(1),
-                                     weights, dims, top);
+                                     weights, dims, nullptr, top);
     for (int t = 0; t < kTiles; ++t) {
       for (int r = 0; r < kRows; ++r) out[t][r] = hn::Add(out[t][r], hn::ShiftLeft<2>(top[t][r]));
     }
@@ -145,19 +147,19 @@ template <int kBits, int kRows, typename F>
 HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane,
                            int first, F f) {
   const DF df;
-  const DI di;
   const hn::Rebind<hwy::bfloat16_t, DF> db;
   VI sums[kPair][kRows];
   DotTile<kBits, kRows, kPair>(q, first, reinterpret_cast<const uint32_t*>(page) + lane, tile,
                                sums);
+#pragma GCC unroll 2
   for (int t = 0; t < kPair; ++t) {
     const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
         page + q.layout.factor_offset_bytes() + 2 * ((tile + t) * kTileTokenCount + lane));
     const auto factor = hn::PromoteTo(df, hn::LoadU(db, factors));
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const int h = first + r;
-      const auto integer = hn::Add(hn::ShiftLeft<1>(sums[t][r]), hn::Set(di, q.offset[h]));
-      f(t, h, hn::Mul(hn::Set(df, q.coefficient[h]), hn::ConvertTo(df, integer)), factor);
+      f(t, h, hn::Mul(hn::Set(df, q.coefficient[h]), hn::ConvertTo(df, sums[t][r])), factor);
     }
   }
 }
@@ -262,9 +264,10 @@ void HammingBinsOf(const ScoreQuery& q, int part, const std::byte* page, int til
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VI sums[kPair][1];
       DotPart<kWidth, true, 1, kPair>(words + q.layout.tile_offset(part, tile) + lane,
-                                      q.layout.chunks(part), q.weights, q.layout.dims, sums);
+                                      q.layout.chunks(part), q.weights, q.layout.dims, q.offset,
+                                      sums);
       for (int t = 0; t < kPair; ++t) {
-        hn::StoreU(hn::DemoteTo(d16, hn::Add(sums[t][0], hn::Set(di, q.offset[0]))), d16,
+        hn::StoreU(hn::DemoteTo(d16, sums[t][0]), d16,
                    bins + (tile + t - tile_begin) * kTileTokenCount + lane);
       }
     }

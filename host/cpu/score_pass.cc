@@ -62,7 +62,7 @@ void ScorePass::PrepareAsymmetric() {
       const float w = std::clamp(std::nearbyintf(rotated[j] / s - 0.5f), -8.0f, 7.0f);
       // (w + 1/2) s = (2 w + 1) s / 2: odd integers stand for the query.
       const int weight = 2 * static_cast<int>(w) + 1;
-      weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(weight);
+      weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(2 * weight);
       total += weight;
     }
     // sum (2w+1)(2u - (2^B-1)) = 2 A - (2^B-1) W.

@@ -57,7 +57,7 @@ struct Case {
         const int w = g == 1 ? -8 : g == 2 ? 7 : query_level(random);
         query_levels[g][j] = w;
         total += 2 * w + 1;
-        weights[g * query.layout.dims + j] = static_cast<int8_t>(2 * w + 1);
+        weights[g * query.layout.dims + j] = static_cast<int8_t>(2 * (2 * w + 1));
       }
       query.offset[g] = -((1 << bits) - 1) * total;
       query.coefficient[g] = 1;
