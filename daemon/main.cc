@@ -7,7 +7,16 @@
 #include "daemon/server/logging.h"
 #include "host/memory/topology.h"
 
+#ifdef SPILLWAY_MIMALLOC
+#include <mimalloc.h>
+#endif
+
 int main(int argc, char** argv) {
+#ifdef SPILLWAY_MIMALLOC
+  // Messages of megabytes come and go; what they leave goes back to the system
+  // after this many milliseconds, not after 25.
+  mi_option_set_default(mi_option_decommit_delay, 1);
+#endif
   // Before any thread starts, so that all of them leave these to sigwait.
   sigset_t signals;
   sigemptyset(&signals);

@@ -182,7 +182,7 @@ void Arena::Impl::Unprepare(std::span<std::byte> memory) {
 absl::Status Arena::Impl::Grow(int64_t min_bytes) {
   const int64_t room = limit_bytes - committed_bytes;
   if (min_bytes > room) return MemoryExhausted("the arena", min_bytes, FreeBytes());
-  const int64_t step = std::max(chunk_bytes, RoundDown(committed_bytes / 64));
+  const int64_t step = std::max(chunk_bytes, RoundDown(committed_bytes / 256));
   int64_t bytes = std::clamp(RoundDown(budget->free_bytes()), min_bytes,
                              std::min(room, std::max(step, min_bytes)));
   absl::StatusOr<MemoryReservation> reservation = budget->Reserve(bytes, "an arena chunk");
