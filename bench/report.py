@@ -234,12 +234,18 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
                 for key in ("round_trip_us", "device_time_us", "beyond_device_us", "echo_us")
             ),
             f"{case['ratio_of_medians']:.2f}",
+            f"{min(case['round_ratios_of_medians']):.2f} to "
+            f"{max(case['round_ratios_of_medians']):.2f}",
             f"{case['busy_echo_us']['median']:.0f} / {case['busy_echo_us']['p99']:.0f}",
             f"{case['busy_ratio_of_medians']:.2f}",
         )
         for case in result["cases"]
     ]
-    yield "Microseconds, median / 99th percentile:"
+    yield (
+        f"Microseconds, median / 99th percentile over {result['round_count']} rounds, each with "
+        "both servers started afresh: on which processors the kernel lets their threads settle "
+        "decides what a wake-up costs."
+    )
     yield ""
     head = (
         "case",
@@ -249,6 +255,7 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
         "beyond device",
         "echo",
         "ratio",
+        "of rounds",
         "beyond, busy echo",
         "ratio",
     )

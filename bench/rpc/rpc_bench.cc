@@ -2,8 +2,10 @@
 // echo that moves as many bytes over a socket of the same kind.
 //
 // Starts a daemon and an echo server of its own on unix sockets in a temporary
-// directory. Calls to the two alternate in short blocks, so that a drift of the
-// machine meets both. The client of both is gRPC's synchronous stub.
+// directory, anew for every round: on which processors the kernel lets their
+// threads settle decides the cost of a wake-up for as long as they live. Calls
+// to the two alternate in short blocks, so that a drift of the machine meets
+// both. The client of both is gRPC's synchronous stub.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -41,7 +43,8 @@ struct Options {
   std::string spillwayd;
   std::string echo_server;
   std::string json_path;
-  int block_count = 40;
+  int round_count = 8;
+  int block_count = 8;
   int block_size = 50;
 };
 
@@ -128,6 +131,12 @@ class DaemonCalls {
     if (case_.decode) stream_ = client_.OpenDecode();
     FillItem(*attend_request_.add_items());
     FillItem(*decode_request_.mutable_item());
+    // Drawn once: both servers are idle as long between two calls.
+    v1::KvChunk& chunk = *decode_request_.mutable_chunk();
+    chunk.set_sequence(sequence_);
+    for (v1::Tensor* tensor : {chunk.mutable_k(), chunk.mutable_v()}) {
+      *tensor = MakeTensor(case_.dtype, {1, case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
+    }
     return absl::OkStatus();
   }
 
@@ -178,12 +187,7 @@ class DaemonCalls {
   }
 
   absl::StatusOr<v1::AttendResult> Decode(double& round_trip_us) {
-    v1::KvChunk& chunk = *decode_request_.mutable_chunk();
-    chunk.set_sequence(sequence_);
-    chunk.set_token_start(token_count_);
-    for (v1::Tensor* tensor : {chunk.mutable_k(), chunk.mutable_v()}) {
-      *tensor = MakeTensor(case_.dtype, {1, case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
-    }
+    decode_request_.mutable_chunk()->set_token_start(token_count_);
     const absl::Time start = absl::Now();
     absl::StatusOr<v1::AttendResult> result = stream_->Step(decode_request_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
@@ -260,19 +264,30 @@ class EchoCalls {
   std::unique_ptr<grpc::ClientReaderWriter<EchoRequest, EchoResponse>> stream_;
 };
 
-absl::StatusOr<Json> RunCase(Client& client, EchoService::Stub& echo_stub, const Case& bench_case,
-                             const Options& options) {
-  DaemonCalls daemon(client, bench_case);
-  if (absl::Status status = daemon.Create(); !status.ok()) return status;
-  // Sizes are known after one call.
-  if (auto first = daemon.Call(); !first.ok()) return first.status();
-  EchoCalls echo(echo_stub, bench_case.decode, daemon.request_bytes(), daemon.response_bytes());
-
+// What the calls of one case took, over all rounds, in microseconds.
+struct Samples {
+  size_t request_bytes = 0;
+  size_t response_bytes = 0;
   std::vector<double> round_trips;
   std::vector<double> device;
   std::vector<double> beyond;
   std::vector<double> echoes;
   std::vector<double> busy_echoes;
+  std::vector<double> round_ratios;  // a round's medians, beyond / echo
+};
+
+absl::Status RunCase(Client& client, EchoService::Stub& echo_stub, const Case& bench_case,
+                     const Options& options, Samples& samples) {
+  DaemonCalls daemon(client, bench_case);
+  if (absl::Status status = daemon.Create(); !status.ok()) return status;
+  // Sizes are known after one call.
+  if (auto first = daemon.Call(); !first.ok()) return first.status();
+  samples.request_bytes = daemon.request_bytes();
+  samples.response_bytes = daemon.response_bytes();
+  EchoCalls echo(echo_stub, bench_case.decode, daemon.request_bytes(), daemon.response_bytes());
+
+  std::vector<double> beyond;
+  std::vector<double> echoes;
   // The first block of each warms up.
   for (int block = 0; block <= options.block_count; ++block) {
     if (absl::Status status = daemon.Restart(); !status.ok()) return status;
@@ -280,41 +295,54 @@ absl::StatusOr<Json> RunCase(Client& client, EchoService::Stub& echo_stub, const
       const absl::StatusOr<Timing> timing = daemon.Call();
       if (!timing.ok()) return timing.status();
       if (block == 0) continue;
-      round_trips.push_back(timing->round_trip_us);
-      device.push_back(timing->device_us);
+      samples.round_trips.push_back(timing->round_trip_us);
+      samples.device.push_back(timing->device_us);
       beyond.push_back(timing->round_trip_us - timing->device_us);
     }
     // A busy echo waits as long as the daemon's device did, call for call.
     for (const bool busy : {false, true}) {
       for (int call = 0; call < options.block_size; ++call) {
-        const double busy_us = busy && block > 0 ? device[device.size() - 1 - call] : 0;
+        const double busy_us =
+            busy && block > 0 ? samples.device[samples.device.size() - 1 - call] : 0;
         const absl::StatusOr<Timing> timing = echo.Call(busy_us);
         if (!timing.ok()) return timing.status();
         if (block == 0) continue;
-        (busy ? busy_echoes : echoes).push_back(timing->round_trip_us - timing->device_us);
+        (busy ? samples.busy_echoes : echoes).push_back(timing->round_trip_us - timing->device_us);
       }
     }
   }
-  const double ratio = Percentile(beyond, 0.5) / Percentile(echoes, 0.5);
-  const double busy_ratio = Percentile(beyond, 0.5) / Percentile(busy_echoes, 0.5);
-  std::cout << absl::StrFormat("%-34s %6d %6d %9.1f %9.1f %9.1f %9.1f %7.2f %9.1f %7.2f\n",
-                               bench_case.name, daemon.request_bytes(), daemon.response_bytes(),
-                               Percentile(round_trips, 0.5), Percentile(device, 0.5),
-                               Percentile(beyond, 0.5), Percentile(echoes, 0.5), ratio,
-                               Percentile(busy_echoes, 0.5), busy_ratio)
+  samples.round_ratios.push_back(Percentile(beyond, 0.5) / Percentile(echoes, 0.5));
+  samples.beyond.insert(samples.beyond.end(), beyond.begin(), beyond.end());
+  samples.echoes.insert(samples.echoes.end(), echoes.begin(), echoes.end());
+  return absl::OkStatus();
+}
+
+Json Report(const Case& bench_case, const Samples& samples) {
+  const double echo = Percentile(samples.echoes, 0.5);
+  const double busy_echo = Percentile(samples.busy_echoes, 0.5);
+  const double beyond = Percentile(samples.beyond, 0.5);
+  const auto [least, most] =
+      std::minmax_element(samples.round_ratios.begin(), samples.round_ratios.end());
+  std::cout << absl::StrFormat("%-34s %6d %6d %9.1f %9.1f %9.1f %9.1f %7.2f %9s %9.1f %7.2f\n",
+                               bench_case.name, samples.request_bytes, samples.response_bytes,
+                               Percentile(samples.round_trips, 0.5),
+                               Percentile(samples.device, 0.5), beyond, echo, beyond / echo,
+                               absl::StrFormat("%.2f-%.2f", *least, *most), busy_echo,
+                               beyond / busy_echo)
             << std::flush;
   return Json{{"case", bench_case.name},
               {"token_count", bench_case.token_count},
-              {"request_bytes", daemon.request_bytes()},
-              {"response_bytes", daemon.response_bytes()},
-              {"call_count", round_trips.size()},
-              {"round_trip_us", Percentiles(round_trips)},
-              {"device_time_us", Percentiles(device)},
-              {"beyond_device_us", Percentiles(beyond)},
-              {"echo_us", Percentiles(echoes)},
-              {"busy_echo_us", Percentiles(busy_echoes)},
-              {"ratio_of_medians", ratio},
-              {"busy_ratio_of_medians", busy_ratio}};
+              {"request_bytes", samples.request_bytes},
+              {"response_bytes", samples.response_bytes},
+              {"call_count", samples.round_trips.size()},
+              {"round_trip_us", Percentiles(samples.round_trips)},
+              {"device_time_us", Percentiles(samples.device)},
+              {"beyond_device_us", Percentiles(samples.beyond)},
+              {"echo_us", Percentiles(samples.echoes)},
+              {"busy_echo_us", Percentiles(samples.busy_echoes)},
+              {"ratio_of_medians", beyond / echo},
+              {"round_ratios_of_medians", samples.round_ratios},
+              {"busy_ratio_of_medians", beyond / busy_echo}};
 }
 
 // Removes a directory with everything in it.
@@ -341,7 +369,9 @@ std::string ProcessorName() {
   return "unknown";
 }
 
-absl::StatusOr<Json> Run(const Options& options) {
+// One round: both servers afresh, all cases. Returns what the daemon says of itself.
+absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
+                                                   std::vector<Samples>& samples) {
   std::string path = (std::filesystem::temp_directory_path() / "spillway-rpc-XXXXXX").string();
   if (mkdtemp(path.data()) == nullptr) return absl::ErrnoToStatus(errno, path);
   const RemoveDirectory directory{path};
@@ -349,7 +379,8 @@ absl::StatusOr<Json> Run(const Options& options) {
   const std::string echo_target = absl::StrCat("unix:", path, "/echo");
   auto echo_server = ChildProcess::Start({options.echo_server, echo_target});
   if (!echo_server.ok()) return echo_server.status();
-  auto daemon = ChildProcess::Start({options.spillwayd, "--listen", daemon_target});
+  auto daemon =
+      ChildProcess::Start({options.spillwayd, "--listen", daemon_target, "--log-level", "warning"});
   if (!daemon.ok()) return daemon.status();
   auto client = ConnectWithin(daemon_target, absl::Seconds(20));
   if (!client.ok()) return client.status();
@@ -358,22 +389,33 @@ absl::StatusOr<Json> Run(const Options& options) {
     return absl::UnavailableError(absl::StrCat("no echo server at ", echo_target));
   }
   const std::unique_ptr<EchoService::Stub> echo = EchoService::NewStub(channel);
-
-  std::cout << absl::StrFormat("%-34s %6s %6s %9s %9s %9s %9s %7s %9s %7s\n",
-                               "MEDIANS IN MICROSECONDS", "OUT B", "IN B", "ROUND", "DEVICE",
-                               "BEYOND", "ECHO", "RATIO", "BUSY ECHO", "RATIO");
-  Json cases = Json::array();
-  for (const Case& bench_case : Cases()) {
-    absl::StatusOr<Json> result = RunCase(**client, *echo, bench_case, options);
-    if (!result.ok()) return result.status();
-    cases.push_back(*std::move(result));
+  for (size_t i = 0; i < Cases().size(); ++i) {
+    absl::Status status = RunCase(**client, *echo, Cases()[i], options, samples[i]);
+    if (!status.ok()) return status;
   }
+  return (*client)->server_info();
+}
+
+absl::StatusOr<Json> Run(const Options& options) {
+  std::vector<Samples> samples(Cases().size());
+  v1::GetServerInfoResponse info;
+  for (int round = 0; round < options.round_count; ++round) {
+    absl::StatusOr<v1::GetServerInfoResponse> result = RunRound(options, samples);
+    if (!result.ok()) return result.status();
+    info = *std::move(result);
+  }
+  std::cout << absl::StrFormat("%-34s %6s %6s %9s %9s %9s %9s %7s %9s %9s %7s\n",
+                               "MEDIANS IN MICROSECONDS", "OUT B", "IN B", "ROUND", "DEVICE",
+                               "BEYOND", "ECHO", "RATIO", "ROUNDS", "BUSY ECHO", "RATIO");
+  Json cases = Json::array();
+  for (size_t i = 0; i < Cases().size(); ++i) cases.push_back(Report(Cases()[i], samples[i]));
   return Json{{"benchmark", "rpc"},
               {"date", absl::FormatTime("%Y-%m-%d", absl::Now(), absl::UTCTimeZone())},
               {"processor", ProcessorName()},
               {"core_count", std::thread::hardware_concurrency()},
-              {"daemon_version", (*client)->server_info().version()},
-              {"device", (*client)->server_info().devices(0).description()},
+              {"daemon_version", info.version()},
+              {"device", info.devices(0).description()},
+              {"round_count", options.round_count},
               {"cases", std::move(cases)}};
 }
 
@@ -387,7 +429,10 @@ int Main(int argc, char** argv) {
   app.add_option("--echo-server", options.echo_server, "the echo server to start")
       ->capture_default_str();
   app.add_option("--json", options.json_path, "file to write the results to");
-  app.add_option("--blocks", options.block_count, "measured blocks of each kind")
+  app.add_option("--rounds", options.round_count, "pairs of servers, started afresh")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--blocks", options.block_count, "measured blocks of each kind and round")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--block-size", options.block_size, "calls of a block")

@@ -13,7 +13,8 @@ namespace spillway {
 // query heads in order, by fused multiply-adds from 0: x_h is the estimated
 // logit times log2(e), M_h the largest x_h of a sample of the keys and 1 / w_h
 // the sample's sum of 2^(x_h - M_h). So it is the sum of the heads' softmax
-// weights but for a factor that all keys share, and only orders keys.
+// weights but for a factor that all keys share, and only orders keys. x_h is
+// rounded before M_h is taken from it: however large, the largest gives 2^0.
 // kScoreMax is 20 nats; kScoreMin keeps products above the subnormal numbers.
 inline constexpr float kScoreMax = 28.8539008f;
 inline constexpr float kScoreMin = -90.0f;
@@ -24,11 +25,11 @@ inline constexpr float kScoreC2 = 0.240249842f;
 inline constexpr float kScoreC3 = 0.0559173673f;
 inline constexpr float kScoreC4 = 0.00956046395f;
 
-// Logits are cut to this before their differences are taken, which then stay
-// finite.
+// The sample's x_h are cut to this: from a finite M_h every difference is a
+// number, if an infinite one.
 inline constexpr float kScoreLogitMax = 1e38f;
 
-// x_h of an exact logit l, finite, in nats.
+// x_h of a sampled exact logit l, finite, in nats.
 inline float OracleScore(float l) {
   return std::max(std::min(l, kScoreLogitMax), -kScoreLogitMax) * kExpLog2E;
 }

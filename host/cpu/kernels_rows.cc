@@ -178,7 +178,8 @@ HWY_INLINE bool AllFinite(const float* logits, int head_count, int count) {
       // x - x is 0 for every finite x and NaN otherwise.
       const auto x = hn::LoadU(df, logits + h * kRowBlock + i);
       const auto zero = hn::Sub(x, x);
-      lost = hn::Or(lost, i + n <= count ? zero : hn::IfThenElseZero(hn::FirstN(df, count - i), zero));
+      lost =
+          hn::Or(lost, i + n <= count ? zero : hn::IfThenElseZero(hn::FirstN(df, count - i), zero));
     }
   }
   return hn::AllTrue(df, hn::Eq(lost, hn::Zero(df)));

@@ -201,7 +201,7 @@ void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin
       VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
-        const auto e = ScoreExp2Vec(df, hn::MulSub(p, factor, hn::Set(df, q.reference[h])));
+        const auto e = ScoreExp2Vec(df, hn::Sub(hn::Mul(p, factor), hn::Set(df, q.reference[h])));
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
         score[t] = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score[t]);
       });
@@ -233,7 +233,8 @@ void AsymmetricLogitsOf(const ScoreQuery& q, const std::byte* page, float* logit
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
         const auto x = hn::Mul(p, factor);
-        hn::StoreU(hn::Min(hn::Max(x, hn::Neg(limit)), limit), df, logits + h * kPageTokenCount + (tile + t) * kTileTokenCount + lane);
+        hn::StoreU(hn::Min(hn::Max(x, hn::Neg(limit)), limit), df,
+                   logits + h * kPageTokenCount + (tile + t) * kTileTokenCount + lane);
       });
     }
   }
@@ -295,8 +296,8 @@ void ExactBinsImpl(const ScoreQuery& q, const float* logits, int64_t stride, int
     auto score = hn::Zero(df);
     for (int h = 0; h < head_count; ++h) {
       const auto l = hn::LoadU(df, logits + h * stride + i);
-      const auto e =
-          ScoreExp2Vec(df, hn::MulSub(l, hn::Set(df, kExpLog2E), hn::Set(df, q.reference[h])));
+      const auto e = ScoreExp2Vec(
+          df, hn::Sub(hn::Mul(l, hn::Set(df, kExpLog2E)), hn::Set(df, q.reference[h])));
       if (head_bins != nullptr) StoreBins(e, head_bins[h] + i);
       score = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score);
     }

@@ -296,8 +296,8 @@ void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
     const int64_t from = block_begin(b);
     const auto positions = std::make_unique_for_overwrite<uint32_t[]>(block_end(b) - from);
     const uint16_t* first = bins.data() + from - base_;
-    const int64_t count =
-        FilterBins(first, block_end(b) - from, static_cast<uint16_t>(threshold.bin), positions.get());
+    const int64_t count = FilterBins(first, block_end(b) - from,
+                                     static_cast<uint16_t>(threshold.bin), positions.get());
     int64_t seen = 0;
     for (int64_t i = 0; i < count; ++i) {
       if (first[positions[i]] == threshold.bin && seen++ < skip[b]) continue;
