@@ -20,6 +20,8 @@ struct Case {
   double epsilon;
 };
 
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
 class AdaptiveBudget : public ::testing::TestWithParam<Case> {};
 
 TEST_P(AdaptiveBudget, BiasIsBelowAFifthOfAStandardError) {
