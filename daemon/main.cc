@@ -2,6 +2,7 @@
 #include <csignal>
 #include <iostream>
 
+#include "absl/synchronization/mutex.h"
 #include "daemon/config/config.h"
 #include "daemon/server/daemon.h"
 #include "daemon/server/logging.h"
@@ -17,6 +18,9 @@ int main(int argc, char** argv) {
   // after this many milliseconds, not after 25.
   mi_option_set_default(mi_option_decommit_delay, 1);
 #endif
+  // Debian's Abseil looks for cycles at every lock, gRPC's own too.
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+
   // Before any thread starts, so that all of them leave these to sigwait.
   sigset_t signals;
   sigemptyset(&signals);
