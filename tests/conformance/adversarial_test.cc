@@ -126,6 +126,22 @@ TEST_P(Adversarial, ZeroKeysAndQueries) {
   }
 }
 
+// No variance can be told from values whose squares are beyond fp32: then every
+// row is read.
+TEST_P(Adversarial, ValuesWhoseSquaresOverflow) {
+  for (float& v : context_.v) v *= 1e25f;
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  const reference::Attention wanted = reference::DenseAttention(
+      context_.Head(0), reference::Query(spec_, q_, 0, 0), spec_.softmax_scale, context_.n);
+  for (const auto& [name, policy] : Policies()) {
+    const JobItem item = sequence_.Attend(policy, q_);
+    ExpectFinite(item, name);
+    EXPECT_EQ(item.attend->certificates[0].promise, Promise::kExact) << name;
+    EXPECT_LT(reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, 0), wanted.out), 1e-5)
+        << name;
+  }
+}
+
 TEST_P(Adversarial, HugeSpreadOfLengths) {
   for (int64_t t = 0; t < context_.n; ++t) {
     const float factor = std::exp2(static_cast<float>(t * 7919 % 160) - 80);
