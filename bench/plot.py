@@ -41,7 +41,7 @@ def _caption(figure: Any, result: dict[str, Any]) -> None:
 def draw_attend(result: dict[str, Any], folder: Path) -> None:
     rows = result["rows"]
     lengths = [row["token_count"] for row in rows]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14.5, 4.8))
     for name, label in (("read_gb_per_s", "plain parallel read"), ("all_gb_per_s", "attend all")):
         left.plot(*_column(rows, name), marker="o", label=label)
     left.set_ylim(bottom=0)
@@ -66,7 +66,8 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
     right.set_title("One attend, cold caches")
     for axes in (left, right):
         _lengths(axes, lengths)
-        axes.legend(fontsize=8)
+    left.legend(fontsize=8)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     _save(figure, result, folder / "attend.png")
 
 
