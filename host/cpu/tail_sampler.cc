@@ -9,7 +9,11 @@ namespace spillway {
 
 TailSampler::TailSampler(const ScorePass& scores, const Strata& strata, const SampleKey& key,
                          uint32_t phase)
-    : scores_(scores), strata_(strata), key_(key), phase_(phase) {
+    : scores_(scores), strata_(strata), key_(key), phase_(phase), first_bin_(strata.counts.size()) {
+  // Bins ascend as strata descend.
+  for (size_t bin = strata.of_bin.size(); bin-- > 0;) {
+    first_bin_[strata.of_bin[bin]] = static_cast<uint16_t>(bin);
+  }
   Reset();
 }
 
@@ -81,20 +85,17 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
 }
 
 SampleLimits TailSampler::Limits(std::span<const uint64_t> thresholds) const {
-  // Bins ascend as strata descend; heavy tokens' bin lies above all.
-  const std::vector<uint8_t>& of_bin = strata_.of_bin;
   SampleLimits limits;
   const auto add = [&](size_t bin, uint16_t limit) {
     if (limits.count > 0 && limits.limit[limits.count - 1] == limit) return;
     limits.edge[limits.count] = static_cast<uint16_t>(bin);
     limits.limit[limits.count++] = limit;
   };
-  for (size_t bin = 0; bin < of_bin.size(); ++bin) {
-    if (bin > 0 && of_bin[bin] == of_bin[bin - 1]) continue;
-    const uint8_t h = of_bin[bin];
-    add(bin, thresholds[h] > thresholds_[h] ? SampleLimits::Covering(thresholds[h]) : 0);
+  for (size_t h = first_bin_.size(); h-- > 0;) {
+    add(first_bin_[h], thresholds[h] > thresholds_[h] ? SampleLimits::Covering(thresholds[h]) : 0);
   }
-  add(of_bin.size(), 0);
+  // Heavy tokens' bin lies above all.
+  add(strata_.of_bin.size(), 0);
   return limits;
 }
 

@@ -40,6 +40,7 @@ class TailSampler {
   const Strata& strata_;
   const SampleKey key_;
   const uint32_t phase_;
+  std::vector<uint16_t> first_bin_;  // lowest bin of each stratum
   std::vector<uint64_t> thresholds_;
   std::vector<int64_t> counts_;
 };
