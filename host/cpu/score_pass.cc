@@ -65,7 +65,7 @@ void ScorePass::PrepareAsymmetric() {
       weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(2 * weight);
       total += weight;
     }
-    // sum (2w+1)(2u - (2^B-1)) = 2 A - (2^B-1) W.
+    // sum (2w+1)(2u - (2^B-1)) = 2 A - (2^B-1) W, and doubled weights sum to 2 A.
     score_query_.offset[g] = -levels_minus_1 * total;
     const float scale = static_cast<float>(spec.softmax_scale) * kExpLog2E;
     score_query_.coefficient[g] =

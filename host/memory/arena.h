@@ -18,7 +18,7 @@ struct ArenaOptions {
   // Address space reserved, and the most that is ever committed; rounded down
   // to whole slabs.
   int64_t limit_bytes = 0;
-  // Committed at a time: this, a multiple of kSlabBytes, or a 64th of what is
+  // Committed at a time: this, a multiple of kSlabBytes, or a 256th of what is
   // committed already if that is more. Less where limit or budget leave less.
   int64_t chunk_bytes = int64_t{8} << 20;
   // NUMA node to bind to (hwloc logical index); -1: the system's choice.

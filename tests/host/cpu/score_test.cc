@@ -208,7 +208,7 @@ TEST(ExactBins, MatchAScalarRecomputation) {
   }
 }
 
-TEST(ScoreReference, MatchesAScalarRecomputation) {
+TEST(SumScoreMass, MatchesAScalarRecomputation) {
   std::mt19937 random(10);
   std::normal_distribution<float> normal;
   std::vector<float> logits(129);
