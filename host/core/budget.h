@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
+#include "host/core/host_device.h"
 #include "host/policy/policy.h"
 
 namespace spillway {
@@ -17,16 +19,50 @@ struct UniformTail {
   double denominator = 0;  // D
 };
 
+// The quantile that a bound is stated with: Phi^-1(1 - delta/4) for kPaper,
+// which splits delta over two events, else Phi^-1(1 - delta/2).
+double BoundQuantile(Bound bound, double delta);
+
 // Sample size that the bound asks for, before the finite-population
-// correction; infinite when ||N|| or D is 0.
-//   kDenominator: (z n_s sigma / (eps D))^2, z = Phi^-1(1 - delta/2)
-//     (vAttention, Lemma 4.1 for D alone)
-//   kPaper: (2 (A + B) / eps)^2, A = z' n_s sqrt(trace_n) / ||N||,
-//     B = z' n_s sigma / D, z' = Phi^-1(1 - delta/4) (Lemmas 4.1 and 4.2)
+// correction, z being its quantile; infinite when ||N|| or D is 0.
+//   kDenominator: (z n_s sigma / (eps D))^2 (vAttention, Lemma 4.1 for D alone)
+//   kPaper: (2 (A + B) / eps)^2, A = z n_s sqrt(trace_n) / ||N||,
+//     B = z n_s sigma / D (Lemmas 4.1 and 4.2)
 //   kRatio: (z n_s sqrt(trace_o) / (eps ||N||))^2, the delta method for N/D
-double UniformBudget(Bound bound, const UniformTail& tail, double epsilon, double delta);
+SPILLWAY_HOST_DEVICE inline double UniformBudget(Bound bound, const UniformTail& tail,
+                                                 double epsilon, double z) {
+  const double n = tail.token_count;
+  const auto ratio = [](double a, double b) {
+    return a == 0 ? 0.0 : b > 0 ? a / b : HUGE_VAL;
+  };
+  double root = 0;
+  switch (bound) {
+    case Bound::kDenominator:
+      root = ratio(z * n * tail.sigma, epsilon * tail.denominator);
+      break;
+    case Bound::kPaper:
+      root = 2 *
+             (ratio(z * n * ::sqrt(tail.trace_n), tail.norm_n) +
+              ratio(z * n * tail.sigma, tail.denominator)) /
+             epsilon;
+      break;
+    case Bound::kRatio:
+      root = ratio(z * n * ::sqrt(tail.trace_o), epsilon * tail.norm_n);
+      break;
+  }
+  return root * root;
+}
 
 // Rows to draw: b / (1 + b / population), rounded up, in [floor, population].
-int64_t FinitePopulation(double budget, int64_t population, int64_t floor);
+SPILLWAY_HOST_DEVICE inline int64_t FinitePopulation(double budget, int64_t population,
+                                                     int64_t floor) {
+  if (!(budget < HUGE_VAL)) return population;
+  const double n = static_cast<double>(population);
+  const double b = ::ceil(budget / (1 + budget / n));
+  if (!(b < n)) return population;
+  const int64_t low = floor < population ? floor : population;
+  const int64_t rows = static_cast<int64_t>(b);
+  return rows < low ? low : rows;
+}
 
 }  // namespace spillway

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "host/core/host_device.h"
+
 namespace spillway {
 
 // exp(x) in fp32, the same bits on every device: one fixed order of fp32
@@ -24,18 +26,18 @@ inline constexpr float kExpQ2 = 0.0416662619f;
 inline constexpr float kExpQ3 = 0.00836915895f;
 inline constexpr float kExpQ4 = 0.00139464578f;
 
-inline float ExpF32(float x) {
+SPILLWAY_HOST_DEVICE inline float ExpF32(float x) {
   if (x < kExpMin) return 0.0f;
-  const float t = std::fma(x, kExpLog2E, kExpRound);
+  const float t = ::fmaf(x, kExpLog2E, kExpRound);
   const float n = t - kExpRound;
-  float r = std::fma(n, -kExpLn2Hi, x);
-  r = std::fma(n, -kExpLn2Lo, r);
+  float r = ::fmaf(n, -kExpLn2Hi, x);
+  r = ::fmaf(n, -kExpLn2Lo, r);
   float q = kExpQ4;
-  q = std::fma(q, r, kExpQ3);
-  q = std::fma(q, r, kExpQ2);
-  q = std::fma(q, r, kExpQ1);
-  q = std::fma(q, r, kExpQ0);
-  const float p = std::fma(q, r * r, r + 1.0f);
+  q = ::fmaf(q, r, kExpQ3);
+  q = ::fmaf(q, r, kExpQ2);
+  q = ::fmaf(q, r, kExpQ1);
+  q = ::fmaf(q, r, kExpQ0);
+  const float p = ::fmaf(q, r * r, r + 1.0f);
   const int32_t exponent = std::bit_cast<int32_t>(t) - std::bit_cast<int32_t>(kExpRound);
   return p * std::bit_cast<float>((exponent + 127) << 23);
 }

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "host/core/host_device.h"
+
 namespace spillway {
 
 // Sampling without a random generator: a token's u is a hash of (seed, layer,
@@ -15,14 +17,14 @@ struct SampleKey {
   uint32_t mask = 0;
 };
 
-inline uint64_t SplitMix64(uint64_t x) {
+SPILLWAY_HOST_DEVICE inline uint64_t SplitMix64(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
   return x ^ (x >> 31);
 }
 
-inline SampleKey MakeSampleKey(uint64_t seed, int layer, int kv_head) {
+SPILLWAY_HOST_DEVICE inline SampleKey MakeSampleKey(uint64_t seed, int layer, int kv_head) {
   const uint64_t a = SplitMix64(
       seed ^ SplitMix64((static_cast<uint64_t>(layer) << 32) | static_cast<uint32_t>(kv_head)));
   const uint64_t b = SplitMix64(a);
@@ -30,7 +32,7 @@ inline SampleKey MakeSampleKey(uint64_t seed, int layer, int kv_head) {
 }
 
 // A bijection of 32 bits keyed three ways; the finaliser is MurmurHash3's.
-inline uint32_t TokenHash(const SampleKey& key, uint32_t token) {
+SPILLWAY_HOST_DEVICE inline uint32_t TokenHash(const SampleKey& key, uint32_t token) {
   uint32_t h = token * key.multiplier + key.offset;
   h ^= h >> 16;
   h *= 0x85EBCA6Bu;
@@ -41,7 +43,7 @@ inline uint32_t TokenHash(const SampleKey& key, uint32_t token) {
   return h;
 }
 
-inline uint32_t SamplePhase(uint64_t seed, int layer, int kv_head, int64_t visible_token_count) {
+SPILLWAY_HOST_DEVICE inline uint32_t SamplePhase(uint64_t seed, int layer, int kv_head, int64_t visible_token_count) {
   const SampleKey key = MakeSampleKey(~seed, layer, kv_head);
   return static_cast<uint32_t>(SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
                                           SplitMix64(static_cast<uint64_t>(visible_token_count))));
@@ -49,7 +51,7 @@ inline uint32_t SamplePhase(uint64_t seed, int layer, int kv_head, int64_t visib
 
 // Threshold that samples about `wanted` of `population` tokens; 2^32 takes
 // all of them.
-inline uint64_t SampleThreshold(int64_t wanted, int64_t population) {
+SPILLWAY_HOST_DEVICE inline uint64_t SampleThreshold(int64_t wanted, int64_t population) {
   if (wanted >= population) return uint64_t{1} << 32;
   return static_cast<uint64_t>(static_cast<double>(wanted) / static_cast<double>(population) *
                                4294967296.0);

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -30,22 +29,24 @@ inline constexpr float kScoreC4 = 0.00956046395f;
 inline constexpr float kScoreLogitMax = 1e38f;
 
 // x_h of a sampled exact logit l, finite, in nats.
-inline float OracleScore(float l) {
-  return std::max(std::min(l, kScoreLogitMax), -kScoreLogitMax) * kExpLog2E;
+SPILLWAY_HOST_DEVICE inline float OracleScore(float l) {
+  const float low = l < kScoreLogitMax ? l : kScoreLogitMax;
+  return (low > -kScoreLogitMax ? low : -kScoreLogitMax) * kExpLog2E;
 }
 
 // 2^x for a score: x is clamped to [kScoreMin, kScoreMax], not NaN. One fixed
 // order of fp32 operations, the same bits on every device; relative error
 // below 1e-5, far below a score bin's width (least squares on Chebyshev nodes
 // of [-1/2, 1/2]). The SIMD form stands in host/cpu/simd_math-inl.h.
-inline float ScoreExp2(float x) {
-  x = std::max(std::min(x, kScoreMax), kScoreMin);
+SPILLWAY_HOST_DEVICE inline float ScoreExp2(float x) {
+  x = x < kScoreMax ? x : kScoreMax;
+  x = x > kScoreMin ? x : kScoreMin;
   const float t = x + kScoreRound;
   const float r = x - (t - kScoreRound);
-  float p = std::fma(kScoreC4, r, kScoreC3);
-  p = std::fma(p, r, kScoreC2);
-  p = std::fma(p, r, kScoreC1);
-  p = std::fma(p, r, kScoreC0);
+  float p = ::fmaf(kScoreC4, r, kScoreC3);
+  p = ::fmaf(p, r, kScoreC2);
+  p = ::fmaf(p, r, kScoreC1);
+  p = ::fmaf(p, r, kScoreC0);
   // t's low bits are the integer part; the rest of it is shifted out.
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(t) << 23));
 }
@@ -55,12 +56,12 @@ inline float ScoreExp2(float x) {
 inline constexpr int kScoreMassBits = 30;
 
 // What a key of the sample adds to the sum; x is at most max.
-inline uint64_t ScoreMass(float x, float max) {
+SPILLWAY_HOST_DEVICE inline uint64_t ScoreMass(float x, float max) {
   return static_cast<uint64_t>(ScoreExp2(x - max) * static_cast<float>(1 << kScoreMassBits));
 }
 
 // w_h of the sum over the sample, which is not 0.
-inline float ScoreHeadWeight(uint64_t mass) {
+SPILLWAY_HOST_DEVICE inline float ScoreHeadWeight(uint64_t mass) {
   return static_cast<float>(1 << kScoreMassBits) / static_cast<float>(mass);
 }
 

@@ -282,7 +282,8 @@ std::vector<int64_t> SparseAttend::HeadBudgets(const HeadEstimate& e) const {
         inflation * inflation * e.trace_n[0],   inflation * inflation * e.trace_o[0],
         std::sqrt(e.norm_sq_unbiased),          e.denominator};
     budgets[0] =
-        FinitePopulation(UniformBudget(policy_.bound, tail, policy_.epsilon, policy_.delta),
+        FinitePopulation(UniformBudget(policy_.bound, tail, policy_.epsilon,
+                                       BoundQuantile(policy_.bound, policy_.delta)),
                          strata_.counts[0], drawn[0]);
     return budgets;
   }

@@ -102,28 +102,97 @@ int64_t HugePageBytes(uintptr_t begin, uintptr_t end) {
   return bytes;
 }
 
+// Host memory; see Arena.
+class HostBacking final : public ArenaBacking {
+ public:
+  HostBacking(AddressSpace space, int numa_node, int touch_thread_count,
+              Arena::ChunkObserver observer)
+      : space_(std::move(space)),
+        numa_node_(numa_node),
+        touch_thread_count_(touch_thread_count),
+        observer_(std::move(observer)) {}
+
+  ~HostBacking() override {
+    if (!observer_.released) return;
+    for (const std::span<std::byte> chunk : chunks_) observer_.released(chunk);
+  }
+
+  std::byte* base() const override { return space_.base(); }
+
+  absl::Status Commit(std::span<std::byte> memory) override {
+    absl::Status status = Prepare(memory);
+    if (status.ok()) {
+      chunks_.push_back(memory);
+    } else {
+      Unprepare(memory);
+    }
+    return status;
+  }
+
+  void Copy(std::byte* to, const std::byte* from, int64_t bytes) override {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+
+ private:
+  absl::Status Prepare(std::span<std::byte> memory) const;
+  static void Unprepare(std::span<std::byte> memory);
+
+  const AddressSpace space_;
+  const int numa_node_;
+  const int touch_thread_count_;
+  const Arena::ChunkObserver observer_;
+  std::vector<std::span<std::byte>> chunks_;
+};
+
+absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
+  const int64_t bytes = static_cast<int64_t>(memory.size());
+  if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
+    return SystemError("mprotect", bytes);
+  }
+  // EINVAL: a kernel without huge pages. What was obtained shows in the
+  // statistics.
+  if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
+    return SystemError("madvise", bytes);
+  }
+  if (numa_node_ >= 0) {
+    if (absl::Status status = BindMemory(memory, numa_node_); !status.ok()) return status;
+  }
+  Touch(memory, touch_thread_count_);
+  return observer_.committed ? observer_.committed(memory) : absl::OkStatus();
+}
+
+void HostBacking::Unprepare(std::span<std::byte> memory) {
+  // Maps fresh address space over it: frees the pages and forgets the
+  // binding. Where the kernel has no mapping to spare, the pages go at least.
+  if (mmap(memory.data(), memory.size(), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+    madvise(memory.data(), memory.size(), MADV_DONTNEED);
+  }
+}
+
+absl::Status CheckSizes(const ArenaOptions& options) {
+  if (RoundDown(options.limit_bytes) <= 0) {
+    return absl::InvalidArgumentError(absl::StrCat("arena limit of ", options.limit_bytes,
+                                                   " bytes is below one slab of ", kSlabBytes));
+  }
+  if (options.chunk_bytes <= 0 || options.chunk_bytes % kSlabBytes != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("arena chunk of ", options.chunk_bytes,
+                                                   " bytes is not a positive multiple of ",
+                                                   kSlabBytes));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 struct Arena::Impl {
-  Impl(const ArenaOptions& options, int touch_thread_count, MemoryBudget* budget,
-       ChunkObserver observer, AddressSpace space)
-      : limit_bytes(options.limit_bytes),
+  Impl(const ArenaOptions& options, MemoryBudget* budget, std::unique_ptr<ArenaBacking> backing)
+      : limit_bytes(RoundDown(options.limit_bytes)),
         chunk_bytes(options.chunk_bytes),
-        numa_node(options.numa_node),
-        touch_thread_count(touch_thread_count),
         budget(budget),
-        observer(std::move(observer)),
-        space(std::move(space)) {}
+        backing(std::move(backing)) {}
 
-  struct Chunk {
-    std::span<std::byte> memory;
-    MemoryReservation reservation;
-  };
-
-  std::byte* base() const { return space.base(); }
-  // The next bytes become usable memory, or everything is as before.
-  absl::Status Prepare(std::span<std::byte> memory);
-  void Unprepare(std::span<std::byte> memory);
+  std::byte* base() const { return backing->base(); }
   // Commits at least min_bytes more, a whole chunk where limit and budget
   // allow it.
   absl::Status Grow(int64_t min_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -136,48 +205,16 @@ struct Arena::Impl {
 
   const int64_t limit_bytes;
   const int64_t chunk_bytes;
-  const int numa_node;
-  const int touch_thread_count;
   MemoryBudget* const budget;
-  const ChunkObserver observer;
-  const AddressSpace space;
+  const std::unique_ptr<ArenaBacking> backing;
 
   mutable Mutex mutex;
-  std::vector<Chunk> chunks ABSL_GUARDED_BY(mutex);
+  std::vector<MemoryReservation> reservations ABSL_GUARDED_BY(mutex);  // of the chunks
   int64_t committed_bytes ABSL_GUARDED_BY(mutex) = 0;
   int64_t free_slab_count ABSL_GUARDED_BY(mutex) = 0;
   // Free runs of committed slabs: first slab -> slabs; no two adjoin.
   std::map<int64_t, int64_t> free_runs ABSL_GUARDED_BY(mutex);
 };
-
-absl::Status Arena::Impl::Prepare(std::span<std::byte> memory) {
-  const int64_t bytes = static_cast<int64_t>(memory.size());
-  if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
-    return SystemError("mprotect", bytes);
-  }
-  absl::Status status;
-  // EINVAL: a kernel without huge pages. What was obtained shows in the
-  // statistics.
-  if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
-    status = SystemError("madvise", bytes);
-  }
-  if (status.ok() && numa_node >= 0) status = BindMemory(memory, numa_node);
-  if (status.ok()) {
-    Touch(memory, touch_thread_count);
-    if (observer.committed) status = observer.committed(memory);
-  }
-  if (!status.ok()) Unprepare(memory);
-  return status;
-}
-
-void Arena::Impl::Unprepare(std::span<std::byte> memory) {
-  // Maps fresh address space over it: frees the pages and forgets the
-  // binding. Where the kernel has no mapping to spare, the pages go at least.
-  if (mmap(memory.data(), memory.size(), PROT_NONE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
-    madvise(memory.data(), memory.size(), MADV_DONTNEED);
-  }
-}
 
 absl::Status Arena::Impl::Grow(int64_t min_bytes) {
   const int64_t room = limit_bytes - committed_bytes;
@@ -193,8 +230,8 @@ absl::Status Arena::Impl::Grow(int64_t min_bytes) {
   }
   if (!reservation.ok()) return reservation.status();
   const std::span<std::byte> memory(base() + committed_bytes, static_cast<size_t>(bytes));
-  if (absl::Status status = Prepare(memory); !status.ok()) return status;
-  chunks.push_back({memory, *std::move(reservation)});
+  if (absl::Status status = backing->Commit(memory); !status.ok()) return status;
+  reservations.push_back(*std::move(reservation));
   const int64_t first = committed_bytes / kSlabBytes;
   committed_bytes += bytes;
   GiveRun(first, bytes / kSlabBytes);
@@ -245,17 +282,7 @@ int64_t Arena::Impl::FreeBytes() const {
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
                                                      MemoryBudget* budget, ChunkObserver observer) {
-  ArenaOptions rounded = options;
-  rounded.limit_bytes = RoundDown(options.limit_bytes);
-  if (rounded.limit_bytes <= 0) {
-    return absl::InvalidArgumentError(absl::StrCat("arena limit of ", options.limit_bytes,
-                                                   " bytes is below one slab of ", kSlabBytes));
-  }
-  if (options.chunk_bytes <= 0 || options.chunk_bytes % kSlabBytes != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("arena chunk of ", options.chunk_bytes,
-                                                   " bytes is not a positive multiple of ",
-                                                   kSlabBytes));
-  }
+  if (absl::Status status = CheckSizes(options); !status.ok()) return status;
   absl::StatusOr<Topology> topology = DetectTopology();
   if (!topology.ok()) return topology.status();
   const int node_count = static_cast<int>(topology->numa_nodes.size());
@@ -268,19 +295,24 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options
     threads = options.numa_node < 0 ? topology->core_count
                                     : topology->numa_nodes[options.numa_node].core_count;
   }
-  absl::StatusOr<AddressSpace> space = AddressSpace::Reserve(rounded.limit_bytes);
+  absl::StatusOr<AddressSpace> space = AddressSpace::Reserve(RoundDown(options.limit_bytes));
   if (!space.ok()) return space.status();
-  return std::unique_ptr<Arena>(new Arena(std::make_unique<Impl>(
-      rounded, std::max(threads, 1), budget, std::move(observer), *std::move(space))));
+  return Create(options, budget,
+                std::make_unique<HostBacking>(*std::move(space), options.numa_node,
+                                              std::max(threads, 1), std::move(observer)));
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
+                                                     MemoryBudget* budget,
+                                                     std::unique_ptr<ArenaBacking> backing) {
+  if (absl::Status status = CheckSizes(options); !status.ok()) return status;
+  return std::unique_ptr<Arena>(
+      new Arena(std::make_unique<Impl>(options, budget, std::move(backing))));
 }
 
 Arena::Arena(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-Arena::~Arena() {
-  const MutexLock lock(impl_->mutex);
-  if (!impl_->observer.released) return;
-  for (const Impl::Chunk& chunk : impl_->chunks) impl_->observer.released(chunk.memory);
-}
+Arena::~Arena() = default;
 
 absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
   assert(slab_count > 0);
@@ -307,6 +339,10 @@ void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
 std::byte* Arena::base() const { return impl_->base(); }
 
 int64_t Arena::slab_capacity() const { return impl_->limit_bytes / kSlabBytes; }
+
+void Arena::Copy(std::byte* to, const std::byte* from, int64_t bytes) {
+  impl_->backing->Copy(to, from, bytes);
+}
 
 int64_t Arena::free_bytes() const {
   const MutexLock lock(impl_->mutex);

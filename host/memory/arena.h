@@ -34,10 +34,24 @@ struct ArenaStatistics {
   int64_t huge_page_bytes = 0;  // AnonHugePages of the mapping, from smaps
 };
 
-// Host memory that pages come from: one private anonymous mapping, advised to
-// use huge pages, committed chunk by chunk (bound to its NUMA node and touched
-// in parallel) and handed out in 2 MiB-aligned slabs. Committed memory is kept
-// for reuse and charged to the budget. Thread-safe.
+// Reserved address space of some memory, from which an arena commits chunks.
+class ArenaBacking {
+ public:
+  virtual ~ArenaBacking() = default;
+  // Slab-aligned; the same for all its life.
+  virtual std::byte* base() const = 0;
+  // [base + what is committed, + bytes) becomes usable memory, or everything
+  // is as before.
+  virtual absl::Status Commit(std::span<std::byte> memory) = 0;
+  // Between two places of committed memory that do not overlap; done when it
+  // returns.
+  virtual void Copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
+};
+
+// Memory that pages come from, committed chunk by chunk and handed out in 2
+// MiB-aligned slabs. By default host memory: one private anonymous mapping,
+// advised to use huge pages, bound to its NUMA node and touched in parallel.
+// Committed memory is kept for reuse and charged to the budget. Thread-safe.
 class Arena {
  public:
   // Called with every chunk after it is committed and before it goes; a
@@ -51,6 +65,11 @@ class Arena {
   static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
                                                        MemoryBudget* budget,
                                                        ChunkObserver observer = {});
+  // Over other memory, of which limit_bytes are reserved; of the options only
+  // limit_bytes and chunk_bytes matter.
+  static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
+                                                       MemoryBudget* budget,
+                                                       std::unique_ptr<ArenaBacking> backing);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -63,6 +82,8 @@ class Arena {
   std::byte* base() const;
   // Slabs of the limit.
   int64_t slab_capacity() const;
+  // Between two places in slabs that are handed out and do not overlap.
+  void Copy(std::byte* to, const std::byte* from, int64_t bytes);
 
   // Bytes that can still be handed out before admission refuses: slabs
   // committed and free, plus what budget and limit still allow.

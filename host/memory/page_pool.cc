@@ -244,6 +244,10 @@ std::byte* PagePool::Data(PageRef page) const {
   return impl_->SlabBase(impl_->SlabOf(page)) + impl_->PlaceOf(page) * page_bytes_;
 }
 
+void PagePool::Copy(std::byte* to, const std::byte* from) {
+  impl_->arena->Copy(to, from, page_bytes_);
+}
+
 int64_t PagePool::used_page_count() const {
   const MutexLock lock(impl_->mutex);
   return impl_->used_page_count;

@@ -45,6 +45,9 @@ class PagePool {
   // nullptr if the reference is stale.
   std::byte* Data(PageRef page) const;
 
+  // The contents of a page to another, both of this pool.
+  void Copy(std::byte* to, const std::byte* from);
+
   int64_t page_bytes() const { return page_bytes_; }
   // Pages with at least one reference.
   int64_t used_page_count() const;

@@ -4,7 +4,6 @@
 #include <cassert>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 
 namespace spillway {
@@ -84,7 +83,7 @@ void PageTable::Install(StagedWrite staged) {
     // Items before the write stay; what lies after it is about to be written
     // or not there.
     if (position * page_item_count_ < staged.begin_) {
-      std::memcpy(pool_->Data(page), Page(position), static_cast<size_t>(page_bytes()));
+      pool_->Copy(pool_->Data(page), Page(position));
     }
     pool_->Release(std::exchange(pages_[position], page));
   }

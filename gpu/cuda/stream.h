@@ -1,0 +1,61 @@
+#pragma once
+
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "gpu/cuda/error.h"
+
+namespace spillway::cuda {
+
+// Owners of a stream and an event of the current device. Their views are
+// cudaStream_t and cudaEvent_t. Move-only.
+class Stream {
+ public:
+  // Ordered with no other stream, the default stream included.
+  static absl::StatusOr<Stream> Create() {
+    cudaStream_t stream = nullptr;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return Stream(stream);
+  }
+  Stream() = default;
+  Stream(Stream&& o) noexcept : stream_(std::exchange(o.stream_, nullptr)) {}
+  Stream& operator=(Stream&& o) noexcept {
+    std::swap(stream_, o.stream_);
+    return *this;
+  }
+  ~Stream() {
+    if (stream_ != nullptr) SPILLWAY_CUDA_REPORT(cudaStreamDestroy(stream_));
+  }
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  explicit Stream(cudaStream_t stream) : stream_(stream) {}
+  cudaStream_t stream_ = nullptr;
+};
+
+class Event {
+ public:
+  // timing: whether cudaEventElapsedTime() may be asked.
+  static absl::StatusOr<Event> Create(bool timing) {
+    cudaEvent_t event = nullptr;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming));
+    return Event(event);
+  }
+  Event() = default;
+  Event(Event&& o) noexcept : event_(std::exchange(o.event_, nullptr)) {}
+  Event& operator=(Event&& o) noexcept {
+    std::swap(event_, o.event_);
+    return *this;
+  }
+  ~Event() {
+    if (event_ != nullptr) SPILLWAY_CUDA_REPORT(cudaEventDestroy(event_));
+  }
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  explicit Event(cudaEvent_t event) : event_(event) {}
+  cudaEvent_t event_ = nullptr;
+};
+
+}  // namespace spillway::cuda

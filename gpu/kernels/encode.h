@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/kernels/code_tiling.h"
+
+namespace spillway::cuda {
+
+// Keys of one (sequence, layer) to encode: tokens [begin, end) of every KV
+// head. All pointers are device addresses; row pages lie in pinned host
+// memory or on the GPU.
+struct EncodeWork {
+  DType dtype = DType::kBF16;
+  int head_dim = 0;       // d, a multiple of 16 in [16, 256]
+  int kv_head_count = 0;  // H
+  int64_t row_bytes = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  // Page p of KV head h: row_pages[h * row_page_capacity + p], rows [K | V].
+  const std::byte* const* row_pages = nullptr;
+  int64_t row_page_capacity = 0;
+  std::byte* const* code_pages = nullptr;  // likewise
+  int64_t code_page_capacity = 0;
+  CodeTiling tiling;
+  float* centre = nullptr;  // [H][d]
+};
+
+struct RotationWeights {
+  int bits_per_dim = 0;               // B in [1, 4]
+  const float* transposed = nullptr;  // P^T [d][d]
+};
+
+// The MLPs of one layer; see host/codes/mlp.h.
+struct MlpWeightsView {
+  int hidden_dim = 0;
+  int hash_bits = 0;
+  bool residual = false;
+  const float* w1 = nullptr;  // [H][d][hidden]
+  const float* b1 = nullptr;  // [H][hidden]
+  const float* w2 = nullptr;  // [H][hidden][bits]
+  const float* b2 = nullptr;  // [H][bits], may be null
+};
+
+// Launchers; nothing waits. centre: the mean of each head's first token_count
+// keys, summed in fp64 in token order and rounded once.
+cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream);
+// Codes and factors, bit-equal to the CPU device's.
+cudaError_t LaunchEncodeRotation(const EncodeWork& work, const RotationWeights& weights,
+                                 cudaStream_t stream);
+cudaError_t LaunchEncodeMlp(const EncodeWork& work, const MlpWeightsView& weights,
+                            cudaStream_t stream);
+// y = P x of `count` vectors, x and y [count][d]: each y_j one chain of fused
+// multiply-adds over i.
+cudaError_t LaunchRotate(const float* transposed, int head_dim, const float* x, int count,
+                         float* y, cudaStream_t stream);
+// The codes of `count` vectors of one KV head each, x [count][d], group
+// vectors a head: bits [count][hash_bits / 32].
+cudaError_t LaunchMlpCodes(const MlpWeightsView& weights, int head_dim, int group, const float* x,
+                           int count, uint32_t* bits, cudaStream_t stream);
+
+}  // namespace spillway::cuda
