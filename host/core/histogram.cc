@@ -1,7 +1,6 @@
 #include "host/core/histogram.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <numeric>
 
@@ -16,36 +15,16 @@ HeavyThreshold HeavyByCount(std::span<const uint32_t> counts, int64_t count) {
   return {0, counts.empty() ? 0 : static_cast<int64_t>(counts[0])};
 }
 
-double BinCentre(int bin) {
-  const uint32_t bits =
-      (static_cast<uint32_t>(bin) << kScoreBinShift) | (uint32_t{1} << (kScoreBinShift - 1));
-  return std::bit_cast<float>(bits);
-}
-
 HeavyThreshold HeavyByMass(std::span<const uint32_t> counts, double mass, int64_t floor,
                            int64_t ceiling) {
-  double total = 0;
+  std::vector<uint16_t> bins;
+  std::vector<uint32_t> used;
   for (size_t bin = 0; bin < counts.size(); ++bin) {
-    if (counts[bin] > 0) total += counts[bin] * BinCentre(static_cast<int>(bin));
-  }
-  const double wanted = mass * total;
-  double reached = 0;
-  int64_t above = 0;
-  for (int bin = static_cast<int>(counts.size()) - 1; bin >= 0; --bin) {
     if (counts[bin] == 0) continue;
-    const double each = BinCentre(bin);
-    const double here = counts[bin] * each;
-    if (reached + here >= wanted || above + counts[bin] >= ceiling) {
-      const double need = std::ceil((wanted - reached) / each);
-      const int64_t take =
-          static_cast<int64_t>(std::clamp(need, 0.0, static_cast<double>(counts[bin])));
-      if (above + take < floor) return HeavyByCount(counts, floor);
-      return {bin, std::min(take, ceiling - above)};
-    }
-    reached += here;
-    above += counts[bin];
+    bins.push_back(static_cast<uint16_t>(bin));
+    used.push_back(counts[bin]);
   }
-  return {0, counts.empty() ? 0 : static_cast<int64_t>(counts[0])};
+  return HeavyByMass(bins, used, mass, floor, ceiling);
 }
 
 Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count) {

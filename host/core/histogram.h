@@ -1,9 +1,12 @@
 #pragma once
 
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "host/core/host_device.h"
 #include "host/device/attend.h"
 
 namespace spillway {
@@ -24,7 +27,11 @@ struct HeavyThreshold {
 HeavyThreshold HeavyByCount(std::span<const uint32_t> counts, int64_t count);
 
 // The middle of a logit-like bin: what a token of the bin counts for.
-double BinCentre(int bin);
+SPILLWAY_HOST_DEVICE inline double BinCentre(int bin) {
+  const uint32_t bits =
+      (static_cast<uint32_t>(bin) << kScoreBinShift) | (uint32_t{1} << (kScoreBinShift - 1));
+  return std::bit_cast<float>(bits);
+}
 
 // The fewest tokens whose mass reaches `mass` of the total, never fewer than
 // floor nor more than ceiling (both capped by what there is). Every token
@@ -32,6 +39,39 @@ double BinCentre(int bin);
 // histogram, arXiv 2502.02770).
 HeavyThreshold HeavyByMass(std::span<const uint32_t> counts, double mass, int64_t floor,
                            int64_t ceiling);
+// The same from the bins that hold tokens alone, ascending, and their counts.
+SPILLWAY_HOST_DEVICE inline HeavyThreshold HeavyByMass(std::span<const uint16_t> bins,
+                                                       std::span<const uint32_t> counts,
+                                                       double mass, int64_t floor,
+                                                       int64_t ceiling) {
+  if (bins.empty()) return {0, 0};
+  double total = 0;
+  for (size_t i = 0; i < bins.size(); ++i) total += counts[i] * BinCentre(bins[i]);
+  const double wanted = mass * total;
+  double reached = 0;
+  int64_t above = 0;
+  for (size_t i = bins.size(); i-- > 0;) {
+    const double each = BinCentre(bins[i]);
+    const double here = counts[i] * each;
+    if (reached + here >= wanted || above + counts[i] >= ceiling || i == 0) {
+      const double need = ::ceil((wanted - reached) / each);
+      const double most = static_cast<double>(counts[i]);
+      int64_t take = static_cast<int64_t>(need < 0 ? 0 : need > most ? most : need);
+      if (above + take < floor) {
+        // The floor's own threshold lies at this bin or below.
+        int64_t left = floor - above;
+        for (;; left -= counts[i--]) {
+          if (left <= counts[i]) return {bins[i], left};
+          if (i == 0) return {bins[0], counts[0]};
+        }
+      }
+      return {bins[i], take < ceiling - above ? take : ceiling - above};
+    }
+    reached += here;
+    above += counts[i];
+  }
+  return {bins[0], counts[0]};
+}
 
 // The tail's strata: bins by falling score, cut where the rank passes k, 2k,
 // 4k, ... at bin borders, until less than a tenth of the tail remains, which

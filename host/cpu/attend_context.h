@@ -47,9 +47,6 @@ class GroupQueries {
 absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const float* logits,
                             const uint32_t* tokens, int count);
 
-// Whether a query with n visible tokens is attended densely under the policy.
-bool IsDense(const AttendContext& context, int64_t n);
-
 // Exact attention of queries [query_begin, query_end) over every visible
 // token; fills out, lse, certificates, touched rows (and, with select_only,
 // the selections: every token).

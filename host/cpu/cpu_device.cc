@@ -7,12 +7,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "host/codes/mlp.h"
+#include "host/cpu/append_rows.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/kernels.h"
 #include "host/cpu/parallel.h"
 #include "host/cpu/worker_pinning.h"
 #include "host/cpu/workspace.h"
+#include "host/device/results.h"
 
 namespace spillway {
 namespace {
@@ -135,20 +137,7 @@ class CpuDevice final : public Device {
 
   static void Append(const CpuModel& model, int layer, JobItem& item) {
     const AppendWork& work = *item.append;
-    const int heads = model.spec().kv_head_count;
-    // Chunks of a page; a few tokens are copied before a worker would wake.
-    const int64_t chunks = (work.count + kPageTokenCount - 1) / kPageTokenCount;
-    const auto copy = [&](int64_t task) {
-      const int64_t from = task % chunks * kPageTokenCount;
-      work.rows->WriteRows(static_cast<int>(task / chunks), work.start, work.count, from,
-                           std::min<int64_t>(from + kPageTokenCount, work.count), work.k, work.v);
-    };
-    if (chunks == 1) {
-      for (int64_t task = 0; task < heads; ++task) copy(task);
-    } else {
-      ParallelFor(int64_t{0}, heads * chunks, copy);
-    }
-    work.rows->Commit(work.start + work.count);
+    AppendRows(work);
     auto& sequence = static_cast<CpuSequence&>(*item.sequence);
     if (!sequence.layers.empty()) IndexAppended(model, layer, *work.rows, sequence.layers[layer]);
   }
@@ -175,10 +164,10 @@ class CpuDevice final : public Device {
       c.work = &work;
       c.cancel = job.cancel.get();
       c.workspaces = &workspaces_;
-      Allocate(model.spec(), work);
+      AllocateResults(model.spec(), work);
       int64_t dense_begin = 0;  // queries [dense_begin, t) are dense so far
       for (int64_t t = 0; t <= work.query_count && item.status.ok(); ++t) {
-        const bool dense = t < work.query_count && IsDense(c, work.visible[t]);
+        const bool dense = t < work.query_count && work.policy.IsDense(job.layer, work.query_count, work.visible[t]);
         if (dense) continue;
         if (dense_begin < t) item.status = AttendDense(c, dense_begin, t);
         dense_begin = t + 1;
@@ -193,17 +182,6 @@ class CpuDevice final : public Device {
       statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head);
     });
     for (size_t u = 0; u < units.size(); ++u) job.items[units[u].item].status.Update(statuses[u]);
-  }
-
-  static void Allocate(const ModelSpec& spec, AttendWork& work) {
-    const int64_t heads = work.query_count * spec.query_head_count;
-    if (!work.select_only) {
-      work.out.resize(heads * spec.head_dim);
-      work.lse.resize(heads);
-    }
-    work.certificates.resize(heads);
-    work.touched_row_counts.resize(work.query_count * spec.kv_head_count);
-    if (work.select_only) work.selections.resize(work.query_count * spec.kv_head_count);
   }
 
   Arena* const arena_;

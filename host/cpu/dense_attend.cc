@@ -5,10 +5,11 @@
 #include <cmath>
 #include <numeric>
 
-#include "absl/strings/str_cat.h"
 #include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/parallel.h"
+#include "host/device/errors.h"
+#include "host/device/results.h"
 
 namespace spillway {
 namespace {
@@ -80,21 +81,6 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
   }
 }
 
-void SelectEverything(AttendWork& work, int64_t query, int heads) {
-  const int64_t n = work.visible[query];
-  const int64_t sink = std::min(work.policy.sink_token_count, n);
-  const int64_t window = std::max(sink, n - work.policy.window_token_count);
-  for (int h = 0; h < heads; ++h) {
-    Selection& s = work.selections[query * heads + h];
-    s.indices.resize(n);
-    std::iota(s.indices.begin(), s.indices.end(), 0u);
-    s.log_weights.assign(n, 0.0f);
-    s.strata.assign(n, kStratumHeavy);
-    std::fill(s.strata.begin(), s.strata.begin() + sink, kStratumSink);
-    std::fill(s.strata.begin() + window, s.strata.end(), kStratumWindow);
-  }
-}
-
 }  // namespace
 
 GroupQueries::GroupQueries(const AttendContext& c, int kv_head, int64_t query_begin,
@@ -132,30 +118,9 @@ absl::Status NonFiniteLogit(const AttendContext& c, int kv_head, const float* lo
                             const uint32_t* tokens, int count) {
   for (int i = 0; i < count; ++i) {
     if (std::isfinite(logits[i])) continue;
-    return absl::OutOfRangeError(absl::StrCat("the logit of token ", tokens[i], " at layer ",
-                                              c.layer, ", KV head ", kv_head,
-                                              " is not finite: q.k passes fp32's range"));
+    return NonFiniteLogitError(tokens[i], c.layer, kv_head);
   }
   return absl::OkStatus();
-}
-
-bool IsDense(const AttendContext& c, int64_t n) {
-  const Policy& p = c.work->policy;
-  if (p.selector == Selector::kAll || n <= p.dense_token_count || p.IsDenseLayer(c.layer) ||
-      c.work->query_count > kSparseQueryCountMax) {
-    return true;
-  }
-  // Nothing is left for a tail.
-  const int64_t candidates = n - p.sink_token_count - p.window_token_count;
-  switch (p.heavy_kind) {
-    case HeavyKind::kCount:
-      return candidates <= p.heavy_count;
-    case HeavyKind::kFraction:
-      return candidates <= static_cast<int64_t>(std::ceil(p.heavy_fraction * n));
-    case HeavyKind::kMass:
-      return candidates <= p.heavy_floor;
-  }
-  return true;
 }
 
 absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t query_end) {
@@ -164,13 +129,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   const int kv_heads = spec.kv_head_count;
   const int group = spec.group();
   const int d = spec.head_dim;
-  for (int64_t t = query_begin; t < query_end; ++t) {
-    for (int h = 0; h < spec.query_head_count; ++h) {
-      work.certificates[t * spec.query_head_count + h] = {.visible_token_count = work.visible[t]};
-    }
-    for (int h = 0; h < kv_heads; ++h) work.touched_row_counts[t * kv_heads + h] = work.visible[t];
-    if (work.select_only) SelectEverything(work, t, kv_heads);
-  }
+  FillDenseResults(spec, query_begin, query_end, work);
   if (work.select_only) return absl::OkStatus();
 
   const int64_t queries = query_end - query_begin;

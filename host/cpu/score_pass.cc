@@ -317,10 +317,7 @@ std::vector<uint32_t> ScorePass::TakeHeavy() {
                    found);
     }
   } else {
-    const int64_t n = context_.work->visible[query_];
-    const int64_t count = policy.heavy_kind == HeavyKind::kCount
-                              ? policy.heavy_count
-                              : static_cast<int64_t>(std::ceil(policy.heavy_fraction * n));
+    const int64_t count = policy.HeavyCount(context_.work->visible[query_]);
     CollectAbove(0, HeavyByCount(histogram_, count), found);
   }
   std::vector<uint32_t> heavy;

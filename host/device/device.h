@@ -31,7 +31,7 @@ class DeviceModel {
  public:
   virtual ~DeviceModel() = default;
   virtual const ModelSpec& spec() const = 0;
-  // Bytes that it holds.
+  // Bytes of host memory that it holds.
   virtual int64_t bytes() const = 0;
 };
 

@@ -1,11 +1,13 @@
 #include "host/policy/policy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "host/device/attend.h"
 #include "host/model/field_checks.h"
 
 namespace spillway {
@@ -125,6 +127,21 @@ void CheckRowCountMax(const Policy& policy, FieldChecks& checks) {
 
 bool Policy::IsDenseLayer(int layer) const {
   return std::find(dense_layers.begin(), dense_layers.end(), layer) != dense_layers.end();
+}
+
+int64_t Policy::HeavyCount(int64_t n) const {
+  return heavy_kind == HeavyKind::kCount
+             ? heavy_count
+             : static_cast<int64_t>(std::ceil(heavy_fraction * static_cast<double>(n)));
+}
+
+bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
+  if (selector == Selector::kAll || n <= dense_token_count || IsDenseLayer(layer) ||
+      query_count > kSparseQueryCountMax) {
+    return true;
+  }
+  const int64_t candidates = n - sink_token_count - window_token_count;
+  return candidates <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
 }
 
 Policy DefaultPolicy(const ModelSpec& spec) {

@@ -36,6 +36,11 @@ struct Policy {
   int64_t row_count_max = 0;  // 0: no limit
 
   bool IsDenseLayer(int layer) const;
+  // Tokens that a selector by count or fraction calls heavy among n visible.
+  int64_t HeavyCount(int64_t n) const;
+  // Whether queries of a layer with n visible tokens are attended densely:
+  // by the policy's word, or because nothing is left for a tail.
+  bool IsDense(int layer, int64_t query_count, int64_t n) const;
 };
 
 // The default policy of a model: the values above with the selector that the

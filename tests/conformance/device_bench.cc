@@ -5,15 +5,32 @@
 #include <utility>
 
 #include "host/cpu/cpu_device.h"
+#ifdef SPILLWAY_HAS_CUDA
+#include "gpu/device/cuda_device.h"
+#endif
 #include "tests/reference/elements.h"
 
 namespace spillway {
 
 const std::vector<DeviceFactory>& DeviceFactories() {
-  static const auto* factories = new std::vector<DeviceFactory>{
-      {"cpu", [](int thread_count, Arena* arena, MemoryBudget* budget) {
-         return CreateCpuDevice({thread_count}, arena, budget);
-       }}};
+  static const auto* factories = [] {
+    auto* all = new std::vector<DeviceFactory>{
+        {"cpu", [](int thread_count, Arena* arena, MemoryBudget* budget) {
+           return CreateCpuDevice({thread_count}, arena, budget);
+         }}};
+#ifdef SPILLWAY_HAS_CUDA
+    // A few GiB do for every test, and leave room for tests side by side.
+    if (!ListCudaDevices().empty()) {
+      all->push_back({"cuda", [](int thread_count, Arena*, MemoryBudget* budget) {
+                        return CreateCudaDevice({.memory_limit_bytes = int64_t{4} << 30,
+                                                 .thread_count = thread_count},
+                                                budget)
+                            .value();
+                      }});
+    }
+#endif
+    return all;
+  }();
   return *factories;
 }
 
@@ -35,10 +52,23 @@ DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, in
   ArenaOptions options;
   options.limit_bytes = int64_t{1} << 30;
   options.chunk_bytes = int64_t{8} << 20;
-  arena_ = Arena::Create(options, &budget_).value();
+  Arena::ChunkObserver observer;
+  observer.committed = [this](std::span<std::byte> chunk) {
+    return device_->RegisterMemory(chunk);
+  };
+  observer.released = [this](std::span<std::byte> chunk) { device_->UnregisterMemory(chunk); };
+  arena_ = Arena::Create(options, &budget_, observer).value();
   device_ = factory.create(thread_count, arena_.get(), &budget_);
   model_ = device_->CreateModel(spec_, safetensors).value();
   row_pool_ = std::make_unique<PagePool>(arena_.get(), kPageTokenCount * spec_.row_bytes());
+}
+
+DeviceBench::~DeviceBench() {
+  row_pool_.reset();
+  model_.reset();
+  // Chunks are unregistered while the device still lives; the CPU device's
+  // codes live in the arena, which outlives them.
+  arena_.reset();
 }
 
 std::unique_ptr<Job> DeviceBench::Run(std::unique_ptr<Job> job) {

@@ -29,6 +29,7 @@ class DeviceBench {
  public:
   DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, int thread_count = 0,
               std::span<const std::byte> safetensors = {});
+  ~DeviceBench();
 
   Device& device() { return *device_; }
   DeviceModel& model() { return *model_; }

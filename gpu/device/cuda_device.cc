@@ -1,0 +1,316 @@
+#include "gpu/device/cuda_device.h"
+
+#include <chrono>
+#include <deque>
+#include <list>
+#include <mutex>
+#include <condition_variable>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "gpu/cuda/device_backing.h"
+#include "gpu/device/job_run.h"
+#include "host/codes/mlp.h"
+#include "host/cpu/kernels.h"
+#include "tbb/task_arena.h"
+
+namespace spillway {
+namespace {
+
+using cuda::CudaModel;
+using cuda::CudaSequence;
+using cuda::JobRun;
+using cuda::Lane;
+
+// Jobs on the GPU at once; more wait their turn.
+constexpr int kLaneCount = 2;
+
+std::string UuidName(const cudaUUID_t& uuid) {
+  std::string name = "GPU-";
+  for (int i = 0; i < 16; ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) name += '-';
+    name += absl::StrFormat("%02x", static_cast<unsigned char>(uuid.bytes[i]));
+  }
+  return name;
+}
+
+// Serves jobs on one GPU. Jobs are enqueued by the thread that submits them,
+// or, while all lanes are taken, by the one that finishes jobs.
+class CudaDevice final : public Device {
+ public:
+  static absl::StatusOr<std::unique_ptr<Device>> Create(const CudaDeviceOptions& options,
+                                                        MemoryBudget* host_budget);
+  ~CudaDevice() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    if (finisher_.joinable()) finisher_.join();
+  }
+
+  const DeviceInfo& info() const override { return info_; }
+
+  absl::Status RegisterMemory(std::span<std::byte> chunk) override {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaHostRegister(
+        chunk.data(), chunk.size(), cudaHostRegisterPortable | cudaHostRegisterMapped));
+    return absl::OkStatus();
+  }
+  void UnregisterMemory(std::span<std::byte> chunk) override {
+    SPILLWAY_CUDA_REPORT(cudaHostUnregister(chunk.data()));
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
+      const ModelSpec& spec, std::span<const std::byte> safetensors) override {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
+    MlpWeights weights;
+    if (spec.hash.kind == HashKind::kMlp) {
+      absl::StatusOr<MlpWeights> loaded = LoadMlpWeights(spec, safetensors);
+      if (!loaded.ok()) return loaded.status();
+      weights = *std::move(loaded);
+    }
+    return CudaModel::Create(spec, arena_.get(), &budget_, weights);
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
+    return std::make_unique<CudaSequence>(static_cast<CudaModel&>(model), &blocks_);
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel& model,
+                                                               DeviceSequence& source,
+                                                               int64_t token_count) override {
+    return std::make_unique<CudaSequence>(static_cast<CudaModel&>(model), &blocks_,
+                                          static_cast<CudaSequence&>(source), token_count);
+  }
+
+  void TruncateSequence(DeviceModel&, DeviceSequence& sequence, int64_t token_count) override {
+    for (cuda::LayerIndex& layer : static_cast<CudaSequence&>(sequence).layers) {
+      layer.Truncate(token_count);
+    }
+  }
+
+  absl::Status PrepareAppend(DeviceModel&, DeviceSequence& sequence, int layer, int64_t start,
+                             int64_t count) override {
+    return static_cast<CudaSequence&>(sequence).layers[layer].Prepare(start, count);
+  }
+
+  int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
+    const cuda::CodeTiling tiling = cuda::CodeTiling::Of(spec);
+    return spec.kv_head_count * (int64_t{tiling.page_bytes()} / kPageTokenCount);
+  }
+
+  void Submit(std::unique_ptr<Job> job, Completion done) override {
+    Lane* lane = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (idle_.empty()) {
+        waiting_.push_back({std::move(job), std::move(done)});
+        return;
+      }
+      lane = idle_.back();
+      idle_.pop_back();
+    }
+    Start({std::move(job), std::move(done)}, lane);
+  }
+
+ private:
+  struct Task {
+    std::unique_ptr<Job> job;
+    Completion done;
+  };
+  struct Running {
+    Task task;
+    Lane* lane;
+    std::unique_ptr<JobRun> run;
+    absl::Status status;  // of enqueuing
+  };
+
+  CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count)
+      : ordinal_(ordinal), budget_(memory_limit_bytes), workers_(thread_count) {}
+
+  void Start(Task task, Lane* lane);
+  // The thread that waits for the GPU.
+  void Finish();
+  void End(Running running);
+
+  const int ordinal_;
+  int sm_count_ = 0;
+  DeviceInfo info_;
+  MemoryBudget budget_;  // GPU memory
+  std::unique_ptr<Arena> arena_;
+  cuda::BlockPools blocks_;
+  tbb::task_arena workers_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  std::vector<Lane*> idle_;
+  std::deque<Task> waiting_;
+  std::deque<Running> running_;
+  std::thread finisher_;
+};
+
+absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptions& options,
+                                                           MemoryBudget* host_budget) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  cudaGetLastError();
+  if (options.ordinal < 0 || options.ordinal >= count) {
+    return absl::NotFoundError(
+        absl::StrCat("GPU ", options.ordinal, " is not there: CUDA sees ", count, " GPUs"));
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(options.ordinal));
+  cudaDeviceProp properties;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGetDeviceProperties(&properties, options.ordinal));
+  int host_pointers = 0;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaDeviceGetAttribute(
+      &host_pointers, cudaDevAttrCanUseHostPointerForRegisteredMem, options.ordinal));
+  if (host_pointers == 0) {
+    return absl::UnimplementedError(
+        absl::StrCat(properties.name, " cannot read registered host memory at its own address"));
+  }
+  size_t free = 0, total = 0;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free, &total));
+  const int64_t limit = options.memory_limit_bytes > 0 ? options.memory_limit_bytes
+                                                       : static_cast<int64_t>(free / 10 * 9);
+  const int threads = options.thread_count > 0 ? options.thread_count
+                                               : tbb::this_task_arena::max_concurrency();
+  std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads));
+  device->sm_count_ = properties.multiProcessorCount;
+  absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
+      cuda::CreateDeviceBacking(options.ordinal, limit);
+  if (!backing.ok()) return backing.status();
+  absl::StatusOr<std::unique_ptr<Arena>> arena =
+      Arena::Create({.limit_bytes = limit, .chunk_bytes = int64_t{32} << 20}, &device->budget_,
+                    *std::move(backing));
+  if (!arena.ok()) return arena.status();
+  device->arena_ = *std::move(arena);
+  device->blocks_.SetArena(device->arena_.get());
+  for (int i = 0; i < kLaneCount; ++i) {
+    absl::StatusOr<std::unique_ptr<Lane>> lane = Lane::Create(&device->budget_, host_budget);
+    if (!lane.ok()) return lane.status();
+    device->idle_.push_back(lane->get());
+    device->lanes_.push_back(*std::move(lane));
+  }
+  device->info_.name = absl::StrCat("cuda:", options.ordinal);
+  device->info_.description =
+      absl::StrCat(properties.name, ", ", properties.multiProcessorCount, " SMs, compute ",
+                   properties.major, ".", properties.minor, ", ", total >> 20, " MiB, ",
+                   UuidName(properties.uuid));
+  device->info_.thread_count = threads;
+  device->info_.simd_target = SimdTargetName();
+  device->finisher_ = std::thread([raw = device.get()] { raw->Finish(); });
+  return device;
+}
+
+void CudaDevice::Start(Task task, Lane* lane) {
+  Running running{std::move(task), lane, nullptr, absl::OkStatus()};
+  Job& job = *running.task.job;
+  // What was cancelled or is late before it begins is not begun.
+  if (job.cancel != nullptr) {
+    if (const absl::Status status = job.cancel->Check(); !status.ok()) {
+      for (JobItem& item : job.items) {
+        if (item.attend.has_value() && !item.append.has_value()) item.status = status;
+      }
+    }
+  }
+  running.run = std::make_unique<JobRun>(&job, lane, sm_count_);
+  *lane->cancel() = 0;
+  running.status = cuda::ToStatus(cudaSetDevice(ordinal_), "cudaSetDevice");
+  if (running.status.ok()) {
+    workers_.execute([&] { running.status = running.run->Enqueue(); });
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    running_.push_back(std::move(running));
+  }
+  changed_.notify_one();
+}
+
+void CudaDevice::Finish() {
+  // The wait is a busy one at first: a decode step's work takes less than a
+  // thread takes to wake.
+  constexpr auto kBusy = std::chrono::milliseconds(2);
+  SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
+  for (;;) {
+    Running running;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stopping_ || !running_.empty(); });
+      if (running_.empty()) return;
+      running = std::move(running_.front());
+      running_.pop_front();
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    cudaError_t error = cudaErrorNotReady;
+    while ((error = cudaStreamQuery(running.lane->stream())) == cudaErrorNotReady) {
+      const CancelToken* cancel = running.task.job->cancel.get();
+      if (cancel != nullptr && !cancel->Check().ok()) *running.lane->cancel() = 1;
+      if (std::chrono::steady_clock::now() - begin > kBusy) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
+    }
+    if (running.status.ok()) running.status = cuda::ToStatus(error, "an attend on the GPU");
+    End(std::move(running));
+  }
+}
+
+void CudaDevice::End(Running running) {
+  Job& job = *running.task.job;
+  if (running.status.ok()) {
+    running.run->Collect();
+  } else {
+    for (JobItem& item : job.items) item.status.Update(running.status);
+  }
+  if (*running.lane->cancel() != 0) {
+    const absl::Status status = job.cancel->Check();
+    for (JobItem& item : job.items) {
+      if (item.attend.has_value()) item.status.Update(status);
+    }
+  }
+  running.run.reset();
+  Task next;
+  {
+    const std::lock_guard lock(mutex_);
+    if (waiting_.empty()) {
+      idle_.push_back(running.lane);
+    } else {
+      next = std::move(waiting_.front());
+      waiting_.pop_front();
+    }
+  }
+  if (next.job != nullptr) Start(std::move(next), running.lane);
+  running.task.done(std::move(running.task.job));
+}
+
+}  // namespace
+
+std::vector<CudaDeviceInfo> ListCudaDevices() {
+  std::vector<CudaDeviceInfo> devices;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  cudaGetLastError();
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties;
+    size_t free = 0, total = 0;
+    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess || cudaSetDevice(i) != cudaSuccess ||
+        cudaMemGetInfo(&free, &total) != cudaSuccess) {
+      cudaGetLastError();
+      continue;
+    }
+    devices.push_back({i, properties.name, UuidName(properties.uuid), static_cast<int64_t>(total),
+                       static_cast<int64_t>(free)});
+  }
+  return devices;
+}
+
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions& options,
+                                                         MemoryBudget* host_budget) {
+  return CudaDevice::Create(options, host_budget);
+}
+
+}  // namespace spillway

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "host/device/device.h"
+
+namespace spillway {
+
+// A GPU of this machine.
+struct CudaDeviceInfo {
+  int ordinal = 0;
+  std::string name;  // "NVIDIA H200"
+  std::string uuid;  // "GPU-..."
+  int64_t memory_bytes = 0;
+  int64_t free_bytes = 0;
+};
+
+// The GPUs that CUDA sees; empty without a driver.
+std::vector<CudaDeviceInfo> ListCudaDevices();
+
+struct CudaDeviceOptions {
+  int ordinal = 0;
+  // GPU memory that codes, tables and workspaces may take; 0: nine tenths of
+  // what is free.
+  int64_t memory_limit_bytes = 0;
+  // Host threads that copy rows; 0: one per core.
+  int thread_count = 0;
+};
+
+// The CUDA device: codes, factors and tables in GPU memory, rows in pinned
+// host memory. Pinned buffers are charged to host_budget, which outlives it.
+// The same job gives the same bits whatever runs beside it. NOT_FOUND without
+// the GPU; UNIMPLEMENTED where the GPU cannot read host memory in place.
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions& options,
+                                                         MemoryBudget* host_budget);
+
+}  // namespace spillway

@@ -1,0 +1,591 @@
+#include "gpu/device/job_run.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "host/core/budget.h"
+#include "host/core/normal.h"
+#include "host/cpu/append_rows.h"
+#include "host/cpu/kernels.h"
+#include "host/device/errors.h"
+#include "host/device/results.h"
+
+namespace spillway::cuda {
+namespace {
+
+// What the units of one wave take of the workspace, unless one query's units
+// alone take more.
+constexpr int64_t kWaveBytes = int64_t{512} << 20;
+// Rows that a unit gathers to GPU memory before it folds them; more are read
+// where they lie.
+constexpr int64_t kStagingBytes = int64_t{8} << 20;
+// Pages per KV head that a dense run of many queries brings over at a time.
+constexpr int64_t kStagePages = 64;
+constexpr int64_t kStagedSegmentRows = 2048;
+constexpr int64_t kDenseSegmentRowsMin = 256;
+constexpr int64_t kDenseSegmentsWanted = 256;
+constexpr int64_t kPartialBytes = int64_t{256} << 20;
+// Blocks that gather rows; see notes on the link: more SMs hold more
+// addresses in flight than are translated.
+constexpr int kGatherBlocks = 8;
+
+int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+}  // namespace
+
+JobRun::JobRun(Job* job, Lane* lane, int sm_count) : job_(job), lane_(lane), sm_count_(sm_count) {}
+
+LayerIndex& JobRun::index(size_t item) const {
+  return static_cast<CudaSequence&>(*job_->items[item].sequence).layers[job_->layer];
+}
+
+absl::Status JobRun::Encode(const LayerRows& rows, LayerIndex& index) {
+  const int64_t n = rows.token_count();
+  if (!model().has_codes() || n < kCentreTokenCount) return absl::OkStatus();
+  EncodeWork work;
+  work.dtype = spec().dtype;
+  work.head_dim = spec().head_dim;
+  work.kv_head_count = spec().kv_head_count;
+  work.row_bytes = spec().row_bytes();
+  work.begin = index.centred() ? index.coded_token_count() : 0;
+  work.end = n;
+  work.row_pages = index.row_pages(0);
+  work.row_page_capacity = index.page_capacity();
+  work.code_pages = index.code_pages(0);
+  work.code_page_capacity = index.page_capacity();
+  work.tiling = model().tiling();
+  work.centre = index.centre();
+  if (!index.centred()) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCentre(work, kCentreTokenCount, lane_->stream()));
+  }
+  if (spec().hash.kind == HashKind::kMlp) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        LaunchEncodeMlp(work, model().mlp(job_->layer), lane_->stream()));
+  } else {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        LaunchEncodeRotation(work, model().rotation(job_->layer), lane_->stream()));
+  }
+  index.SetCoded(n);
+  return absl::OkStatus();
+}
+
+void JobRun::AddDense(const DenseRun& run) {
+  AttendWork& w = *job_->items[run.item].attend;
+  FillDenseResults(spec(), run.begin, run.end, w);
+  if (w.select_only) return;
+  const int group = spec().group();
+  const int64_t queries = std::max<int64_t>(1, kDenseQueryRows / group);
+  const bool staged = run.end - run.begin > queries;
+  const int64_t unit_floats = int64_t{kDenseQueryRows} * (2 + spec().head_dim);
+  int64_t partial_bytes = 0;
+  // Runs that read their rows in place share a part; one that stages them
+  // has parts of its own, each of which brings the rows over anew.
+  const auto room = [&] {
+    return !dense_.empty() && dense_.back().staged == staged &&
+           (!staged || dense_.back().blocks.front().item == run.item) &&
+           partial_bytes <= kPartialBytes;
+  };
+  for (int64_t t = run.begin; t < run.end; t += queries) {
+    const int64_t end = std::min(t + queries, run.end);
+    const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + end);
+    const int64_t segment_rows =
+        staged ? kStagedSegmentRows
+               : std::max(kDenseSegmentRowsMin,
+                          RoundUp((n + kDenseSegmentsWanted - 1) / kDenseSegmentsWanted, 32));
+    const int64_t segments = (n + segment_rows - 1) / segment_rows;
+    partial_bytes += segments * unit_floats * 4 * spec().kv_head_count;
+    if (t == run.begin ? !room() || staged : !room()) {
+      dense_.emplace_back().staged = staged;
+      partial_bytes = segments * unit_floats * 4 * spec().kv_head_count;
+    }
+    for (int h = 0; h < spec().kv_head_count; ++h) {
+      DenseBlock& block = dense_.back().blocks.emplace_back();
+      block.item = run.item;
+      block.begin = t;
+      block.end = end;
+      block.kv_head = h;
+      block.unit.query_rows = static_cast<int32_t>((end - t) * group);
+      block.unit.n = n;
+      block.unit.segment_rows = segment_rows;
+      block.unit.segment_count = segments;
+      for (int r = 0; r < block.unit.query_rows; ++r) {
+        block.unit.visible[r] = w.visible[t + r / group];
+      }
+    }
+  }
+}
+
+void JobRun::Split() {
+  for (size_t i = 0; i < job_->items.size(); ++i) {
+    JobItem& item = job_->items[i];
+    if (!item.attend.has_value() || !item.status.ok()) continue;
+    AttendWork& w = *item.attend;
+    const Policy& policy = w.policy;
+    AllocateResults(spec(), w);
+    int64_t dense_begin = 0;
+    for (int64_t t = 0; t <= w.query_count; ++t) {
+      if (t < w.query_count && policy.IsDense(job_->layer, w.query_count, w.visible[t])) continue;
+      if (dense_begin < t) AddDense({i, dense_begin, t});
+      dense_begin = t + 1;
+      if (t == w.query_count) break;
+      const auto fits = [&](SparseWave& wave) {
+        const AttendWork& other = work(wave.queries.front().item);
+        if (other.policy.selector != policy.selector || wave.select_only != w.select_only ||
+            (other.policy.heavy_kind == HeavyKind::kMass) !=
+                (policy.heavy_kind == HeavyKind::kMass)) {
+          return false;
+        }
+        wave.queries.push_back({i, t});
+        Carver pinned, workspace;
+        LayOut(wave, pinned, workspace, /*fill=*/false);
+        wave.queries.pop_back();
+        return workspace.bytes() <= kWaveBytes;
+      };
+      if (waves_.empty() || !fits(waves_.back())) {
+        waves_.emplace_back().select_only = w.select_only;
+      }
+      waves_.back().queries.push_back({i, t});
+    }
+  }
+}
+
+void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
+  const AttendWork& w = work(item);
+  const int64_t width = int64_t{spec().group()} * spec().head_dim;
+  const int64_t at = query * spec().query_head_count * spec().head_dim + kv_head * width;
+  ToFloat(w.q_dtype, w.q + at * DTypeBytes(w.q_dtype), width, q);
+}
+
+void JobRun::FillRequest(const SparseQuery& query, int kv_head, UnitRequest& r) const {
+  const AttendWork& w = work(query.item);
+  const Policy& p = w.policy;
+  const LayerIndex& layer = index(query.item);
+  r.row_pages = layer.row_pages(kv_head);
+  if (model().has_codes()) r.code_pages = layer.code_pages(kv_head);
+  r.n = w.visible[query.query];
+  r.sink = p.sink_token_count;
+  r.window = p.window_token_count;
+  r.begin = r.sink;
+  r.end = r.n - r.window;
+  r.heavy_count = p.heavy_kind == HeavyKind::kMass ? 0 : p.HeavyCount(r.n);
+  r.heavy_mass = p.heavy_mass;
+  r.heavy_floor = p.heavy_floor;
+  r.heavy_ceiling = p.heavy_ceiling;
+  r.tail = p.tail;
+  r.bound = p.bound;
+  r.by_mass = p.heavy_kind == HeavyKind::kMass;
+  r.epsilon = p.epsilon;
+  r.z = NormalQuantile(1 - p.delta / 2);
+  r.bound_z = BoundQuantile(p.bound, p.delta);
+  r.inflation = p.inflation;
+  r.pilot_count = p.pilot_token_count;
+  r.row_count_max = p.row_count_max;
+  r.key = MakeSampleKey(p.seed, job_->layer, kv_head);
+  r.phase = SamplePhase(p.seed, job_->layer, kv_head, r.n);
+}
+
+AttendShape JobRun::Shape(const SparseWave& wave) const {
+  const Policy& p = work(wave.queries.front().item).policy;
+  AttendShape shape;
+  shape.dtype = spec().dtype;
+  shape.head_dim = spec().head_dim;
+  shape.group = spec().group();
+  shape.row_bytes = spec().row_bytes();
+  shape.scale = static_cast<float>(spec().softmax_scale);
+  shape.selector = p.selector;
+  shape.by_mass = p.heavy_kind == HeavyKind::kMass;
+  shape.tiling = model().tiling();
+  shape.bits_per_dim = spec().hash.bits_per_dim;
+  const bool mlp = spec().hash.kind == HashKind::kMlp;
+  shape.hash_bits = mlp ? spec().hash.hash_bits : spec().head_dim;
+  if (p.selector == Selector::kHamming) shape.bin_count = shape.hash_bits * shape.group + 1;
+  if (spec().hash.kind == HashKind::kRotation) {
+    shape.rotation_transposed = model().rotation(job_->layer).transposed;
+  }
+  if (mlp && p.selector == Selector::kHamming) shape.query_codes = query_codes_;
+  return shape;
+}
+
+void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fill) {
+  const int heads = spec().kv_head_count;
+  const int group = spec().group();
+  const int d = spec().head_dim;
+  const auto units = static_cast<int64_t>(wave.queries.size()) * heads;
+  // Requests and queries adjoin on both sides: one copy takes them over.
+  const int64_t before = pinned.bytes();
+  wave.requests = pinned.Take<UnitRequest>(units);
+  wave.q = pinned.Take<float>(units * group * d);
+  request_bytes_ = pinned.bytes() - before;
+  wave.results = pinned.Take<UnitResult>(units);
+  wave.out = pinned.Take<float>(units * group * d);
+  device_requests_ = workspace.Take<UnitRequest>(units);
+  device_q_ = workspace.Take<float>(units * group * d);
+  query_codes_ = workspace.Take<uint32_t>(units * group * std::max(1, spec().plane_words()));
+
+  const AttendShape shape = Shape(wave);
+  int64_t unit = 0;
+  for (const SparseQuery& query : wave.queries) {
+    for (int h = 0; h < heads; ++h, ++unit) {
+      UnitRequest r;
+      if (fill) {
+        FillRequest(query, h, r);
+      } else {
+        const AttendWork& w = work(query.item);
+        r.n = w.visible[query.query];
+        r.begin = w.policy.sink_token_count;
+        r.end = r.n - w.policy.window_token_count;
+      }
+      const int64_t padded = r.chunks() * kChunkTokens;
+      r.q = device_q_ + unit * group * d;
+      r.bins = workspace.Take<uint16_t>(padded);
+      r.histogram = workspace.Take<uint32_t>(shape.bin_count);
+      if (shape.by_mass) {
+        r.head_bins = workspace.Take<uint16_t>(group * r.n);
+        r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
+        r.head_ties = workspace.Take<uint32_t>(group * r.chunks());
+      }
+      const int tiles = (group + 3) / 4;
+      r.query_planes =
+          workspace.Take<uint32_t>(int64_t{tiles} * 16 * std::max(1, shape.tiling.words));
+      r.sample_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
+      r.sample_logits = workspace.Take<float>(group * r.sample_token_count);
+      r.candidates = workspace.Take<uint32_t>(padded);
+      r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
+      r.chunk_ties = workspace.Take<uint32_t>(r.chunks());
+      r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
+      r.list = workspace.Take<uint32_t>(r.n);
+      r.staging_rows = std::min(r.n, kStagingBytes / shape.row_bytes);
+      r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
+      r.gather = workspace.Take<uint2>(r.staging_rows);
+      r.partials = workspace.Take<float>(2 * kSegmentMax * PartialFloats(group, d));
+      r.state = workspace.Take<UnitState>(1);
+      if (!fill) continue;
+      r.result = wave.results + unit;
+      r.out = wave.select_only ? nullptr : wave.out + unit * group * d;
+      wave.requests[unit] = r;
+      ToFloats(query.item, query.query, h, wave.q + unit * group * d);
+    }
+  }
+}
+
+void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fill) {
+  const int d = spec().head_dim;
+  const auto count = static_cast<int64_t>(part.blocks.size());
+  const int64_t before = pinned.bytes();
+  part.units = pinned.Take<DenseUnit>(count);
+  part.q = pinned.Take<float>(count * kDenseQueryRows * d);
+  if (part.staged) {
+    stage_table_pinned_ = pinned.Take<const std::byte*>(spec().kv_head_count * kStagePages);
+  }
+  request_bytes_ = pinned.bytes() - before;
+  part.out = pinned.Take<float>(count * kDenseQueryRows * d);
+  part.lse = pinned.Take<float>(count * kDenseQueryRows);
+  part.errors = pinned.Take<uint32_t>(count);
+
+  auto* const device_units = workspace.Take<DenseUnit>(count);
+  auto* const device_q = workspace.Take<float>(count * kDenseQueryRows * d);
+  device_units_ = device_units;
+  if (part.staged) {
+    stage_table_ = workspace.Take<const std::byte*>(spec().kv_head_count * kStagePages);
+    stage_ = workspace.Take<std::byte>(spec().kv_head_count * kStagePages * kPageTokenCount *
+                                       spec().row_bytes());
+  }
+  auto* const errors = workspace.Take<uint32_t>(count);
+  for (int64_t i = 0; i < count; ++i) {
+    DenseBlock& block = part.blocks[i];
+    DenseUnit& unit = block.unit;
+    unit.partials =
+        workspace.Take<float>(unit.segment_count * unit.query_rows * (2 + spec().head_dim));
+    if (!fill) continue;
+    unit.q = device_q + i * kDenseQueryRows * d;
+    unit.row_pages = part.staged ? stage_table_ + block.kv_head * kStagePages
+                                 : index(block.item).row_pages(block.kv_head);
+    unit.error_token = errors + i;
+    unit.out = part.out + i * kDenseQueryRows * d;
+    unit.lse = part.lse + i * kDenseQueryRows;
+    unit.result_error = part.errors + i;
+    part.units[i] = unit;
+    for (int64_t t = block.begin; t < block.end; ++t) {
+      ToFloats(block.item, t, block.kv_head,
+               part.q + (i * kDenseQueryRows + (t - block.begin) * spec().group()) * d);
+    }
+  }
+  if (!fill || !part.staged) return;
+  for (int64_t p = 0; p < spec().kv_head_count * kStagePages; ++p) {
+    stage_table_pinned_[p] = stage_ + p * kPageTokenCount * spec().row_bytes();
+  }
+}
+
+absl::Status JobRun::Launch(SparseWave& wave) {
+  Wave w;
+  w.shape = Shape(wave);
+  w.units = device_requests_;
+  w.unit_count = static_cast<int>(wave.queries.size()) * spec().kv_head_count;
+  for (int i = 0; i < w.unit_count; ++i) {
+    const UnitRequest& r = wave.requests[i];
+    w.token_count_max = std::max(w.token_count_max, r.n);
+    w.reference_pages_max =
+        std::max(w.reference_pages_max, r.sample_token_count / kPageTokenCount);
+  }
+  w.sm_count = sm_count_;
+  w.gather_blocks = kGatherBlocks;
+  cudaStream_t stream = lane_->stream();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      cudaMemcpyAsync(const_cast<UnitRequest*>(device_requests_), wave.requests,
+                      static_cast<size_t>(request_bytes_), cudaMemcpyHostToDevice, stream));
+  if (w.shape.query_codes != nullptr) {
+    const int per_query = spec().query_head_count;
+    for (size_t i = 0; i < wave.queries.size(); ++i) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchMlpCodes(
+          model().mlp(job_->layer), spec().head_dim, spec().group(),
+          device_q_ + i * per_query * spec().head_dim, per_query,
+          query_codes_ + i * per_query * spec().plane_words(), stream));
+    }
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchPrepareQuery(w, stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchReference(w, stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchScore(w, stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchMassSets(w, stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCut(w, stream));
+  for (const int phase : {0, 1}) {
+    if (phase == 1) SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchBudget(w, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchSample(w, phase, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchGather(w, phase, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchFold(w, phase, stream));
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchFinish(w, stream));
+  return wave.select_only ? CollectSelections(wave) : absl::OkStatus();
+}
+
+absl::Status JobRun::Launch(DensePart& part) {
+  DenseWave w;
+  w.dtype = spec().dtype;
+  w.head_dim = spec().head_dim;
+  w.row_bytes = spec().row_bytes();
+  w.scale = static_cast<float>(spec().softmax_scale);
+  w.units = device_units_;
+  w.unit_count = static_cast<int>(part.blocks.size());
+  w.cancel = lane_->cancel();
+  cudaStream_t stream = lane_->stream();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      cudaMemcpyAsync(const_cast<DenseUnit*>(device_units_), part.units,
+                      static_cast<size_t>(request_bytes_), cudaMemcpyHostToDevice, stream));
+  // 0xFF in every byte: no token.
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(part.units[0].error_token, 0xFF,
+                                                sizeof(uint32_t) * part.blocks.size(), stream));
+  int64_t n = 0;
+  for (const DenseBlock& block : part.blocks) {
+    n = std::max(n, block.unit.n);
+    w.segment_count_max = std::max(w.segment_count_max, block.unit.segment_count);
+  }
+  if (!part.staged) {
+    w.limit = n;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFold(w, stream));
+  } else {
+    const LayerIndex& layer = index(part.blocks.front().item);
+    constexpr int64_t kStageTokens = kStagePages * kPageTokenCount;
+    w.segment_count_max = kStageTokens / kStagedSegmentRows;
+    for (w.first = 0; w.first < n; w.first += kStageTokens) {
+      w.limit = w.first + kStageTokens;
+      const int64_t first_page = w.first / kPageTokenCount;
+      const int64_t pages =
+          std::min(kStagePages, (n + kPageTokenCount - 1) / kPageTokenCount - first_page);
+      for (int h = 0; h < spec().kv_head_count; ++h) {
+        SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStagePages(
+            layer.row_pages(h) + first_page, 0, 1, pages, kPageTokenCount * spec().row_bytes(),
+            stage_ + h * kStagePages * kPageTokenCount * spec().row_bytes(), stream));
+      }
+      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFold(w, stream));
+    }
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(w, stream));
+  return absl::OkStatus();
+}
+
+absl::Status JobRun::EnqueueAppends() {
+  for (JobItem& item : job_->items) {
+    if (item.append.has_value()) AppendRows(*item.append);
+  }
+  for (size_t i = 0; i < job_->items.size(); ++i) {
+    const JobItem& item = job_->items[i];
+    const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
+    if (absl::Status status = index(i).Update(rows, updates_); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status JobRun::Enqueue() {
+  if (absl::Status status = EnqueueAppends(); !status.ok()) return status;
+  Split();
+  // Pinned memory of all, and the largest workspace: parts follow each other.
+  Carver pinned;
+  pinned.Take<TableUpdate>(static_cast<int64_t>(updates_.size()));
+  int64_t workspace_bytes = 0;
+  for (SparseWave& wave : waves_) {
+    Carver workspace;
+    LayOut(wave, pinned, workspace, /*fill=*/false);
+    workspace_bytes = std::max(workspace_bytes, workspace.bytes());
+  }
+  for (DensePart& part : dense_) {
+    Carver workspace;
+    LayOut(part, pinned, workspace, /*fill=*/false);
+    workspace_bytes = std::max(workspace_bytes, workspace.bytes());
+  }
+  if (pinned.bytes() > 0) {
+    absl::StatusOr<std::byte*> memory = lane_->Pinned(pinned.bytes());
+    if (!memory.ok()) return memory.status();
+    pinned = Carver(*memory);
+  }
+  if (workspace_bytes > 0) {
+    absl::StatusOr<std::byte*> memory = lane_->Workspace(workspace_bytes);
+    if (!memory.ok()) return memory.status();
+    workspace_ = *memory;
+  }
+
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->start(), lane_->stream()));
+  if (!updates_.empty()) {
+    const auto count = static_cast<int64_t>(updates_.size());
+    auto* const copy = pinned.Take<TableUpdate>(count);
+    std::copy(updates_.begin(), updates_.end(), copy);
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTableUpdates(copy, count, lane_->stream()));
+  } else {
+    pinned.Take<TableUpdate>(0);
+  }
+  for (size_t i = 0; i < job_->items.size(); ++i) {
+    JobItem& item = job_->items[i];
+    if (!item.append.has_value()) continue;
+    if (absl::Status status = Encode(*item.append->rows, index(i)); !status.ok()) return status;
+  }
+  for (SparseWave& wave : waves_) {
+    Carver workspace(workspace_);
+    LayOut(wave, pinned, workspace, /*fill=*/true);
+    if (absl::Status status = Launch(wave); !status.ok()) return status;
+  }
+  for (DensePart& part : dense_) {
+    Carver workspace(workspace_);
+    LayOut(part, pinned, workspace, /*fill=*/true);
+    if (absl::Status status = Launch(part); !status.ok()) return status;
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->done(), lane_->stream()));
+  return absl::OkStatus();
+}
+
+absl::Status JobRun::CollectSelections(const SparseWave& wave) {
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+  const int heads = spec().kv_head_count;
+  auto state = std::make_unique<UnitState>();
+  std::vector<uint32_t> list;
+  for (size_t unit = 0; unit < wave.queries.size() * heads; ++unit) {
+    const SparseQuery& query = wave.queries[unit / heads];
+    const UnitRequest& r = wave.requests[unit];
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(state.get(), r.state, sizeof(UnitState),
+                                                  cudaMemcpyDeviceToHost, lane_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+    list.resize(static_cast<size_t>(state->list_count));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(list.data(), r.list,
+                                                  sizeof(uint32_t) * list.size(),
+                                                  cudaMemcpyDeviceToHost, lane_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+
+    struct Row {
+      uint32_t token;
+      float log_weight;
+      uint8_t stratum;
+    };
+    std::vector<Row> rows;
+    rows.reserve(list.size());
+    for (int64_t i = 0; i < state->exact_count; ++i) {
+      const uint8_t stratum = i < r.sink                         ? kStratumSink
+                              : i >= state->exact_count - r.window ? kStratumWindow
+                                                                   : kStratumHeavy;
+      rows.push_back({list[i], 0.0f, stratum});
+    }
+    int64_t at = state->exact_count;
+    for (const int phase : {0, 1}) {
+      for (int h = 0; h < state->strata; ++h) {
+        const double rate = static_cast<double>(state->stratum_count[h]) /
+                            static_cast<double>(std::max<int64_t>(1, state->drawn[h]));
+        for (int64_t i = 0; i < state->stratum_drawn[phase][h]; ++i) {
+          rows.push_back({list[at++], static_cast<float>(std::log(rate)),
+                          static_cast<uint8_t>(kStratumTail + h)});
+        }
+      }
+    }
+    std::sort(rows.begin(), rows.end(),
+              [](const Row& a, const Row& b) { return a.token < b.token; });
+    AttendWork& w = *job_->items[query.item].attend;
+    Selection& s = w.selections[query.query * heads + static_cast<int64_t>(unit % heads)];
+    for (const Row& row : rows) {
+      s.indices.push_back(row.token);
+      s.log_weights.push_back(row.log_weight);
+      s.strata.push_back(row.stratum);
+    }
+  }
+  return absl::OkStatus();
+}
+
+void JobRun::Collect(const SparseWave& wave) {
+  const int heads = spec().kv_head_count;
+  const int group = spec().group();
+  const int d = spec().head_dim;
+  for (size_t unit = 0; unit < wave.queries.size() * heads; ++unit) {
+    const auto [index, query] = wave.queries[unit / heads];
+    const int kv_head = static_cast<int>(unit % heads);
+    JobItem& item = job_->items[index];
+    AttendWork& w = *item.attend;
+    const UnitResult& r = wave.results[unit];
+    if (r.error_token != kNoToken) {
+      item.status.Update(NonFiniteLogitError(r.error_token, job_->layer, kv_head));
+      continue;
+    }
+    w.touched_row_counts[query * heads + kv_head] = r.touched_count;
+    for (int g = 0; g < group; ++g) {
+      const int64_t at = query * spec().query_head_count + kv_head * group + g;
+      Certificate& c = w.certificates[at];
+      c.visible_token_count = w.visible[query];
+      c.heavy_token_count = r.heavy_count;
+      c.sampled_token_count = r.sampled_count;
+      c.relative_error = r.relative_error[g];
+      c.tail_mass = r.tail_mass[g];
+      c.promise = r.promise[g];
+      if (w.select_only) continue;
+      std::copy_n(wave.out + (static_cast<int64_t>(unit) * group + g) * d, d,
+                  w.out.data() + at * d);
+      w.lse[at] = r.lse[g];
+    }
+  }
+}
+
+void JobRun::Collect(const DensePart& part) {
+  const int group = spec().group();
+  const int d = spec().head_dim;
+  for (size_t i = 0; i < part.blocks.size(); ++i) {
+    const DenseBlock& block = part.blocks[i];
+    JobItem& item = job_->items[block.item];
+    AttendWork& w = *item.attend;
+    if (part.errors[i] != kNoToken) {
+      item.status.Update(NonFiniteLogitError(part.errors[i], job_->layer, block.kv_head));
+      continue;
+    }
+    for (int r = 0; r < block.unit.query_rows; ++r) {
+      const int64_t at = (block.begin + r / group) * spec().query_head_count +
+                         block.kv_head * group + r % group;
+      const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + r;
+      std::copy_n(part.out + from * d, d, w.out.data() + at * d);
+      w.lse[at] = part.lse[from];
+    }
+  }
+}
+
+void JobRun::Collect() {
+  for (const SparseWave& wave : waves_) Collect(wave);
+  for (const DensePart& part : dense_) Collect(part);
+  float milliseconds = 0;
+  if (cudaEventElapsedTime(&milliseconds, lane_->start(), lane_->done()) == cudaSuccess) {
+    job_->device_time_us = 1000.0 * milliseconds;
+  }
+}
+
+}  // namespace spillway::cuda

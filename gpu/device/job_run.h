@@ -1,0 +1,105 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "gpu/device/lane.h"
+#include "gpu/device/sequence.h"
+
+namespace spillway::cuda {
+
+// One job on its way through a lane: rows copied and work enqueued, then, once
+// the lane's stream is done, results collected.
+class JobRun {
+ public:
+  JobRun(Job* job, Lane* lane, int sm_count);
+
+  // Everything that the GPU is to do. The caller waits for the lane's stream
+  // before it ends the run, also after an error, which is of the whole job.
+  absl::Status Enqueue();
+  // Results and statuses of the items, once the GPU is done.
+  void Collect();
+
+ private:
+  // A sparse query of an item; its units are one per KV head.
+  struct SparseQuery {
+    size_t item;
+    int64_t query;
+  };
+  // Sparse queries that go through the kernels together.
+  struct SparseWave {
+    std::vector<SparseQuery> queries;
+    bool select_only = false;
+    int64_t pinned_at = 0;
+    // Pinned.
+    UnitRequest* requests = nullptr;
+    UnitResult* results = nullptr;
+    float* q = nullptr;
+    float* out = nullptr;
+  };
+  // Dense queries [begin, end) of an item, up to kDenseQueryRows query rows
+  // of each KV head at a time.
+  struct DenseRun {
+    size_t item;
+    int64_t begin;
+    int64_t end;
+  };
+  struct DenseBlock {
+    size_t item;
+    int64_t begin;
+    int64_t end;
+    int kv_head;
+    DenseUnit unit;
+  };
+  struct DensePart {
+    std::vector<DenseBlock> blocks;
+    bool staged = false;
+    // Pinned.
+    DenseUnit* units = nullptr;
+    float* q = nullptr;
+    float* out = nullptr;
+    float* lse = nullptr;
+    uint32_t* errors = nullptr;
+  };
+
+  const CudaModel& model() const { return static_cast<const CudaModel&>(*job_->model); }
+  const ModelSpec& spec() const { return model().spec(); }
+  LayerIndex& index(size_t item) const;
+  const AttendWork& work(size_t item) const { return *job_->items[item].attend; }
+
+  absl::Status EnqueueAppends();
+  absl::Status Encode(const LayerRows& rows, LayerIndex& index);
+  void Split();
+  void AddDense(const DenseRun& run);
+  // Lays a wave's or part's memory out; with empty carvers only measures.
+  void LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fill);
+  void LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fill);
+  void FillRequest(const SparseQuery& query, int kv_head, UnitRequest& request) const;
+  void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
+  AttendShape Shape(const SparseWave& wave) const;
+  absl::Status Launch(SparseWave& wave);
+  absl::Status Launch(DensePart& part);
+  absl::Status CollectSelections(const SparseWave& wave);
+  void Collect(const SparseWave& wave);
+  void Collect(const DensePart& part);
+
+  Job* const job_;
+  Lane* const lane_;
+  const int sm_count_;
+  std::vector<TableUpdate> updates_;
+  std::vector<SparseWave> waves_;
+  std::vector<DensePart> dense_;
+  std::byte* workspace_ = nullptr;
+  // In the workspace, of the wave or part laid out last.
+  const UnitRequest* device_requests_ = nullptr;
+  const float* device_q_ = nullptr;
+  uint32_t* query_codes_ = nullptr;
+  const DenseUnit* device_units_ = nullptr;
+  std::byte* stage_ = nullptr;
+  const std::byte** stage_table_ = nullptr;  // device
+  const std::byte** stage_table_pinned_ = nullptr;
+  int64_t request_bytes_ = 0;
+};
+
+}  // namespace spillway::cuda

@@ -1,0 +1,59 @@
+#include "gpu/device/lane.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+namespace spillway::cuda {
+namespace {
+
+constexpr int64_t kStep = int64_t{1} << 20;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(MemoryBudget* device_budget,
+                                                   MemoryBudget* host_budget) {
+  auto lane = std::make_unique<Lane>();
+  lane->device_budget_ = device_budget;
+  lane->host_budget_ = host_budget;
+  absl::StatusOr<Stream> stream = Stream::Create();
+  if (!stream.ok()) return stream.status();
+  lane->stream_ = *std::move(stream);
+  for (Event* event : {&lane->start_, &lane->done_}) {
+    absl::StatusOr<Event> created = Event::Create(/*timing=*/true);
+    if (!created.ok()) return created.status();
+    *event = *std::move(created);
+  }
+  absl::StatusOr<PinnedBuffer> cancel = PinnedBuffer::Create(64, host_budget, "a GPU lane");
+  if (!cancel.ok()) return cancel.status();
+  lane->cancel_ = *std::move(cancel);
+  *lane->cancel() = 0;
+  return lane;
+}
+
+absl::StatusOr<std::byte*> Lane::Workspace(int64_t bytes) {
+  if (bytes > workspace_.bytes()) {
+    // The old one first: the two need not fit together.
+    workspace_ = DeviceBuffer();
+    const int64_t rounded = (std::max(bytes, 4 * kStep) + kStep - 1) / kStep * kStep;
+    absl::StatusOr<DeviceBuffer> grown =
+        DeviceBuffer::Create(rounded, device_budget_, "the workspace of an attend");
+    if (!grown.ok()) return grown.status();
+    workspace_ = *std::move(grown);
+  }
+  return workspace_.data();
+}
+
+absl::StatusOr<std::byte*> Lane::Pinned(int64_t bytes) {
+  if (bytes > pinned_.bytes()) {
+    pinned_ = PinnedBuffer();
+    const int64_t rounded = (bytes + kStep - 1) / kStep * kStep;
+    absl::StatusOr<PinnedBuffer> grown =
+        PinnedBuffer::Create(rounded, host_budget_, "the requests of an attend");
+    if (!grown.ok()) return grown.status();
+    pinned_ = *std::move(grown);
+  }
+  return pinned_.data();
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,170 @@
+#include "gpu/device/sequence.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+namespace spillway::cuda {
+namespace {
+
+constexpr int64_t kBlockBytesMin = 4096;
+constexpr int64_t kPageCapacityMin = 64;
+
+int64_t PagesFor(int64_t token_count) {
+  return (token_count + kPageTokenCount - 1) / kPageTokenCount;
+}
+
+}  // namespace
+
+PagePool* BlockPools::Of(int64_t bytes) {
+  const auto size = static_cast<int64_t>(
+      std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kBlockBytesMin))));
+  const absl::MutexLock lock(&mutex_);
+  std::unique_ptr<PagePool>& pool = pools_[size];
+  if (pool == nullptr) pool = std::make_unique<PagePool>(arena_, size);
+  return pool.get();
+}
+
+absl::StatusOr<Block> Block::Create(PagePool* pool) {
+  const absl::StatusOr<PageRef> page = pool->Allocate();
+  if (!page.ok()) return page.status();
+  Block block;
+  block.pool_ = pool;
+  block.page_ = *page;
+  return block;
+}
+
+Block Block::Share() const {
+  Block block;
+  if (!page_) return block;
+  pool_->AddReference(page_);
+  block.pool_ = pool_;
+  block.page_ = page_;
+  return block;
+}
+
+LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks)
+    : model_(&model), blocks_(blocks), mirror_(2 * model.spec().kv_head_count) {
+  for (int h = 0; model.has_codes() && h < model.spec().kv_head_count; ++h) {
+    codes_.emplace_back(model.code_pool(), kPageTokenCount);
+  }
+}
+
+LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
+                       int64_t token_count)
+    : model_(&model), blocks_(blocks), mirror_(2 * model.spec().kv_head_count) {
+  const int64_t count = std::min(token_count, source.coded_token_count_);
+  centred_ = source.centred_ && count >= kCentreTokenCount;
+  coded_token_count_ = centred_ ? count : 0;
+  if (centred_) centre_ = source.centre_.Share();
+  for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(coded_token_count_));
+}
+
+int64_t LayerIndex::bytes() const {
+  int64_t bytes = 0;
+  for (const PageTable& codes : codes_) bytes += codes.bytes();
+  return bytes;
+}
+
+void LayerIndex::Truncate(int64_t token_count) {
+  if (token_count < kCentreTokenCount) {
+    centred_ = false;
+    centre_ = Block();
+    coded_token_count_ = 0;
+  }
+  coded_token_count_ = std::min(coded_token_count_, token_count);
+  for (PageTable& table : codes_) table.Truncate(coded_token_count_);
+  // A page that is written next may be replaced first, if a fork shares it.
+  synced_page_count_ = std::min(synced_page_count_, token_count / kPageTokenCount);
+}
+
+absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
+  // Of an append that was undone; nothing in the ordinary case.
+  Truncate(start);
+  if (absl::Status status = Grow(PagesFor(start + count)); !status.ok()) return status;
+  if (codes_.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
+  if (!centred_) {
+    const int64_t bytes =
+        int64_t{model_->spec().kv_head_count} * model_->spec().head_dim * sizeof(float);
+    absl::StatusOr<Block> centre = Block::Create(blocks_->Of(bytes));
+    if (!centre.ok()) return centre.status();
+    centre_ = *std::move(centre);
+  }
+  for (size_t h = 0; h < codes_.size(); ++h) {
+    absl::Status status = codes_[h].PrepareWrite(coded_token_count_, start + count);
+    if (!status.ok()) {
+      for (size_t i = 0; i < h; ++i) codes_[i].Truncate(coded_token_count_);
+      return status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LayerIndex::Grow(int64_t page_count) {
+  if (page_count <= capacity_) return absl::OkStatus();
+  const int64_t capacity = std::max(
+      kPageCapacityMin, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(page_count))));
+  const auto tables = static_cast<int64_t>(mirror_.size());
+  absl::StatusOr<Block> block = Block::Create(
+      blocks_->Of(tables * capacity * static_cast<int64_t>(sizeof(const std::byte*))));
+  if (!block.ok()) return block.status();
+  tables_ = *std::move(block);
+  capacity_ = capacity;
+  for (auto& pages : mirror_) pages.clear();
+  synced_page_count_ = 0;
+  return absl::OkStatus();
+}
+
+absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>& updates) {
+  const int64_t row_pages = PagesFor(rows.token_count());
+  if (absl::Status status = Grow(row_pages); !status.ok()) return status;
+  const int heads = rows.kv_head_count();
+  auto** const slots = reinterpret_cast<const std::byte**>(tables_ ? tables_.data() : nullptr);
+  const auto sync = [&](int table, int64_t page_count, const auto& page) {
+    std::vector<const std::byte*>& known = mirror_[table];
+    known.resize(static_cast<size_t>(page_count), nullptr);
+    for (int64_t p = synced_page_count_; p < page_count; ++p) {
+      const std::byte* address = page(p);
+      if (known[p] == address) continue;
+      known[p] = address;
+      updates.push_back({slots + table * capacity_ + p, address});
+    }
+  };
+  for (int h = 0; h < heads; ++h) {
+    sync(h, row_pages, [&](int64_t p) { return rows.Page(h, p); });
+    if (codes_.empty()) continue;
+    sync(heads + h, codes_[h].page_count(), [&](int64_t p) { return codes_[h].Page(p); });
+  }
+  synced_page_count_ = row_pages;
+  return absl::OkStatus();
+}
+
+const std::byte* const* LayerIndex::row_pages(int kv_head) const {
+  return reinterpret_cast<const std::byte* const*>(tables_.data()) + kv_head * capacity_;
+}
+
+std::byte* const* LayerIndex::code_pages(int kv_head) const {
+  return reinterpret_cast<std::byte* const*>(tables_.data()) +
+         (model_->spec().kv_head_count + kv_head) * capacity_;
+}
+
+CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks) {
+  layers.reserve(model.spec().layer_count);
+  for (int l = 0; l < model.spec().layer_count; ++l) layers.emplace_back(model, blocks);
+}
+
+CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, const CudaSequence& source,
+                           int64_t token_count) {
+  layers.reserve(source.layers.size());
+  for (const LayerIndex& layer : source.layers) {
+    layers.emplace_back(model, blocks, layer, token_count);
+  }
+}
+
+int64_t CudaSequence::index_bytes() const {
+  int64_t bytes = 0;
+  for (const LayerIndex& layer : layers) bytes += layer.bytes();
+  return bytes;
+}
+
+}  // namespace spillway::cuda

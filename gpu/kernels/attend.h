@@ -1,0 +1,273 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/kernels/code_tiling.h"
+#include "gpu/kernels/encode.h"
+#include "host/core/histogram.h"
+#include "host/core/keyed_hash.h"
+#include "host/device/attend.h"
+#include "host/policy/policy.h"
+
+// What the kernels of a sparse attend share. One (query, KV head) is a unit;
+// a wave is a number of units with one selector that go through the kernels
+// together. Nothing here waits for the GPU: counts and budgets stay in
+// UnitState.
+namespace spillway::cuda {
+
+// Tokens of a chunk: what one block filters, and whose finds stay in order.
+inline constexpr int kChunkTokens = 4096;
+// Bins that are no score's: a token that is heavy by mass, and one that is no
+// candidate.
+inline constexpr uint16_t kHeavyBin = 0xFFFF;
+inline constexpr uint16_t kNoBin = 0xFFFE;
+// Counters of a chunk: heavy tokens and those drawn of each stratum.
+inline constexpr int kChunkColumns = 1 + kTailStrataMax;
+// Parts that one phase's rows are folded in, at most.
+inline constexpr int kSegmentRowsMin = 64;
+inline constexpr int kSegmentsWanted = 128;
+inline constexpr int kSegmentMax = kSegmentsWanted + 1 + kTailStrataMax;
+// Fewest rows a stratum's variance is estimated from.
+inline constexpr int kStratumRowsMin = 8;
+inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;
+
+// Shapes that all units of a wave share; passed by value.
+struct AttendShape {
+  DType dtype = DType::kBF16;
+  int head_dim = 0;  // d
+  int group = 0;     // G
+  int64_t row_bytes = 0;
+  float scale = 1;  // softmax scale
+  Selector selector = Selector::kAsymmetric;
+  bool by_mass = false;
+  int bin_count = kScoreBinCount;
+  CodeTiling tiling;
+  int bits_per_dim = 0;
+  int hash_bits = 0;                   // bits that hamming compares
+  const float* rotation_transposed = nullptr;  // [d][d], with a rotation
+  const uint32_t* query_codes = nullptr;  // [units][G][words], with an MLP
+};
+
+// A run of rows of one set: the exact rows (set 0) or stratum set - 1.
+struct Segment {
+  int32_t set = 0;
+  int32_t count = 0;
+  int64_t first = 0;  // in the unit's list
+};
+
+// What the kernels find out about a unit.
+struct UnitState {
+  // Query.
+  int32_t offset[kGroupMax];
+  float coefficient[kGroupMax];
+  int32_t reference[kGroupMax];  // M_h as an ordered integer
+  unsigned long long mass[kGroupMax];
+  // Heavy set: bins above, and of the bin itself all but the first skip.
+  int32_t heavy_bin;
+  int64_t heavy_skip;
+  int64_t heavy_from;  // tokens of the bin from here on are heavy
+  unsigned long long heavy_count;
+  int32_t head_bin[kGroupMax];  // by mass, per query head
+  int64_t head_skip[kGroupMax];
+  // Tail.
+  int32_t strata;
+  uint16_t lowest_bin[kTailStrataMax];
+  int64_t stratum_count[kTailStrataMax];  // n_h
+  int64_t tail_count;
+  int64_t rows_left;  // that row_count_max leaves for the tail
+  int32_t limited;    // row_count_max bound
+  // Sampling: drawn are hashes below `drawn_threshold`; a phase adds those
+  // below `threshold`.
+  unsigned long long drawn_threshold[kTailStrataMax];
+  unsigned long long threshold[kTailStrataMax];
+  unsigned long long collected[kTailStrataMax];  // what the candidates cover
+  int64_t drawn[kTailStrataMax];
+  int64_t budget[kTailStrataMax];
+  // Rows: the list holds the exact rows, then each phase's draws by stratum.
+  int64_t exact_count;
+  int64_t list_count;
+  int64_t stratum_first[kTailStrataMax];  // of the phase's draws, in the list
+  int64_t stratum_drawn[2][kTailStrataMax];
+  int32_t segment_count[2];
+  Segment segments[2][kSegmentMax];
+  int64_t gather_count;
+  int32_t staged[2];  // whether a phase's rows fit the staging
+  // The first token with a logit that is not finite.
+  uint32_t error_token;
+};
+
+// What the host reads of a unit; lies in pinned memory.
+struct UnitResult {
+  uint32_t error_token = kNoToken;
+  int64_t heavy_count = 0;
+  int64_t sampled_count = 0;
+  int64_t touched_count = 0;
+  float lse[kGroupMax] = {};
+  float relative_error[kGroupMax] = {};
+  float tail_mass[kGroupMax] = {};
+  Promise promise[kGroupMax] = {};
+};
+
+// What the host asks of a unit. Pointers are device addresses but where they
+// say otherwise.
+struct UnitRequest {
+  const std::byte* const* row_pages = nullptr;
+  const std::byte* const* code_pages = nullptr;
+  const float* q = nullptr;  // [G][d]
+  int64_t n = 0;             // visible tokens
+  int64_t begin = 0;         // candidates [begin, end)
+  int64_t end = 0;
+
+  int64_t heavy_count = 0;  // by count or fraction
+  double heavy_mass = 0;
+  int64_t heavy_floor = 0;
+  int64_t heavy_ceiling = 0;
+  Tail tail = Tail::kNone;
+  Bound bound = Bound::kRatio;
+  bool by_mass = false;
+  double epsilon = 0;
+  double z = 0;        // of the certificate
+  double bound_z = 0;  // of the uniform bound
+  double inflation = 1;
+  int32_t pilot_count = 0;
+  int64_t sink = 0;
+  int64_t window = 0;
+  int64_t row_count_max = 0;  // 0: none
+  SampleKey key;
+  uint32_t phase = 0;
+
+  uint16_t* bins = nullptr;             // [n], by token
+  uint16_t* head_bins = nullptr;        // [G][n], by mass only
+  uint32_t* histogram = nullptr;        // [bin_count]
+  uint32_t* head_histograms = nullptr;  // [G][kScoreBinCount], by mass only
+  uint32_t* head_ties = nullptr;        // [G][chunks], by mass only
+  uint32_t* query_planes = nullptr;     // [head tiles][16][words]
+  float* sample_logits = nullptr;       // [G][sample_token_count]
+  int64_t sample_token_count = 0;
+  uint32_t* candidates = nullptr;    // [chunks][kChunkTokens]
+  uint32_t* chunk_counts = nullptr;  // [chunks] candidates
+  uint32_t* chunk_ties = nullptr;    // [chunks] of them in the heavy bin
+  uint32_t* chunk_table = nullptr;   // [chunks][kChunkColumns]
+  uint32_t* list = nullptr;          // [n] tokens
+  std::byte* staging = nullptr;      // [staging_rows] rows
+  int64_t staging_rows = 0;
+  uint2* gather = nullptr;    // [staging_rows] (token, place in the list)
+  float* partials = nullptr;  // [2][kSegmentMax] of PartialFloats()
+  UnitState* state = nullptr;
+  UnitResult* result = nullptr;  // pinned
+  float* out = nullptr;          // pinned, [G][d]; null: selection only
+
+  SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
+};
+
+// Pages that the references are taken from: every step-th from the first
+// candidate's on.
+struct ReferencePages {
+  int64_t first = 0;
+  int64_t step = 1;
+  int64_t count = 0;
+
+  SPILLWAY_HOST_DEVICE static ReferencePages Of(int64_t begin, int64_t end) {
+    ReferencePages r;
+    r.first = begin / kPageTokenCount;
+    const int64_t last = (end - 1) / kPageTokenCount;
+    const int64_t sixteenth = (last - r.first) / 16;
+    r.step = sixteenth < 1 ? 1 : sixteenth > 64 ? 64 : sixteenth;
+    r.count = (last - r.first) / r.step + 1;
+    return r;
+  }
+};
+
+// Floats of a segment's sums: per head max, sum, sum_sq, sum_sq_norm, then
+// sum x v and sum x^2 v, [G][d] each.
+SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
+  return int64_t{group} * (4 + 2 * head_dim);
+}
+
+struct Wave {
+  AttendShape shape;
+  const UnitRequest* units = nullptr;  // device
+  int unit_count = 0;
+  int64_t token_count_max = 0;      // the largest n
+  int64_t reference_pages_max = 0;  // the largest ReferencePages::count
+  int sm_count = 0;
+  // Blocks that gather rows: few, so that the addresses in flight stay close.
+  int gather_blocks = 0;
+};
+
+// Launchers, in the order of an attend.
+cudaError_t LaunchPrepareQuery(const Wave& wave, cudaStream_t stream);
+cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream);
+cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream);
+// By mass: finds each head's set and marks the union's tokens.
+cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
+// The heavy threshold, the strata and the pilot's thresholds.
+cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
+// Draws and lists the rows of phase 0 (exact rows and pilot) or 1.
+cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
+// Copies listed rows to the staging.
+cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream);
+// Sums over the phase's segments.
+cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream);
+// The budgets of phase 1.
+cudaError_t LaunchBudget(const Wave& wave, cudaStream_t stream);
+// Output and certificate.
+cudaError_t LaunchFinish(const Wave& wave, cudaStream_t stream);
+
+// ---- Dense attends -------------------------------------------------------
+
+inline constexpr int kDenseQueryRows = 16;  // (query, head of the group) pairs
+
+// Up to kDenseQueryRows query rows of one KV head over all their rows.
+struct DenseUnit {
+  const std::byte* const* row_pages = nullptr;
+  const float* q = nullptr;  // [rows][d], rows = queries * G
+  int32_t query_rows = 0;
+  int64_t visible[kDenseQueryRows] = {};  // per query row
+  int64_t n = 0;                          // the largest
+  int64_t segment_rows = 0;
+  int64_t segment_count = 0;
+  float* partials = nullptr;  // [segment_count] of query_rows * (2 + d) floats
+  uint32_t* error_token = nullptr;
+  float* out = nullptr;  // pinned, [query_rows][d]
+  float* lse = nullptr;  // pinned, [query_rows]
+  uint32_t* result_error = nullptr;  // pinned
+};
+
+struct DenseWave {
+  DType dtype = DType::kBF16;
+  int head_dim = 0;
+  int64_t row_bytes = 0;
+  float scale = 1;
+  const DenseUnit* units = nullptr;  // device
+  int unit_count = 0;
+  // Rows [first, limit) are folded by this launch, and page 0 of the units'
+  // tables holds row first; a multiple of their segments, or all rows.
+  int64_t first = 0;
+  int64_t limit = 0;
+  int64_t segment_count_max = 0;  // of one launch
+  // Not 0 stops the work; pinned.
+  const int32_t* cancel = nullptr;
+};
+
+// Copies pages of rows next to each other: page p of head h from
+// from[h * capacity + p] to to + (h * page_count + p) * page_bytes.
+cudaError_t LaunchStagePages(const std::byte* const* from, int64_t capacity, int head_count,
+                             int64_t page_count, int64_t page_bytes, std::byte* to,
+                             cudaStream_t stream);
+cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream);
+cudaError_t LaunchDenseFinish(const DenseWave& wave, cudaStream_t stream);
+
+// ---- Tables --------------------------------------------------------------
+
+struct TableUpdate {
+  const std::byte** slot = nullptr;  // device
+  const std::byte* value = nullptr;
+};
+// *slot = value for `count` updates that lie in pinned memory.
+cudaError_t LaunchTableUpdates(const TableUpdate* updates, int64_t count, cudaStream_t stream);
+
+}  // namespace spillway::cuda

@@ -1,0 +1,156 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+
+// The heavy threshold, the tail's strata and the pilots, from one histogram.
+namespace spillway::cuda {
+
+inline constexpr int kCutThreads = 1024;
+
+// Turns counts per bin into tokens of that bin and above, in place.
+__device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
+  __shared__ uint32_t warp_sums[kCutThreads / 32];
+  const int per_thread = (bin_count + kCutThreads - 1) / kCutThreads;
+  // Thread 0 has the highest bins.
+  const int end = bin_count - static_cast<int>(threadIdx.x) * per_thread;
+  const int begin = max(end - per_thread, 0);
+  uint32_t sum = 0;
+  for (int b = begin; b < end; ++b) sum += counts[b];
+  const int lane = threadIdx.x % 32;
+  uint32_t scan = sum;
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
+    if (lane >= offset) scan += other;
+  }
+  if (lane == 31) warp_sums[threadIdx.x / 32] = scan;
+  __syncthreads();
+  uint32_t above = scan - sum;
+  for (int w = 0; w < static_cast<int>(threadIdx.x) / 32; ++w) above += warp_sums[w];
+  for (int b = end - 1; b >= begin; --b) {
+    above += counts[b];
+    counts[b] = above;
+  }
+  __syncthreads();
+}
+
+// The largest bin below `top` at which the tail's tokens of that bin and above
+// number at least `wanted`, or -1. All lanes of a warp; at() does not ascend.
+template <typename At>
+__device__ inline int LastBinReaching(int top, int64_t wanted, At at) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = top;  // the answer, if any, lies in [low, high)
+  while (high > low) {
+    const int step = (high - low + 31) / 32;
+    const int bin = low + lane * step;
+    const unsigned reached = __ballot_sync(kFullWarp, bin < high && at(bin) >= wanted);
+    if (reached == 0) return -1;
+    const int last = 31 - __clz(reached);
+    const int next_low = low + last * step;
+    if (step == 1) return next_low;
+    high = min(next_low + step, high);
+    low = next_low;
+  }
+  return -1;
+}
+
+// One block a unit. Shared memory: [bin_count] counts.
+__global__ void __launch_bounds__(kCutThreads) CutKernel(AttendShape shape,
+                                                         const UnitRequest* units) {
+  extern __shared__ uint32_t above[];  // tokens of a bin and above
+  __shared__ int heavy_bin;
+  const UnitRequest& u = units[blockIdx.x];
+  UnitState& state = *u.state;
+  const int bins = shape.bin_count;
+  for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
+  if (threadIdx.x == 0) heavy_bin = u.by_mass ? bins : 0;
+  __syncthreads();
+  SuffixSums(above, bins);
+
+  if (!u.by_mass) {
+    for (int b = threadIdx.x; b < bins; b += blockDim.x) {
+      const int64_t next = b + 1 < bins ? above[b + 1] : 0;
+      if (above[b] >= u.heavy_count && next < u.heavy_count) heavy_bin = b;
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x >= 32) return;
+
+  // From here on one warp; every lane computes the same.
+  const int64_t all = above[0];
+  int64_t heavy = 0;  // that the histogram still counts
+  int64_t skip = 0;
+  if (!u.by_mass) {
+    const int64_t higher = heavy_bin + 1 < bins ? above[heavy_bin + 1] : 0;
+    const int64_t take = min(u.heavy_count - higher, above[heavy_bin] - higher);
+    heavy = higher + take;
+    skip = above[heavy_bin] - heavy;
+  }
+  const int64_t heavy_total = u.by_mass ? static_cast<int64_t>(state.heavy_count) : heavy;
+  const int64_t tail = all - heavy;
+  const auto tail_at = [&](int bin) -> int64_t {
+    return bin > heavy_bin ? 0 : int64_t{above[bin]} - heavy;
+  };
+
+  int64_t rows_left = INT64_MAX;
+  if (u.row_count_max != 0) {
+    rows_left = max(u.row_count_max - u.sink - u.window - heavy_total, int64_t{0});
+  }
+  int strata = 0;
+  if (tail > 0 && u.tail != Tail::kNone) {
+    if (u.tail == Tail::kStratified) {
+      const int64_t k = max(int64_t{1}, heavy_total);
+      int64_t edge = 2 * k;
+      int64_t closed = 0;  // tail tokens in closed strata
+      int top = bins;
+      for (bool last = false; !last;) {
+        const int bin = LastBinReaching(top, edge - k, tail_at);
+        if (bin < 0 || tail_at(bin) == tail) break;
+        const int64_t reached = tail_at(bin);
+        if (threadIdx.x == 0) {
+          state.lowest_bin[strata] = static_cast<uint16_t>(bin);
+          state.stratum_count[strata] = reached - closed;
+        }
+        closed = reached;
+        top = bin;
+        ++strata;
+        last = (tail - reached) * 10 < tail || strata + 1 == kTailStrataMax;
+        while (edge <= k + reached) edge *= 2;
+      }
+      if (threadIdx.x == 0) {
+        state.lowest_bin[strata] = 0;
+        state.stratum_count[strata] = tail - closed;
+      }
+      ++strata;
+    }
+    if (u.tail == Tail::kUniform || int64_t{strata} * 2 * kStratumRowsMin > rows_left) {
+      strata = 1;
+      if (threadIdx.x == 0) {
+        state.lowest_bin[0] = 0;
+        state.stratum_count[0] = tail;
+      }
+    }
+  }
+  if (threadIdx.x == 0) {
+    state.heavy_bin = heavy_bin;
+    state.heavy_skip = skip;
+    state.heavy_from = 0;
+    state.heavy_count = static_cast<unsigned long long>(heavy_total);
+    state.strata = strata;
+    state.tail_count = tail;
+    state.rows_left = rows_left;
+    state.limited = strata > 0 && rows_left == 0;
+    state.list_count = 0;
+  }
+  __syncwarp();
+  for (int h = threadIdx.x; h < strata; h += 32) {
+    state.drawn_threshold[h] = 0;
+    state.threshold[h] =
+        rows_left == 0 ? 0 : SampleThreshold(PilotCount(u, state, h), state.stratum_count[h]);
+    state.collected[h] = state.threshold[h];
+    state.drawn[h] = 0;
+    state.stratum_drawn[0][h] = 0;
+    state.stratum_drawn[1][h] = 0;
+  }
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,54 @@
+#include <algorithm>
+
+#include "gpu/kernels/encode_mlp.cuh"
+
+namespace spillway::cuda {
+namespace {
+
+// While blocks are few, narrow ones of many threads a vector answer sooner.
+constexpr int64_t kFewBlocks = 128;
+
+template <int kVectors, int kColumns, typename Vectors>
+cudaError_t Run(const Vectors& vectors, const MlpWeightsView& weights, int head_dim, int heads,
+                int64_t begin, int64_t end, int threads, cudaStream_t stream) {
+  const int64_t blocks = (end + kVectors - 1) / kVectors - begin / kVectors;
+  const dim3 grid(static_cast<unsigned>(blocks), heads);
+  MlpKernel<kVectors, kColumns>
+      <<<grid, threads, MlpSharedBytes<kVectors, kColumns>(head_dim, threads), stream>>>(
+          vectors, weights, head_dim);
+  return cudaGetLastError();
+}
+
+// Vectors [begin, end) of each head.
+template <typename Vectors>
+cudaError_t RunMlp(const Vectors& vectors, const MlpWeightsView& weights, int head_dim, int heads,
+                   int64_t begin, int64_t end, cudaStream_t stream) {
+  const int bits = weights.hash_bits;
+  const auto run = [&]<int kVectors, int kColumns>(int threads) {
+    return Run<kVectors, kColumns>(vectors, weights, head_dim, heads, begin, end, threads, stream);
+  };
+  if ((end - begin + 3) / 4 * heads <= kFewBlocks) {
+    if (bits <= 256) return run.template operator()<4, 1>(std::max(bits, 128));
+    return run.template operator()<4, 4>(256);
+  }
+  if (bits <= 256) return run.template operator()<16, 2>(bits <= 128 ? 64 : 128);
+  return run.template operator()<16, 4>(bits <= 512 ? 128 : 256);
+}
+
+}  // namespace
+
+cudaError_t LaunchEncodeMlp(const EncodeWork& work, const MlpWeightsView& weights,
+                            cudaStream_t stream) {
+  if (work.end <= work.begin) return cudaSuccess;
+  return RunMlp(KeyVectors{work}, weights, work.head_dim, work.kv_head_count, work.begin, work.end,
+                stream);
+}
+
+cudaError_t LaunchMlpCodes(const MlpWeightsView& weights, int head_dim, int group, const float* x,
+                           int count, uint32_t* bits, cudaStream_t stream) {
+  if (count <= 0) return cudaSuccess;
+  const QueryVectors vectors{x, head_dim, group, bits, weights.hash_bits / 32};
+  return RunMlp(vectors, weights, head_dim, count / group, 0, group, stream);
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,272 @@
+#pragma once
+
+#include "gpu/kernels/rows.cuh"
+#include "host/core/exp.h"
+
+// Softmax sums over rows. A block takes a segment tile by tile: rows into
+// shared memory as fp32, a thread per (row, query row) for the logits, a
+// thread per dimension for the sums of x v. The order of every sum depends on
+// the segment alone.
+namespace spillway::cuda {
+
+// Sums that a thread keeps for its dimension.
+template <int kRows, bool kMoments>
+struct ValueSums {
+  float value[kRows] = {};
+  float value_sq[kMoments ? kRows : 1] = {};
+};
+
+// Sums of one segment in the making, in shared memory.
+template <int kRows>
+struct SegmentSums {
+  float max[kRows];
+  float sum[kRows];
+  float sum_sq[kRows];
+  float sum_sq_norm[kRows];
+};
+
+struct FoldShape {
+  DType dtype;
+  int head_dim;
+  int rows;  // query rows in use, <= kRows
+};
+
+// Shared memory of a folding block, in floats.
+__host__ __device__ inline int FoldFloats(int head_dim, int row_capacity) {
+  const int tile_rows = TileRows(head_dim);
+  return tile_rows * TileStride(2 * head_dim) + row_capacity * head_dim +
+         tile_rows * row_capacity + tile_rows;
+}
+
+// Folds `count` rows, row_at(i) being their addresses. visible(r, i): whether
+// query row r sees row i; bad(i): told of a seen logit that is not finite.
+// queries: [kRows][d], scaled. The block has a thread per dimension.
+template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad>
+__device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
+                                Visible visible, Bad bad, const float* queries, float* memory,
+                                SegmentSums<kRows>& sums, ValueSums<kRows, kMoments>& values) {
+  const int d = shape.head_dim;
+  const int tile_rows = TileRows(d);
+  const int stride = TileStride(2 * d);
+  float* tile = memory;
+  float* weights = tile + tile_rows * stride;    // [tile_rows][kRows] logits, then x
+  float* norms = weights + tile_rows * kRows;    // [tile_rows] ||v||^2
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int warps = blockDim.x / 32;
+  for (int64_t at = 0; at < count; at += tile_rows) {
+    const int m = static_cast<int>(min(static_cast<int64_t>(tile_rows), count - at));
+    __syncthreads();
+    LoadTile(
+        shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, tile);
+    __syncthreads();
+    const int tasks = shape.rows + (kMoments ? 1 : 0);
+    for (int i = threadIdx.x; i < m * tasks; i += blockDim.x) {
+      const int row = i % m;
+      const int r = i / m;
+      const float* k = tile + row * stride;
+      if (kMoments && r == shape.rows) {
+        norms[row] = Dot(k + d, k + d, d);
+        continue;
+      }
+      float l = -INFINITY;
+      if (visible(r, at + row)) {
+        l = Dot(k, queries + r * d, d);
+        if (!isfinite(l)) bad(at + row);
+      }
+      weights[row * kRows + r] = l;
+    }
+    __syncthreads();
+    // A warp a query row: maxima and sums. The old maximum's share goes to
+    // `keep` by way of sums.max.
+    __shared__ float keep[kRows];
+    for (int r = warp; r < kRows; r += warps) {
+      if (r >= shape.rows) {
+        for (int row = lane; row < m; row += 32) weights[row * kRows + r] = 0;
+        if (lane == 0) keep[r] = 0;
+        continue;
+      }
+      const float l = lane < m ? weights[lane * kRows + r] : -INFINITY;
+      float max = l;
+      for (int offset = 16; offset > 0; offset /= 2) {
+        max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+      }
+      const float old = sums.max[r];
+      max = fmaxf(max, old);
+      const float x = l == -INFINITY ? 0.0f : ExpF32(l - max);
+      if (lane < m) weights[lane * kRows + r] = x;
+      const float sum = WarpSum(x);
+      const float sum_sq = kMoments ? WarpSum(x * x) : 0;
+      const float sum_sq_norm =
+          kMoments ? WarpSum(lane < m ? x * x * norms[lane] : 0.0f) : 0;
+      if (lane == 0) {
+        const float share = old == -INFINITY ? 0.0f : ExpF32(old - max);
+        keep[r] = share;
+        sums.max[r] = max;
+        sums.sum[r] = fmaf(sums.sum[r], share, sum);
+        if (kMoments) {
+          sums.sum_sq[r] = fmaf(sums.sum_sq[r], share * share, sum_sq);
+          sums.sum_sq_norm[r] = fmaf(sums.sum_sq_norm[r], share * share, sum_sq_norm);
+        }
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < d) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        values.value[r] *= keep[r];
+        if (kMoments) values.value_sq[r] *= keep[r] * keep[r];
+      }
+      for (int row = 0; row < m; ++row) {
+        const float v = tile[row * stride + d + threadIdx.x];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const float x = weights[row * kRows + r];
+          const float xv = x * v;
+          values.value[r] += xv;
+          if (kMoments) values.value_sq[r] = fmaf(x, xv, values.value_sq[r]);
+        }
+      }
+    }
+  }
+}
+
+// Segments of a sparse attend's phase. Grid (blocks, units); a thread per
+// dimension, at least 128. Shared memory: FoldFloats().
+template <int kRows>
+__global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* units) {
+  extern __shared__ __align__(16) float memory[];
+  __shared__ SegmentSums<kRows> sums;
+  const UnitRequest& u = units[blockIdx.y];
+  UnitState& state = *u.state;
+  const int d = shape.head_dim;
+  if (blockIdx.x >= state.segment_count[phase]) return;
+  float* queries = memory;
+  float* rest = queries + kRows * d;
+  for (int i = threadIdx.x; i < shape.group * d; i += blockDim.x) {
+    queries[i] = u.q[i] * shape.scale;
+  }
+  const bool staged = state.staged[phase];
+  const FoldShape fold = {shape.dtype, d, shape.group};
+  for (int i = blockIdx.x; i < state.segment_count[phase]; i += gridDim.x) {
+    const Segment segment = state.segments[phase][i];
+    if (threadIdx.x < kRows) {
+      sums.max[threadIdx.x] = -INFINITY;
+      sums.sum[threadIdx.x] = 0;
+      sums.sum_sq[threadIdx.x] = 0;
+      sums.sum_sq_norm[threadIdx.x] = 0;
+    }
+    ValueSums<kRows, true> values;
+    FoldRows<kRows, true>(
+        fold, segment.count,
+        [&](int64_t j) {
+          const int64_t place = segment.first + j;
+          return staged ? u.staging + place * shape.row_bytes
+                        : RowAddress(u.row_pages, shape.row_bytes, u.list[place]);
+        },
+        [](int, int64_t) { return true; },
+        [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); }, queries,
+        rest, sums, values);
+    __syncthreads();
+    float* out = u.partials + (int64_t{phase} * kSegmentMax + i) * PartialFloats(shape.group, d);
+    if (threadIdx.x < shape.group) {
+      const int r = threadIdx.x;
+      out[4 * r + 0] = sums.max[r];
+      out[4 * r + 1] = sums.sum[r];
+      out[4 * r + 2] = sums.sum_sq[r];
+      out[4 * r + 3] = sums.sum_sq_norm[r];
+    }
+    float* value = out + 4 * shape.group;
+    float* value_sq = value + shape.group * d;
+    if (threadIdx.x < d) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (r >= shape.group) break;
+        value[r * d + threadIdx.x] = values.value[r];
+        value_sq[r * d + threadIdx.x] = values.value_sq[r];
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Segments of dense units. Grid (blocks, units).
+__global__ void DenseFoldKernel(DenseWave wave) {
+  extern __shared__ __align__(16) float memory[];
+  __shared__ SegmentSums<kDenseQueryRows> sums;
+  __shared__ bool stop;
+  const DenseUnit& u = wave.units[blockIdx.y];
+  const int d = wave.head_dim;
+  const int64_t limit = min(u.n, wave.limit);
+  const int64_t first_segment = wave.first / u.segment_rows;
+  const int64_t segment_end = (limit + u.segment_rows - 1) / u.segment_rows;
+  if (first_segment + blockIdx.x >= segment_end) return;
+  float* queries = memory;
+  float* rest = queries + kDenseQueryRows * d;
+  for (int i = threadIdx.x; i < u.query_rows * d; i += blockDim.x) {
+    queries[i] = u.q[i] * wave.scale;
+  }
+  const FoldShape fold = {wave.dtype, d, u.query_rows};
+  for (int64_t s = first_segment + blockIdx.x; s < segment_end; s += gridDim.x) {
+    if (threadIdx.x == 0) stop = *static_cast<const volatile int32_t*>(wave.cancel) != 0;
+    if (threadIdx.x < kDenseQueryRows) {
+      sums.max[threadIdx.x] = -INFINITY;
+      sums.sum[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    if (stop) return;
+    const int64_t first = s * u.segment_rows;
+    ValueSums<kDenseQueryRows, false> values;
+    FoldRows<kDenseQueryRows, false>(
+        fold, min(u.segment_rows, limit - first),
+        [&](int64_t j) {
+          return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j);
+        },
+        [&](int r, int64_t j) { return first + j < u.visible[r]; },
+        [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); }, queries,
+        rest, sums, values);
+    __syncthreads();
+    float* out = u.partials + s * u.query_rows * (2 + d);
+    if (threadIdx.x < u.query_rows) {
+      out[2 * threadIdx.x] = sums.max[threadIdx.x];
+      out[2 * threadIdx.x + 1] = sums.sum[threadIdx.x];
+    }
+    if (threadIdx.x < d) {
+#pragma unroll
+      for (int r = 0; r < kDenseQueryRows; ++r) {
+        if (r >= u.query_rows) break;
+        out[2 * u.query_rows + r * d + threadIdx.x] = values.value[r];
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Merges a dense unit's segments, in order. Grid (query rows, units).
+__global__ void DenseFinishKernel(DenseWave wave) {
+  const DenseUnit& u = wave.units[blockIdx.y];
+  const int r = blockIdx.x;
+  const int d = wave.head_dim;
+  if (r == 0 && threadIdx.x == 0) *u.result_error = *u.error_token;
+  if (r >= u.query_rows) return;
+  const int64_t stride = u.query_rows * (2 + d);
+  float max = -INFINITY;
+  for (int64_t s = 0; s < u.segment_count; ++s) max = fmaxf(max, u.partials[s * stride + 2 * r]);
+  double sum = 0;
+  for (int64_t s = 0; s < u.segment_count; ++s) {
+    const float* part = u.partials + s * stride;
+    if (part[2 * r] > -INFINITY) sum += double{ExpF32(part[2 * r] - max)} * part[2 * r + 1];
+  }
+  for (int i = threadIdx.x; i < d; i += blockDim.x) {
+    double value = 0;
+    for (int64_t s = 0; s < u.segment_count; ++s) {
+      const float* part = u.partials + s * stride;
+      if (part[2 * r] == -INFINITY) continue;
+      value += double{ExpF32(part[2 * r] - max)} * part[2 * u.query_rows + r * d + i];
+    }
+    u.out[r * d + i] = static_cast<float>(value / sum);
+  }
+  if (threadIdx.x == 0) u.lse[r] = static_cast<float>(max + log(sum));
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,111 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+
+// Heavy sets by mass (Twilight's top-p): one threshold per query head, the
+// union over the group is heavy.
+namespace spillway::cuda {
+
+// Histograms of each head's own bins. Grid (blocks, units, heads).
+__global__ void CountHeadBinsKernel(const UnitRequest* units) {
+  __shared__ uint32_t histogram[kScoreBinCount];
+  const UnitRequest& u = units[blockIdx.y];
+  const int head = blockIdx.z;
+  for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
+  __syncthreads();
+  const uint16_t* bins = u.head_bins + head * u.n;
+  for (int64_t t = u.begin + blockIdx.x * int64_t{blockDim.x} + threadIdx.x; t < u.end;
+       t += int64_t{gridDim.x} * blockDim.x) {
+    atomicAdd(&histogram[bins[t]], 1u);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) {
+    if (histogram[i] > 0) atomicAdd(&u.head_histograms[head * kScoreBinCount + i], histogram[i]);
+  }
+}
+
+// Each head's threshold; the sums over bins run in the CPU device's order.
+// Grid (heads, units), one warp.
+__global__ void HeadThresholdKernel(const UnitRequest* units) {
+  __shared__ uint16_t used[kScoreBinCount];  // bins with tokens, ascending
+  __shared__ uint32_t counts[kScoreBinCount];
+  const UnitRequest& u = units[blockIdx.y];
+  const int head = blockIdx.x;
+  const uint32_t* histogram = u.head_histograms + head * kScoreBinCount;
+  int found = 0;
+  for (int base = 0; base < kScoreBinCount; base += 32) {
+    const uint32_t count = histogram[base + threadIdx.x];
+    const unsigned mask = __ballot_sync(kFullWarp, count > 0);
+    if (count > 0) {
+      const int at = found + __popc(mask & ((1u << threadIdx.x) - 1));
+      used[at] = static_cast<uint16_t>(base + threadIdx.x);
+      counts[at] = count;
+    }
+    found += __popc(mask);
+  }
+  __syncwarp();
+  if (threadIdx.x != 0) return;
+  const auto threshold = HeavyByMass(std::span<const uint16_t>(used, found),
+                                     std::span<const uint32_t>(counts, found), u.heavy_mass,
+                                     u.heavy_floor, u.heavy_ceiling);
+  u.state->head_bin[head] = threshold.bin;
+  u.state->head_skip[head] = int64_t{histogram[threshold.bin]} - threshold.take;
+}
+
+// Tokens of each head's threshold bin, per chunk. Grid (chunks, units).
+__global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
+  const UnitRequest& u = units[blockIdx.y];
+  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+    const int64_t from = max(chunk * kChunkTokens, u.begin);
+    const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
+    for (int h = 0; h < group; ++h) {
+      const int bin = u.state->head_bin[h];
+      uint32_t count = 0;
+      for (int64_t t = from + threadIdx.x; t < to; t += blockDim.x) {
+        count += u.head_bins[h * u.n + t] == bin;
+      }
+      count = WarpSum(count);
+      if (threadIdx.x % 32 == 0 && count > 0) atomicAdd(&u.head_ties[h * u.chunks() + chunk], count);
+    }
+  }
+}
+
+// Marks heavy tokens and takes them out of the group's histogram. One warp
+// walks a chunk in token order; grid (chunks, units).
+__global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
+  const UnitRequest& u = units[blockIdx.y];
+  UnitState& state = *u.state;
+  const int lane = threadIdx.x;
+  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+    // Ties before this chunk, per head; of a head's bin the first skip stay.
+    int64_t rank[kGroupMax];
+    for (int h = 0; h < group; ++h) {
+      int64_t before = 0;
+      for (int64_t c = lane; c < chunk; c += 32) before += u.head_ties[h * u.chunks() + c];
+      rank[h] = WarpSum(before);
+    }
+    unsigned long long marked = 0;
+    const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
+    for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
+      const int64_t t = base + lane;
+      const bool candidate = t >= u.begin && t < to;
+      bool heavy = false;
+      for (int h = 0; h < group; ++h) {
+        const int bin = candidate ? u.head_bins[h * u.n + t] : -1;
+        const bool tie = bin == state.head_bin[h];
+        const unsigned ties = __ballot_sync(kFullWarp, tie);
+        heavy |= bin > state.head_bin[h] ||
+                 (tie && rank[h] + __popc(ties & ((1u << lane) - 1)) >= state.head_skip[h]);
+        rank[h] += __popc(ties);
+      }
+      if (heavy) {
+        atomicSub(&u.histogram[u.bins[t]], 1u);
+        u.bins[t] = kHeavyBin;
+      }
+      marked += __popc(__ballot_sync(kFullWarp, heavy));
+    }
+    if (lane == 0 && marked > 0) atomicAdd(&state.heavy_count, marked);
+  }
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,59 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+#include "gpu/kernels/encode.h"
+
+// What the encoders of one key and of many share. Every rounding happens where
+// the CPU's encoder has it (host/cpu/kernels_encode.cc), so that codes are
+// equal bit for bit: sums are chains in index order, products are fused by
+// fmaf() alone.
+namespace spillway::cuda {
+
+// The quantiser of B bits, a level being clamp(floor(y scale) + 2^(B-1), 0,
+// 2^B - 1).
+struct Quantiser {
+  float step = 0;
+  float scale = 0;  // sqrt(d) / step
+  // y scale is clamped to [low, high] before its floor is taken: the same
+  // level, and small enough for the sum below.
+  float low = 0;   // -2^(B-1)
+  float high = 0;  // 2^(B-1) - 1/2
+  // 1.5 * 2^23 + 2^(B-1). Floats around it are integers, so a sum rounded down
+  // is a floor, and its low bits are the code.
+  float shift = 0;
+  float middle = 0;  // (2^B - 1) / 2
+
+  // The code is in the low four bits.
+  __device__ uint32_t Code(float y) const { return __float_as_uint(Shifted(y)); }
+  // Level less the middle: t in units of the step.
+  __device__ float Centred(float y) const { return (Shifted(y) - kIntegerFloats) - middle; }
+
+  static constexpr float kIntegerFloats = 12582912.0f;  // 1.5 * 2^23
+
+ private:
+  __device__ float Shifted(float y) const {
+    return __fadd_rd(fminf(fmaxf(y * scale, low), high), shift);
+  }
+};
+
+// The bf16 of f = ||k - c|| / <P o, t>, 0 where either vanishes; dot is in
+// units of the step.
+__device__ inline uint16_t Factor(float length, float dot, float step) {
+  if (!(length > 0) || !(dot > 0)) return 0;
+  const float f = fminf(__fdiv_rn(length, dot * step), 3.0e38f);
+  const uint32_t bits = __float_as_uint(f);
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
+
+__device__ inline std::byte* CodePage(const EncodeWork& work, int head, int64_t token) {
+  return work.code_pages[head * work.code_page_capacity + token / kPageTokenCount];
+}
+__device__ inline void StoreFactor(const EncodeWork& work, int head, int64_t token,
+                                   uint16_t factor) {
+  std::byte* factors = CodePage(work, head, token) + work.tiling.factor_offset_bytes();
+  reinterpret_cast<uint16_t*>(factors)[token % kPageTokenCount] = factor;
+}
+
+__device__ inline float Divisor(float largest) { return largest > 0 ? largest : 1.0f; }
+
+}  // namespace spillway::cuda

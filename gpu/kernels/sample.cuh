@@ -1,0 +1,446 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+
+// Drawing the tail's sample and listing the rows of a phase, in token order,
+// without a generator: by the keyed hash of host/core/keyed_hash.h. Phase 0
+// lists the exact rows (sink, heavy, window) and the pilot, phase 1 what the
+// budgets ask for beyond the pilot.
+namespace spillway::cuda {
+
+inline constexpr int kFilterThreads = 256;
+inline constexpr int kResolveThreads = 1024;
+inline constexpr int kPlaceThreads = 256;
+
+// A unit's rule for its tokens, in shared memory: strata and thresholds. A
+// threshold of 2^32 does not fit; bounds are inclusive, low > high is empty.
+struct SampleRule {
+  uint32_t multiplier, offset, mask;  // the sample's key
+  uint32_t phase;
+  int heavy_bin;
+  int64_t heavy_from;
+  int strata;
+  uint16_t lowest_bin[kTailStrataMax];
+  uint32_t low[kTailStrataMax];
+  uint32_t high[kTailStrataMax];
+};
+
+// All threads of the block; upper: thresholds that bound the draw.
+__device__ inline void LoadRule(const UnitRequest& u, const unsigned long long* upper,
+                                SampleRule& rule) {
+  const UnitState& state = *u.state;
+  if (threadIdx.x == 0) {
+    rule.multiplier = u.key.multiplier;
+    rule.offset = u.key.offset;
+    rule.mask = u.key.mask;
+    rule.phase = u.phase;
+    rule.heavy_bin = state.heavy_bin;
+    rule.heavy_from = state.heavy_from;
+    rule.strata = state.strata;
+  }
+  for (int h = threadIdx.x; h < state.strata; h += blockDim.x) {
+    rule.lowest_bin[h] = state.lowest_bin[h];
+    const unsigned long long from = state.drawn_threshold[h];
+    const bool empty = upper[h] <= from;
+    rule.low[h] = empty ? 1 : static_cast<uint32_t>(from);
+    rule.high[h] = empty ? 0 : static_cast<uint32_t>(upper[h] - 1);
+  }
+  __syncthreads();
+}
+
+// Whether a tail token's hash lies in its stratum's range.
+__device__ inline bool Drawn(const SampleRule& rule, int h, uint32_t token) {
+  const uint32_t x = TokenHash({rule.multiplier, rule.offset, rule.mask}, token) - rule.phase;
+  return x >= rule.low[h] && x <= rule.high[h];
+}
+
+// What a candidate is: -1 nothing, 0 heavy, 1 + h drawn from stratum h. Ties
+// of the heavy bin are decided by heavy_from.
+__device__ inline int Classify(const SampleRule& rule, int bin, uint32_t token) {
+  if (bin == kHeavyBin) return 0;
+  if (bin == kNoBin) return -1;
+  if (bin > rule.heavy_bin || (bin == rule.heavy_bin && token >= rule.heavy_from)) return 0;
+  if (rule.strata == 0) return -1;
+  const int h = StratumOf(rule.lowest_bin, bin);
+  return Drawn(rule, h, token) ? 1 + h : -1;
+}
+
+// Lists a chunk's candidates in token order: in phase 0 tokens that are or may
+// be heavy, in both those drawn. All threads of the block.
+template <int kThreads>
+__device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule, int phase,
+                                   int64_t chunk) {
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kPerThread = 8;
+  constexpr int kRoundTokens = kThreads * kPerThread;
+  __shared__ uint32_t warp_counts[kWarps];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int64_t chunk_begin = chunk * kChunkTokens;
+  uint32_t* out = u.candidates + chunk_begin;
+  uint32_t written = 0;  // by the whole block, before this round
+  uint32_t ties = 0;
+  for (int64_t round = chunk_begin; round < min(chunk_begin + kChunkTokens, u.n);
+       round += kRoundTokens) {
+    const int64_t first = round + static_cast<int64_t>(threadIdx.x) * kPerThread;
+    uint32_t flags = 0;
+    if (first < u.n) {
+      // Bins are padded to whole loads.
+      const uint4 raw = *reinterpret_cast<const uint4*>(u.bins + first);
+      const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        const int bin = (pairs[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
+        const auto token = static_cast<uint32_t>(first + i);
+        if (first + i >= u.n || bin == kNoBin) continue;
+        bool found = false;
+        if (bin == kHeavyBin || bin > rule.heavy_bin) {
+          found = phase == 0;
+        } else if (bin == rule.heavy_bin && phase == 0) {
+          found = true;
+          ++ties;
+        } else if (rule.strata > 0 && !(bin == rule.heavy_bin && token >= rule.heavy_from)) {
+          found = Drawn(rule, StratumOf(rule.lowest_bin, bin), token);
+        }
+        flags |= static_cast<uint32_t>(found) << i;
+      }
+    }
+    const uint32_t count = __popc(flags);
+    uint32_t before = count;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(kFullWarp, before, offset);
+      if (lane >= offset) before += other;
+    }
+    if (lane == 31) warp_counts[warp] = before;
+    before -= count;
+    __syncthreads();
+    uint32_t total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) before += warp_counts[w];
+      total += warp_counts[w];
+    }
+    __syncthreads();
+    uint32_t at = written + before;
+    while (flags != 0) {
+      const int i = __ffs(flags) - 1;
+      flags &= flags - 1;
+      out[at++] = static_cast<uint32_t>(first + i);
+    }
+    written += total;
+  }
+  ties = WarpSum(ties);
+  if (lane == 0) warp_counts[warp] = ties;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t all_ties = 0;
+    for (int w = 0; w < kWarps; ++w) all_ties += warp_counts[w];
+    u.chunk_counts[chunk] = written;
+    u.chunk_ties[chunk] = all_ties;
+  }
+  __syncthreads();
+}
+
+// Grid (blocks, units).
+__global__ void __launch_bounds__(kFilterThreads) FilterKernel(int phase,
+                                                               const UnitRequest* units) {
+  __shared__ SampleRule rule;
+  const UnitRequest& u = units[blockIdx.y];
+  if (blockIdx.x >= u.chunks()) return;
+  LoadRule(u, u.state->threshold, rule);
+  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+    FilterChunk<kFilterThreads>(u, rule, phase, chunk);
+  }
+}
+
+// The token from which on the heavy bin's tokens are heavy: all but the first
+// heavy_skip of them. One warp; every lane returns it.
+__device__ inline int64_t FindHeavyFrom(const UnitRequest& u, int heavy_bin, int64_t skip) {
+  if (skip == 0) return 0;
+  const int lane = threadIdx.x % 32;
+  int64_t before = 0;
+  for (int64_t base = 0; base < u.chunks(); base += 32) {
+    const int64_t chunk = base + lane;
+    const int64_t ties = chunk < u.chunks() ? u.chunk_ties[chunk] : 0;
+    int64_t scan = ties;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int64_t other = __shfl_up_sync(kFullWarp, scan, offset);
+      if (lane >= offset) scan += other;
+    }
+    const unsigned passed = __ballot_sync(kFullWarp, before + scan > skip);
+    if (passed == 0) {
+      before += __shfl_sync(kFullWarp, scan, 31);
+      continue;
+    }
+    const int holder = __ffs(passed) - 1;
+    int64_t rank = before + __shfl_sync(kFullWarp, scan - ties, holder);
+    const uint32_t* candidates = u.candidates + (base + holder) * kChunkTokens;
+    const uint32_t count = u.chunk_counts[base + holder];
+    for (uint32_t i = 0; i < count; i += 32) {
+      const bool tie = i + lane < count && u.bins[candidates[i + lane]] == heavy_bin;
+      const unsigned mask = __ballot_sync(kFullWarp, tie);
+      if (rank + __popc(mask) > skip) {
+        const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
+        const unsigned hit = __ballot_sync(kFullWarp, tie && mine == skip);
+        return candidates[i + __ffs(hit) - 1];
+      }
+      rank += __popc(mask);
+    }
+  }
+  return u.n;  // none of the bin is heavy
+}
+
+// Counts each chunk's candidates by class and turns the counts into places:
+// chunk_table [chunk][column] becomes the class's tokens in chunks before;
+// totals[column] all of them. All threads of the block.
+__device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule,
+                                    uint32_t (*warp_columns)[kChunkColumns],
+                                    int64_t* totals) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int columns = 1 + rule.strata;
+  uint32_t* mine = warp_columns[warp];
+  for (int64_t chunk = warp; chunk < u.chunks(); chunk += kResolveThreads / 32) {
+    for (int c = lane; c < columns; c += 32) mine[c] = 0;
+    __syncwarp();
+    const uint32_t count = u.chunk_counts[chunk];
+    for (uint32_t i = lane; i < count; i += 32) {
+      const uint32_t token = u.candidates[chunk * kChunkTokens + i];
+      const int kind = Classify(rule, u.bins[token], token);
+      if (kind >= 0) atomicAdd(&mine[kind], 1u);
+    }
+    __syncwarp();
+    for (int c = lane; c < columns; c += 32) u.chunk_table[chunk * kChunkColumns + c] = mine[c];
+    __syncwarp();
+  }
+  __syncthreads();
+  // A warp a column.
+  for (int column = warp; column < columns; column += kResolveThreads / 32) {
+    int64_t before = 0;
+    for (int64_t base = 0; base < u.chunks(); base += 32) {
+      const int64_t chunk = base + lane;
+      uint32_t* cell = u.chunk_table + chunk * kChunkColumns + column;
+      const uint32_t count = chunk < u.chunks() ? *cell : 0;
+      uint32_t scan = count;
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
+        if (lane >= offset) scan += other;
+      }
+      if (chunk < u.chunks()) *cell = static_cast<uint32_t>(before + scan - count);
+      before += __shfl_sync(kFullWarp, scan, 31);
+    }
+    if (lane == 0) totals[column] = before;
+  }
+  __syncthreads();
+}
+
+// What a phase's draw comes to after its size is known.
+enum class Verdict : int { kTake, kDrawAgain };
+
+// Phase 0, one thread. Thresholds of strata with too few rows are doubled; a
+// draw above row_count_max is made anew, smaller, before a row is read.
+__device__ inline Verdict JudgePilot(const UnitRequest& u, const int64_t* drawn, int64_t* wanted) {
+  UnitState& s = *u.state;
+  if (s.strata == 0 || s.rows_left == 0) return Verdict::kTake;
+  if (wanted[0] < 0) return Verdict::kTake;  // given up before
+  bool wider = false;
+  int64_t total = 0;
+  for (int h = 0; h < s.strata; ++h) {
+    total += drawn[h];
+    const int64_t least = min(int64_t{kStratumRowsMin}, s.stratum_count[h]);
+    if (drawn[h] >= least) continue;
+    const unsigned long long twice = max(s.threshold[h], 1ull) * 2;
+    s.threshold[h] = min(twice, 1ull << 32);
+    wider = true;
+  }
+  if (wider) return Verdict::kDrawAgain;
+  if (total <= s.rows_left) return Verdict::kTake;
+  s.limited = 1;
+  int64_t largest = 0;
+  for (int h = 0; h < s.strata; ++h) {
+    wanted[h] = max(int64_t{1}, wanted[h] * 3 / 4);
+    largest = max(largest, wanted[h]);
+  }
+  for (int h = 0; h < s.strata; ++h) {
+    s.threshold[h] = largest == 1 ? 0 : SampleThreshold(wanted[h], s.stratum_count[h]);
+  }
+  if (largest == 1) wanted[0] = -1;
+  return Verdict::kDrawAgain;
+}
+
+// Phase 1, likewise.
+__device__ inline Verdict JudgeSample(const UnitRequest& u, const int64_t* drawn) {
+  UnitState& s = *u.state;
+  int64_t total = 0;
+  for (int h = 0; h < s.strata; ++h) total += s.drawn[h] + drawn[h];
+  if (total <= s.rows_left) return Verdict::kTake;
+  s.limited = 1;
+  bool smaller = false;
+  for (int h = 0; h < s.strata; ++h) {
+    const int64_t next = max(s.drawn[h], s.budget[h] * 15 / 16);
+    smaller |= next < s.budget[h];
+    s.budget[h] = next;
+  }
+  for (int h = 0; h < s.strata; ++h) {
+    const unsigned long long threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
+    s.threshold[h] = smaller ? max(s.drawn_threshold[h], threshold) : s.drawn_threshold[h];
+  }
+  return Verdict::kDrawAgain;
+}
+
+// The list's layout and the segments that folding takes. All threads.
+__device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals) {
+  __shared__ int64_t first_of[1 + kTailStrataMax];
+  __shared__ int first_segment[2 + kTailStrataMax];
+  __shared__ int64_t segment_rows;
+  UnitState& s = *u.state;
+  const int sets = 1 + s.strata;
+  if (threadIdx.x == 0) {
+    const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
+    if (phase == 0) s.exact_count = exact;
+    const int64_t begin = phase == 0 ? 0 : s.list_count;
+    int64_t end = begin + exact;
+    first_of[0] = begin;
+    for (int h = 0; h < s.strata; ++h) {
+      first_of[1 + h] = end;
+      s.stratum_first[h] = end;
+      s.stratum_drawn[phase][h] = totals[1 + h];
+      s.drawn[h] += totals[1 + h];
+      end += totals[1 + h];
+    }
+    s.list_count = end;
+    s.gather_count = end - begin;
+    s.staged[phase] = end <= u.staging_rows;
+    const int64_t even = (end - begin + kSegmentsWanted - 1) / kSegmentsWanted;
+    segment_rows = max(int64_t{kSegmentRowsMin}, (even + 31) / 32 * 32);
+    int segments = 0;
+    for (int set = 0; set < sets; ++set) {
+      first_segment[set] = segments;
+      const int64_t rows = set == 0 ? exact : totals[set];
+      segments += static_cast<int>((rows + segment_rows - 1) / segment_rows);
+    }
+    first_segment[sets] = segments;
+    s.segment_count[phase] = segments;
+  }
+  __syncthreads();
+  for (int set = threadIdx.x / 32; set < sets; set += kResolveThreads / 32) {
+    const int64_t rows = set == 0 ? (phase == 0 ? s.exact_count : 0) : totals[set];
+    for (int i = first_segment[set] + threadIdx.x % 32; i < first_segment[set + 1]; i += 32) {
+      const int64_t at = (i - first_segment[set]) * segment_rows;
+      s.segments[phase][i] = {set, static_cast<int32_t>(min(segment_rows, rows - at)),
+                              first_of[set] + at};
+    }
+  }
+}
+
+// Settles a phase's draw. One block a unit.
+__global__ void __launch_bounds__(kResolveThreads) ResolveKernel(int phase,
+                                                                 const UnitRequest* units) {
+  __shared__ SampleRule rule;
+  __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
+  __shared__ int64_t totals[kChunkColumns];
+  __shared__ int64_t wanted[kTailStrataMax];
+  __shared__ Verdict verdict;
+  __shared__ bool collect;
+  const UnitRequest& u = units[blockIdx.x];
+  UnitState& state = *u.state;
+  if (phase == 0) {
+    if (threadIdx.x < 32) {
+      const int64_t from = FindHeavyFrom(u, state.heavy_bin, state.heavy_skip);
+      if (threadIdx.x == 0) state.heavy_from = from;
+    }
+    for (int h = threadIdx.x; h < state.strata; h += blockDim.x) {
+      wanted[h] = PilotCount(u, state, h);
+    }
+    __syncthreads();
+  }
+  for (;;) {
+    LoadRule(u, state.threshold, rule);
+    CountClasses(u, rule, warp_columns, totals);
+    if (threadIdx.x == 0) {
+      verdict = phase == 0 ? JudgePilot(u, totals + 1, wanted) : JudgeSample(u, totals + 1);
+      collect = false;
+      for (int h = 0; h < state.strata && verdict == Verdict::kDrawAgain; ++h) {
+        if (state.threshold[h] <= state.collected[h]) continue;
+        state.collected[h] = state.threshold[h];
+        collect = true;
+      }
+    }
+    __syncthreads();
+    if (verdict == Verdict::kTake) break;
+    if (!collect) continue;
+    // Rare: candidates beyond what was collected.
+    LoadRule(u, state.collected, rule);
+    for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
+      FilterChunk<kResolveThreads>(u, rule, phase, chunk);
+    }
+  }
+  LayOut(u, phase, totals);
+}
+
+// Writes the list, and the gather's list in token order. A warp a chunk; grid
+// (blocks, units).
+__global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase,
+                                                             const UnitRequest* units) {
+  __shared__ SampleRule rule;
+  const UnitRequest& u = units[blockIdx.y];
+  const UnitState& state = *u.state;
+  LoadRule(u, state.threshold, rule);
+  const int lane = threadIdx.x % 32;
+  const bool staged = state.staged[phase];
+  const auto put = [&](uint32_t token, int64_t place, int64_t turn) {
+    u.list[place] = token;
+    if (staged) u.gather[turn] = make_uint2(token, static_cast<uint32_t>(place));
+  };
+  if (phase == 0 && blockIdx.x == 0) {
+    const int64_t window_at = state.exact_count - u.window;
+    const int64_t window_turn = state.gather_count - u.window;
+    for (int64_t i = threadIdx.x; i < u.sink; i += blockDim.x) {
+      put(static_cast<uint32_t>(i), i, i);
+    }
+    for (int64_t i = threadIdx.x; i < u.window; i += blockDim.x) {
+      put(static_cast<uint32_t>(u.n - u.window + i), window_at + i, window_turn + i);
+    }
+  }
+  const int64_t first_turn = phase == 0 ? u.sink : 0;
+  const int warps = blockDim.x / 32;
+  for (int64_t chunk = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
+       chunk < u.chunks(); chunk += static_cast<int64_t>(gridDim.x) * warps) {
+    const uint32_t count = u.chunk_counts[chunk];
+    if (count == 0) continue;
+    const uint32_t* before = u.chunk_table + chunk * kChunkColumns;
+    // Lane c and lane c + 32 count the class's tokens so far.
+    uint32_t place_low = lane < 1 + rule.strata ? before[lane] : 0;
+    uint32_t place_high = lane + 32 < 1 + rule.strata ? before[lane + 32] : 0;
+    int64_t turn = first_turn + WarpSum<int64_t>(int64_t{place_low} + place_high);
+    for (uint32_t i = 0; i < count; i += 32) {
+      const bool have = i + lane < count;
+      const uint32_t token = have ? u.candidates[chunk * kChunkTokens + i + lane] : 0;
+      const int kind = have ? Classify(rule, u.bins[token], token) : -1;
+      const bool kept = kind >= 0 && !(phase == 1 && kind == 0);
+      const unsigned all = __ballot_sync(kFullWarp, kept);
+      const unsigned same = __match_any_sync(kFullWarp, kept ? kind : -1);
+      const unsigned lower = (1u << lane) - 1;
+      const uint32_t low = __shfl_sync(kFullWarp, place_low, kept ? kind % 32 : 0);
+      const uint32_t high = __shfl_sync(kFullWarp, place_high, kept ? kind % 32 : 0);
+      if (kept) {
+        const int64_t base = kind == 0 ? u.sink : state.stratum_first[kind - 1];
+        put(token, base + (kind < 32 ? low : high) + __popc(same & lower),
+            turn + __popc(all & lower));
+      }
+      // The counters' lanes learn of their classes' tokens.
+      for (unsigned left = all; left != 0;) {
+        const int leader = __ffs(left) - 1;
+        const int leader_kind = __shfl_sync(kFullWarp, kind, leader);
+        const unsigned members = __shfl_sync(kFullWarp, same, leader);
+        if (lane == leader_kind % 32) {
+          (leader_kind < 32 ? place_low : place_high) += __popc(members);
+        }
+        left &= ~members;
+      }
+      turn += __popc(all);
+    }
+  }
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,130 @@
+#include "gpu/kernels/score.cuh"
+
+#include <algorithm>
+
+#include "gpu/kernels/oracle.cuh"
+
+namespace spillway::cuda {
+namespace {
+
+constexpr int kScoreThreads = 512;
+constexpr int kReferenceThreads = 128;
+constexpr int kOracleThreads = 128;
+
+// Blocks per unit: `per_sm` on every SM shared among the units, no more than
+// there is work for.
+int BlocksPerUnit(const Wave& wave, int per_sm, int64_t work) {
+  const int64_t share = (int64_t{wave.sm_count} * per_sm + wave.unit_count - 1) / wave.unit_count;
+  return static_cast<int>(std::max<int64_t>(1, std::min(share, work)));
+}
+
+size_t PlaneBytes(const Wave& wave, int tiles) {
+  return sizeof(uint2) * tiles * wave.shape.tiling.chunks() * 32;
+}
+
+template <typename Kernel>
+cudaError_t AllowShared(Kernel kernel, size_t bytes) {
+  if (bytes <= 48 * 1024) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
+}
+
+template <int kPlanes, int kChunks>
+cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
+  const int tiles = (wave.shape.group + 3) / 4;
+  const int warps = kReferenceThreads / 32;
+  const int blocks = BlocksPerUnit(wave, 8, (wave.reference_pages_max + warps - 1) / warps);
+  ReferenceKernel<kPlanes, kChunks>
+      <<<dim3(blocks, wave.unit_count), kReferenceThreads, PlaneBytes(wave, tiles), stream>>>(
+          wave.shape, wave.units);
+  return cudaGetLastError();
+}
+
+template <int kPlanes, int kChunks>
+cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
+  const int tiles = (wave.shape.group + 3) / 4;
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  const int warps = kScoreThreads / 32;
+  const dim3 grid(BlocksPerUnit(wave, 2, (pages + warps - 1) / warps), wave.unit_count);
+  const size_t shared = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
+  if (wave.shape.by_mass) {
+    ScoreAsymmetricKernel<kPlanes, kChunks, true>
+        <<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
+  } else {
+    ScoreAsymmetricKernel<kPlanes, kChunks, false>
+        <<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
+  }
+  return cudaGetLastError();
+}
+
+// Calls f<planes, chunks>().
+template <typename F>
+cudaError_t ForShape(const CodeTiling& tiling, F f) {
+  const bool one = tiling.chunks() == 1;
+  switch (tiling.planes) {
+    case 1:
+      return one ? f.template operator()<1, 1>() : f.template operator()<1, 2>();
+    case 2:
+      return one ? f.template operator()<2, 1>() : f.template operator()<2, 2>();
+    case 3:
+      return one ? f.template operator()<3, 1>() : f.template operator()<3, 2>();
+    default:
+      return one ? f.template operator()<4, 1>() : f.template operator()<4, 2>();
+  }
+}
+
+size_t OracleBytes(const Wave& wave) {
+  const AttendShape& s = wave.shape;
+  return sizeof(float) * (s.group * s.head_dim + s.group * kPageTokenCount +
+                          TileRows(s.head_dim) * TileStride(s.head_dim));
+}
+
+}  // namespace
+
+cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream) {
+  if (wave.shape.selector == Selector::kHamming) return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  if (wave.shape.selector == Selector::kOracle) {
+    error = AllowShared(OracleReferenceKernel, OracleBytes(wave));
+    if (error != cudaSuccess) return error;
+    const int blocks = BlocksPerUnit(wave, 4, wave.reference_pages_max);
+    OracleReferenceKernel<<<dim3(blocks, wave.unit_count), kOracleThreads, OracleBytes(wave),
+                            stream>>>(wave.shape, wave.units);
+    error = cudaGetLastError();
+  } else {
+    error = ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
+      return LaunchReferenceOf<kPlanes, kChunks>(wave, stream);
+    });
+  }
+  if (error != cudaSuccess) return error;
+  const int64_t tokens = wave.reference_pages_max * kPageTokenCount;
+  const int blocks = BlocksPerUnit(wave, 4, (tokens + 255) / 256);
+  ReferenceMassKernel<<<dim3(blocks, wave.unit_count), 256, 0, stream>>>(wave.shape, wave.units);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream) {
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  if (wave.shape.selector == Selector::kOracle) {
+    const cudaError_t error = AllowShared(ScoreOracleKernel, OracleBytes(wave));
+    if (error != cudaSuccess) return error;
+    const dim3 grid(BlocksPerUnit(wave, 4, pages), wave.unit_count);
+    ScoreOracleKernel<<<grid, kOracleThreads, OracleBytes(wave), stream>>>(wave.shape, wave.units);
+    return cudaGetLastError();
+  }
+  if (wave.shape.selector == Selector::kHamming) {
+    const size_t shared =
+        sizeof(uint32_t) * ((wave.shape.bin_count + 1) / 2 * 2) + PlaneBytes(wave, 1);
+    const cudaError_t error = AllowShared(ScoreHammingKernel, shared);
+    if (error != cudaSuccess) return error;
+    const int warps = kScoreThreads / 32;
+    const dim3 grid(BlocksPerUnit(wave, 2, (pages + warps - 1) / warps), wave.unit_count);
+    ScoreHammingKernel<<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
+    return cudaGetLastError();
+  }
+  return ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
+    return LaunchScoreOf<kPlanes, kChunks>(wave, stream);
+  });
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace spillway {
+
+// What every device answers when q.k of a row that it reads is not a number.
+inline absl::Status NonFiniteLogitError(int64_t token, int layer, int kv_head) {
+  return absl::OutOfRangeError(absl::StrCat("the logit of token ", token, " at layer ", layer,
+                                            ", KV head ", kv_head,
+                                            " is not finite: q.k passes fp32's range"));
+}
+
+}  // namespace spillway

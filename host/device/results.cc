@@ -1,0 +1,49 @@
+#include "host/device/results.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace spillway {
+namespace {
+
+void SelectEverything(AttendWork& work, int64_t query, int heads) {
+  const int64_t n = work.visible[query];
+  const int64_t sink = std::min(work.policy.sink_token_count, n);
+  const int64_t window = std::max(sink, n - work.policy.window_token_count);
+  for (int h = 0; h < heads; ++h) {
+    Selection& s = work.selections[query * heads + h];
+    s.indices.resize(n);
+    std::iota(s.indices.begin(), s.indices.end(), 0u);
+    s.log_weights.assign(n, 0.0f);
+    s.strata.assign(n, kStratumHeavy);
+    std::fill(s.strata.begin(), s.strata.begin() + sink, kStratumSink);
+    std::fill(s.strata.begin() + window, s.strata.end(), kStratumWindow);
+  }
+}
+
+}  // namespace
+
+void AllocateResults(const ModelSpec& spec, AttendWork& work) {
+  const int64_t heads = work.query_count * spec.query_head_count;
+  if (!work.select_only) {
+    work.out.resize(heads * spec.head_dim);
+    work.lse.resize(heads);
+  }
+  work.certificates.resize(heads);
+  work.touched_row_counts.resize(work.query_count * spec.kv_head_count);
+  if (work.select_only) work.selections.resize(work.query_count * spec.kv_head_count);
+}
+
+void FillDenseResults(const ModelSpec& spec, int64_t begin, int64_t end, AttendWork& work) {
+  for (int64_t t = begin; t < end; ++t) {
+    for (int h = 0; h < spec.query_head_count; ++h) {
+      work.certificates[t * spec.query_head_count + h] = {.visible_token_count = work.visible[t]};
+    }
+    for (int h = 0; h < spec.kv_head_count; ++h) {
+      work.touched_row_counts[t * spec.kv_head_count + h] = work.visible[t];
+    }
+    if (work.select_only) SelectEverything(work, t, spec.kv_head_count);
+  }
+}
+
+}  // namespace spillway
