@@ -75,7 +75,8 @@ void LayerIndex::Truncate(int64_t token_count) {
   coded_token_count_ = std::min(coded_token_count_, token_count);
   for (PageTable& table : codes_) table.Truncate(coded_token_count_);
   // A page that is written next may be replaced first, if a fork shares it.
-  synced_page_count_ = std::min(synced_page_count_, token_count / kPageTokenCount);
+  synced_row_pages_ = std::min(synced_row_pages_, token_count / kPageTokenCount);
+  synced_code_pages_ = std::min(synced_code_pages_, coded_token_count_ / kPageTokenCount);
 }
 
 absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
@@ -111,7 +112,7 @@ absl::Status LayerIndex::Grow(int64_t page_count) {
   tables_ = *std::move(block);
   capacity_ = capacity;
   for (auto& pages : mirror_) pages.clear();
-  synced_page_count_ = 0;
+  synced_row_pages_ = synced_code_pages_ = 0;
   return absl::OkStatus();
 }
 
@@ -120,10 +121,10 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
   if (absl::Status status = Grow(row_pages); !status.ok()) return status;
   const int heads = rows.kv_head_count();
   auto** const slots = reinterpret_cast<const std::byte**>(tables_ ? tables_.data() : nullptr);
-  const auto sync = [&](int table, int64_t page_count, const auto& page) {
+  const auto sync = [&](int table, int64_t from, int64_t page_count, const auto& page) {
     std::vector<const std::byte*>& known = mirror_[table];
     known.resize(static_cast<size_t>(page_count), nullptr);
-    for (int64_t p = synced_page_count_; p < page_count; ++p) {
+    for (int64_t p = from; p < page_count; ++p) {
       const std::byte* address = page(p);
       if (known[p] == address) continue;
       known[p] = address;
@@ -131,11 +132,13 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
     }
   };
   for (int h = 0; h < heads; ++h) {
-    sync(h, row_pages, [&](int64_t p) { return rows.Page(h, p); });
+    sync(h, synced_row_pages_, row_pages, [&](int64_t p) { return rows.Page(h, p); });
     if (codes_.empty()) continue;
-    sync(heads + h, codes_[h].page_count(), [&](int64_t p) { return codes_[h].Page(p); });
+    sync(heads + h, synced_code_pages_, codes_[h].page_count(),
+         [&](int64_t p) { return codes_[h].Page(p); });
   }
-  synced_page_count_ = row_pages;
+  synced_row_pages_ = row_pages;
+  synced_code_pages_ = codes_.empty() ? 0 : codes_.front().page_count();
   return absl::OkStatus();
 }
 

@@ -106,8 +106,9 @@ class LayerIndex {
   // What the GPU's tables hold, or will once the updates that were handed out
   // have run: [2 H][pages].
   std::vector<std::vector<const std::byte*>> mirror_;
-  // Pages below it cannot have changed since the last Update.
-  int64_t synced_page_count_ = 0;
+  // Pages below these cannot have changed since the last Update.
+  int64_t synced_row_pages_ = 0;
+  int64_t synced_code_pages_ = 0;
 };
 
 class CudaSequence final : public DeviceSequence {

@@ -80,11 +80,11 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   uint32_t* out = u.candidates + chunk_begin;
   uint32_t written = 0;  // by the whole block, before this round
   uint32_t ties = 0;
-  for (int64_t round = chunk_begin; round < min(chunk_begin + kChunkTokens, u.n);
-       round += kRoundTokens) {
+  const int64_t chunk_end = min(chunk_begin + kChunkTokens, u.n);
+  for (int64_t round = chunk_begin; round < chunk_end; round += kRoundTokens) {
     const int64_t first = round + static_cast<int64_t>(threadIdx.x) * kPerThread;
     uint32_t flags = 0;
-    if (first < u.n) {
+    if (first < chunk_end) {
       // Bins are padded to whole loads.
       const uint4 raw = *reinterpret_cast<const uint4*>(u.bins + first);
       const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -92,7 +92,7 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
       for (int i = 0; i < kPerThread; ++i) {
         const int bin = (pairs[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
         const auto token = static_cast<uint32_t>(first + i);
-        if (first + i >= u.n || bin == kNoBin) continue;
+        if (first + i >= chunk_end || bin == kNoBin) continue;
         bool found = false;
         if (bin == kHeavyBin || bin > rule.heavy_bin) {
           found = phase == 0;
