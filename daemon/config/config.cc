@@ -86,6 +86,13 @@ Setting Choice(const char* key, const char* flag, const char* help, std::vector<
       std::move(get)};
 }
 
+// cuda:N or GPU-....
+bool IsGpu(const std::string& name) {
+  int ordinal = 0;
+  return name.starts_with("GPU-") ||
+         (name.starts_with("cuda:") && absl::SimpleAtoi(name.substr(5), &ordinal) && ordinal >= 0);
+}
+
 const std::vector<Setting>& Settings() {
   static const auto* const settings = new std::vector<Setting>{
       {"server.listen", "--listen", "unix:/path or tcp:host:port", true,
@@ -116,6 +123,30 @@ const std::vector<Setting>& Settings() {
          return bytes.status();
        },
        [](const Config& config) { return FormatBytes(config.memory_limit_bytes); }},
+      {"device.name", "--device", "auto, cpu, cuda:N or a GPU's UUID", true,
+       [](Config& config, const std::string& text) {
+         if (text != "auto" && text != "cpu" && !IsGpu(text)) {
+           return Refuse(text, "auto, cpu, cuda:N or a GPU's UUID");
+         }
+         config.device = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.device; }},
+      {"device.gpu_memory_limit", "--gpu-memory-limit",
+       "GPU memory for codes and workspaces, such as 20GiB; 0: nine tenths of what is free", true,
+       [](Config& config, const std::string& text) {
+         if (text == "0") {
+           config.gpu_memory_limit_bytes = 0;
+           return absl::OkStatus();
+         }
+         const absl::StatusOr<int64_t> bytes = ParseBytes(text);
+         if (bytes.ok()) config.gpu_memory_limit_bytes = *bytes;
+         return bytes.status();
+       },
+       [](const Config& config) {
+         return config.gpu_memory_limit_bytes == 0 ? "0"
+                                                   : FormatBytes(config.gpu_memory_limit_bytes);
+       }},
       Integer("device.thread_count", "--threads", "worker threads, 0: one per core",
               &Config::thread_count, 0, 4096),
       Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",

@@ -20,6 +20,11 @@ struct Config {
   bool allow_remote = false;
   // Everything the daemon may hold.
   int64_t memory_limit_bytes = 0;
+  // "auto": the first GPU if there is one, else the CPU; "cpu"; "cuda:N"; or a
+  // GPU's UUID.
+  std::string device = "auto";
+  // GPU memory for codes and workspaces; 0: nine tenths of what is free.
+  int64_t gpu_memory_limit_bytes = 0;
   // Worker threads; 0: one per core.
   int thread_count = 0;
   // How long a stop waits for running calls.

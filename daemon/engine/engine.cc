@@ -1,6 +1,8 @@
 #include "daemon/engine/engine.h"
 
 #include <algorithm>
+#include <limits>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -76,11 +78,17 @@ int64_t Engine::IndexBytesPerToken(const ModelSpec& spec) const {
 }
 
 int64_t Engine::FreeTokenCount(const Model& model) const {
-  const int64_t token_bytes =
-      model.spec.row_bytes() * model.spec.kv_head_count * model.spec.layer_count +
-      IndexBytesPerToken(model.spec);
+  const ModelSpec& spec = model.spec;
+  int64_t host_bytes = spec.row_bytes() * spec.kv_head_count * spec.layer_count;
+  int64_t free_count = std::numeric_limits<int64_t>::max();
+  const int64_t index_bytes = IndexBytesPerToken(spec);
+  if (const std::optional<DeviceMemory> device = device_->memory()) {
+    if (index_bytes > 0) free_count = (device->limit_bytes - device->used_bytes) / index_bytes;
+  } else {
+    host_bytes += index_bytes;
+  }
   const int64_t spare_bytes = model.row_pool.spare_page_count() * model.row_pool.page_bytes();
-  return (arena_->free_bytes() + spare_bytes) / token_bytes;
+  return std::min(free_count, (arena_->free_bytes() + spare_bytes) / host_bytes);
 }
 
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(const std::string& id,

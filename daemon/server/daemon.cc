@@ -4,9 +4,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "daemon/server/devices.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/server.h"
-#include "host/cpu/cpu_device.h"
 
 namespace spillway {
 namespace {
@@ -30,6 +30,7 @@ void LogSystem(const Config& config, const Topology& topology, const DeviceInfo&
   LogInfo("simd", {{"target", device.simd_target}});
   LogInfo("device", {{"name", device.name},
                      {"description", device.description},
+                     {"uuid", device.uuid.empty() ? "none" : device.uuid},
                      {"threads", absl::StrCat(device.thread_count)}});
 }
 
@@ -53,9 +54,9 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
   observer.released = [&device](std::span<std::byte> chunk) { device->UnregisterMemory(chunk); };
   absl::StatusOr<std::unique_ptr<Arena>> arena = Arena::Create(arena_options, &budget, observer);
   if (!arena.ok()) return Fail(arena.status());
-  CpuDeviceOptions device_options;
-  device_options.thread_count = config.thread_count;
-  device = CreateCpuDevice(device_options, arena->get(), &budget);
+  absl::StatusOr<std::unique_ptr<Device>> opened = OpenDevice(config, arena->get(), &budget);
+  if (!opened.ok()) return Fail(opened.status());
+  device = *std::move(opened);
   LogSystem(config, topology, device->info());
   {
     Engine engine(device.get(), arena->get(), &budget,

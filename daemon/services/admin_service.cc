@@ -43,6 +43,11 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
   device.set_description(info.description);
   device.set_thread_count(info.thread_count);
   device.set_simd_target(info.simd_target);
+  device.set_uuid(info.uuid);
+  if (const auto memory = services_.engine.device().memory()) {
+    device.set_memory_limit_bytes(memory->limit_bytes);
+    device.set_memory_used_bytes(memory->used_bytes);
+  }
   v1::ServerLimits& limits = *response->mutable_limits();
   limits.set_message_bytes_max(kMessageBytesMax);
   limits.set_memory_bytes_max(services_.engine.budget().limit_bytes());

@@ -33,9 +33,8 @@ struct Driver {
       void* entry = nullptr;
       cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
       if (!status.ok()) return;
-      status = ToStatus(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault,
-                                                         &result),
-                        name);
+      status = ToStatus(
+          cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &result), name);
       if (status.ok() && (entry == nullptr || result != cudaDriverEntryPointSuccess)) {
         status = absl::UnimplementedError(absl::StrCat("the CUDA driver has no ", name));
       }
@@ -103,8 +102,7 @@ class DeviceBacking final : public ArenaBacking {
       CUmemAccessDesc access = {};
       access.location = properties.location;
       access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      status =
-          driver_.Check(driver_.set_access(at, bytes, &access, 1), "cuMemSetAccess", count);
+      status = driver_.Check(driver_.set_access(at, bytes, &access, 1), "cuMemSetAccess", count);
       if (!status.ok()) driver_.unmap(at, bytes);
     }
     if (!status.ok()) {
@@ -148,9 +146,9 @@ absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal,
   if (!stream.ok()) return stream.status();
   const int64_t bytes = (limit_bytes + kSlabBytes - 1) / kSlabBytes * kSlabBytes;
   CUdeviceptr range = 0;
-  absl::Status status = driver->Check(
-      driver->address_reserve(&range, static_cast<size_t>(bytes), kSlabBytes, 0, 0),
-      "cuMemAddressReserve", bytes);
+  absl::Status status =
+      driver->Check(driver->address_reserve(&range, static_cast<size_t>(bytes), kSlabBytes, 0, 0),
+                    "cuMemAddressReserve", bytes);
   if (!status.ok()) return status;
   return std::make_unique<DeviceBacking>(*driver, ordinal, *std::move(stream), range, bytes);
 }

@@ -11,7 +11,6 @@ namespace spillway::cuda {
 // chunk by chunk (CUDA's virtual memory management), so that codes grow
 // without a copy and the GPU's other users keep what is not needed. Copies
 // run on a stream of its own and wait.
-absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal,
-                                                                  int64_t limit_bytes);
+absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal, int64_t limit_bytes);
 
 }  // namespace spillway::cuda

@@ -21,12 +21,11 @@ void Report(cudaError_t error, std::string_view call);
 }  // namespace spillway::cuda
 
 // Returns from the function if a CUDA call fails.
-#define SPILLWAY_CUDA_RETURN_IF_ERROR(call)                                      \
-  do {                                                                           \
-    if (const cudaError_t spillway_cuda_error = (call);                          \
-        spillway_cuda_error != cudaSuccess) {                                    \
-      return ::spillway::cuda::ToStatus(spillway_cuda_error, #call);             \
-    }                                                                            \
+#define SPILLWAY_CUDA_RETURN_IF_ERROR(call)                                                   \
+  do {                                                                                        \
+    if (const cudaError_t spillway_cuda_error = (call); spillway_cuda_error != cudaSuccess) { \
+      return ::spillway::cuda::ToStatus(spillway_cuda_error, #call);                          \
+    }                                                                                         \
   } while (false)
 
 // Reports a CUDA call that fails where nothing can be returned.

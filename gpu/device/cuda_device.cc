@@ -1,10 +1,10 @@
 #include "gpu/device/cuda_device.h"
 
 #include <chrono>
-#include <deque>
-#include <list>
-#include <mutex>
 #include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -102,6 +102,10 @@ class CudaDevice final : public Device {
     return spec.kv_head_count * (int64_t{tiling.page_bytes()} / kPageTokenCount);
   }
 
+  std::optional<DeviceMemory> memory() const override {
+    return DeviceMemory{budget_.limit_bytes(), budget_.used_bytes()};
+  }
+
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     Lane* lane = nullptr;
     {
@@ -177,8 +181,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free, &total));
   const int64_t limit = options.memory_limit_bytes > 0 ? options.memory_limit_bytes
                                                        : static_cast<int64_t>(free / 10 * 9);
-  const int threads = options.thread_count > 0 ? options.thread_count
-                                               : tbb::this_task_arena::max_concurrency();
+  const int threads =
+      options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
   std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads));
   device->sm_count_ = properties.multiProcessorCount;
   absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
@@ -199,8 +203,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
   device->info_.description =
       absl::StrCat(properties.name, ", ", properties.multiProcessorCount, " SMs, compute ",
-                   properties.major, ".", properties.minor, ", ", total >> 20, " MiB, ",
-                   UuidName(properties.uuid));
+                   properties.major, ".", properties.minor, ", ", total >> 20, " MiB");
+  device->info_.uuid = UuidName(properties.uuid);
   device->info_.thread_count = threads;
   device->info_.simd_target = SimdTargetName();
   device->finisher_ = std::thread([raw = device.get()] { raw->Finish(); });

@@ -61,8 +61,7 @@ absl::Status JobRun::Encode(const LayerRows& rows, LayerIndex& index) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCentre(work, kCentreTokenCount, lane_->stream()));
   }
   if (spec().hash.kind == HashKind::kMlp) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        LaunchEncodeMlp(work, model().mlp(job_->layer), lane_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeMlp(work, model().mlp(job_->layer), lane_->stream()));
   } else {
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         LaunchEncodeRotation(work, model().rotation(job_->layer), lane_->stream()));
@@ -326,37 +325,43 @@ absl::Status JobRun::Launch(SparseWave& wave) {
   for (int i = 0; i < w.unit_count; ++i) {
     const UnitRequest& r = wave.requests[i];
     w.token_count_max = std::max(w.token_count_max, r.n);
-    w.reference_pages_max =
-        std::max(w.reference_pages_max, r.sample_token_count / kPageTokenCount);
+    w.reference_pages_max = std::max(w.reference_pages_max, r.sample_token_count / kPageTokenCount);
   }
   w.sm_count = sm_count_;
   w.gather_blocks = kGatherBlocks;
   cudaStream_t stream = lane_->stream();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemcpyAsync(const_cast<UnitRequest*>(device_requests_), wave.requests,
-                      static_cast<size_t>(request_bytes_), cudaMemcpyHostToDevice, stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(const_cast<UnitRequest*>(device_requests_),
+                                                wave.requests, static_cast<size_t>(request_bytes_),
+                                                cudaMemcpyHostToDevice, stream));
   if (w.shape.query_codes != nullptr) {
     const int per_query = spec().query_head_count;
     for (size_t i = 0; i < wave.queries.size(); ++i) {
-      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchMlpCodes(
-          model().mlp(job_->layer), spec().head_dim, spec().group(),
-          device_q_ + i * per_query * spec().head_dim, per_query,
-          query_codes_ + i * per_query * spec().plane_words(), stream));
+      SPILLWAY_CUDA_RETURN_IF_ERROR(
+          LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().group(),
+                         device_q_ + i * per_query * spec().head_dim, per_query,
+                         query_codes_ + i * per_query * spec().plane_words(), stream));
     }
   }
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchPrepareQuery(w, stream));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchReference(w, stream));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchScore(w, stream));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchMassSets(w, stream));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCut(w, stream));
-  for (const int phase : {0, 1}) {
-    if (phase == 1) SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchBudget(w, stream));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchSample(w, phase, stream));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchGather(w, phase, stream));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchFold(w, phase, stream));
-  }
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchFinish(w, stream));
-  return wave.select_only ? CollectSelections(wave) : absl::OkStatus();
+  absl::Status status = Mark("requests");
+  const auto stage = [&](std::string_view name, cudaError_t error) {
+    if (status.ok()) status = ToStatus(error, name);
+    if (status.ok()) status = Mark(name);
+  };
+  stage("query", LaunchPrepareQuery(w, stream));
+  stage("reference", LaunchReference(w, stream));
+  stage("score", LaunchScore(w, stream));
+  if (w.shape.by_mass) stage("mass", LaunchMassSets(w, stream));
+  stage("cut", LaunchCut(w, stream));
+  stage("pilot", LaunchSample(w, 0, stream));
+  stage("pilot gather", LaunchGather(w, 0, stream));
+  stage("pilot fold", LaunchFold(w, 0, stream));
+  stage("budget", LaunchBudget(w, stream));
+  stage("sample", LaunchSample(w, 1, stream));
+  stage("sample gather", LaunchGather(w, 1, stream));
+  stage("sample fold", LaunchFold(w, 1, stream));
+  stage("finish", LaunchFinish(w, stream));
+  if (status.ok() && wave.select_only) status = CollectSelections(wave);
+  return status;
 }
 
 absl::Status JobRun::Launch(DensePart& part) {
@@ -369,9 +374,9 @@ absl::Status JobRun::Launch(DensePart& part) {
   w.unit_count = static_cast<int>(part.blocks.size());
   w.cancel = lane_->cancel();
   cudaStream_t stream = lane_->stream();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemcpyAsync(const_cast<DenseUnit*>(device_units_), part.units,
-                      static_cast<size_t>(request_bytes_), cudaMemcpyHostToDevice, stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(const_cast<DenseUnit*>(device_units_), part.units,
+                                                static_cast<size_t>(request_bytes_),
+                                                cudaMemcpyHostToDevice, stream));
   // 0xFF in every byte: no token.
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(part.units[0].error_token, 0xFF,
                                                 sizeof(uint32_t) * part.blocks.size(), stream));
@@ -401,6 +406,15 @@ absl::Status JobRun::Launch(DensePart& part) {
     }
   }
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(w, stream));
+  return Mark("dense");
+}
+
+absl::Status JobRun::Mark(std::string_view stage) {
+  if (!job_->trace) return absl::OkStatus();
+  absl::StatusOr<Event> event = Event::Create(/*timing=*/true);
+  if (!event.ok()) return event.status();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(event->get(), lane_->stream()));
+  marks_.emplace_back(stage, *std::move(event));
   return absl::OkStatus();
 }
 
@@ -457,6 +471,7 @@ absl::Status JobRun::Enqueue() {
     JobItem& item = job_->items[i];
     if (!item.append.has_value()) continue;
     if (absl::Status status = Encode(*item.append->rows, index(i)); !status.ok()) return status;
+    if (absl::Status status = Mark("append"); !status.ok()) return status;
   }
   for (SparseWave& wave : waves_) {
     Carver workspace(workspace_);
@@ -497,7 +512,7 @@ absl::Status JobRun::CollectSelections(const SparseWave& wave) {
     std::vector<Row> rows;
     rows.reserve(list.size());
     for (int64_t i = 0; i < state->exact_count; ++i) {
-      const uint8_t stratum = i < r.sink                         ? kStratumSink
+      const uint8_t stratum = i < r.sink                           ? kStratumSink
                               : i >= state->exact_count - r.window ? kStratumWindow
                                                                    : kStratumHeavy;
       rows.push_back({list[i], 0.0f, stratum});
@@ -570,8 +585,8 @@ void JobRun::Collect(const DensePart& part) {
       continue;
     }
     for (int r = 0; r < block.unit.query_rows; ++r) {
-      const int64_t at = (block.begin + r / group) * spec().query_head_count +
-                         block.kv_head * group + r % group;
+      const int64_t at =
+          (block.begin + r / group) * spec().query_head_count + block.kv_head * group + r % group;
       const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + r;
       std::copy_n(part.out + from * d, d, w.out.data() + at * d);
       w.lse[at] = part.lse[from];
@@ -585,6 +600,12 @@ void JobRun::Collect() {
   float milliseconds = 0;
   if (cudaEventElapsedTime(&milliseconds, lane_->start(), lane_->done()) == cudaSuccess) {
     job_->device_time_us = 1000.0 * milliseconds;
+  }
+  cudaEvent_t before = lane_->start();
+  for (const auto& [name, event] : marks_) {
+    cudaEventElapsedTime(&milliseconds, before, event.get());
+    job_->stages.push_back({name, 1000.0 * milliseconds});
+    before = event.get();
   }
 }
 

@@ -1,6 +1,9 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -83,6 +86,8 @@ class JobRun {
   absl::Status CollectSelections(const SparseWave& wave);
   void Collect(const SparseWave& wave);
   void Collect(const DensePart& part);
+  // What was enqueued since the mark before is a stage, if the job asks.
+  absl::Status Mark(std::string_view stage);
 
   Job* const job_;
   Lane* const lane_;
@@ -100,6 +105,7 @@ class JobRun {
   const std::byte** stage_table_ = nullptr;  // device
   const std::byte** stage_table_pinned_ = nullptr;
   int64_t request_bytes_ = 0;
+  std::vector<std::pair<std::string, Event>> marks_;
 };
 
 }  // namespace spillway::cuda

@@ -53,8 +53,8 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& sp
   const auto* base = reinterpret_cast<const float*>(model->weights_.data());
   for (const std::array<int64_t, 4>& at : places) {
     const auto tensor = [&](int i) { return at[i] < 0 ? nullptr : base + at[i]; };
-    model->mlp_.push_back({spec.hash.hidden_dim, spec.hash.hash_bits, spec.hash.residual,
-                           tensor(0), tensor(1), tensor(2), tensor(3)});
+    model->mlp_.push_back({spec.hash.hidden_dim, spec.hash.hash_bits, spec.hash.residual, tensor(0),
+                           tensor(1), tensor(2), tensor(3)});
   }
   return model;
 }

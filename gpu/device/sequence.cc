@@ -17,8 +17,8 @@ int64_t PagesFor(int64_t token_count) {
 }  // namespace
 
 PagePool* BlockPools::Of(int64_t bytes) {
-  const auto size = static_cast<int64_t>(
-      std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kBlockBytesMin))));
+  const auto size =
+      static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kBlockBytesMin))));
   const absl::MutexLock lock(&mutex_);
   std::unique_ptr<PagePool>& pool = pools_[size];
   if (pool == nullptr) pool = std::make_unique<PagePool>(arena_, size);

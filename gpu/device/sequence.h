@@ -101,7 +101,7 @@ class LayerIndex {
   int64_t coded_token_count_ = 0;
   std::vector<PageTable> codes_;  // per KV head; empty without codes
   Block centre_;                  // [H][d] floats, never changed once centred
-  Block tables_;  // [2][H][capacity]: rows, codes
+  Block tables_;                  // [2][H][capacity]: rows, codes
   int64_t capacity_ = 0;
   // What the GPU's tables hold, or will once the updates that were handed out
   // have run: [2 H][pages].

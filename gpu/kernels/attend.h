@@ -46,9 +46,9 @@ struct AttendShape {
   int bin_count = kScoreBinCount;
   CodeTiling tiling;
   int bits_per_dim = 0;
-  int hash_bits = 0;                   // bits that hamming compares
+  int hash_bits = 0;                           // bits that hamming compares
   const float* rotation_transposed = nullptr;  // [d][d], with a rotation
-  const uint32_t* query_codes = nullptr;  // [units][G][words], with an MLP
+  const uint32_t* query_codes = nullptr;       // [units][G][words], with an MLP
 };
 
 // A run of rows of one set: the exact rows (set 0) or stratum set - 1.
@@ -232,8 +232,8 @@ struct DenseUnit {
   int64_t segment_count = 0;
   float* partials = nullptr;  // [segment_count] of query_rows * (2 + d) floats
   uint32_t* error_token = nullptr;
-  float* out = nullptr;  // pinned, [query_rows][d]
-  float* lse = nullptr;  // pinned, [query_rows]
+  float* out = nullptr;              // pinned, [query_rows][d]
+  float* lse = nullptr;              // pinned, [query_rows]
   uint32_t* result_error = nullptr;  // pinned
 };
 

@@ -54,8 +54,8 @@ __device__ inline int LastBinReaching(int top, int64_t wanted, At at) {
 }
 
 // One block a unit. Shared memory: [bin_count] counts.
-__global__ void __launch_bounds__(kCutThreads) CutKernel(AttendShape shape,
-                                                         const UnitRequest* units) {
+__global__ void __launch_bounds__(kCutThreads)
+    CutKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ uint32_t above[];  // tokens of a bin and above
   __shared__ int heavy_bin;
   const UnitRequest& u = units[blockIdx.x];

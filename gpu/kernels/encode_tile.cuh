@@ -135,12 +135,14 @@ __device__ inline void LoadTile(const EncodeWork& work, int head, int64_t first,
 
 // x = k - c becomes o = x / max|x|, over its norm. Ends without a barrier
 // after the last write. length [64]: ||k - c||, for threads [0, 64) to use.
-__device__ inline void NormaliseTile(int dim, float* x, float* length) {
-  __shared__ float4 largest_of[kStrips][kTileTokens / 4];
-  __shared__ float4 inverse_of[kTileTokens / 4];
+// scratch: 144 elements, free again after the next barrier.
+__device__ inline void NormaliseTile(int dim, float* x, float* length, float4* scratch) {
+  constexpr int kQuads = kTileTokens / 4;
+  float4* largest_of = scratch;                     // [kStrips][kQuads]
+  float4* inverse_of = scratch + kStrips * kQuads;  // [kQuads]
   // All but the chain: four tokens of every eighth row.
-  const int quad = threadIdx.x % (kTileTokens / 4);
-  const int strip = threadIdx.x / (kTileTokens / 4);
+  const int quad = threadIdx.x % kQuads;
+  const int strip = threadIdx.x / kQuads;
   float4 largest = make_float4(0, 0, 0, 0);
 #pragma unroll 4
   for (int i = strip; i < dim; i += kStrips) {
@@ -150,11 +152,11 @@ __device__ inline void NormaliseTile(int dim, float* x, float* length) {
     largest.z = fmaxf(largest.z, fabsf(v.z));
     largest.w = fmaxf(largest.w, fabsf(v.w));
   }
-  largest_of[strip][quad] = largest;
+  largest_of[strip * kQuads + quad] = largest;
   __syncthreads();
 #pragma unroll
   for (int s = 0; s < kStrips; ++s) {
-    const float4 v = largest_of[s][quad];
+    const float4 v = largest_of[s * kQuads + quad];
     largest.x = fmaxf(largest.x, v.x);
     largest.y = fmaxf(largest.y, v.y);
     largest.z = fmaxf(largest.z, v.z);
@@ -182,7 +184,7 @@ __device__ inline void NormaliseTile(int dim, float* x, float* length) {
     float max = 0;
 #pragma unroll
     for (int s = 0; s < kStrips; ++s) {
-      max = fmaxf(max, reinterpret_cast<const float*>(largest_of[s])[token]);
+      max = fmaxf(max, reinterpret_cast<const float*>(largest_of)[s * kTileTokens + token]);
     }
     const float norm = __fsqrt_rn(max > 0 ? norm_sq : 1.0f);
     length[token] = max * norm;
@@ -325,7 +327,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   CopySlice(transposed, dim, 0, 0, slices);
   LoadTile(work, head, first, x);
   __syncthreads();
-  NormaliseTile(dim, x, length);
+  // The second slice is not copied before the product begins. At d = 256 two
+  // blocks fit an SM because nothing else is taken.
+  NormaliseTile(dim, x, length, shared + kSliceRows * kTileDims / 4);
 
   const TileThread at;
   float dot = 0;

@@ -103,7 +103,8 @@ __device__ inline void EstimateUnit(const AttendShape& shape, const UnitRequest&
     double exact = 0, all = 0;
     for (int j = 0; j < segments; ++j) {
       const int set = range.segment(j).set;
-      const double part = SetRate(s, set) * factors[j * group + g] * range.partial(j, shape)[4 * g + 1];
+      const double part =
+          SetRate(s, set) * factors[j * group + g] * range.partial(j, shape)[4 * g + 1];
       all += part;
       if (set == 0) exact += part;
     }
@@ -216,8 +217,8 @@ __device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head,
 }
 
 // Budgets of phase 1. One block a unit; shared memory: EstimateBytes().
-__global__ void __launch_bounds__(kEstimateThreads) BudgetKernel(AttendShape shape,
-                                                                 const UnitRequest* units) {
+__global__ void __launch_bounds__(kEstimateThreads)
+    BudgetKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) double doubles[];
   __shared__ HeadSums heads[kGroupMax];
   __shared__ int64_t budgets[kGroupMax][kTailStrataMax];
@@ -254,7 +255,8 @@ __global__ void __launch_bounds__(kEstimateThreads) BudgetKernel(AttendShape sha
                              static_cast<double>(max(int64_t{1}, total - drawn));
         for (int h = 0; h < strata_count; ++h) {
           const int64_t have = s.drawn[h];
-          s.budget[h] = have + static_cast<int64_t>(share * static_cast<double>(s.budget[h] - have));
+          s.budget[h] =
+              have + static_cast<int64_t>(share * static_cast<double>(s.budget[h] - have));
         }
       }
     }
@@ -272,8 +274,8 @@ __global__ void __launch_bounds__(kEstimateThreads) BudgetKernel(AttendShape sha
 }
 
 // Output and certificate. One block a unit; shared memory: EstimateBytes().
-__global__ void __launch_bounds__(kEstimateThreads) FinishKernel(AttendShape shape,
-                                                                 const UnitRequest* units) {
+__global__ void __launch_bounds__(kEstimateThreads)
+    FinishKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) double doubles[];
   __shared__ HeadSums heads[kGroupMax];
   const UnitRequest& u = units[blockIdx.x];
@@ -311,8 +313,8 @@ __global__ void __launch_bounds__(kEstimateThreads) FinishKernel(AttendShape sha
       const bool bounded = u.tail == Tail::kStratified || u.bound != Bound::kDenominator;
       result.relative_error[g] = static_cast<float>(error);
       result.tail_mass[g] = tail_mass;
-      result.promise[g] = bounded && !s.limited && error <= u.epsilon ? Promise::kStatistical
-                                                                      : Promise::kNone;
+      result.promise[g] =
+          bounded && !s.limited && error <= u.epsilon ? Promise::kStatistical : Promise::kNone;
     }
   }
   if (threadIdx.x == 0) {

@@ -1,6 +1,6 @@
-#include "gpu/kernels/fold.cuh"
-
 #include <algorithm>
+
+#include "gpu/kernels/fold.cuh"
 
 namespace spillway::cuda {
 namespace {

@@ -34,8 +34,8 @@ struct FoldShape {
 // Shared memory of a folding block, in floats.
 __host__ __device__ inline int FoldFloats(int head_dim, int row_capacity) {
   const int tile_rows = TileRows(head_dim);
-  return tile_rows * TileStride(2 * head_dim) + row_capacity * head_dim +
-         tile_rows * row_capacity + tile_rows;
+  return tile_rows * TileStride(2 * head_dim) + row_capacity * head_dim + tile_rows * row_capacity +
+         tile_rows;
 }
 
 // Folds `count` rows, row_at(i) being their addresses. visible(r, i): whether
@@ -49,8 +49,8 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
   const int tile_rows = TileRows(d);
   const int stride = TileStride(2 * d);
   float* tile = memory;
-  float* weights = tile + tile_rows * stride;    // [tile_rows][kRows] logits, then x
-  float* norms = weights + tile_rows * kRows;    // [tile_rows] ||v||^2
+  float* weights = tile + tile_rows * stride;  // [tile_rows][kRows] logits, then x
+  float* norms = weights + tile_rows * kRows;  // [tile_rows] ||v||^2
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int warps = blockDim.x / 32;
@@ -97,8 +97,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       if (lane < m) weights[lane * kRows + r] = x;
       const float sum = WarpSum(x);
       const float sum_sq = kMoments ? WarpSum(x * x) : 0;
-      const float sum_sq_norm =
-          kMoments ? WarpSum(lane < m ? x * x * norms[lane] : 0.0f) : 0;
+      const float sum_sq_norm = kMoments ? WarpSum(lane < m ? x * x * norms[lane] : 0.0f) : 0;
       if (lane == 0) {
         const float share = old == -INFINITY ? 0.0f : ExpF32(old - max);
         keep[r] = share;
@@ -165,8 +164,8 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
                         : RowAddress(u.row_pages, shape.row_bytes, u.list[place]);
         },
         [](int, int64_t) { return true; },
-        [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); }, queries,
-        rest, sums, values);
+        [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); }, queries, rest,
+        sums, values);
     __syncthreads();
     float* out = u.partials + (int64_t{phase} * kSegmentMax + i) * PartialFloats(shape.group, d);
     if (threadIdx.x < shape.group) {
@@ -219,9 +218,7 @@ __global__ void DenseFoldKernel(DenseWave wave) {
     ValueSums<kDenseQueryRows, false> values;
     FoldRows<kDenseQueryRows, false>(
         fold, min(u.segment_rows, limit - first),
-        [&](int64_t j) {
-          return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j);
-        },
+        [&](int64_t j) { return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j); },
         [&](int r, int64_t j) { return first + j < u.visible[r]; },
         [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); }, queries,
         rest, sums, values);

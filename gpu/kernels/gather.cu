@@ -1,12 +1,12 @@
-#include "gpu/kernels/gather.cuh"
-
 #include <algorithm>
+
+#include "gpu/kernels/gather.cuh"
 
 namespace spillway::cuda {
 
 cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream) {
-  GatherKernel<<<wave.gather_blocks, kGatherThreads, 0, stream>>>(
-      phase, wave.shape.row_bytes, wave.units, wave.unit_count);
+  GatherKernel<<<wave.gather_blocks, kGatherThreads, 0, stream>>>(phase, wave.shape.row_bytes,
+                                                                  wave.units, wave.unit_count);
   return cudaGetLastError();
 }
 

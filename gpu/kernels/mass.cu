@@ -1,6 +1,6 @@
-#include "gpu/kernels/mass.cuh"
-
 #include <algorithm>
+
+#include "gpu/kernels/mass.cuh"
 
 namespace spillway::cuda {
 

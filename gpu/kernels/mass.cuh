@@ -45,9 +45,9 @@ __global__ void HeadThresholdKernel(const UnitRequest* units) {
   }
   __syncwarp();
   if (threadIdx.x != 0) return;
-  const auto threshold = HeavyByMass(std::span<const uint16_t>(used, found),
-                                     std::span<const uint32_t>(counts, found), u.heavy_mass,
-                                     u.heavy_floor, u.heavy_ceiling);
+  const auto threshold =
+      HeavyByMass(std::span<const uint16_t>(used, found), std::span<const uint32_t>(counts, found),
+                  u.heavy_mass, u.heavy_floor, u.heavy_ceiling);
   u.state->head_bin[head] = threshold.bin;
   u.state->head_skip[head] = int64_t{histogram[threshold.bin]} - threshold.take;
 }
@@ -65,7 +65,8 @@ __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
         count += u.head_bins[h * u.n + t] == bin;
       }
       count = WarpSum(count);
-      if (threadIdx.x % 32 == 0 && count > 0) atomicAdd(&u.head_ties[h * u.chunks() + chunk], count);
+      if (threadIdx.x % 32 == 0 && count > 0)
+        atomicAdd(&u.head_ties[h * u.chunks() + chunk], count);
     }
   }
 }

@@ -82,8 +82,7 @@ __global__ void ScoreOracleKernel(AttendShape shape, const UnitRequest* units) {
     const int64_t wanted = min(static_cast<int64_t>(kPageTokenCount), u.end - first);
     const int count = wanted > 0 ? static_cast<int>(wanted) : 0;
     ExactPageLogits(shape, u, page_index, count, queries, tile, logits);
-    for (int slot = threadIdx.x; slot < kPageTokenCount && first + slot < u.n;
-         slot += blockDim.x) {
+    for (int slot = threadIdx.x; slot < kPageTokenCount && first + slot < u.n; slot += blockDim.x) {
       const int64_t token = first + slot;
       const bool candidate = token >= u.begin && token < u.end;
       float score = 0;

@@ -62,8 +62,8 @@ __global__ void PrepareQueryKernel(AttendShape shape, const UnitRequest* units) 
       if (j < shape.hash_bits) {
         for (int g = 0; g < group; ++g) {
           if (mlp) {
-            const uint32_t* code = shape.query_codes +
-                                   (static_cast<int64_t>(blockIdx.x) * group + g) * words;
+            const uint32_t* code =
+                shape.query_codes + (static_cast<int64_t>(blockIdx.x) * group + g) * words;
             set += code[j / 32] >> (j % 32) & 1u;
           } else {
             // As the codes of keys have it: a zero counts as positive.

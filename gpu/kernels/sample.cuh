@@ -142,8 +142,8 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
 }
 
 // Grid (blocks, units).
-__global__ void __launch_bounds__(kFilterThreads) FilterKernel(int phase,
-                                                               const UnitRequest* units) {
+__global__ void __launch_bounds__(kFilterThreads)
+    FilterKernel(int phase, const UnitRequest* units) {
   __shared__ SampleRule rule;
   const UnitRequest& u = units[blockIdx.y];
   if (blockIdx.x >= u.chunks()) return;
@@ -194,8 +194,7 @@ __device__ inline int64_t FindHeavyFrom(const UnitRequest& u, int heavy_bin, int
 // chunk_table [chunk][column] becomes the class's tokens in chunks before;
 // totals[column] all of them. All threads of the block.
 __device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule,
-                                    uint32_t (*warp_columns)[kChunkColumns],
-                                    int64_t* totals) {
+                                    uint32_t (*warp_columns)[kChunkColumns], int64_t* totals) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int columns = 1 + rule.strata;
@@ -334,8 +333,8 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
 }
 
 // Settles a phase's draw. One block a unit.
-__global__ void __launch_bounds__(kResolveThreads) ResolveKernel(int phase,
-                                                                 const UnitRequest* units) {
+__global__ void __launch_bounds__(kResolveThreads)
+    ResolveKernel(int phase, const UnitRequest* units) {
   __shared__ SampleRule rule;
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
   __shared__ int64_t totals[kChunkColumns];
@@ -380,8 +379,7 @@ __global__ void __launch_bounds__(kResolveThreads) ResolveKernel(int phase,
 
 // Writes the list, and the gather's list in token order. A warp a chunk; grid
 // (blocks, units).
-__global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase,
-                                                             const UnitRequest* units) {
+__global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase, const UnitRequest* units) {
   __shared__ SampleRule rule;
   const UnitRequest& u = units[blockIdx.y];
   const UnitState& state = *u.state;

@@ -1,8 +1,7 @@
-#include "gpu/kernels/score.cuh"
-
 #include <algorithm>
 
 #include "gpu/kernels/oracle.cuh"
+#include "gpu/kernels/score.cuh"
 
 namespace spillway::cuda {
 namespace {

@@ -88,9 +88,8 @@ __device__ inline void LoadQueryPlanes(const UnitRequest& u, int tiles, int word
 // head lane / 4 % 4 and key 2 (lane % 4) + lane / 16 of the tile. Without the
 // head's offset: 4 sum w u - 30 sum u, w the stored 4-bit weight.
 template <int kPlanes, int kChunks>
-__device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks],
-                                   const int32_t (&ones)[4], const uint2* planes, int lane,
-                                   int32_t (&totals)[4]) {
+__device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks], const int32_t (&ones)[4],
+                                   const uint2* planes, int lane, int32_t (&totals)[4]) {
   const bool high = lane >= 16;
 #pragma unroll
   for (int tile = 0; tile < 4; ++tile) {
@@ -133,7 +132,10 @@ __device__ inline void GroupOnes(const uint4 (&codes)[kPlanes][kChunks], int lan
       for (int c = 0; c < kChunks; ++c) {
         const uint4& b = codes[p][c];
         AndPopc(acc, kFullWarp, kFullWarp,
-                tile == 0 ? b.x : tile == 1 ? b.y : tile == 2 ? b.z : b.w);
+                tile == 0   ? b.x
+                : tile == 1 ? b.y
+                : tile == 2 ? b.z
+                            : b.w);
       }
     }
     ones[tile] = lane >= 16 ? acc[1] : acc[0];
@@ -237,8 +239,8 @@ __global__ void ReferenceMassKernel(AttendShape shape, const UnitRequest* units)
     unsigned long long sum = 0;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-      const int64_t token =
-          (pages.first + pages.step * (i / kPageTokenCount)) * kPageTokenCount + i % kPageTokenCount;
+      const int64_t token = (pages.first + pages.step * (i / kPageTokenCount)) * kPageTokenCount +
+                            i % kPageTokenCount;
       if (token < u.begin || token >= u.end) continue;
       sum += ScoreMass(u.sample_logits[h * u.sample_token_count + i], max);
     }
@@ -329,8 +331,7 @@ __global__ void __launch_bounds__(512)
           float e[4];
 #pragma unroll
           for (int t = 0; t < 4; ++t) {
-            const float x =
-                ScaledLogit(totals[t], terms.offset, terms.coefficient, factors[t]);
+            const float x = ScaledLogit(totals[t], terms.offset, terms.coefficient, factors[t]);
             e[t] = ScoreExp2(x - terms.reference);
           }
           ExchangeHeads(e, lane);
@@ -407,13 +408,11 @@ __global__ void __launch_bounds__(512)
       for (int t = 0; t < 4; ++t) {
         const int32_t even = weight * acc[g][t][0] + ones_weight * acc[g][t][2];
         const int32_t other = weight * acc[g][t][1] + ones_weight * acc[g][t][3];
-        sums[t] = (high ? other : even) +
-                  __shfl_xor_sync(kFullWarp, high ? even : other, 16);
+        sums[t] = (high ? other : even) + __shfl_xor_sync(kFullWarp, high ? even : other, 16);
       }
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        const int32_t received =
-            __shfl_xor_sync(kFullWarp, middle ? sums[t] : sums[t + 2], 8);
+        const int32_t received = __shfl_xor_sync(kFullWarp, middle ? sums[t] : sums[t + 2], 8);
         sums[t] = (middle ? sums[t + 2] : sums[t]) + received;
       }
       const int32_t received = __shfl_xor_sync(kFullWarp, odd ? sums[0] : sums[1], 4);

@@ -32,9 +32,7 @@ double BoundQuantile(Bound bound, double delta);
 SPILLWAY_HOST_DEVICE inline double UniformBudget(Bound bound, const UniformTail& tail,
                                                  double epsilon, double z) {
   const double n = tail.token_count;
-  const auto ratio = [](double a, double b) {
-    return a == 0 ? 0.0 : b > 0 ? a / b : HUGE_VAL;
-  };
+  const auto ratio = [](double a, double b) { return a == 0 ? 0.0 : b > 0 ? a / b : HUGE_VAL; };
   double root = 0;
   switch (bound) {
     case Bound::kDenominator:

@@ -43,7 +43,8 @@ SPILLWAY_HOST_DEVICE inline uint32_t TokenHash(const SampleKey& key, uint32_t to
   return h;
 }
 
-SPILLWAY_HOST_DEVICE inline uint32_t SamplePhase(uint64_t seed, int layer, int kv_head, int64_t visible_token_count) {
+SPILLWAY_HOST_DEVICE inline uint32_t SamplePhase(uint64_t seed, int layer, int kv_head,
+                                                 int64_t visible_token_count) {
   const SampleKey key = MakeSampleKey(~seed, layer, kv_head);
   return static_cast<uint32_t>(SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
                                           SplitMix64(static_cast<uint64_t>(visible_token_count))));

@@ -22,9 +22,9 @@ struct NeymanStratum {
 // correction). variance <= 0 takes every stratum with a deviation whole.
 // allotted has a place per stratum; at most kTailStrataMax strata.
 SPILLWAY_HOST_DEVICE inline void NeymanAllot(std::span<const NeymanStratum> strata, double variance,
-                 std::span<int64_t> allotted) {
+                                             std::span<int64_t> allotted) {
   const size_t count = strata.size();
-  uint64_t fixed = 0;  // a bit per stratum
+  uint64_t fixed = 0;      // a bit per stratum
   double left = variance;  // what the free strata may still spend
   const auto is_fixed = [&](size_t h) { return (fixed >> h & 1) != 0; };
   const auto fix = [&](size_t h, int64_t rows) {

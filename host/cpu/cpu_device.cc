@@ -167,7 +167,8 @@ class CpuDevice final : public Device {
       AllocateResults(model.spec(), work);
       int64_t dense_begin = 0;  // queries [dense_begin, t) are dense so far
       for (int64_t t = 0; t <= work.query_count && item.status.ok(); ++t) {
-        const bool dense = t < work.query_count && work.policy.IsDense(job.layer, work.query_count, work.visible[t]);
+        const bool dense = t < work.query_count &&
+                           work.policy.IsDense(job.layer, work.query_count, work.visible[t]);
         if (dense) continue;
         if (dense_begin < t) item.status = AttendDense(c, dense_begin, t);
         dense_begin = t + 1;

@@ -281,10 +281,9 @@ std::vector<int64_t> SparseAttend::HeadBudgets(const HeadEstimate& e) const {
         static_cast<double>(strata_.counts[0]), inflation * std::sqrt(e.variance_x[0]),
         inflation * inflation * e.trace_n[0],   inflation * inflation * e.trace_o[0],
         std::sqrt(e.norm_sq_unbiased),          e.denominator};
-    budgets[0] =
-        FinitePopulation(UniformBudget(policy_.bound, tail, policy_.epsilon,
-                                       BoundQuantile(policy_.bound, policy_.delta)),
-                         strata_.counts[0], drawn[0]);
+    budgets[0] = FinitePopulation(UniformBudget(policy_.bound, tail, policy_.epsilon,
+                                                BoundQuantile(policy_.bound, policy_.delta)),
+                                  strata_.counts[0], drawn[0]);
     return budgets;
   }
   std::vector<NeymanStratum> strata(count);

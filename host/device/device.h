@@ -22,8 +22,15 @@ namespace spillway {
 struct DeviceInfo {
   std::string name;         // "cpu:0"
   std::string description;  // for people
+  std::string uuid;         // of a GPU, else empty
   int thread_count = 0;
   std::string simd_target;
+};
+
+// Memory of a device's own, bytes.
+struct DeviceMemory {
+  int64_t limit_bytes = 0;
+  int64_t used_bytes = 0;
 };
 
 // A model's weights on a device (rotations, MLPs). Opaque; thread-safe.
@@ -81,6 +88,12 @@ struct JobItem {
                         // With both, an attend that fails keeps the append.
 };
 
+// A part of a job and the device time that it took.
+struct StageTime {
+  std::string name;
+  double us = 0;
+};
+
 // One layer's work for sequences of one model, served as one parallel job.
 struct Job {
   DeviceModel* model = nullptr;
@@ -88,6 +101,10 @@ struct Job {
   std::vector<JobItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
   double device_time_us = 0;            // filled
+  // Asks for the time of each stage; measuring makes the job slower. A device
+  // that cannot tell leaves it empty.
+  bool trace = false;
+  std::vector<StageTime> stages;  // filled
 };
 
 // Computes codes, selections and attention over rows in host memory. Shared
@@ -131,6 +148,8 @@ class Device {
   virtual absl::Status PrepareAppend(DeviceModel& model, DeviceSequence& sequence, int layer,
                                      int64_t start, int64_t count) = 0;
 
+  // The memory that codes live in, where that is not the rows' arena.
+  virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
   // Device bytes of codes per token of one layer, all KV heads.
   virtual int64_t IndexBytesPerToken(const ModelSpec& spec) const = 0;
 
