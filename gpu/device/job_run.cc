@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kWaveBytes = int64_t{512} << 20;
 // Rows that a unit gathers to GPU memory before it folds them; more are read
 // where they lie.
-constexpr int64_t kStagingBytes = int64_t{8} << 20;
+constexpr int64_t kStagingBytes = int64_t{16} << 20;
 // Pages per KV head that a dense run of many queries brings over at a time.
 constexpr int64_t kStagePages = 64;
 constexpr int64_t kStagedSegmentRows = 2048;
@@ -181,7 +181,10 @@ void JobRun::FillRequest(const SparseQuery& query, int kv_head, UnitRequest& r) 
   r.inflation = p.inflation;
   r.pilot_count = p.pilot_token_count;
   r.row_count_max = p.row_count_max;
-  r.key = MakeSampleKey(p.seed, job_->layer, kv_head);
+  const SampleKey key = MakeSampleKey(p.seed, job_->layer, kv_head);
+  r.key_multiplier = key.multiplier;
+  r.key_offset = key.offset;
+  r.key_mask = key.mask;
   r.phase = SamplePhase(p.seed, job_->layer, kv_head, r.n);
 }
 
@@ -227,7 +230,7 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   int64_t unit = 0;
   for (const SparseQuery& query : wave.queries) {
     for (int h = 0; h < heads; ++h, ++unit) {
-      UnitRequest r;
+      UnitRequest r{};
       if (fill) {
         FillRequest(query, h, r);
       } else {
@@ -240,6 +243,7 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       r.q = device_q_ + unit * group * d;
       r.bins = workspace.Take<uint16_t>(padded);
       r.histogram = workspace.Take<uint32_t>(shape.bin_count);
+      r.stratum_of_bin = workspace.Take<uint8_t>(shape.bin_count);
       if (shape.by_mass) {
         r.head_bins = workspace.Take<uint16_t>(group * r.n);
         r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
@@ -252,12 +256,12 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       r.sample_logits = workspace.Take<float>(group * r.sample_token_count);
       r.candidates = workspace.Take<uint32_t>(padded);
       r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
-      r.chunk_ties = workspace.Take<uint32_t>(r.chunks());
+      r.chunk_ties = workspace.Take<uint32_t>(2 * r.chunks());
       r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
       r.list = workspace.Take<uint32_t>(r.n);
       r.staging_rows = std::min(r.n, kStagingBytes / shape.row_bytes);
       r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
-      r.gather = workspace.Take<uint2>(r.staging_rows);
+      r.gather = workspace.Take<GatherEntry>(r.staging_rows);
       r.partials = workspace.Take<float>(2 * kSegmentMax * PartialFloats(group, d));
       r.state = workspace.Take<UnitState>(1);
       if (!fill) continue;

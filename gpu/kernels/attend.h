@@ -27,7 +27,7 @@ inline constexpr uint16_t kNoBin = 0xFFFE;
 // Counters of a chunk: heavy tokens and those drawn of each stratum.
 inline constexpr int kChunkColumns = 1 + kTailStrataMax;
 // Parts that one phase's rows are folded in, at most.
-inline constexpr int kSegmentRowsMin = 64;
+inline constexpr int kSegmentRowsMin = 32;
 inline constexpr int kSegmentsWanted = 128;
 inline constexpr int kSegmentMax = kSegmentsWanted + 1 + kTailStrataMax;
 // Fewest rows a stratum's variance is estimated from.
@@ -58,6 +58,12 @@ struct Segment {
   int64_t first = 0;  // in the unit's list
 };
 
+// A row to copy: from host memory to its place in the staging.
+struct GatherEntry {
+  const std::byte* from;
+  int64_t place;
+};
+
 // What the kernels find out about a unit.
 struct UnitState {
   // Query.
@@ -76,6 +82,7 @@ struct UnitState {
   int32_t strata;
   uint16_t lowest_bin[kTailStrataMax];
   int64_t stratum_count[kTailStrataMax];  // n_h
+  int32_t drawing;                        // whether the phase draws anything
   int64_t tail_count;
   int64_t rows_left;  // that row_count_max leaves for the tail
   int32_t limited;    // row_count_max bound
@@ -85,7 +92,9 @@ struct UnitState {
   unsigned long long threshold[kTailStrataMax];
   unsigned long long collected[kTailStrataMax];  // what the candidates cover
   int64_t drawn[kTailStrataMax];
+  int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];
+  uint32_t heads_done;
   // Rows: the list holds the exact rows, then each phase's draws by stratum.
   int64_t exact_count;
   int64_t list_count;
@@ -112,53 +121,54 @@ struct UnitResult {
 };
 
 // What the host asks of a unit. Pointers are device addresses but where they
-// say otherwise.
+// say otherwise. Made with {}, so that what is not set is 0.
 struct UnitRequest {
-  const std::byte* const* row_pages = nullptr;
-  const std::byte* const* code_pages = nullptr;
-  const float* q = nullptr;  // [G][d]
-  int64_t n = 0;             // visible tokens
-  int64_t begin = 0;         // candidates [begin, end)
-  int64_t end = 0;
+  const std::byte* const* row_pages;
+  const std::byte* const* code_pages;
+  const float* q;  // [G][d]
+  int64_t n;             // visible tokens
+  int64_t begin;         // candidates [begin, end)
+  int64_t end;
 
-  int64_t heavy_count = 0;  // by count or fraction
-  double heavy_mass = 0;
-  int64_t heavy_floor = 0;
-  int64_t heavy_ceiling = 0;
-  Tail tail = Tail::kNone;
-  Bound bound = Bound::kRatio;
-  bool by_mass = false;
-  double epsilon = 0;
-  double z = 0;        // of the certificate
-  double bound_z = 0;  // of the uniform bound
-  double inflation = 1;
-  int32_t pilot_count = 0;
-  int64_t sink = 0;
-  int64_t window = 0;
-  int64_t row_count_max = 0;  // 0: none
-  SampleKey key;
-  uint32_t phase = 0;
+  int64_t heavy_count;  // by count or fraction
+  double heavy_mass;
+  int64_t heavy_floor;
+  int64_t heavy_ceiling;
+  Tail tail;
+  Bound bound;
+  bool by_mass;
+  double epsilon;
+  double z;        // of the certificate
+  double bound_z;  // of the uniform bound
+  double inflation;
+  int32_t pilot_count;
+  int64_t sink;
+  int64_t window;
+  int64_t row_count_max;  // 0: none
+  uint32_t key_multiplier, key_offset, key_mask;  // SampleKey
+  uint32_t phase;
 
-  uint16_t* bins = nullptr;             // [n], by token
-  uint16_t* head_bins = nullptr;        // [G][n], by mass only
-  uint32_t* histogram = nullptr;        // [bin_count]
-  uint32_t* head_histograms = nullptr;  // [G][kScoreBinCount], by mass only
-  uint32_t* head_ties = nullptr;        // [G][chunks], by mass only
-  uint32_t* query_planes = nullptr;     // [head tiles][16][words]
-  float* sample_logits = nullptr;       // [G][sample_token_count]
-  int64_t sample_token_count = 0;
-  uint32_t* candidates = nullptr;    // [chunks][kChunkTokens]
-  uint32_t* chunk_counts = nullptr;  // [chunks] candidates
-  uint32_t* chunk_ties = nullptr;    // [chunks] of them in the heavy bin
-  uint32_t* chunk_table = nullptr;   // [chunks][kChunkColumns]
-  uint32_t* list = nullptr;          // [n] tokens
-  std::byte* staging = nullptr;      // [staging_rows] rows
-  int64_t staging_rows = 0;
-  uint2* gather = nullptr;    // [staging_rows] (token, place in the list)
-  float* partials = nullptr;  // [2][kSegmentMax] of PartialFloats()
-  UnitState* state = nullptr;
-  UnitResult* result = nullptr;  // pinned
-  float* out = nullptr;          // pinned, [G][d]; null: selection only
+  uint16_t* bins;             // [n], by token
+  uint16_t* head_bins;        // [G][n], by mass only
+  uint32_t* histogram;        // [bin_count]
+  uint8_t* stratum_of_bin;    // [bin_count]
+  uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
+  uint32_t* head_ties;        // [G][chunks], by mass only
+  uint32_t* query_planes;     // [head tiles][16][words]
+  float* sample_logits;       // [G][sample_token_count]
+  int64_t sample_token_count;
+  uint32_t* candidates;    // [chunks][kChunkTokens]
+  uint32_t* chunk_counts;  // [chunks] candidates
+  uint32_t* chunk_ties;    // [chunks][2] of them in the heavy bin; of those, drawn
+  uint32_t* chunk_table;   // [kChunkColumns][chunks]
+  uint32_t* list;          // [n] tokens
+  std::byte* staging;      // [staging_rows] rows
+  int64_t staging_rows;
+  GatherEntry* gather;  // [staging_rows], by address
+  float* partials;  // [2][kSegmentMax] of PartialFloats()
+  UnitState* state;
+  UnitResult* result;  // pinned
+  float* out;          // pinned, [G][d]; null: selection only
 
   SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
 };

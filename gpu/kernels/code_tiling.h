@@ -11,7 +11,7 @@ namespace spillway::cuda {
 // How the CUDA device tiles codes. A code page holds the codes of
 // kPageTokenCount tokens of one KV head:
 //   planes   uint32 [plane][group = 4][chunk][row = 8][word][tile = 4]
-//   factors  bf16 [128], only with a rotation
+//   factors  bf16 [group = 4][row = 8][tile = 4], only with a rotation
 // Token 32 group + 8 tile + row; plane 0 is a code's low bit. A chunk is up to
 // four 32-bit words of a plane (the last may have fewer): what one binary
 // tensor-core instruction multiplies. So a lane reads the words of its key of
@@ -47,6 +47,10 @@ struct CodeTiling {
     const int tile = slot % kGroupTokenCount / 8;
     return chunk_offset(plane, slot / kGroupTokenCount, chunk) +
            (row * chunk_words(chunk) + word % kChunkWords) * 4 + tile;
+  }
+  // Of a token's factor among the page's.
+  SPILLWAY_HOST_DEVICE static int factor_index(int slot) {
+    return slot / kGroupTokenCount * kGroupTokenCount + slot % 8 * 4 + slot % kGroupTokenCount / 8;
   }
   SPILLWAY_HOST_DEVICE int factor_offset_bytes() const {
     return planes * words * kPageTokenCount * 4;

@@ -53,29 +53,13 @@ __device__ inline int LastBinReaching(int top, int64_t wanted, At at) {
   return -1;
 }
 
-// One block a unit. Shared memory: [bin_count] counts.
-__global__ void __launch_bounds__(kCutThreads)
-    CutKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ uint32_t above[];  // tokens of a bin and above
-  __shared__ int heavy_bin;
-  const UnitRequest& u = units[blockIdx.x];
+// The strata, the pilots' thresholds and what else is known of the tail. One
+// warp; every lane computes the same.
+__device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
+                               const uint32_t* above, int heavy_bin, uint16_t* lowest_bin,
+                               int& strata_count) {
   UnitState& state = *u.state;
   const int bins = shape.bin_count;
-  for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
-  if (threadIdx.x == 0) heavy_bin = u.by_mass ? bins : 0;
-  __syncthreads();
-  SuffixSums(above, bins);
-
-  if (!u.by_mass) {
-    for (int b = threadIdx.x; b < bins; b += blockDim.x) {
-      const int64_t next = b + 1 < bins ? above[b + 1] : 0;
-      if (above[b] >= u.heavy_count && next < u.heavy_count) heavy_bin = b;
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x >= 32) return;
-
-  // From here on one warp; every lane computes the same.
   const int64_t all = above[0];
   int64_t heavy = 0;  // that the histogram still counts
   int64_t skip = 0;
@@ -107,7 +91,7 @@ __global__ void __launch_bounds__(kCutThreads)
         if (bin < 0 || tail_at(bin) == tail) break;
         const int64_t reached = tail_at(bin);
         if (threadIdx.x == 0) {
-          state.lowest_bin[strata] = static_cast<uint16_t>(bin);
+          lowest_bin[strata] = static_cast<uint16_t>(bin);
           state.stratum_count[strata] = reached - closed;
         }
         closed = reached;
@@ -117,7 +101,7 @@ __global__ void __launch_bounds__(kCutThreads)
         while (edge <= k + reached) edge *= 2;
       }
       if (threadIdx.x == 0) {
-        state.lowest_bin[strata] = 0;
+        lowest_bin[strata] = 0;
         state.stratum_count[strata] = tail - closed;
       }
       ++strata;
@@ -125,12 +109,13 @@ __global__ void __launch_bounds__(kCutThreads)
     if (u.tail == Tail::kUniform || int64_t{strata} * 2 * kStratumRowsMin > rows_left) {
       strata = 1;
       if (threadIdx.x == 0) {
-        state.lowest_bin[0] = 0;
+        lowest_bin[0] = 0;
         state.stratum_count[0] = tail;
       }
     }
   }
   if (threadIdx.x == 0) {
+    strata_count = strata;
     state.heavy_bin = heavy_bin;
     state.heavy_skip = skip;
     state.heavy_from = 0;
@@ -139,10 +124,12 @@ __global__ void __launch_bounds__(kCutThreads)
     state.tail_count = tail;
     state.rows_left = rows_left;
     state.limited = strata > 0 && rows_left == 0;
+    state.drawing = strata > 0 && rows_left > 0;
     state.list_count = 0;
   }
   __syncwarp();
   for (int h = threadIdx.x; h < strata; h += 32) {
+    state.lowest_bin[h] = lowest_bin[h];
     state.drawn_threshold[h] = 0;
     state.threshold[h] =
         rows_left == 0 ? 0 : SampleThreshold(PilotCount(u, state, h), state.stratum_count[h]);
@@ -153,4 +140,33 @@ __global__ void __launch_bounds__(kCutThreads)
   }
 }
 
+// One block a unit. Shared memory: [bin_count] counts.
+__global__ void __launch_bounds__(kCutThreads)
+    CutKernel(AttendShape shape, const UnitRequest* units) {
+  extern __shared__ uint32_t above[];  // tokens of a bin and above
+  __shared__ int heavy_bin;
+  __shared__ int strata_count;
+  __shared__ uint16_t lowest_bin[kTailStrataMax];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.x, u);
+  const int bins = shape.bin_count;
+  for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
+  if (threadIdx.x == 0) heavy_bin = u.by_mass ? bins : 0;
+  __syncthreads();
+  SuffixSums(above, bins);
+
+  if (!u.by_mass) {
+    for (int b = threadIdx.x; b < bins; b += blockDim.x) {
+      const int64_t next = b + 1 < bins ? above[b + 1] : 0;
+      if (above[b] >= u.heavy_count && next < u.heavy_count) heavy_bin = b;
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x < 32) CutTail(shape, u, above, heavy_bin, lowest_bin, strata_count);
+  __syncthreads();
+  if (strata_count == 0) return;
+  for (int b = threadIdx.x; b < bins; b += blockDim.x) {
+    u.stratum_of_bin[b] = static_cast<uint8_t>(StratumOf(lowest_bin, b));
+  }
+}
 }  // namespace spillway::cuda

@@ -52,6 +52,17 @@ __device__ inline T WarpSum(T x) {
   return x;
 }
 
+// A unit's request in shared memory: one read of GPU memory for all threads.
+__device__ inline void LoadRequest(const UnitRequest* from, UnitRequest& to) {
+  static_assert(sizeof(UnitRequest) % 8 == 0);
+  const auto* source = reinterpret_cast<const uint64_t*>(from);
+  auto* target = reinterpret_cast<uint64_t*>(&to);
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(UnitRequest) / 8); i += blockDim.x) {
+    target[i] = source[i];
+  }
+  __syncthreads();
+}
+
 // The stratum of a tail token's bin: strata descend, lowest_bin[last] is 0.
 __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;

@@ -4,14 +4,22 @@
 #include "host/core/budget.h"
 #include "host/core/neyman.h"
 
-// What a unit's sums say: budgets after the pilot, output and certificate at
-// the end. fp64, every sum in one order; the formulas are host/core/estimate.h
-// and DESIGN's.
+// What a unit's sums say of one query head: budgets after the pilot, output
+// and certificate at the end. fp64, every sum in one order; the formulas are
+// host/core/estimate.h's and host/core/budget.h's. A block takes one head.
 namespace spillway::cuda {
 
-inline constexpr int kEstimateThreads = 1024;
+inline constexpr int kEstimateThreads = 512;
+inline constexpr int kAllSegmentsMax = 2 * kSegmentMax;
 
-// What is known of each query head, in shared memory.
+// Per stratum.
+struct StratumSums {
+  double trace_o;
+  double trace_n;
+  double variance_x;
+};
+
+// What is known of the head, in shared memory.
 struct HeadSums {
   double max;
   double denominator;
@@ -19,148 +27,172 @@ struct HeadSums {
   double norm_sq;
   double norm_sq_unbiased;
   double variance;
+  StratumSums strata[kTailStrataMax];
+  double outputs[kHeadDimMax];     // o^
+  double numerators[kHeadDimMax];  // N^
 };
 
-// Per (head, stratum).
-struct StratumSums {
-  double trace_o;
-  double trace_n;
-  double variance_x;
-};
-
-// Segments of both phases up to `phases`, as one sequence.
-struct SegmentRange {
-  const UnitRequest& u;
-  int phases;
-
-  __device__ int count() const {
-    return u.state->segment_count[0] + (phases > 1 ? u.state->segment_count[1] : 0);
-  }
-  __device__ Segment segment(int i) const {
-    const int first = u.state->segment_count[0];
-    return i < first ? u.state->segments[0][i] : u.state->segments[1][i - first];
-  }
-  __device__ const float* partial(int i, const AttendShape& shape) const {
-    const int first = u.state->segment_count[0];
-    const int64_t slot = i < first ? i : kSegmentMax + (i - first);
-    return u.partials + slot * PartialFloats(shape.group, shape.head_dim);
-  }
-};
-
-// n_h / r_h of a segment's set, times exp(max - M).
+// n_h / r_h of a set; 1 for the exact rows.
 __device__ inline double SetRate(const UnitState& s, int set) {
   return set == 0 ? 1.0
                   : static_cast<double>(s.stratum_count[set - 1]) /
                         static_cast<double>(s.drawn[set - 1]);
 }
 
-// Shared memory of EstimateUnit: numerators [G][d], factors [2 kSegmentMax][G]
-// as doubles, strata [G][kTailStrataMax].
-__host__ __device__ inline int64_t EstimateBytes(int group, int head_dim) {
-  return int64_t{8} * group * head_dim + int64_t{8} * 2 * kSegmentMax * group +
-         int64_t{sizeof(StratumSums)} * group * kTailStrataMax;
+// Where a set's segments lie in each phase.
+struct SetSegments {
+  int16_t begin[2];
+  int16_t end[2];
+};
+
+// The sum over the block's threads, the same in every thread; the order is
+// that of the warps.
+__device__ inline double BlockSum(double x) {
+  __shared__ double warps[kEstimateThreads / 32];
+  x = WarpSum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  double sum = 0;
+  for (const double part : warps) sum += part;
+  return sum;
 }
 
-// Fills heads [G], strata [G][kTailStrataMax] and the numerators N^ [G][d].
-// All threads of the block.
-__device__ inline void EstimateUnit(const AttendShape& shape, const UnitRequest& u, int phases,
-                                    HeadSums* heads, StratumSums* strata, double* numerators,
-                                    double* factors) {
+// Fills `head` from the segments of phases [0, phases). All threads.
+__device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest& u, int g,
+                                    int phases, HeadSums& head) {
+  __shared__ SetSegments sets[1 + kTailStrataMax];
+  __shared__ double rates[1 + kTailStrataMax];
+  __shared__ int16_t set_of[kAllSegmentsMax];
+  __shared__ float4 sums[kAllSegmentsMax];     // max, sum, sum_sq, sum_sq_norm
+  __shared__ double factors[kAllSegmentsMax];  // exp(max - M)
+  __shared__ double slices[kEstimateThreads];
   const UnitState& s = *u.state;
   const int group = shape.group;
   const int d = shape.head_dim;
-  const SegmentRange range{u, phases};
-  const int segments = range.count();
+  const int strata = s.strata;
+  const int first_count = s.segment_count[0];
+  const int segments = first_count + (phases > 1 ? s.segment_count[1] : 0);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warps = blockDim.x / 32;
+  const int64_t partial_floats = PartialFloats(group, d);
+  const auto partial = [&](int i) {
+    return u.partials + (i < first_count ? i : kSegmentMax + (i - first_count)) * partial_floats;
+  };
 
-  for (int g = warp; g < group; g += warps) {
-    float max = -INFINITY;
-    for (int i = lane; i < segments; i += 32) max = fmaxf(max, range.partial(i, shape)[4 * g]);
-    for (int offset = 16; offset > 0; offset /= 2) {
-      max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+  for (int i = threadIdx.x; i <= strata; i += blockDim.x) {
+    sets[i] = {};
+    rates[i] = SetRate(s, i);
+  }
+  __syncthreads();
+  float largest = -INFINITY;
+  for (int i = threadIdx.x; i < segments; i += blockDim.x) {
+    const int phase = i < first_count ? 0 : 1;
+    const Segment* all = s.segments[phase];
+    const int at = phase == 0 ? i : i - first_count;
+    const int set = all[at].set;
+    set_of[i] = static_cast<int16_t>(set);
+    // Segments of a set adjoin.
+    if (at == 0 || all[at - 1].set != set) sets[set].begin[phase] = static_cast<int16_t>(i);
+    if (at + 1 == s.segment_count[phase] || all[at + 1].set != set) {
+      sets[set].end[phase] = static_cast<int16_t>(i + 1);
     }
-    if (lane == 0) heads[g].max = max;
+    sums[i] = reinterpret_cast<const float4*>(partial(i))[g];
+    largest = fmaxf(largest, sums[i].x);
   }
+  for (int offset = 16; offset > 0; offset /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+  }
+  if (lane == 0) slices[warp] = largest;
   __syncthreads();
-  // factors[i][g]: exp(max_i - M).
-  for (int i = threadIdx.x; i < segments * group; i += blockDim.x) {
-    const float* partial = range.partial(i / group, shape);
-    factors[i] = exp(static_cast<double>(partial[4 * (i % group)]) - heads[i % group].max);
+  double max = slices[0];
+  for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) max = fmax(max, slices[w]);
+  double exact = 0, all = 0;
+  for (int i = threadIdx.x; i < segments; i += blockDim.x) {
+    factors[i] = exp(static_cast<double>(sums[i].x) - max);
+    const double part = rates[set_of[i]] * factors[i] * sums[i].y;
+    all += part;
+    if (set_of[i] == 0) exact += part;
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
-    const int g = i / d;
-    double sum = 0;
-    for (int j = 0; j < segments; ++j) {
-      const double rate = SetRate(s, range.segment(j).set);
-      sum += rate * factors[j * group + g] * range.partial(j, shape)[4 * group + i];
-    }
-    numerators[i] = sum;
-  }
-  for (int g = threadIdx.x; g < group; g += blockDim.x) {
-    double exact = 0, all = 0;
-    for (int j = 0; j < segments; ++j) {
-      const int set = range.segment(j).set;
-      const double part =
-          SetRate(s, set) * factors[j * group + g] * range.partial(j, shape)[4 * g + 1];
-      all += part;
-      if (set == 0) exact += part;
-    }
-    heads[g].denominator = all;
-    heads[g].exact_denominator = exact;
-  }
-  __syncthreads();
-  for (int g = warp; g < group; g += warps) {
-    double norm_sq = 0;
-    for (int i = lane; i < d; i += 32) norm_sq += numerators[g * d + i] * numerators[g * d + i];
-    norm_sq = WarpSum(norm_sq);
-    if (lane == 0) heads[g].norm_sq = norm_sq;
-  }
-  __syncthreads();
+  all = BlockSum(all);
+  exact = BlockSum(exact);
 
-  // A warp a (head, stratum).
-  for (int pair = warp; pair < group * s.strata; pair += warps) {
-    const int g = pair % group;
-    const int h = pair / group;
-    StratumSums& out = strata[g * kTailStrataMax + h];
+  // Numerators: segments dealt out to as many slices as there are threads for,
+  // a thread per dimension in each.
+  const int slice_count = blockDim.x / d;
+  const int slice = threadIdx.x / d;
+  const int i = threadIdx.x % d;
+  double numerator = 0;
+  if (slice < slice_count) {
+#pragma unroll 8
+    for (int j = slice; j < segments; j += slice_count) {
+      numerator += rates[set_of[j]] * factors[j] * partial(j)[4 * group + g * d + i];
+    }
+  }
+  slices[threadIdx.x] = numerator;
+  __syncthreads();
+  double norm_sq = 0;
+  if (threadIdx.x < d) {
+    for (int k = 1; k < slice_count; ++k) numerator += slices[k * d + i];
+    head.numerators[i] = numerator;
+    head.outputs[i] = numerator / all;
+    norm_sq = numerator * numerator;
+  }
+  norm_sq = BlockSum(norm_sq);
+
+  // A warp a stratum.
+  const double o_norm_sq = norm_sq / (all * all);
+  for (int h = warp; h < strata; h += static_cast<int>(blockDim.x) / 32) {
+    StratumSums& out = head.strata[h];
     const double r = static_cast<double>(s.drawn[h]);
     if (s.drawn[h] < 2) {
       const double unknown = s.drawn[h] == s.stratum_count[h] || s.drawn[h] == 0 ? 0.0 : HUGE_VAL;
       if (lane == 0) out = {unknown, unknown, unknown};
       continue;
     }
+    const SetSegments set = sets[1 + h];
     double sx = 0, sxx = 0, sxxvv = 0;
-    double mean_n_sq = 0, mean_o_sq = 0, cross = 0;
-    const double denominator = heads[g].denominator;
-    for (int j = 0; j < segments; ++j) {
-      if (range.segment(j).set != 1 + h) continue;
-      const float* partial = range.partial(j, shape);
-      const double f = factors[j * group + g];
-      sx += f * partial[4 * g + 1];
-      sxx += f * f * partial[4 * g + 2];
-      sxxvv += f * f * partial[4 * g + 3];
-    }
-    for (int i = lane; i < d; i += 32) {
-      double sxv = 0, sxxv = 0;
-      for (int j = 0; j < segments; ++j) {
-        if (range.segment(j).set != 1 + h) continue;
-        const float* value = range.partial(j, shape) + 4 * group + g * d + i;
-        const double f = factors[j * group + g];
-        sxv += f * value[0];
-        sxxv += f * f * value[group * d];
+    for (int p = 0; p < phases; ++p) {
+      for (int j = set.begin[p] + lane; j < set.end[p]; j += 32) {
+        const double f = factors[j];
+        sx += f * sums[j].y;
+        sxx += f * f * sums[j].z;
+        sxxvv += f * f * sums[j].w;
       }
-      const double o = numerators[g * d + i] / denominator;
-      mean_n_sq += sxv * sxv;
-      mean_o_sq += (sxv - o * sx) * (sxv - o * sx);
-      cross += o * sxxv;
+    }
+    sx = WarpSum(sx);
+    sxx = WarpSum(sxx);
+    sxxvv = WarpSum(sxxvv);
+    double mean_n_sq = 0, mean_o_sq = 0, cross = 0;
+    constexpr int kDims = 4;  // of a lane, read together
+    for (int base = lane; base < d; base += 32 * kDims) {
+      double sxv[kDims] = {}, sxxv[kDims] = {};
+      for (int p = 0; p < phases; ++p) {
+#pragma unroll 2
+        for (int j = set.begin[p]; j < set.end[p]; ++j) {
+          const float* value = partial(j) + 4 * group + g * d + base;
+          const double f = factors[j];
+#pragma unroll
+          for (int k = 0; k < kDims; ++k) {
+            if (base + 32 * k >= d) break;
+            sxv[k] += f * value[32 * k];
+            sxxv[k] += f * f * value[group * d + 32 * k];
+          }
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kDims; ++k) {
+        if (base + 32 * k >= d) break;
+        const double o = head.outputs[base + 32 * k];
+        mean_n_sq += sxv[k] * sxv[k];
+        mean_o_sq += (sxv[k] - o * sx) * (sxv[k] - o * sx);
+        cross += o * sxxv[k];
+      }
     }
     mean_n_sq = WarpSum(mean_n_sq);
     mean_o_sq = WarpSum(mean_o_sq);
     cross = WarpSum(cross);
     if (lane == 0) {
-      const double o_norm_sq = heads[g].norm_sq / (denominator * denominator);
       // Rounding may leave a little below 0; sums that passed fp32's range
       // are known to say nothing.
       const auto settled = [](double v) { return isfinite(v) ? fmax(0.0, v) : HUGE_VAL; };
@@ -170,25 +202,34 @@ __device__ inline void EstimateUnit(const AttendShape& shape, const UnitRequest&
     }
   }
   __syncthreads();
-  for (int g = threadIdx.x; g < group; g += blockDim.x) {
+  if (warp == 0) {
     double variance = 0, norm_variance = 0;
-    for (int h = 0; h < s.strata; ++h) {
+    for (int h = lane; h < strata; h += 32) {
       if (s.drawn[h] == 0 || s.drawn[h] >= s.stratum_count[h]) continue;
       const double n = static_cast<double>(s.stratum_count[h]);
       const double spread = n * n * (1 / static_cast<double>(s.drawn[h]) - 1 / n);
-      variance += spread * strata[g * kTailStrataMax + h].trace_o;
-      norm_variance += spread * strata[g * kTailStrataMax + h].trace_n;
+      variance += spread * head.strata[h].trace_o;
+      norm_variance += spread * head.strata[h].trace_n;
     }
-    heads[g].variance = variance;
-    heads[g].norm_sq_unbiased = fmax(0.0, heads[g].norm_sq - norm_variance);
+    variance = WarpSum(variance);
+    norm_variance = WarpSum(norm_variance);
+    if (lane == 0) {
+      head.max = max;
+      head.denominator = all;
+      head.exact_denominator = exact;
+      head.norm_sq = norm_sq;
+      head.variance = variance;
+      head.norm_sq_unbiased = fmax(0.0, norm_sq - norm_variance);
+    }
   }
   __syncthreads();
 }
 
 // Rows per stratum that one head's bound asks for.
 __device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head,
-                                   const StratumSums* strata, int64_t* budgets) {
+                                   int64_t* budgets) {
   const UnitState& s = *u.state;
+  const StratumSums* strata = head.strata;
   // Nothing can be said of the error without reading every row.
   if (!(head.norm_sq_unbiased > 0) || !isfinite(head.variance)) {
     for (int h = 0; h < s.strata; ++h) budgets[h] = s.stratum_count[h];
@@ -216,44 +257,33 @@ __device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head,
               std::span<int64_t>(budgets, s.strata));
 }
 
-// Budgets of phase 1. One block a unit; shared memory: EstimateBytes().
-__global__ void __launch_bounds__(kEstimateThreads)
-    BudgetKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ __align__(16) double doubles[];
-  __shared__ HeadSums heads[kGroupMax];
-  __shared__ int64_t budgets[kGroupMax][kTailStrataMax];
-  const UnitRequest& u = units[blockIdx.x];
+// The unit's budgets from its heads': the most per stratum, within what
+// row_count_max leaves; and the thresholds that draw them. All threads.
+__device__ inline void SettleBudgets(const UnitRequest& u, int group, bool sampled) {
   UnitState& s = *u.state;
-  const int strata_count = s.strata;
-  // Nothing to draw, or nothing that would be answered.
-  bool sampled = s.error_token == kNoToken;
-  int64_t drawn = 0;
-  for (int h = 0; h < strata_count; ++h) drawn += s.drawn[h];
-  sampled = sampled && drawn > 0;
+  const int strata = s.strata;
   if (sampled) {
-    double* numerators = doubles;
-    double* factors = numerators + shape.group * shape.head_dim;
-    auto* strata = reinterpret_cast<StratumSums*>(factors + 2 * kSegmentMax * shape.group);
-    EstimateUnit(shape, u, 1, heads, strata, numerators, factors);
-    for (int g = threadIdx.x; g < shape.group; g += blockDim.x) {
-      HeadBudgets(u, heads[g], strata + g * kTailStrataMax, budgets[g]);
-    }
-    __syncthreads();
-    for (int h = threadIdx.x; h < strata_count; h += blockDim.x) {
+    for (int h = threadIdx.x; h < strata; h += blockDim.x) {
       int64_t most = 0;
-      for (int g = 0; g < shape.group; ++g) most = max(most, budgets[g][h]);
+      for (int g = 0; g < group; ++g) {
+        // Another block's, past this block's cache.
+        most = max(most, *static_cast<const volatile int64_t*>(&s.head_budget[g][h]));
+      }
       s.budget[h] = most;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      int64_t total = 0;
-      for (int h = 0; h < strata_count; ++h) total += s.budget[h];
+      int64_t total = 0, drawn = 0;
+      for (int h = 0; h < strata; ++h) {
+        total += s.budget[h];
+        drawn += s.drawn[h];
+      }
       if (total > s.rows_left) {
         // What the pilot drew is spent; the rest is shared in proportion.
         s.limited = 1;
         const double share = static_cast<double>(s.rows_left - drawn) /
                              static_cast<double>(max(int64_t{1}, total - drawn));
-        for (int h = 0; h < strata_count; ++h) {
+        for (int h = 0; h < strata; ++h) {
           const int64_t have = s.drawn[h];
           s.budget[h] =
               have + static_cast<int64_t>(share * static_cast<double>(s.budget[h] - have));
@@ -262,67 +292,92 @@ __global__ void __launch_bounds__(kEstimateThreads)
     }
     __syncthreads();
   }
-  for (int h = threadIdx.x; h < strata_count; h += blockDim.x) {
-    s.drawn_threshold[h] = s.threshold[h];
-    if (sampled) {
-      s.threshold[h] =
-          max(s.threshold[h],
-              static_cast<unsigned long long>(SampleThreshold(s.budget[h], s.stratum_count[h])));
-    }
+  bool drawing = false;
+  for (int h = threadIdx.x; h < strata; h += blockDim.x) {
+    const unsigned long long drawn_threshold = s.threshold[h];
+    s.drawn_threshold[h] = drawn_threshold;
+    if (!sampled) continue;
+    const unsigned long long threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
+    s.threshold[h] = max(drawn_threshold, threshold);
     s.collected[h] = s.threshold[h];
+    drawing |= threshold > drawn_threshold;
   }
+  drawing = __syncthreads_or(drawing);
+  if (threadIdx.x == 0) s.drawing = drawing;
 }
 
-// Output and certificate. One block a unit; shared memory: EstimateBytes().
+// Budgets of phase 1. Grid (heads, units); the unit's last block settles them.
+__global__ void __launch_bounds__(kEstimateThreads)
+    BudgetKernel(AttendShape shape, const UnitRequest* units) {
+  __shared__ HeadSums head;
+  __shared__ UnitRequest u;
+  __shared__ bool last;
+  LoadRequest(units + blockIdx.y, u);
+  UnitState& s = *u.state;
+  int64_t drawn = 0;
+  for (int h = 0; h < s.strata; ++h) drawn += s.drawn[h];
+  // Else there is nothing to draw, or nothing that would be answered.
+  const bool sampled = s.error_token == kNoToken && drawn > 0;
+  if (!sampled) {
+    if (blockIdx.x == 0) SettleBudgets(u, shape.group, false);
+    return;
+  }
+  EstimateHead(shape, u, blockIdx.x, 1, head);
+  if (threadIdx.x == 0) {
+    HeadBudgets(u, head, s.head_budget[blockIdx.x]);
+    __threadfence();
+    last = atomicAdd(&s.heads_done, 1) + 1 == static_cast<uint32_t>(shape.group);
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  SettleBudgets(u, shape.group, true);
+}
+
+// Output and certificate. Grid (heads, units).
 __global__ void __launch_bounds__(kEstimateThreads)
     FinishKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ __align__(16) double doubles[];
-  __shared__ HeadSums heads[kGroupMax];
-  const UnitRequest& u = units[blockIdx.x];
+  __shared__ HeadSums head;
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
   const UnitState& s = *u.state;
-  double* numerators = doubles;
-  double* factors = numerators + shape.group * shape.head_dim;
-  auto* strata = reinterpret_cast<StratumSums*>(factors + 2 * kSegmentMax * shape.group);
-  EstimateUnit(shape, u, 2, heads, strata, numerators, factors);
-  if (u.out != nullptr) {
-    for (int i = threadIdx.x; i < shape.group * shape.head_dim; i += blockDim.x) {
-      u.out[i] = static_cast<float>(numerators[i] / heads[i / shape.head_dim].denominator);
-    }
+  const int g = blockIdx.x;
+  const int d = shape.head_dim;
+  EstimateHead(shape, u, g, 2, head);
+  if (u.out != nullptr && threadIdx.x < d) {
+    u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x]);
   }
+  if (threadIdx.x != 0) return;
   int64_t drawn = 0;
   for (int h = 0; h < s.strata; ++h) drawn += s.drawn[h];
   UnitResult& result = *u.result;
-  for (int g = threadIdx.x; g < shape.group; g += blockDim.x) {
-    const HeadSums& head = heads[g];
-    result.lse[g] = static_cast<float>(head.max + log(head.denominator));
-    const auto tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
-    if (drawn == s.tail_count) {
-      result.promise[g] = Promise::kExact;
-      result.relative_error[g] = 0;
-      result.tail_mass[g] = tail_mass;
-    } else if (drawn == 0) {
-      result.promise[g] = Promise::kNone;
-      result.relative_error[g] = INFINITY;
-      result.tail_mass[g] = NAN;
-    } else {
-      double error = 0;
-      if (head.variance != 0) {
-        error = head.norm_sq_unbiased > 0 ? u.z * sqrt(head.variance / head.norm_sq_unbiased)
-                                          : HUGE_VAL;
-      }
-      const bool bounded = u.tail == Tail::kStratified || u.bound != Bound::kDenominator;
-      result.relative_error[g] = static_cast<float>(error);
-      result.tail_mass[g] = tail_mass;
-      result.promise[g] =
-          bounded && !s.limited && error <= u.epsilon ? Promise::kStatistical : Promise::kNone;
+  result.lse[g] = static_cast<float>(head.max + log(head.denominator));
+  const auto tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
+  if (drawn == s.tail_count) {
+    result.promise[g] = Promise::kExact;
+    result.relative_error[g] = 0;
+    result.tail_mass[g] = tail_mass;
+  } else if (drawn == 0) {
+    result.promise[g] = Promise::kNone;
+    result.relative_error[g] = INFINITY;
+    result.tail_mass[g] = NAN;
+  } else {
+    double error = 0;
+    if (head.variance != 0) {
+      error =
+          head.norm_sq_unbiased > 0 ? u.z * sqrt(head.variance / head.norm_sq_unbiased) : HUGE_VAL;
     }
+    const bool bounded = u.tail == Tail::kStratified || u.bound != Bound::kDenominator;
+    result.relative_error[g] = static_cast<float>(error);
+    result.tail_mass[g] = tail_mass;
+    result.promise[g] =
+        bounded && !s.limited && error <= u.epsilon ? Promise::kStatistical : Promise::kNone;
   }
-  if (threadIdx.x == 0) {
-    result.error_token = s.error_token;
-    result.heavy_count = static_cast<int64_t>(s.heavy_count);
-    result.sampled_count = drawn;
-    result.touched_count = u.n - s.tail_count + drawn;
-  }
+  if (g != 0) return;
+  result.error_token = s.error_token;
+  result.heavy_count = static_cast<int64_t>(s.heavy_count);
+  result.sampled_count = drawn;
+  result.touched_count = u.n - s.tail_count + drawn;
 }
 
 }  // namespace spillway::cuda

@@ -116,6 +116,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
         values.value[r] *= keep[r];
         if (kMoments) values.value_sq[r] *= keep[r] * keep[r];
       }
+#pragma unroll 4
       for (int row = 0; row < m; ++row) {
         const float v = tile[row * stride + d + threadIdx.x];
 #pragma unroll
@@ -136,7 +137,8 @@ template <int kRows>
 __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
   __shared__ SegmentSums<kRows> sums;
-  const UnitRequest& u = units[blockIdx.y];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const int d = shape.head_dim;
   if (blockIdx.x >= state.segment_count[phase]) return;

@@ -9,40 +9,56 @@ namespace spillway::cuda {
 
 inline constexpr int kGatherThreads = 512;
 
-// Warps take rows w, w + W, ... of one unit after the other. Grid (blocks).
+// Units of one gather's lists; more are gathered by further launches.
+inline constexpr int kGatherUnitsMax = 256;
+
+// Warps take rows w, w + W, ... of the units' lists, one after the other. Grid
+// (blocks); at most kGatherUnitsMax units.
 __global__ void __launch_bounds__(kGatherThreads)
     GatherKernel(int phase, int64_t row_bytes, const UnitRequest* units, int unit_count) {
   constexpr int kRowsInFlight = 4;
+  __shared__ int64_t ends[kGatherUnitsMax];  // rows of the units up to this
+  __shared__ const GatherEntry* lists[kGatherUnitsMax];
+  __shared__ std::byte* stagings[kGatherUnitsMax];
+  for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
+    const UnitState& state = *units[i].state;
+    ends[i] = state.staged[phase] ? state.gather_count : 0;
+    lists[i] = units[i].gather;
+    stagings[i] = units[i].staging;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < unit_count; ++i) ends[i] += ends[i - 1];
+  }
+  __syncthreads();
   const int lane = threadIdx.x % 32;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
-  const int64_t warp = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
   const int loads = static_cast<int>(row_bytes / 16);
-  for (int unit = 0; unit < unit_count; ++unit) {
-    const UnitRequest& u = units[unit];
-    if (!u.state->staged[phase]) continue;
-    const int64_t count = u.state->gather_count;
-    for (int64_t i = warp; i < count; i += kRowsInFlight * warps) {
-      const uint4* from[kRowsInFlight];
-      uint4* to[kRowsInFlight];
+  const int64_t count = ends[unit_count - 1];
+  int unit = 0;
+  for (int64_t i = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32; i < count;
+       i += kRowsInFlight * warps) {
+    const uint4* from[kRowsInFlight];
+    uint4* to[kRowsInFlight];
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      const int64_t at = i + r * warps;
+      from[r] = nullptr;
+      if (at >= count) continue;
+      while (at >= ends[unit]) ++unit;
+      const GatherEntry entry = lists[unit][at - (unit > 0 ? ends[unit - 1] : 0)];
+      from[r] = reinterpret_cast<const uint4*>(entry.from);
+      to[r] = reinterpret_cast<uint4*>(stagings[unit] + entry.place * row_bytes);
+    }
+    for (int j = lane; j < loads; j += 32) {
+      uint4 data[kRowsInFlight];
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
-        const int64_t at = i + r * warps;
-        from[r] = nullptr;
-        if (at >= count) continue;
-        const uint2 entry = u.gather[at];
-        from[r] = reinterpret_cast<const uint4*>(RowAddress(u.row_pages, row_bytes, entry.x));
-        to[r] = reinterpret_cast<uint4*>(u.staging + entry.y * row_bytes);
+        if (from[r] != nullptr) data[r] = from[r][j];
       }
-      for (int j = lane; j < loads; j += 32) {
-        uint4 data[kRowsInFlight];
 #pragma unroll
-        for (int r = 0; r < kRowsInFlight; ++r) {
-          if (from[r] != nullptr) data[r] = from[r][j];
-        }
-#pragma unroll
-        for (int r = 0; r < kRowsInFlight; ++r) {
-          if (from[r] != nullptr) to[r][j] = data[r];
-        }
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (from[r] != nullptr) to[r][j] = data[r];
       }
     }
   }

@@ -45,7 +45,8 @@ __device__ inline void LoadScaledQueries(const AttendShape& shape, const UnitReq
 // The sampled pages' logits and their largest. Grid (blocks, units).
 __global__ void OracleReferenceKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
-  const UnitRequest& u = units[blockIdx.y];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
   float* queries = memory;
   float* logits = queries + shape.group * shape.head_dim;
   float* tile = logits + shape.group * kPageTokenCount;
@@ -70,7 +71,8 @@ __global__ void OracleReferenceKernel(AttendShape shape, const UnitRequest* unit
 // Bins of every token. Grid (blocks, units).
 __global__ void ScoreOracleKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
-  const UnitRequest& u = units[blockIdx.y];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
   const UnitState& state = *u.state;
   float* queries = memory;
   float* logits = queries + shape.group * shape.head_dim;

@@ -11,127 +11,170 @@ __device__ inline float DeviceQuantiserStep(int bits) {
   return bits == 1 ? 1.596f : bits == 2 ? 0.9957f : bits == 3 ? 0.586f : 0.3352f;
 }
 
-// One block a unit; blockDim.x is a multiple of 32, at least the padded
-// dimensions. Shared memory: rotated [G][d] floats.
-__global__ void PrepareQueryKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ float rotated[];
-  __shared__ int32_t weight_sum[kGroupMax];
-  __shared__ float step_size[kGroupMax];
-  const UnitRequest& u = units[blockIdx.x];
+// y_j of P x, x in shared memory: one chain of fused multiply-adds over i, its
+// matrix column read well ahead.
+__device__ inline float RotatedCoordinate(const float* transposed, const float* x, int d, int j) {
+  constexpr int kAhead = 32;
+  float y = 0;
+  float column[2][kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    column[0][i] = i < d ? __ldg(transposed + i * d + j) : 0.0f;
+  }
+  for (int base = 0; base < d; base += 2 * kAhead) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = base + half * kAhead;
+      if (at >= d) break;
+      if (at + kAhead < d) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int row = at + kAhead + i;
+          column[1 - half][i] = row < d ? __ldg(transposed + row * d + j) : 0.0f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i < d) y = fmaf(column[half][i], x[at + i], y);
+      }
+    }
+  }
+  return y;
+}
+
+// What every selector's units start from; shared by the grid's x.
+__device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u) {
   UnitState& state = *u.state;
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = thread; i < shape.bin_count; i += threads) u.histogram[i] = 0;
+  if (u.by_mass) {
+    for (int64_t i = thread; i < shape.group * kScoreBinCount; i += threads) {
+      u.head_histograms[i] = 0;
+    }
+    for (int64_t i = thread; i < shape.group * u.chunks(); i += threads) u.head_ties[i] = 0;
+  }
+  if (thread == 0) {
+    state.error_token = kNoToken;
+    state.heavy_count = 0;
+    state.heads_done = 0;
+  }
+  if (thread < kGroupMax) {
+    state.reference[thread] = INT32_MIN;
+    state.mass[thread] = 0;
+  }
+}
+
+// `oracle` needs no more. Grid (blocks, units).
+__global__ void ClearUnitKernel(AttendShape shape, const UnitRequest* units) {
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
+  ClearUnit(shape, u);
+}
+
+// asymmetric: w = clamp(rne(y / s - 1/2), -8, 7), stored as w + 8 in planes;
+// row = plane * 4 + head of the tile. Grid (heads of the tiles, units), a
+// thread per dimension, padded to 32.
+__global__ void PrepareAsymmetricKernel(AttendShape shape, const UnitRequest* units) {
+  __shared__ UnitRequest u;
+  __shared__ float x[kHeadDimMax];
+  __shared__ float warp_largest[kHeadDimMax / 32];
+  __shared__ int32_t warp_sums[kHeadDimMax / 32];
+  LoadRequest(units + blockIdx.y, u);
+  ClearUnit(shape, u);
+  const int d = shape.head_dim;
+  const int g = blockIdx.x;
+  const int j = threadIdx.x;
+  const int lane = j % 32;
+  const int word = j / 32;
+  const int words = shape.tiling.words;
+  const bool present = g < shape.group && j < d;
+  float y = 0;
+  if (present) x[j] = u.q[g * d + j];
+  __syncthreads();
+  if (present) y = RotatedCoordinate(shape.rotation_transposed, x, d, j);
+  float largest = fabsf(y);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+  }
+  if (lane == 0) warp_largest[word] = largest;
+  __syncthreads();
+  for (int w = 0; w < words; ++w) largest = fmaxf(largest, warp_largest[w]);
+  const float s = __fdiv_rn(largest, 7.5f);
+  int weight = 0;
+  int code = 0;
+  if (present && s > 0) {
+    const float w = fminf(fmaxf(rintf(__fdiv_rn(y, s) - 0.5f), -8.0f), 7.0f);
+    code = static_cast<int>(w) + 8;
+    weight = 2 * static_cast<int>(w) + 1;
+  }
+  for (int plane = 0; plane < 4; ++plane) {
+    const uint32_t bits = __ballot_sync(kFullWarp, code >> plane & 1);
+    if (lane == 0) u.query_planes[(g / 4 * 16 + plane * 4 + g % 4) * words + word] = bits;
+  }
+  const int sum = WarpSum(weight);
+  if (lane == 0) warp_sums[word] = sum;
+  __syncthreads();
+  if (j != 0 || g >= shape.group) return;
+  int total = 0;
+  for (int w = 0; w < words; ++w) total += warp_sums[w];
+  const int levels_minus_1 = (1 << shape.bits_per_dim) - 1;
+  u.state->offset[g] = -levels_minus_1 * total;
+  const float scale = shape.scale * kExpLog2E;
+  u.state->coefficient[g] =
+      fminf(scale * (s * (DeviceQuantiserStep(shape.bits_per_dim) * 0.25f)), 1.0e30f);
+}
+
+// hamming: plane r of the number of query heads whose bit is set; row 8 is all
+// ones. Grid (1, units). Shared memory: queries and rotated queries [G][d].
+__global__ void PrepareHammingKernel(AttendShape shape, const UnitRequest* units) {
+  extern __shared__ float memory[];
+  __shared__ UnitRequest u;
+  __shared__ int32_t missing_sum;
+  LoadRequest(units + blockIdx.y, u);
+  ClearUnit(shape, u);
   const int d = shape.head_dim;
   const int group = shape.group;
   const int words = shape.tiling.words;
   const int lane = threadIdx.x % 32;
-
-  for (int i = threadIdx.x; i < shape.bin_count; i += blockDim.x) u.histogram[i] = 0;
-  if (u.by_mass) {
-    for (int i = threadIdx.x; i < group * kScoreBinCount; i += blockDim.x) u.head_histograms[i] = 0;
-    for (int64_t i = threadIdx.x; i < group * u.chunks(); i += blockDim.x) u.head_ties[i] = 0;
-  }
-  if (threadIdx.x == 0) {
-    state.error_token = kNoToken;
-    state.heavy_count = 0;
-    state.limited = 0;
-  }
-  if (threadIdx.x < kGroupMax) {
-    state.reference[threadIdx.x] = INT32_MIN;
-    state.mass[threadIdx.x] = 0;
-    weight_sum[threadIdx.x] = 0;
-  }
-  if (shape.selector == Selector::kOracle) return;
-
+  float* x = memory;
+  float* rotated = memory + group * d;
   const bool mlp = shape.query_codes != nullptr;
+  if (threadIdx.x == 0) missing_sum = 0;
   if (!mlp) {
-    for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
-      const int j = i % d;
-      const float* q = u.q + i / d * d;
-      float y = 0;
-#pragma unroll 16
-      for (int k = 0; k < d; ++k) y = fmaf(shape.rotation_transposed[k * d + j], q[k], y);
-      rotated[i] = y;
-    }
+    for (int i = threadIdx.x; i < group * d; i += blockDim.x) x[i] = u.q[i];
     __syncthreads();
+    for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
+      rotated[i] = RotatedCoordinate(shape.rotation_transposed, x + i / d * d, d, i % d);
+    }
   }
-
-  if (shape.selector == Selector::kHamming) {
-    // Plane r of the number of query heads whose bit is set; row 8 is all ones.
-    for (int base = 0; base < words * 32; base += blockDim.x) {
-      const int j = base + threadIdx.x;
-      int set = 0;
-      if (j < shape.hash_bits) {
-        for (int g = 0; g < group; ++g) {
-          if (mlp) {
-            const uint32_t* code =
-                shape.query_codes + (static_cast<int64_t>(blockIdx.x) * group + g) * words;
-            set += code[j / 32] >> (j % 32) & 1u;
-          } else {
-            // As the codes of keys have it: a zero counts as positive.
-            set += rotated[g * d + j] >= 0 ? 1 : 0;
-          }
+  __syncthreads();
+  for (int base = 0; base < words * 32; base += blockDim.x) {
+    const int j = base + threadIdx.x;
+    int set = 0;
+    if (j < shape.hash_bits) {
+      for (int g = 0; g < group; ++g) {
+        if (mlp) {
+          const uint32_t* code =
+              shape.query_codes + (static_cast<int64_t>(blockIdx.y) * group + g) * words;
+          set += code[j / 32] >> (j % 32) & 1u;
+        } else {
+          // As the codes of keys have it: a zero counts as positive.
+          set += rotated[g * d + j] >= 0 ? 1 : 0;
         }
       }
-      for (int row = 0; row < 16; ++row) {
-        const bool bit = row < 8 ? (set >> row & 1) != 0 : row == 8 && j < shape.hash_bits;
-        const uint32_t word = __ballot_sync(kFullWarp, bit);
-        if (lane == 0 && j / 32 < words) u.query_planes[row * words + j / 32] = word;
-      }
-      // sum_j (G - c_j), one atomic a warp.
-      const int missing = WarpSum(j < shape.hash_bits ? group - set : 0);
-      if (lane == 0) atomicAdd(&weight_sum[0], missing);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) state.offset[0] = weight_sum[0];
-    return;
-  }
-
-  // asymmetric: w = clamp(rne(y / s - 1/2), -8, 7), stored as w + 8 in planes;
-  // row = plane * 4 + head of the tile.
-  for (int g = threadIdx.x / 32; g < group; g += blockDim.x / 32) {
-    float largest = 0;
-    for (int j = lane; j < d; j += 32) largest = fmaxf(largest, fabsf(rotated[g * d + j]));
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+    for (int row = 0; row < 16; ++row) {
+      const bool bit = row < 8 ? (set >> row & 1) != 0 : row == 8 && j < shape.hash_bits;
+      const uint32_t bits = __ballot_sync(kFullWarp, bit);
+      if (lane == 0 && j / 32 < words) u.query_planes[row * words + j / 32] = bits;
     }
-    if (lane == 0) step_size[g] = __fdiv_rn(largest, 7.5f);
+    const int missing = WarpSum(j < shape.hash_bits ? group - set : 0);
+    if (lane == 0) atomicAdd(&missing_sum, missing);
   }
   __syncthreads();
-  const int tiles = (group + 3) / 4;
-  for (int i = threadIdx.x / 32; i < tiles * 4 * words; i += blockDim.x / 32) {
-    const int g = i / words;
-    const int word = i % words;
-    const int j = word * 32 + lane;
-    int weight = 0;
-    int code = 0;
-    if (g < group && j < d) {
-      const float s = step_size[g];
-      if (s > 0) {
-        const float w = fminf(fmaxf(rintf(__fdiv_rn(rotated[g * d + j], s) - 0.5f), -8.0f), 7.0f);
-        code = static_cast<int>(w) + 8;
-        weight = 2 * static_cast<int>(w) + 1;
-      }
-    }
-    const int sum = WarpSum(weight);
-    for (int plane = 0; plane < 4; ++plane) {
-      const uint32_t bits = __ballot_sync(kFullWarp, code >> plane & 1);
-      if (lane == 0) {
-        u.query_planes[(g / 4 * 16 + plane * 4 + g % 4) * words + word] = bits;
-      }
-    }
-    if (lane == 0 && g < group) atomicAdd(&weight_sum[g], sum);
-  }
-  __syncthreads();
-  if (threadIdx.x < group) {
-    const int g = threadIdx.x;
-    const float s = step_size[g];
-    const int levels_minus_1 = (1 << shape.bits_per_dim) - 1;
-    // A query of zeros has no planes: its sums count for nothing.
-    state.offset[g] = s > 0 ? -levels_minus_1 * weight_sum[g] : 0;
-    const float scale = shape.scale * kExpLog2E;
-    state.coefficient[g] =
-        fminf(scale * (s * (DeviceQuantiserStep(shape.bits_per_dim) * 0.25f)), 1.0e30f);
-  }
+  if (threadIdx.x == 0) u.state->offset[0] = missing_sum;
 }
 
 }  // namespace spillway::cuda

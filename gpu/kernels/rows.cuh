@@ -44,6 +44,7 @@ __device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_
 // a . b of d floats, in four interleaved chains.
 __device__ inline float Dot(const float* a, const float* b, int d) {
   float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
   for (int i = 0; i < d / 4; ++i) {
     const float4 x = reinterpret_cast<const float4*>(a)[i];
     const float4 y = reinterpret_cast<const float4*>(b)[i];

@@ -13,7 +13,8 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   const int64_t warps = kPlaceThreads / 32;
   const auto place_blocks =
       static_cast<int>(std::max<int64_t>(1, std::min(share, (chunks + warps - 1) / warps)));
-  PlaceKernel<<<dim3(place_blocks, wave.unit_count), kPlaceThreads, 0, stream>>>(phase, wave.units);
+  PlaceKernel<<<dim3(place_blocks, wave.unit_count), kPlaceThreads, 0, stream>>>(
+      phase, wave.shape.row_bytes, wave.units);
   return cudaGetLastError();
 }
 

@@ -12,17 +12,17 @@ inline constexpr int kFilterThreads = 256;
 inline constexpr int kResolveThreads = 1024;
 inline constexpr int kPlaceThreads = 256;
 
-// A unit's rule for its tokens, in shared memory: strata and thresholds. A
-// threshold of 2^32 does not fit; bounds are inclusive, low > high is empty.
+// A unit's rule for its tokens, in shared memory. A stratum's hashes are drawn
+// in [low, high], both inclusive, for a threshold of 2^32 does not fit; low >
+// high is empty.
 struct SampleRule {
   uint32_t multiplier, offset, mask;  // the sample's key
   uint32_t phase;
   int heavy_bin;
-  int64_t heavy_from;
   int strata;
-  uint16_t lowest_bin[kTailStrataMax];
-  uint32_t low[kTailStrataMax];
-  uint32_t high[kTailStrataMax];
+  int64_t heavy_from;
+  const uint8_t* stratum_of_bin;
+  uint2 ranges[kTailStrataMax];
 };
 
 // All threads of the block; upper: thresholds that bound the draw.
@@ -30,20 +30,22 @@ __device__ inline void LoadRule(const UnitRequest& u, const unsigned long long* 
                                 SampleRule& rule) {
   const UnitState& state = *u.state;
   if (threadIdx.x == 0) {
-    rule.multiplier = u.key.multiplier;
-    rule.offset = u.key.offset;
-    rule.mask = u.key.mask;
+    rule.multiplier = u.key_multiplier;
+    rule.offset = u.key_offset;
+    rule.mask = u.key_mask;
     rule.phase = u.phase;
     rule.heavy_bin = state.heavy_bin;
-    rule.heavy_from = state.heavy_from;
     rule.strata = state.strata;
+    rule.heavy_from = state.heavy_from;
+    rule.stratum_of_bin = u.stratum_of_bin;
   }
-  for (int h = threadIdx.x; h < state.strata; h += blockDim.x) {
-    rule.lowest_bin[h] = state.lowest_bin[h];
-    const unsigned long long from = state.drawn_threshold[h];
-    const bool empty = upper[h] <= from;
-    rule.low[h] = empty ? 1 : static_cast<uint32_t>(from);
-    rule.high[h] = empty ? 0 : static_cast<uint32_t>(upper[h] - 1);
+  for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
+    uint2 range = make_uint2(1, 0);
+    if (h < state.strata && upper[h] > state.drawn_threshold[h]) {
+      range.x = static_cast<uint32_t>(state.drawn_threshold[h]);
+      range.y = static_cast<uint32_t>(upper[h] - 1);
+    }
+    rule.ranges[h] = range;
   }
   __syncthreads();
 }
@@ -51,37 +53,43 @@ __device__ inline void LoadRule(const UnitRequest& u, const unsigned long long* 
 // Whether a tail token's hash lies in its stratum's range.
 __device__ inline bool Drawn(const SampleRule& rule, int h, uint32_t token) {
   const uint32_t x = TokenHash({rule.multiplier, rule.offset, rule.mask}, token) - rule.phase;
-  return x >= rule.low[h] && x <= rule.high[h];
+  const uint2 range = rule.ranges[h];
+  return x >= range.x && x <= range.y;
 }
 
-// What a candidate is: -1 nothing, 0 heavy, 1 + h drawn from stratum h. Ties
-// of the heavy bin are decided by heavy_from.
+// What a token is by its bin: -1 nothing, 0 heavy, 1 + h drawn from stratum h.
+// Of the heavy bin, tokens from heavy_from on are heavy.
 __device__ inline int Classify(const SampleRule& rule, int bin, uint32_t token) {
   if (bin == kHeavyBin) return 0;
   if (bin == kNoBin) return -1;
   if (bin > rule.heavy_bin || (bin == rule.heavy_bin && token >= rule.heavy_from)) return 0;
   if (rule.strata == 0) return -1;
-  const int h = StratumOf(rule.lowest_bin, bin);
+  const int h = __ldg(rule.stratum_of_bin + bin);
   return Drawn(rule, h, token) ? 1 + h : -1;
 }
 
 // Lists a chunk's candidates in token order: in phase 0 tokens that are or may
-// be heavy, in both those drawn. All threads of the block.
+// be heavy, in both those drawn; and counts them by class into chunk_table. In
+// phase 0 tokens of the heavy bin (ties) count apart, for which of them are
+// heavy is not known yet. All threads of the block.
 template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule, int phase,
                                    int64_t chunk) {
   constexpr int kWarps = kThreads / 32;
   constexpr int kPerThread = 8;
   constexpr int kRoundTokens = kThreads * kPerThread;
-  __shared__ uint32_t warp_counts[kWarps];
+  __shared__ uint32_t warp_counts[2][kWarps];
+  __shared__ uint32_t classes[kChunkColumns + 2];  // and ties, drawn ties
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t chunk_begin = chunk * kChunkTokens;
-  uint32_t* out = u.candidates + chunk_begin;
-  uint32_t written = 0;  // by the whole block, before this round
-  uint32_t ties = 0;
   const int64_t chunk_end = min(chunk_begin + kChunkTokens, u.n);
-  for (int64_t round = chunk_begin; round < chunk_end; round += kRoundTokens) {
+  uint32_t* out = u.candidates + chunk_begin;
+  for (int c = threadIdx.x; c < kChunkColumns + 2; c += kThreads) classes[c] = 0;
+  uint32_t written = 0;  // by the whole block, before this round
+  int turn = 0;
+  for (int64_t round = chunk_begin; round < chunk_end; round += kRoundTokens, turn ^= 1) {
+    __syncthreads();
     const int64_t first = round + static_cast<int64_t>(threadIdx.x) * kPerThread;
     uint32_t flags = 0;
     if (first < chunk_end) {
@@ -92,35 +100,44 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
       for (int i = 0; i < kPerThread; ++i) {
         const int bin = (pairs[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
         const auto token = static_cast<uint32_t>(first + i);
-        if (first + i >= chunk_end || bin == kNoBin) continue;
-        bool found = false;
-        if (bin == kHeavyBin || bin > rule.heavy_bin) {
-          found = phase == 0;
-        } else if (bin == rule.heavy_bin && phase == 0) {
-          found = true;
-          ++ties;
-        } else if (rule.strata > 0 && !(bin == rule.heavy_bin && token >= rule.heavy_from)) {
-          found = Drawn(rule, StratumOf(rule.lowest_bin, bin), token);
+        if (first + i >= chunk_end) continue;
+        int kind = -1;
+        if (bin == rule.heavy_bin && phase == 0) {
+          flags |= 1u << i;
+          atomicAdd(&classes[kChunkColumns], 1u);
+          if (rule.strata > 0 && Drawn(rule, __ldg(rule.stratum_of_bin + bin), token)) {
+            atomicAdd(&classes[kChunkColumns + 1], 1u);
+          }
+        } else {
+          kind = Classify(rule, bin, token);
+          if (kind > 0 || (kind == 0 && phase == 0)) {
+            flags |= 1u << i;
+            atomicAdd(&classes[kind], 1u);
+          }
         }
-        flags |= static_cast<uint32_t>(found) << i;
       }
     }
     const uint32_t count = __popc(flags);
-    uint32_t before = count;
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(kFullWarp, before, offset);
-      if (lane >= offset) before += other;
+    uint32_t before = 0;
+    const unsigned found = __ballot_sync(kFullWarp, count > 0);
+    uint32_t total_of_warp = 0;
+    if (found != 0) {
+      before = count;
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const uint32_t other = __shfl_up_sync(kFullWarp, before, offset);
+        if (lane >= offset) before += other;
+      }
+      total_of_warp = __shfl_sync(kFullWarp, before, 31);
+      before -= count;
     }
-    if (lane == 31) warp_counts[warp] = before;
-    before -= count;
+    if (lane == 0) warp_counts[turn][warp] = total_of_warp;
     __syncthreads();
     uint32_t total = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before += warp_counts[w];
-      total += warp_counts[w];
+      if (w < warp) before += warp_counts[turn][w];
+      total += warp_counts[turn][w];
     }
-    __syncthreads();
     uint32_t at = written + before;
     while (flags != 0) {
       const int i = __ffs(flags) - 1;
@@ -129,14 +146,14 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
     }
     written += total;
   }
-  ties = WarpSum(ties);
-  if (lane == 0) warp_counts[warp] = ties;
   __syncthreads();
+  for (int c = threadIdx.x; c < 1 + rule.strata; c += kThreads) {
+    u.chunk_table[c * u.chunks() + chunk] = classes[c];
+  }
   if (threadIdx.x == 0) {
-    uint32_t all_ties = 0;
-    for (int w = 0; w < kWarps; ++w) all_ties += warp_counts[w];
     u.chunk_counts[chunk] = written;
-    u.chunk_ties[chunk] = all_ties;
+    u.chunk_ties[2 * chunk] = classes[kChunkColumns];
+    u.chunk_ties[2 * chunk + 1] = classes[kChunkColumns + 1];
   }
   __syncthreads();
 }
@@ -145,23 +162,35 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
 __global__ void __launch_bounds__(kFilterThreads)
     FilterKernel(int phase, const UnitRequest* units) {
   __shared__ SampleRule rule;
-  const UnitRequest& u = units[blockIdx.y];
-  if (blockIdx.x >= u.chunks()) return;
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
+  if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
   LoadRule(u, u.state->threshold, rule);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
     FilterChunk<kFilterThreads>(u, rule, phase, chunk);
   }
 }
 
-// The token from which on the heavy bin's tokens are heavy: all but the first
-// heavy_skip of them. One warp; every lane returns it.
-__device__ inline int64_t FindHeavyFrom(const UnitRequest& u, int heavy_bin, int64_t skip) {
-  if (skip == 0) return 0;
+// Where the heavy bin's tokens turn heavy: all but the first heavy_skip are.
+struct TieSplit {
+  int64_t heavy_from;  // token
+  int64_t chunk;       // that holds it
+  uint32_t heavy;      // of that chunk's ties, the heavy ones
+  uint32_t drawn;      // of the others, those drawn
+};
+
+// One warp.
+__device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, int64_t skip,
+                                 TieSplit& split) {
   const int lane = threadIdx.x % 32;
+  if (skip == 0) {
+    if (lane == 0) split = {0, -1, 0, 0};
+    return;
+  }
   int64_t before = 0;
   for (int64_t base = 0; base < u.chunks(); base += 32) {
     const int64_t chunk = base + lane;
-    const int64_t ties = chunk < u.chunks() ? u.chunk_ties[chunk] : 0;
+    const int64_t ties = chunk < u.chunks() ? u.chunk_ties[2 * chunk] : 0;
     int64_t scan = ties;
     for (int offset = 1; offset < 32; offset *= 2) {
       const int64_t other = __shfl_up_sync(kFullWarp, scan, offset);
@@ -173,28 +202,38 @@ __device__ inline int64_t FindHeavyFrom(const UnitRequest& u, int heavy_bin, int
       continue;
     }
     const int holder = __ffs(passed) - 1;
-    int64_t rank = before + __shfl_sync(kFullWarp, scan - ties, holder);
+    const int64_t first = before + __shfl_sync(kFullWarp, scan - ties, holder);
+    const auto all = static_cast<uint32_t>(__shfl_sync(kFullWarp, ties, holder));
     const uint32_t* candidates = u.candidates + (base + holder) * kChunkTokens;
     const uint32_t count = u.chunk_counts[base + holder];
+    int64_t rank = first;
+    uint32_t drawn = 0;
     for (uint32_t i = 0; i < count; i += 32) {
-      const bool tie = i + lane < count && u.bins[candidates[i + lane]] == heavy_bin;
+      const uint32_t token = i + lane < count ? candidates[i + lane] : 0;
+      const bool tie = i + lane < count && u.bins[token] == rule.heavy_bin;
       const unsigned mask = __ballot_sync(kFullWarp, tie);
-      if (rank + __popc(mask) > skip) {
-        const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
-        const unsigned hit = __ballot_sync(kFullWarp, tie && mine == skip);
-        return candidates[i + __ffs(hit) - 1];
+      const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
+      const bool hit = tie && mine < skip && rule.strata > 0 &&
+                       Drawn(rule, __ldg(rule.stratum_of_bin + rule.heavy_bin), token);
+      drawn += __popc(__ballot_sync(kFullWarp, hit));
+      const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
+      if (turning != 0) {
+        const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
+        if (lane == 0) {
+          split = {from, base + holder, static_cast<uint32_t>(first + all - skip), drawn};
+        }
+        return;
       }
       rank += __popc(mask);
     }
   }
-  return u.n;  // none of the bin is heavy
+  if (lane == 0) split = {u.n, u.chunks(), 0, 0};  // none of the bin is heavy
 }
 
-// Counts each chunk's candidates by class and turns the counts into places:
-// chunk_table [chunk][column] becomes the class's tokens in chunks before;
-// totals[column] all of them. All threads of the block.
-__device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule,
-                                    uint32_t (*warp_columns)[kChunkColumns], int64_t* totals) {
+// Counts each chunk's candidates by class anew, all that is known considered.
+// All threads of the block.
+__device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule, int phase,
+                                    uint32_t (*warp_columns)[kChunkColumns]) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int columns = 1 + rule.strata;
@@ -206,26 +245,34 @@ __device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule
     for (uint32_t i = lane; i < count; i += 32) {
       const uint32_t token = u.candidates[chunk * kChunkTokens + i];
       const int kind = Classify(rule, u.bins[token], token);
-      if (kind >= 0) atomicAdd(&mine[kind], 1u);
+      if (kind > 0 || (kind == 0 && phase == 0)) atomicAdd(&mine[kind], 1u);
     }
     __syncwarp();
-    for (int c = lane; c < columns; c += 32) u.chunk_table[chunk * kChunkColumns + c] = mine[c];
+    for (int c = lane; c < columns; c += 32) u.chunk_table[c * u.chunks() + chunk] = mine[c];
     __syncwarp();
   }
   __syncthreads();
-  // A warp a column.
-  for (int column = warp; column < columns; column += kResolveThreads / 32) {
+}
+
+// chunk_table's columns become the class's tokens in chunks before; totals all
+// of them. counts(column, chunk, count): what a cell counts. A warp a column;
+// all threads of the block.
+template <typename Counts>
+__device__ inline void SumColumns(const UnitRequest& u, int columns, Counts counts,
+                                  int64_t* totals) {
+  const int lane = threadIdx.x % 32;
+  for (int column = threadIdx.x / 32; column < columns; column += blockDim.x / 32) {
+    uint32_t* cells = u.chunk_table + column * u.chunks();
     int64_t before = 0;
     for (int64_t base = 0; base < u.chunks(); base += 32) {
       const int64_t chunk = base + lane;
-      uint32_t* cell = u.chunk_table + chunk * kChunkColumns + column;
-      const uint32_t count = chunk < u.chunks() ? *cell : 0;
+      const uint32_t count = chunk < u.chunks() ? counts(column, chunk, cells[chunk]) : 0;
       uint32_t scan = count;
       for (int offset = 1; offset < 32; offset *= 2) {
         const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
         if (lane >= offset) scan += other;
       }
-      if (chunk < u.chunks()) *cell = static_cast<uint32_t>(before + scan - count);
+      if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - count);
       before += __shfl_sync(kFullWarp, scan, 31);
     }
     if (lane == 0) totals[column] = before;
@@ -339,23 +386,50 @@ __global__ void __launch_bounds__(kResolveThreads)
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
   __shared__ int64_t totals[kChunkColumns];
   __shared__ int64_t wanted[kTailStrataMax];
+  __shared__ TieSplit split;
   __shared__ Verdict verdict;
   __shared__ bool collect;
-  const UnitRequest& u = units[blockIdx.x];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.x, u);
   UnitState& state = *u.state;
-  if (phase == 0) {
-    if (threadIdx.x < 32) {
-      const int64_t from = FindHeavyFrom(u, state.heavy_bin, state.heavy_skip);
-      if (threadIdx.x == 0) state.heavy_from = from;
+  if (phase == 1 && !state.drawing) {
+    if (threadIdx.x == 0) {
+      state.gather_count = 0;
+      state.segment_count[1] = 0;
     }
-    for (int h = threadIdx.x; h < state.strata; h += blockDim.x) {
+    return;
+  }
+  LoadRule(u, state.threshold, rule);
+  const int columns = 1 + rule.strata;
+  if (phase == 0) {
+    if (threadIdx.x < 32) SplitTies(u, rule, state.heavy_skip, split);
+    for (int h = threadIdx.x; h < rule.strata; h += blockDim.x) {
       wanted[h] = PilotCount(u, state, h);
     }
     __syncthreads();
+    if (threadIdx.x == 0) state.heavy_from = split.heavy_from;
+    const int tie_column =
+        rule.strata > 0 && rule.heavy_bin < kNoBin && !u.by_mass
+            ? 1 + __ldg(rule.stratum_of_bin + rule.heavy_bin)
+            : -1;
+    const auto with_ties = [&](int column, int64_t chunk, uint32_t count) {
+      if (column == 0) {
+        return count + (chunk > split.chunk    ? u.chunk_ties[2 * chunk]
+                        : chunk == split.chunk ? split.heavy
+                                               : 0);
+      }
+      if (column == tie_column) {
+        return count + (chunk < split.chunk    ? u.chunk_ties[2 * chunk + 1]
+                        : chunk == split.chunk ? split.drawn
+                                               : 0);
+      }
+      return count;
+    };
+    SumColumns(u, columns, with_ties, totals);
+  } else {
+    SumColumns(u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
   for (;;) {
-    LoadRule(u, state.threshold, rule);
-    CountClasses(u, rule, warp_columns, totals);
     if (threadIdx.x == 0) {
       verdict = phase == 0 ? JudgePilot(u, totals + 1, wanted) : JudgeSample(u, totals + 1);
       collect = false;
@@ -367,28 +441,34 @@ __global__ void __launch_bounds__(kResolveThreads)
     }
     __syncthreads();
     if (verdict == Verdict::kTake) break;
-    if (!collect) continue;
-    // Rare: candidates beyond what was collected.
-    LoadRule(u, state.collected, rule);
-    for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
-      FilterChunk<kResolveThreads>(u, rule, phase, chunk);
+    if (collect) {
+      // Rare: candidates beyond what was collected.
+      LoadRule(u, state.collected, rule);
+      for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
+        FilterChunk<kResolveThreads>(u, rule, phase, chunk);
+      }
     }
+    LoadRule(u, state.threshold, rule);
+    CountClasses(u, rule, phase, warp_columns);
+    SumColumns(u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
   LayOut(u, phase, totals);
 }
 
 // Writes the list, and the gather's list in token order. A warp a chunk; grid
 // (blocks, units).
-__global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase, const UnitRequest* units) {
+__global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
   __shared__ SampleRule rule;
-  const UnitRequest& u = units[blockIdx.y];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
   const UnitState& state = *u.state;
+  if (phase == 1 && !state.drawing) return;
   LoadRule(u, state.threshold, rule);
   const int lane = threadIdx.x % 32;
   const bool staged = state.staged[phase];
   const auto put = [&](uint32_t token, int64_t place, int64_t turn) {
     u.list[place] = token;
-    if (staged) u.gather[turn] = make_uint2(token, static_cast<uint32_t>(place));
+    if (staged) u.gather[turn] = {RowAddress(u.row_pages, row_bytes, token), place};
   };
   if (phase == 0 && blockIdx.x == 0) {
     const int64_t window_at = state.exact_count - u.window;
@@ -406,10 +486,10 @@ __global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase, const Un
        chunk < u.chunks(); chunk += static_cast<int64_t>(gridDim.x) * warps) {
     const uint32_t count = u.chunk_counts[chunk];
     if (count == 0) continue;
-    const uint32_t* before = u.chunk_table + chunk * kChunkColumns;
+    const uint32_t* before = u.chunk_table + chunk;
     // Lane c and lane c + 32 count the class's tokens so far.
-    uint32_t place_low = lane < 1 + rule.strata ? before[lane] : 0;
-    uint32_t place_high = lane + 32 < 1 + rule.strata ? before[lane + 32] : 0;
+    uint32_t place_low = lane < 1 + rule.strata ? before[lane * u.chunks()] : 0;
+    uint32_t place_high = lane + 32 < 1 + rule.strata ? before[(lane + 32) * u.chunks()] : 0;
     int64_t turn = first_turn + WarpSum<int64_t>(int64_t{place_low} + place_high);
     for (uint32_t i = 0; i < count; i += 32) {
       const bool have = i + lane < count;

@@ -6,7 +6,6 @@
 namespace spillway::cuda {
 namespace {
 
-constexpr int kScoreThreads = 512;
 constexpr int kReferenceThreads = 128;
 constexpr int kOracleThreads = 128;
 
@@ -32,7 +31,7 @@ template <int kPlanes, int kChunks>
 cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
   const int warps = kReferenceThreads / 32;
-  const int blocks = BlocksPerUnit(wave, 8, (wave.reference_pages_max + warps - 1) / warps);
+  const int blocks = BlocksPerUnit(wave, 16, (wave.reference_pages_max * kGroupsPerPage + warps - 1) / warps);
   ReferenceKernel<kPlanes, kChunks>
       <<<dim3(blocks, wave.unit_count), kReferenceThreads, PlaneBytes(wave, tiles), stream>>>(
           wave.shape, wave.units);
@@ -44,7 +43,7 @@ cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
   const int warps = kScoreThreads / 32;
-  const dim3 grid(BlocksPerUnit(wave, 2, (pages + warps - 1) / warps), wave.unit_count);
+  const dim3 grid(BlocksPerUnit(wave, kScoreBlocks, (pages + warps - 1) / warps), wave.unit_count);
   const size_t shared = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
   if (wave.shape.by_mass) {
     ScoreAsymmetricKernel<kPlanes, kChunks, true>
@@ -97,8 +96,9 @@ cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream) {
   }
   if (error != cudaSuccess) return error;
   const int64_t tokens = wave.reference_pages_max * kPageTokenCount;
-  const int blocks = BlocksPerUnit(wave, 4, (tokens + 255) / 256);
-  ReferenceMassKernel<<<dim3(blocks, wave.unit_count), 256, 0, stream>>>(wave.shape, wave.units);
+  const int blocks = BlocksPerUnit(wave, 2, (tokens + 255) / 256);
+  ReferenceMassKernel<<<dim3(blocks, wave.unit_count, wave.shape.group), 256, 0, stream>>>(
+      wave.units);
   return cudaGetLastError();
 }
 
@@ -113,11 +113,11 @@ cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream) {
   }
   if (wave.shape.selector == Selector::kHamming) {
     const size_t shared =
-        sizeof(uint32_t) * ((wave.shape.bin_count + 1) / 2 * 2) + PlaneBytes(wave, 1);
+        sizeof(uint32_t) * (wave.shape.bin_count + wave.shape.tiling.chunks() * 32);
     const cudaError_t error = AllowShared(ScoreHammingKernel, shared);
     if (error != cudaSuccess) return error;
     const int warps = kScoreThreads / 32;
-    const dim3 grid(BlocksPerUnit(wave, 2, (pages + warps - 1) / warps), wave.unit_count);
+    const dim3 grid(BlocksPerUnit(wave, 4, (pages + warps - 1) / warps), wave.unit_count);
     ScoreHammingKernel<<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
     return cudaGetLastError();
   }

@@ -46,7 +46,7 @@ def run_test(program: Path, name: str, prefix: list[str], timeout: float) -> dic
         "test": name,
         "result": "failed" if code != 0 else "skipped" if skipped else "passed",
         "seconds": round(time.monotonic() - begin, 3),
-        "output": output if code != 0 else "",
+        "output": f"exit code {code}\n{output}" if code != 0 else "",
     }
 
 

@@ -6,6 +6,7 @@
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "gmock/gmock.h"
+#include "host/device/placed_device.h"
 #include "tests/daemon/engine_fixture.h"
 
 namespace spillway {
@@ -342,6 +343,77 @@ TEST_F(FullEngineTest, AdmissionRefusesBeforeTheLimit) {
   const SequenceSnapshot before = sequence->snapshot();
   EXPECT_FALSE(Fill(sequence, rows, tokens, 1024).ok());
   EXPECT_EQ(sequence->snapshot().row_bytes, before.row_bytes);
+}
+
+// An engine over two devices with memory of their own.
+class TwoDeviceEngineTest : public EngineTest {
+ protected:
+  TwoDeviceEngineTest() {
+    std::vector<std::unique_ptr<Device>> devices;
+    for (int i = 0; i < 2; ++i) {
+      auto toy = std::make_unique<ToyDevice>(false);
+      toys.push_back(toy.get());
+      devices.push_back(std::move(toy));
+    }
+    SetUsed(0, 0);
+    model.reset();
+    engine.reset();
+    placed = CreatePlacedDevice(std::move(devices));
+    engine.emplace(placed.get(), arena.get(), &budget, EngineOptions());
+    ModelSpec spec;
+    spec.layer_count = 2;
+    spec.query_head_count = 1;
+    spec.kv_head_count = 1;
+    spec.head_dim = 16;
+    spec.dtype = DType::kF32;
+    spec.hash.kind = HashKind::kNone;
+    EXPECT_TRUE(Normalize(spec).empty());
+    model = *engine->CreateModel("m", spec, DefaultPolicy(spec));
+  }
+  // Sequences and models go before the device.
+  ~TwoDeviceEngineTest() override {
+    model.reset();
+    engine.reset();
+  }
+  // 10 bytes of codes a token and layer.
+  void SetUsed(int64_t first_bytes, int64_t second_bytes) {
+    toys[0]->SetMemory({10000, first_bytes}, 10);
+    toys[1]->SetMemory({10000, second_bytes}, 10);
+  }
+
+  std::vector<ToyDevice*> toys;
+  std::unique_ptr<Device> placed;
+};
+
+TEST_F(TwoDeviceEngineTest, FreeTokensAreThoseThatOneSequenceCanHave) {
+  EXPECT_EQ(engine->FreeTokenCount(*model), 500);
+  SetUsed(4000, 8000);
+  EXPECT_EQ(engine->FreeTokenCount(*model), 300);
+  SetUsed(10000, 10000);
+  EXPECT_EQ(engine->FreeTokenCount(*model), 0);
+}
+
+TEST_F(TwoDeviceEngineTest, OneRequestAttendsOnBoth) {
+  const std::vector<std::shared_ptr<Sequence>> sequences = {NewSequence("a"), NewSequence("b")};
+  const std::vector<float> rows = Rows(1, 3);
+  AttendResult result;
+  AttendRequest request;
+  for (const auto& sequence : sequences) {
+    request.items.push_back(Item(sequence));
+    request.items.back().append = ChunkOf(rows, 0, 3);
+  }
+  toys[0]->FailAttend(absl::OutOfRangeError("of the first"));
+  engine->Attend(std::move(request), Into(&result));
+  ASSERT_EQ(toys[0]->waiting_count(), 1u);
+  ASSERT_EQ(toys[1]->waiting_count(), 1u);
+  toys[1]->Release();
+  EXPECT_FALSE(result.has_value());
+  toys[0]->Release();
+  ASSERT_TRUE(result->ok());
+  EXPECT_EQ((**result).job->items[0].status.message(), "of the first");
+  EXPECT_EQ((**result).job->items[1].attend->out[0], 3);
+  EXPECT_EQ(sequences[0]->snapshot().layer_token_counts[0], 0);
+  EXPECT_EQ(sequences[1]->snapshot().layer_token_counts[0], 3);
 }
 
 class LateEngineTest : public EngineTest {

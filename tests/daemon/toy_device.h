@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 #include <utility>
@@ -65,6 +66,11 @@ class ToyDevice final : public Device {
   // What the next attend of any job fails with, after its append.
   void FailAttend(absl::Status status) { attend_error_ = std::move(status); }
   void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
+  // Says that codes live in memory of its own.
+  void SetMemory(DeviceMemory memory, int64_t index_bytes_per_token) {
+    memory_ = memory;
+    index_bytes_per_token_ = index_bytes_per_token;
+  }
 
   // ---- Device
 
@@ -87,7 +93,8 @@ class ToyDevice final : public Device {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(prepare_error_, absl::OkStatus());
   }
-  int64_t IndexBytesPerToken(const ModelSpec&) const override { return 0; }
+  std::optional<DeviceMemory> memory() const override { return memory_; }
+  int64_t IndexBytesPerToken(const ModelSpec&) const override { return index_bytes_per_token_; }
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     running_max_ = std::max(running_max_, ++running_);
@@ -163,7 +170,9 @@ class ToyDevice final : public Device {
   }
 
   const bool delayed_;
-  DeviceInfo info_{"toy:0", "answers late", 1, "none"};
+  DeviceInfo info_{"toy:0", "answers late", "", 1, "none"};
+  std::optional<DeviceMemory> memory_;
+  int64_t index_bytes_per_token_ = 0;
   std::mutex mutex_;
   std::minstd_rand random_{7};
   std::deque<Pending> waiting_;

@@ -172,7 +172,8 @@ class TokenCode {
     return page_.data() + 4 * (before + (row * chunk_words + word % 4) * 4 + tile);
   }
   std::byte* FactorAddress() const {
-    return page_.data() + tiling_.planes * tiling_.words * 128 * 4 + slot_ * 2;
+    return page_.data() + tiling_.planes * tiling_.words * 128 * 4 +
+           (slot_ / 32 * 32 + slot_ % 8 * 4 + slot_ % 32 / 8) * 2;
   }
   uint32_t Word(int plane, int word) const {
     uint32_t w;

@@ -65,6 +65,16 @@ def test_printed_settings_are_a_file_that_sets_them(tmp_path: Path) -> None:
     assert again.stdout == first.stdout
 
 
+@pytest.mark.parametrize("devices", ["auto", "cpu", "cuda:1", "cuda:0,GPU-6d0f2bb1,cuda:12"])
+def test_devices_are_named_on_the_command_line_and_in_the_file(
+    tmp_path: Path, devices: str
+) -> None:
+    first = run("--device", devices, "--print-config")
+    assert f'name = "{devices}"\n' in first.stdout
+    again = run("--config", write(tmp_path, first.stdout), "--print-config")
+    assert again.stdout == first.stdout
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "[device]\nthread_count = 2\n[log]\nlevel = 'debug'\n")
     printed = run("--config", file, "--threads", "1", "--print-config").stdout
@@ -79,6 +89,15 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[device]\nthread_count = -1\n", "device.thread_count"),
         ("[device]\nthread_count = 4097\n", "4096"),
         ("[device]\nthread_count = 'many'\n", "many"),
+        ("[device]\nname = 'tpu:0'\n", '"tpu:0" is not auto, cpu, cuda:N'),
+        ("[device]\nname = 'cuda:-1'\n", "device.name"),
+        ("[device]\nname = 'cuda:01'\n", "device.name"),
+        ("[device]\nname = ''\n", "device.name"),
+        ("[device]\nname = 'cuda:0,'\n", '"" is not cuda:N'),
+        ("[device]\nname = 'cuda:0,cpu'\n", '"cpu" is not cuda:N'),
+        ("[device]\nname = 'auto,cuda:0'\n", '"auto" is not cuda:N'),
+        ("[device]\nname = 'cuda:1,cuda:0,cuda:1'\n", '"cuda:1" is named twice'),
+        ("[device]\nname = 'GPU-6d0f,GPU-6d0f'\n", '"GPU-6d0f" is named twice'),
         ("[memory]\nlimit = '5 parsecs'\n", "parsecs"),
         ("[memory]\nlimit = '99999999999999TiB'\n", "memory.limit"),
         ("[server]\nlisten = 'carrier pigeon'\n", "server.listen"),
@@ -112,6 +131,34 @@ def test_bad_starts(flags: tuple[str, ...]) -> None:
     done = run(*flags)
     assert done.returncode != 0
     assert len(done.stdout + done.stderr) > 10
+
+
+@pytest.mark.parametrize(
+    ("devices", "named"),
+    [
+        pytest.param(
+            "cuda:0",
+            "cuda:0",
+            marks=pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="has a GPU"),
+        ),
+        ("cuda:999", "cuda:999"),
+        ("GPU-00000000", "GPU-00000000"),
+        ("cuda:999,cuda:998", "cuda:999"),
+    ],
+)
+def test_gpus_that_are_not_there(tmp_path: Path, devices: str, named: str) -> None:
+    done = run("--listen", f"unix:{tmp_path}/spillwayd.sock", "--device", devices)
+    assert done.returncode == 1
+    said = done.stdout + done.stderr
+    assert f"device {named}" in said
+    assert "is not there" in said or "without CUDA" in said
+
+
+def test_the_cpu_is_one_device(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "--device", "cpu") as target, spillway.connect(target) as client:
+        (device,) = client.get_server_info().devices
+        assert device.name == "cpu:0"
+        assert device.thread_count > 0
 
 
 def test_only_its_user_reaches_the_socket(tmp_path: Path) -> None:
