@@ -60,8 +60,11 @@ float FromBF16(const std::byte* p) {
 
 class Bench {
  public:
-  Bench(ModelSpec spec, int64_t token_max)
-      : spec_(spec), budget_(token_max * spec.kv_head_count * spec.row_bytes() + (4ll << 30)) {
+  // Measures what has `only` in its name.
+  Bench(ModelSpec spec, int64_t token_max, std::string only)
+      : spec_(spec),
+        only_(std::move(only)),
+        budget_(token_max * spec.kv_head_count * spec.row_bytes() + (4ll << 30)) {
     device_ = CreateCudaDevice({}, &budget_).value();
     Arena::ChunkObserver observer;
     observer.committed = [this](std::span<std::byte> chunk) {
@@ -112,16 +115,15 @@ class Bench {
       Check(rows_->PrepareAppend(count));
       Check(device_->PrepareAppend(*model_, *sequence_, 0, start, count));
       JobItem item;
-      item.append = AppendWork{rows_.get(), start, count,
-                               reinterpret_cast<const std::byte*>(k.data()),
-                               reinterpret_cast<const std::byte*>(v.data())};
+      item.append =
+          AppendWork{rows_.get(), start, count, reinterpret_cast<const std::byte*>(k.data()),
+                     reinterpret_cast<const std::byte*>(v.data())};
       const auto job = Run(std::move(item), false);
       Check(job->items[0].status);
       seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
       device_us += job->device_time_us;
     }
-    const double bytes =
-        static_cast<double>((n - first) * spec_.kv_head_count * spec_.row_bytes());
+    const double bytes = static_cast<double>((n - first) * spec_.kv_head_count * spec_.row_bytes());
     Print({{"name", "append"},
            {"tokens", n - first},
            {"seconds", seconds},
@@ -195,6 +197,7 @@ class Bench {
 
   void Measure(const std::string& name, const Policy& policy, double spread, int64_t n,
                int repetitions) {
+    if (name.find(only_) == std::string::npos) return;
     const double error = Verify(policy, spread, n);
     if (!(error < 1e-4)) {
       std::cerr << name << " at " << n << ": wrong by " << error << "\n";
@@ -258,6 +261,7 @@ class Bench {
   }
 
   const ModelSpec spec_;
+  const std::string only_;
   MemoryBudget budget_;
   MemoryBudget flush_budget_{int64_t{1} << 30};
   std::unique_ptr<Device> device_;
@@ -274,8 +278,10 @@ int Main(int argc, char** argv) {
   CLI::App app{"Attends of one layer on a GPU over random rows"};
   std::vector<int64_t> lengths = {131072, 524288, 1048576};
   int repetitions = 15;
+  std::string only;
   app.add_option("--tokens", lengths, "lengths, ascending");
   app.add_option("--repetitions", repetitions, "of each measurement");
+  app.add_option("--only", only, "measurements whose name holds this");
   CLI11_PARSE(app, argc, argv);
   ModelSpec spec;
   spec.layer_count = 1;
@@ -284,7 +290,7 @@ int Main(int argc, char** argv) {
   spec.head_dim = 128;
   spec.dtype = DType::kBF16;
   Normalize(spec);
-  Bench bench(spec, lengths.back());
+  Bench bench(spec, lengths.back(), only);
   for (const int64_t n : lengths) {
     bench.AppendTo(n);
     Policy top;  // a fixed budget, no tail
@@ -300,6 +306,10 @@ int Main(int argc, char** argv) {
     limited.row_count_max = 2500;
     bench.Measure("stratified, 2,500 rows", limited, 1, n, repetitions);
     bench.Measure("default policy, peaked", Policy(), 5, n, repetitions);
+    Policy pilot;  // an error bound that the pilot meets
+    pilot.epsilon = 0.999;
+    pilot.inflation = 1;
+    bench.Measure("default policy, pilot only", pilot, 5, n, repetitions);
   }
   return 0;
 }

@@ -90,7 +90,6 @@ struct UnitState {
   // below `threshold`.
   unsigned long long drawn_threshold[kTailStrataMax];
   unsigned long long threshold[kTailStrataMax];
-  unsigned long long collected[kTailStrataMax];  // what the candidates cover
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];
@@ -126,8 +125,8 @@ struct UnitRequest {
   const std::byte* const* row_pages;
   const std::byte* const* code_pages;
   const float* q;  // [G][d]
-  int64_t n;             // visible tokens
-  int64_t begin;         // candidates [begin, end)
+  int64_t n;       // visible tokens
+  int64_t begin;   // candidates [begin, end)
   int64_t end;
 
   int64_t heavy_count;  // by count or fraction
@@ -144,7 +143,7 @@ struct UnitRequest {
   int32_t pilot_count;
   int64_t sink;
   int64_t window;
-  int64_t row_count_max;  // 0: none
+  int64_t row_count_max;                          // 0: none
   uint32_t key_multiplier, key_offset, key_mask;  // SampleKey
   uint32_t phase;
 
@@ -165,7 +164,7 @@ struct UnitRequest {
   std::byte* staging;      // [staging_rows] rows
   int64_t staging_rows;
   GatherEntry* gather;  // [staging_rows], by address
-  float* partials;  // [2][kSegmentMax] of PartialFloats()
+  float* partials;      // [2][kSegmentMax] of PartialFloats()
   UnitState* state;
   UnitResult* result;  // pinned
   float* out;          // pinned, [G][d]; null: selection only

@@ -133,7 +133,6 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     state.drawn_threshold[h] = 0;
     state.threshold[h] =
         rows_left == 0 ? 0 : SampleThreshold(PilotCount(u, state, h), state.stratum_count[h]);
-    state.collected[h] = state.threshold[h];
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;

@@ -17,7 +17,7 @@ inline constexpr int kSliceRows = 16;  // of P^T, double-buffered
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr int kTileBlocks = 3;
 #else
-inline constexpr int kTileBlocks = 3;
+inline constexpr int kTileBlocks = 4;
 #endif
 inline constexpr int kStrips = kTileThreads * 4 / kTileTokens;
 

@@ -168,7 +168,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     for (int base = lane; base < d; base += 32 * kDims) {
       double sxv[kDims] = {}, sxxv[kDims] = {};
       for (int p = 0; p < phases; ++p) {
-#pragma unroll 2
+#pragma unroll 4
         for (int j = set.begin[p]; j < set.end[p]; ++j) {
           const float* value = partial(j) + 4 * group + g * d + base;
           const double f = factors[j];
@@ -225,36 +225,40 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   __syncthreads();
 }
 
-// Rows per stratum that one head's bound asks for.
-__device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head,
-                                   int64_t* budgets) {
+// Rows per stratum that one head's bound asks for, into budgets. All threads;
+// the caller synchronises.
+__device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, int64_t* budgets) {
+  __shared__ NeymanStratum neyman[kTailStrataMax];
+  __shared__ int64_t allotted[kTailStrataMax];
   const UnitState& s = *u.state;
-  const StratumSums* strata = head.strata;
-  // Nothing can be said of the error without reading every row.
-  if (!(head.norm_sq_unbiased > 0) || !isfinite(head.variance)) {
-    for (int h = 0; h < s.strata; ++h) budgets[h] = s.stratum_count[h];
-    return;
-  }
-  if (u.tail == Tail::kUniform) {
-    const UniformTail tail{static_cast<double>(s.stratum_count[0]),
-                           u.inflation * sqrt(strata[0].variance_x),
-                           u.inflation * u.inflation * strata[0].trace_n,
-                           u.inflation * u.inflation * strata[0].trace_o,
-                           sqrt(head.norm_sq_unbiased),
-                           head.denominator};
-    budgets[0] = FinitePopulation(UniformBudget(u.bound, tail, u.epsilon, u.bound_z),
-                                  s.stratum_count[0], s.drawn[0]);
-    return;
-  }
-  NeymanStratum neyman[kTailStrataMax];
-  for (int h = 0; h < s.strata; ++h) {
+  const int strata = s.strata;
+  for (int h = threadIdx.x; h < strata; h += blockDim.x) {
     neyman[h].token_count = s.stratum_count[h];
     neyman[h].floor = s.drawn[h];
-    neyman[h].deviation = u.inflation * sqrt(strata[h].trace_o);
+    neyman[h].deviation = u.inflation * sqrt(head.strata[h].trace_o);
+    allotted[h] = s.stratum_count[h];
   }
-  NeymanAllot(std::span<const NeymanStratum>(neyman, s.strata),
-              u.epsilon * u.epsilon * head.norm_sq_unbiased / (u.z * u.z),
-              std::span<int64_t>(budgets, s.strata));
+  __syncthreads();
+  // Else nothing can be said of the error without reading every row.
+  if (threadIdx.x == 0 && head.norm_sq_unbiased > 0 && isfinite(head.variance)) {
+    if (u.tail == Tail::kUniform) {
+      const StratumSums& all = head.strata[0];
+      const UniformTail tail{static_cast<double>(neyman[0].token_count),
+                             u.inflation * sqrt(all.variance_x),
+                             u.inflation * u.inflation * all.trace_n,
+                             u.inflation * u.inflation * all.trace_o,
+                             sqrt(head.norm_sq_unbiased),
+                             head.denominator};
+      allotted[0] = FinitePopulation(UniformBudget(u.bound, tail, u.epsilon, u.bound_z),
+                                     neyman[0].token_count, neyman[0].floor);
+    } else {
+      NeymanAllot(std::span<const NeymanStratum>(neyman, strata),
+                  u.epsilon * u.epsilon * head.norm_sq_unbiased / (u.z * u.z),
+                  std::span<int64_t>(allotted, strata));
+    }
+  }
+  __syncthreads();
+  for (int h = threadIdx.x; h < strata; h += blockDim.x) budgets[h] = allotted[h];
 }
 
 // The unit's budgets from its heads': the most per stratum, within what
@@ -299,7 +303,6 @@ __device__ inline void SettleBudgets(const UnitRequest& u, int group, bool sampl
     if (!sampled) continue;
     const unsigned long long threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
     s.threshold[h] = max(drawn_threshold, threshold);
-    s.collected[h] = s.threshold[h];
     drawing |= threshold > drawn_threshold;
   }
   drawing = __syncthreads_or(drawing);
@@ -323,9 +326,10 @@ __global__ void __launch_bounds__(kEstimateThreads)
     return;
   }
   EstimateHead(shape, u, blockIdx.x, 1, head);
+  HeadBudgets(u, head, s.head_budget[blockIdx.x]);
+  __threadfence();
+  __syncthreads();
   if (threadIdx.x == 0) {
-    HeadBudgets(u, head, s.head_budget[blockIdx.x]);
-    __threadfence();
     last = atomicAdd(&s.heads_done, 1) + 1 == static_cast<uint32_t>(shape.group);
   }
   __syncthreads();

@@ -51,8 +51,8 @@ __device__ inline std::byte* CodePage(const EncodeWork& work, int head, int64_t 
 __device__ inline void StoreFactor(const EncodeWork& work, int head, int64_t token,
                                    uint16_t factor) {
   std::byte* factors = CodePage(work, head, token) + work.tiling.factor_offset_bytes();
-  reinterpret_cast<uint16_t*>(factors)[CodeTiling::factor_index(static_cast<int>(token % kPageTokenCount))] =
-      factor;
+  reinterpret_cast<uint16_t*>(
+      factors)[CodeTiling::factor_index(static_cast<int>(token % kPageTokenCount))] = factor;
 }
 
 __device__ inline float Divisor(float largest) { return largest > 0 ? largest : 1.0f; }

@@ -76,7 +76,7 @@ template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule, int phase,
                                    int64_t chunk) {
   constexpr int kWarps = kThreads / 32;
-  constexpr int kPerThread = 8;
+  constexpr int kPerThread = kThreads >= 512 ? 8 : 16;
   constexpr int kRoundTokens = kThreads * kPerThread;
   __shared__ uint32_t warp_counts[2][kWarps];
   __shared__ uint32_t classes[kChunkColumns + 2];  // and ties, drawn ties
@@ -94,8 +94,11 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
     uint32_t flags = 0;
     if (first < chunk_end) {
       // Bins are padded to whole loads.
-      const uint4 raw = *reinterpret_cast<const uint4*>(u.bins + first);
-      const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+      uint32_t pairs[kPerThread / 2];
+#pragma unroll
+      for (int i = 0; i < kPerThread / 8; ++i) {
+        reinterpret_cast<uint4*>(pairs)[i] = reinterpret_cast<const uint4*>(u.bins + first)[i];
+      }
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
         const int bin = (pairs[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
@@ -179,55 +182,67 @@ struct TieSplit {
   uint32_t drawn;      // of the others, those drawn
 };
 
-// One warp.
+// All threads of the block.
 __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, int64_t skip,
                                  TieSplit& split) {
+  __shared__ int64_t warp_ties[kResolveThreads / 32];
   const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    // Until the chunk is found: all of the bin is heavy, or none.
+    split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.chunks(), 0, 0};
+  }
   if (skip == 0) {
-    if (lane == 0) split = {0, -1, 0, 0};
+    __syncthreads();
     return;
   }
-  int64_t before = 0;
-  for (int64_t base = 0; base < u.chunks(); base += 32) {
-    const int64_t chunk = base + lane;
+  int64_t before = 0;  // ties of earlier rounds
+  for (int64_t base = 0; base < u.chunks(); base += kResolveThreads) {
+    const int64_t chunk = base + threadIdx.x;
     const int64_t ties = chunk < u.chunks() ? u.chunk_ties[2 * chunk] : 0;
     int64_t scan = ties;
     for (int offset = 1; offset < 32; offset *= 2) {
       const int64_t other = __shfl_up_sync(kFullWarp, scan, offset);
       if (lane >= offset) scan += other;
     }
-    const unsigned passed = __ballot_sync(kFullWarp, before + scan > skip);
-    if (passed == 0) {
-      before += __shfl_sync(kFullWarp, scan, 31);
-      continue;
+    if (lane == 31) warp_ties[warp] = scan;
+    __syncthreads();
+    int64_t total = 0;
+    for (int w = 0; w < kResolveThreads / 32; ++w) {
+      if (w == warp) scan += before + total;
+      total += warp_ties[w];
     }
-    const int holder = __ffs(passed) - 1;
-    const int64_t first = before + __shfl_sync(kFullWarp, scan - ties, holder);
-    const auto all = static_cast<uint32_t>(__shfl_sync(kFullWarp, ties, holder));
-    const uint32_t* candidates = u.candidates + (base + holder) * kChunkTokens;
-    const uint32_t count = u.chunk_counts[base + holder];
-    int64_t rank = first;
-    uint32_t drawn = 0;
-    for (uint32_t i = 0; i < count; i += 32) {
-      const uint32_t token = i + lane < count ? candidates[i + lane] : 0;
-      const bool tie = i + lane < count && u.bins[token] == rule.heavy_bin;
-      const unsigned mask = __ballot_sync(kFullWarp, tie);
-      const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
-      const bool hit = tie && mine < skip && rule.strata > 0 &&
-                       Drawn(rule, __ldg(rule.stratum_of_bin + rule.heavy_bin), token);
-      drawn += __popc(__ballot_sync(kFullWarp, hit));
-      const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
-      if (turning != 0) {
-        const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
-        if (lane == 0) {
-          split = {from, base + holder, static_cast<uint32_t>(first + all - skip), drawn};
+    before += total;
+    // The chunk in which the first `skip` end: its warp looks closer.
+    const unsigned found = __ballot_sync(kFullWarp, scan > skip && scan - ties <= skip);
+    if (found != 0) {
+      const int holder = __ffs(found) - 1;
+      const int64_t first = __shfl_sync(kFullWarp, scan - ties, holder);
+      const int64_t last = __shfl_sync(kFullWarp, scan, holder);
+      const int64_t its_chunk = __shfl_sync(kFullWarp, chunk, holder);
+      const uint32_t* candidates = u.candidates + its_chunk * kChunkTokens;
+      const uint32_t count = u.chunk_counts[its_chunk];
+      int64_t rank = first;
+      uint32_t drawn = 0;
+      for (uint32_t i = 0; i < count; i += 32) {
+        const uint32_t token = i + lane < count ? candidates[i + lane] : 0;
+        const bool tie = i + lane < count && u.bins[token] == rule.heavy_bin;
+        const unsigned mask = __ballot_sync(kFullWarp, tie);
+        const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
+        const bool hit = tie && mine < skip && rule.strata > 0 &&
+                         Drawn(rule, __ldg(rule.stratum_of_bin + rule.heavy_bin), token);
+        drawn += __popc(__ballot_sync(kFullWarp, hit));
+        const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
+        if (turning != 0) {
+          const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
+          if (lane == 0) split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn};
+          break;
         }
-        return;
+        rank += __popc(mask);
       }
-      rank += __popc(mask);
     }
+    __syncthreads();
   }
-  if (lane == 0) split = {u.n, u.chunks(), 0, 0};  // none of the bin is heavy
 }
 
 // Counts each chunk's candidates by class anew, all that is known considered.
@@ -260,24 +275,64 @@ __device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule
 template <typename Counts>
 __device__ inline void SumColumns(const UnitRequest& u, int columns, Counts counts,
                                   int64_t* totals) {
+  constexpr int kCells = 8;  // that a lane reads at a time
   const int lane = threadIdx.x % 32;
   for (int column = threadIdx.x / 32; column < columns; column += blockDim.x / 32) {
     uint32_t* cells = u.chunk_table + column * u.chunks();
     int64_t before = 0;
-    for (int64_t base = 0; base < u.chunks(); base += 32) {
-      const int64_t chunk = base + lane;
-      const uint32_t count = chunk < u.chunks() ? counts(column, chunk, cells[chunk]) : 0;
-      uint32_t scan = count;
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
-        if (lane >= offset) scan += other;
+    for (int64_t base = 0; base < u.chunks(); base += 32 * kCells) {
+      uint32_t scans[kCells];
+#pragma unroll
+      for (int i = 0; i < kCells; ++i) {
+        const int64_t chunk = base + i * 32 + lane;
+        scans[i] = chunk < u.chunks() ? counts(column, chunk, cells[chunk]) : 0;
       }
-      if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - count);
-      before += __shfl_sync(kFullWarp, scan, 31);
+#pragma unroll
+      for (int i = 0; i < kCells; ++i) {
+        const int64_t chunk = base + i * 32 + lane;
+        uint32_t scan = scans[i];
+        for (int offset = 1; offset < 32; offset *= 2) {
+          const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
+          if (lane >= offset) scan += other;
+        }
+        if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - scans[i]);
+        before += __shfl_sync(kFullWarp, scan, 31);
+      }
     }
     if (lane == 0) totals[column] = before;
   }
   __syncthreads();
+}
+
+// The part of UnitState that settling a draw turns over, in shared memory.
+struct DrawState {
+  int strata;
+  int limited;
+  int64_t rows_left;
+  int64_t list_count;
+  int64_t count[kTailStrataMax];  // n_h
+  int64_t drawn[kTailStrataMax];
+  int64_t wanted[kTailStrataMax];  // phase 0: the pilot, phase 1: the budget
+  unsigned long long drawn_threshold[kTailStrataMax];
+  unsigned long long threshold[kTailStrataMax];
+};
+
+// All threads of the block; the caller synchronises.
+__device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw) {
+  const UnitState& s = *u.state;
+  if (threadIdx.x == 0) {
+    draw.strata = s.strata;
+    draw.limited = s.limited;
+    draw.rows_left = s.rows_left;
+    draw.list_count = s.list_count;
+  }
+  for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
+    draw.count[h] = s.stratum_count[h];
+    draw.drawn[h] = s.drawn[h];
+    draw.wanted[h] = phase == 1 ? s.budget[h] : h < s.strata ? PilotCount(u, s, h) : 0;
+    draw.drawn_threshold[h] = s.drawn_threshold[h];
+    draw.threshold[h] = s.threshold[h];
+  }
 }
 
 // What a phase's draw comes to after its size is known.
@@ -285,15 +340,14 @@ enum class Verdict : int { kTake, kDrawAgain };
 
 // Phase 0, one thread. Thresholds of strata with too few rows are doubled; a
 // draw above row_count_max is made anew, smaller, before a row is read.
-__device__ inline Verdict JudgePilot(const UnitRequest& u, const int64_t* drawn, int64_t* wanted) {
-  UnitState& s = *u.state;
+__device__ inline Verdict JudgePilot(const int64_t* drawn, DrawState& s) {
   if (s.strata == 0 || s.rows_left == 0) return Verdict::kTake;
-  if (wanted[0] < 0) return Verdict::kTake;  // given up before
+  if (s.wanted[0] < 0) return Verdict::kTake;  // given up before
   bool wider = false;
   int64_t total = 0;
   for (int h = 0; h < s.strata; ++h) {
     total += drawn[h];
-    const int64_t least = min(int64_t{kStratumRowsMin}, s.stratum_count[h]);
+    const int64_t least = min(int64_t{kStratumRowsMin}, s.count[h]);
     if (drawn[h] >= least) continue;
     const unsigned long long twice = max(s.threshold[h], 1ull) * 2;
     s.threshold[h] = min(twice, 1ull << 32);
@@ -304,73 +358,79 @@ __device__ inline Verdict JudgePilot(const UnitRequest& u, const int64_t* drawn,
   s.limited = 1;
   int64_t largest = 0;
   for (int h = 0; h < s.strata; ++h) {
-    wanted[h] = max(int64_t{1}, wanted[h] * 3 / 4);
-    largest = max(largest, wanted[h]);
+    s.wanted[h] = max(int64_t{1}, s.wanted[h] * 3 / 4);
+    largest = max(largest, s.wanted[h]);
   }
   for (int h = 0; h < s.strata; ++h) {
-    s.threshold[h] = largest == 1 ? 0 : SampleThreshold(wanted[h], s.stratum_count[h]);
+    s.threshold[h] = largest == 1 ? 0 : SampleThreshold(s.wanted[h], s.count[h]);
   }
-  if (largest == 1) wanted[0] = -1;
+  if (largest == 1) s.wanted[0] = -1;
   return Verdict::kDrawAgain;
 }
 
 // Phase 1, likewise.
-__device__ inline Verdict JudgeSample(const UnitRequest& u, const int64_t* drawn) {
-  UnitState& s = *u.state;
+__device__ inline Verdict JudgeSample(const int64_t* drawn, DrawState& s) {
   int64_t total = 0;
   for (int h = 0; h < s.strata; ++h) total += s.drawn[h] + drawn[h];
   if (total <= s.rows_left) return Verdict::kTake;
   s.limited = 1;
   bool smaller = false;
   for (int h = 0; h < s.strata; ++h) {
-    const int64_t next = max(s.drawn[h], s.budget[h] * 15 / 16);
-    smaller |= next < s.budget[h];
-    s.budget[h] = next;
+    const int64_t next = max(s.drawn[h], s.wanted[h] * 15 / 16);
+    smaller |= next < s.wanted[h];
+    s.wanted[h] = next;
   }
   for (int h = 0; h < s.strata; ++h) {
-    const unsigned long long threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
+    const unsigned long long threshold = SampleThreshold(s.wanted[h], s.count[h]);
     s.threshold[h] = smaller ? max(s.drawn_threshold[h], threshold) : s.drawn_threshold[h];
   }
   return Verdict::kDrawAgain;
 }
 
-// The list's layout and the segments that folding takes. All threads.
-__device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals) {
+// The list's layout, the segments that folding takes, and what is drawn now,
+// for the kernels that follow. All threads.
+__device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals,
+                              const DrawState& draw) {
   __shared__ int64_t first_of[1 + kTailStrataMax];
   __shared__ int first_segment[2 + kTailStrataMax];
   __shared__ int64_t segment_rows;
   UnitState& s = *u.state;
-  const int sets = 1 + s.strata;
+  const int sets = 1 + draw.strata;
+  const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
   if (threadIdx.x == 0) {
-    const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
-    if (phase == 0) s.exact_count = exact;
-    const int64_t begin = phase == 0 ? 0 : s.list_count;
+    const int64_t begin = draw.list_count;
     int64_t end = begin + exact;
     first_of[0] = begin;
-    for (int h = 0; h < s.strata; ++h) {
+    for (int h = 0; h < draw.strata; ++h) {
       first_of[1 + h] = end;
-      s.stratum_first[h] = end;
-      s.stratum_drawn[phase][h] = totals[1 + h];
-      s.drawn[h] += totals[1 + h];
       end += totals[1 + h];
     }
+    if (phase == 0) s.exact_count = exact;
+    s.limited = draw.limited;
     s.list_count = end;
     s.gather_count = end - begin;
     s.staged[phase] = end <= u.staging_rows;
     const int64_t even = (end - begin + kSegmentsWanted - 1) / kSegmentsWanted;
     segment_rows = max(int64_t{kSegmentRowsMin}, (even + 31) / 32 * 32);
+    const auto rows = static_cast<uint32_t>(segment_rows);
     int segments = 0;
     for (int set = 0; set < sets; ++set) {
       first_segment[set] = segments;
-      const int64_t rows = set == 0 ? exact : totals[set];
-      segments += static_cast<int>((rows + segment_rows - 1) / segment_rows);
+      const auto count = static_cast<uint32_t>(set == 0 ? exact : totals[set]);
+      segments += static_cast<int>((count + rows - 1) / rows);
     }
     first_segment[sets] = segments;
     s.segment_count[phase] = segments;
   }
   __syncthreads();
+  for (int h = threadIdx.x; h < draw.strata; h += blockDim.x) {
+    s.stratum_first[h] = first_of[1 + h];
+    s.stratum_drawn[phase][h] = totals[1 + h];
+    s.drawn[h] = draw.drawn[h] + totals[1 + h];
+    s.threshold[h] = draw.threshold[h];
+  }
   for (int set = threadIdx.x / 32; set < sets; set += kResolveThreads / 32) {
-    const int64_t rows = set == 0 ? (phase == 0 ? s.exact_count : 0) : totals[set];
+    const int64_t rows = set == 0 ? exact : totals[set];
     for (int i = first_segment[set] + threadIdx.x % 32; i < first_segment[set + 1]; i += 32) {
       const int64_t at = (i - first_segment[set]) * segment_rows;
       s.segments[phase][i] = {set, static_cast<int32_t>(min(segment_rows, rows - at)),
@@ -383,9 +443,10 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
 __global__ void __launch_bounds__(kResolveThreads)
     ResolveKernel(int phase, const UnitRequest* units) {
   __shared__ SampleRule rule;
+  __shared__ DrawState draw;
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
   __shared__ int64_t totals[kChunkColumns];
-  __shared__ int64_t wanted[kTailStrataMax];
+  __shared__ unsigned long long collected[kTailStrataMax];
   __shared__ TieSplit split;
   __shared__ Verdict verdict;
   __shared__ bool collect;
@@ -399,19 +460,15 @@ __global__ void __launch_bounds__(kResolveThreads)
     }
     return;
   }
+  LoadDraw(u, phase, draw);
   LoadRule(u, state.threshold, rule);
+  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
   const int columns = 1 + rule.strata;
   if (phase == 0) {
-    if (threadIdx.x < 32) SplitTies(u, rule, state.heavy_skip, split);
-    for (int h = threadIdx.x; h < rule.strata; h += blockDim.x) {
-      wanted[h] = PilotCount(u, state, h);
-    }
-    __syncthreads();
+    SplitTies(u, rule, state.heavy_skip, split);
     if (threadIdx.x == 0) state.heavy_from = split.heavy_from;
     const int tie_column =
-        rule.strata > 0 && rule.heavy_bin < kNoBin && !u.by_mass
-            ? 1 + __ldg(rule.stratum_of_bin + rule.heavy_bin)
-            : -1;
+        rule.strata > 0 && !u.by_mass ? 1 + __ldg(rule.stratum_of_bin + rule.heavy_bin) : -1;
     const auto with_ties = [&](int column, int64_t chunk, uint32_t count) {
       if (column == 0) {
         return count + (chunk > split.chunk    ? u.chunk_ties[2 * chunk]
@@ -427,15 +484,16 @@ __global__ void __launch_bounds__(kResolveThreads)
     };
     SumColumns(u, columns, with_ties, totals);
   } else {
-    SumColumns(u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
+    SumColumns(
+        u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
   for (;;) {
     if (threadIdx.x == 0) {
-      verdict = phase == 0 ? JudgePilot(u, totals + 1, wanted) : JudgeSample(u, totals + 1);
+      verdict = phase == 0 ? JudgePilot(totals + 1, draw) : JudgeSample(totals + 1, draw);
       collect = false;
-      for (int h = 0; h < state.strata && verdict == Verdict::kDrawAgain; ++h) {
-        if (state.threshold[h] <= state.collected[h]) continue;
-        state.collected[h] = state.threshold[h];
+      for (int h = 0; h < draw.strata && verdict == Verdict::kDrawAgain; ++h) {
+        if (draw.threshold[h] <= collected[h]) continue;
+        collected[h] = draw.threshold[h];
         collect = true;
       }
     }
@@ -443,21 +501,23 @@ __global__ void __launch_bounds__(kResolveThreads)
     if (verdict == Verdict::kTake) break;
     if (collect) {
       // Rare: candidates beyond what was collected.
-      LoadRule(u, state.collected, rule);
+      LoadRule(u, collected, rule);
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
         FilterChunk<kResolveThreads>(u, rule, phase, chunk);
       }
     }
-    LoadRule(u, state.threshold, rule);
+    LoadRule(u, draw.threshold, rule);
     CountClasses(u, rule, phase, warp_columns);
-    SumColumns(u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
+    SumColumns(
+        u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
-  LayOut(u, phase, totals);
+  LayOut(u, phase, totals, draw);
 }
 
 // Writes the list, and the gather's list in token order. A warp a chunk; grid
 // (blocks, units).
-__global__ void __launch_bounds__(kPlaceThreads) PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
+__global__ void __launch_bounds__(kPlaceThreads)
+    PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);

@@ -31,28 +31,46 @@ template <int kPlanes, int kChunks>
 cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
   const int warps = kReferenceThreads / 32;
-  const int blocks = BlocksPerUnit(wave, 16, (wave.reference_pages_max * kGroupsPerPage + warps - 1) / warps);
+  const int blocks =
+      BlocksPerUnit(wave, 16, (wave.reference_pages_max * kGroupsPerPage + warps - 1) / warps);
   ReferenceKernel<kPlanes, kChunks>
       <<<dim3(blocks, wave.unit_count), kReferenceThreads, PlaneBytes(wave, tiles), stream>>>(
           wave.shape, wave.units);
   return cudaGetLastError();
 }
 
+// Warps of a scoring block: as many as its shared memory has room for rings
+// of pages for, beside `fixed` bytes.
+int ScoreWarps(size_t fixed, int page_bytes) {
+  constexpr size_t kBlockBytes = 100 * 1024;
+  const size_t ring = static_cast<size_t>(PageRing::kDepth) * page_bytes;
+  const size_t room = fixed < kBlockBytes ? (kBlockBytes - fixed) / ring : 0;
+  return static_cast<int>(std::clamp<size_t>(room, 1, kScoreThreads / 32));
+}
+
+// kernel(shape, units) over pages of page_bytes each.
+template <typename Kernel>
+cudaError_t LaunchScoring(Kernel kernel, const Wave& wave, size_t fixed, int page_bytes,
+                          cudaStream_t stream) {
+  const int warps = ScoreWarps(fixed, page_bytes);
+  const size_t shared = fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
+  const cudaError_t error = AllowShared(kernel, shared);
+  if (error != cudaSuccess) return error;
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  const dim3 grid(BlocksPerUnit(wave, kScoreBlocks, (pages + warps - 1) / warps), wave.unit_count);
+  kernel<<<grid, 32 * warps, shared, stream>>>(wave.shape, wave.units);
+  return cudaGetLastError();
+}
+
 template <int kPlanes, int kChunks>
 cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
-  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
-  const int warps = kScoreThreads / 32;
-  const dim3 grid(BlocksPerUnit(wave, kScoreBlocks, (pages + warps - 1) / warps), wave.unit_count);
-  const size_t shared = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
-  if (wave.shape.by_mass) {
-    ScoreAsymmetricKernel<kPlanes, kChunks, true>
-        <<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
-  } else {
-    ScoreAsymmetricKernel<kPlanes, kChunks, false>
-        <<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
-  }
-  return cudaGetLastError();
+  const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
+  const int page_bytes = wave.shape.tiling.page_bytes();
+  return wave.shape.by_mass ? LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, true>, wave,
+                                            fixed, page_bytes, stream)
+                            : LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, false>, wave,
+                                            fixed, page_bytes, stream);
 }
 
 // Calls f<planes, chunks>().
@@ -112,14 +130,11 @@ cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream) {
     return cudaGetLastError();
   }
   if (wave.shape.selector == Selector::kHamming) {
-    const size_t shared =
-        sizeof(uint32_t) * (wave.shape.bin_count + wave.shape.tiling.chunks() * 32);
-    const cudaError_t error = AllowShared(ScoreHammingKernel, shared);
-    if (error != cudaSuccess) return error;
-    const int warps = kScoreThreads / 32;
-    const dim3 grid(BlocksPerUnit(wave, 4, (pages + warps - 1) / warps), wave.unit_count);
-    ScoreHammingKernel<<<grid, kScoreThreads, shared, stream>>>(wave.shape, wave.units);
-    return cudaGetLastError();
+    const CodeTiling& tiling = wave.shape.tiling;
+    const size_t fixed =
+        sizeof(uint32_t) * ((wave.shape.bin_count + tiling.chunks() * 32 + 3) / 4 * 4);
+    return LaunchScoring(ScoreHammingKernel, wave, fixed, tiling.words * kPageTokenCount * 4,
+                         stream);
   }
   return ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
     return LaunchScoreOf<kPlanes, kChunks>(wave, stream);

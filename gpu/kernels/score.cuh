@@ -33,8 +33,41 @@ __device__ inline uint4 LoadCodes(const CodeTiling& tiling, const std::byte* pag
   if (word >= width) return make_uint4(0, 0, 0, 0);
   const uint32_t* at = reinterpret_cast<const uint32_t*>(page) +
                        tiling.chunk_offset(plane, group, chunk) + (lane / 4 * width + word) * 4;
-  return __ldg(reinterpret_cast<const uint4*>(at));
+  return *reinterpret_cast<const uint4*>(at);
 }
+
+// A warp's pages on their way to shared memory: the next one comes while one
+// is scored. 16-byte asynchronous copies; `bytes` from `page` on.
+class PageRing {
+ public:
+  static constexpr int kDepth = 2;
+
+  __device__ PageRing(std::byte* memory, int bytes) : memory_(memory), bytes_(bytes) {}
+  // Begins to bring a page; null: none, but the turn is taken.
+  __device__ void Bring(const std::byte* page, int lane) {
+    if (page != nullptr) {
+      const auto to =
+          static_cast<uint32_t>(__cvta_generic_to_shared(memory_ + (brought_ % kDepth) * bytes_));
+      for (int i = lane * 16; i < bytes_; i += 32 * 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(page + i));
+      }
+    }
+    asm volatile("cp.async.commit_group;");
+    ++brought_;
+  }
+  // Waits for the oldest page that was not taken yet.
+  __device__ const std::byte* Take() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
+    __syncwarp();
+    return memory_ + (taken_++ % kDepth) * bytes_;
+  }
+
+ private:
+  std::byte* const memory_;
+  const int bytes_;
+  int brought_ = 0;
+  int taken_ = 0;
+};
 
 // Which token of a group of 32 a lane holds once four heads were exchanged.
 __device__ inline int TokenOfLane(int lane) { return (lane % 4) * 8 + lane / 4; }
@@ -65,10 +98,9 @@ __device__ inline void ExchangeHeads(float (&a)[4], int lane) {
   }
 }
 
-// A block is a quarter of a multiprocessor's threads, so that registers last
-// for four of them.
+// Two blocks an SM: their pages in flight fill its shared memory.
 inline constexpr int kScoreThreads = 256;
-inline constexpr int kScoreBlocks = 4;
+inline constexpr int kScoreBlocks = 2;
 
 // Query bits of a block's unit in shared memory: per head tile and chunk the
 // lane's words of both column sets. Column 2 head + plane % 2 of set
@@ -118,9 +150,8 @@ __device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kChunks], int 
 // head lane % 4 and key lane / 4 of the tile. Without the head's offset:
 // 4 sum w u - 30 sum u, w the stored 4-bit weight.
 template <int kPlanes, int kChunks>
-__device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks],
-                                   const int32_t (&ones)[4], const uint2* planes, int lane,
-                                   int32_t (&totals)[4]) {
+__device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks], const int32_t (&ones)[4],
+                                   const uint2* planes, int lane, int32_t (&totals)[4]) {
   uint32_t low[kChunks], high[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
@@ -135,8 +166,7 @@ __device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks],
     WeightedPopc<kPlanes, kChunks>(codes, pair, high, b);
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
-      const int32_t sum = (a[2 * key] + 2 * a[2 * key + 1]) +
-                          4 * (b[2 * key] + 2 * b[2 * key + 1]);
+      const int32_t sum = (a[2 * key] + 2 * a[2 * key + 1]) + 4 * (b[2 * key] + 2 * b[2 * key + 1]);
       totals[2 * pair + key] = 4 * sum - ones[2 * pair + key];
     }
   }
@@ -168,7 +198,7 @@ __device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* pa
                                    int lane, float (&factors)[4]) {
   const auto* at = reinterpret_cast<const uint2*>(page + tiling.factor_offset_bytes()) +
                    group * (kGroupTokenCount / 4) + lane / 4;
-  const uint2 raw = __ldg(at);
+  const uint2 raw = *at;
   factors[0] = __uint_as_float(raw.x << 16);
   factors[1] = __uint_as_float(raw.x & 0xFFFF0000u);
   factors[2] = __uint_as_float(raw.y << 16);
@@ -285,8 +315,8 @@ struct PageSlots {
   __device__ PageSlots(const UnitRequest& u, int64_t page_index)
       : bins(u.bins + page_index * kPageTokenCount),
         begin(static_cast<int>(max(u.begin - page_index * kPageTokenCount, int64_t{0}))),
-        end(static_cast<int>(
-            min(u.end - page_index * kPageTokenCount, int64_t{kPageTokenCount}))) {}
+        end(static_cast<int>(min(u.end - page_index * kPageTokenCount, int64_t{kPageTokenCount}))) {
+  }
 
   // Bins have room for whole pages.
   __device__ void Store(int slot, uint32_t bin, uint32_t* histogram) const {
@@ -298,11 +328,11 @@ struct PageSlots {
 
 // Score bins of every token, the same bits as the CPU device's, and the
 // unit's histogram. Grid (blocks, units); a warp takes a page. Shared memory:
-// histogram [bin_count], query planes.
+// histogram [bin_count], query planes, a PageRing a warp.
 template <int kPlanes, int kChunks, bool kMass>
 __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
     ScoreAsymmetricKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ uint32_t shared[];
+  extern __shared__ __align__(16) uint32_t shared[];
   __shared__ HeadTerms heads[kGroupMax];
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
@@ -328,13 +358,21 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
 
   const int lane = threadIdx.x % 32;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
-  // Groups whose codes are loaded together, to cover memory's latency.
-  constexpr int kAhead = kPlanes * kChunks <= 2 ? 2 : 1;
+  const int page_bytes = shape.tiling.page_bytes();
+  PageRing ring(reinterpret_cast<std::byte*>(planes + tiles * kChunks * 32) +
+                    threadIdx.x / 32 * PageRing::kDepth * page_bytes,
+                page_bytes);
   int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-  const std::byte* next_page = page_index < page_count ? u.code_pages[page_index] : nullptr;
+  // Addresses of pages are known two pages ahead, the pages come one ahead.
+  const auto address = [&](int64_t p) { return p < page_count ? u.code_pages[p] : nullptr; };
+  ring.Bring(address(page_index), lane);
+  const std::byte* next = address(page_index + step);
+  // Groups that are scored side by side.
+  constexpr int kAhead = kPlanes * kChunks <= 2 ? 2 : 1;
   for (; page_index < page_count; page_index += step) {
-    const std::byte* page = next_page;
-    if (page_index + step < page_count) next_page = u.code_pages[page_index + step];
+    ring.Bring(next, lane);
+    next = address(page_index + 2 * step);
+    const std::byte* page = ring.Take();
     const PageSlots slots(u, page_index);
 #pragma unroll 1
     for (int first = 0; first < kGroupsPerPage; first += kAhead) {
@@ -365,8 +403,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
           float e[4];
 #pragma unroll
           for (int t = 0; t < 4; ++t) {
-            const float x =
-                ScaledLogit(totals[t], terms.offset, terms.coefficient, factors[a][t]);
+            const float x = ScaledLogit(totals[t], terms.offset, terms.coefficient, factors[a][t]);
             e[t] = ScoreExp2(x - terms.reference);
           }
           ExchangeHeads(e, lane);
@@ -385,6 +422,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
         slots.Store(slot, __float_as_uint(score) >> kScoreBinShift, histogram);
       }
     }
+    __syncwarp();  // before the next page takes this one's place
   }
   __syncthreads();
   AddToGlobal(histogram, kScoreBinCount, u.histogram);
@@ -407,7 +445,7 @@ __device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int chun
 // the heads whose bit j is set. Grid and shared memory as above.
 __global__ void __launch_bounds__(kScoreThreads)
     ScoreHammingKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ uint32_t shared[];
+  extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
   const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
@@ -427,19 +465,30 @@ __global__ void __launch_bounds__(kScoreThreads)
   const int32_t even = part == 0 ? 2 : part == 1 ? 8 : part == 2 ? 16 : 0;
   const int32_t odd = part == 0 ? 4 : part == 1 ? -shape.group : part == 2 ? 32 : 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
-  const int plane = shape.tiling.planes - 1;  // signs
+  // Of a page the plane of signs alone, which lies as plane 0 in the ring.
+  const int plane_bytes = shape.tiling.words * kPageTokenCount * 4;
+  const int64_t plane_offset = int64_t{shape.tiling.planes - 1} * plane_bytes;
+  const int head_words = (shape.bin_count + chunks * 32 + 3) / 4 * 4;
+  PageRing ring(reinterpret_cast<std::byte*>(shared + head_words) +
+                    threadIdx.x / 32 * PageRing::kDepth * plane_bytes,
+                plane_bytes);
   int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-  const std::byte* next_page = page_index < page_count ? u.code_pages[page_index] : nullptr;
+  const auto address = [&](int64_t p) -> const std::byte* {
+    return p < page_count ? u.code_pages[p] + plane_offset : nullptr;
+  };
+  ring.Bring(address(page_index), lane);
+  const std::byte* next = address(page_index + step);
   for (; page_index < page_count; page_index += step) {
-    const std::byte* page = next_page;
-    if (page_index + step < page_count) next_page = u.code_pages[page_index + step];
+    ring.Bring(next, lane);
+    next = address(page_index + 2 * step);
+    const std::byte* page = ring.Take();
     const PageSlots slots(u, page_index);
     int32_t acc[kGroupsPerPage][2][4] = {};
     for (int c = 0; c < chunks; ++c) {
       uint4 codes[kGroupsPerPage];
 #pragma unroll
       for (int g = 0; g < kGroupsPerPage; ++g) {
-        codes[g] = LoadCodes(shape.tiling, page, plane, g, c, lane);
+        codes[g] = LoadCodes(shape.tiling, page, 0, g, c, lane);
       }
       const uint32_t b = planes[c * 32 + lane];
 #pragma unroll
@@ -467,6 +516,7 @@ __global__ void __launch_bounds__(kScoreThreads)
       slots.Store(g * kGroupTokenCount + part * 8 + lane / 4, static_cast<uint32_t>(sum + offset),
                   histogram);
     }
+    __syncwarp();  // before the next page takes this one's place
   }
   __syncthreads();
   AddToGlobal(histogram, shape.bin_count, u.histogram);
