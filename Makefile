@@ -1,6 +1,6 @@
 # Everything that a checkout offers; each target does the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup venv build demo test test-cpp test-python bench lint format proto asan tsan clean
+.PHONY: help setup venv build demo test test-cpp test-python bench lint format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -72,6 +72,17 @@ tsan: setup ## host and engine tests under ThreadSanitizer
 	cmake --build --preset tsan --parallel $(JOBS)
 	TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp:second_deadlock_stack=1 \
 	  ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS) --label-exclude grpc
+
+package: setup ## Debian package and relocatable archive in build/package
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway
+	rm -rf build/package
+	cpack --config build/release/CPackConfig.cmake -B $(CURDIR)/build/package
+	rm -rf build/package/_CPack_Packages
+	scripts/check_package.sh
+
+gpu-test: setup ## GPU suites and benchmarks, here or on a machine reached by VIA='ssh host'
+	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment
 	rm -rf build .venv clients/python/spillway/_proto

@@ -14,6 +14,8 @@ packages=(
   nlohmann-json3-dev
   # Tests and benchmarks.
   libbenchmark-dev libgmock-dev libgtest-dev
+  # Packages.
+  dpkg-dev file
   # Lint, and the Python client's virtual environment.
   clang-format git python3 python3-venv
 )

@@ -12,6 +12,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "toml.hpp"
 
 namespace spillway {
@@ -90,7 +91,26 @@ Setting Choice(const char* key, const char* flag, const char* help, std::vector<
 bool IsGpu(const std::string& name) {
   int ordinal = 0;
   return name.starts_with("GPU-") ||
-         (name.starts_with("cuda:") && absl::SimpleAtoi(name.substr(5), &ordinal) && ordinal >= 0);
+         (name.starts_with("cuda:") && absl::SimpleAtoi(name.substr(5), &ordinal) && ordinal >= 0 &&
+          name == absl::StrCat("cuda:", ordinal));
+}
+
+absl::Status SetDevices(Config& config, const std::string& text) {
+  const std::vector<std::string> names = absl::StrSplit(text, ',');
+  if (text != "auto" && text != "cpu") {
+    std::set<std::string> seen;
+    for (const std::string& name : names) {
+      if (!IsGpu(name)) {
+        return Refuse(name, names.size() == 1 ? "auto, cpu, cuda:N or a GPU's UUID"
+                                              : "cuda:N or a GPU's UUID: a list is of GPUs");
+      }
+      if (!seen.insert(name).second) {
+        return absl::InvalidArgumentError(absl::StrCat("\"", name, "\" is named twice"));
+      }
+    }
+  }
+  config.devices = names;
+  return absl::OkStatus();
 }
 
 const std::vector<Setting>& Settings() {
@@ -123,17 +143,12 @@ const std::vector<Setting>& Settings() {
          return bytes.status();
        },
        [](const Config& config) { return FormatBytes(config.memory_limit_bytes); }},
-      {"device.name", "--device", "auto, cpu, cuda:N or a GPU's UUID", true,
-       [](Config& config, const std::string& text) {
-         if (text != "auto" && text != "cpu" && !IsGpu(text)) {
-           return Refuse(text, "auto, cpu, cuda:N or a GPU's UUID");
-         }
-         config.device = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.device; }},
+      {"device.name", "--device",
+       "auto (every GPU, or else the CPU), cpu, or GPUs with commas between: cuda:N or a UUID",
+       true, SetDevices, [](const Config& config) { return absl::StrJoin(config.devices, ","); }},
       {"device.gpu_memory_limit", "--gpu-memory-limit",
-       "GPU memory for codes and workspaces, such as 20GiB; 0: nine tenths of what is free", true,
+       "memory of each GPU for codes and workspaces, such as 20GiB; 0: nine tenths of what is free",
+       true,
        [](Config& config, const std::string& text) {
          if (text == "0") {
            config.gpu_memory_limit_bytes = 0;

@@ -20,10 +20,11 @@ struct Config {
   bool allow_remote = false;
   // Everything the daemon may hold.
   int64_t memory_limit_bytes = 0;
-  // "auto": the first GPU if there is one, else the CPU; "cpu"; "cuda:N"; or a
-  // GPU's UUID.
-  std::string device = "auto";
-  // GPU memory for codes and workspaces; 0: nine tenths of what is free.
+  // "auto" alone: every GPU, or the CPU where there is none; "cpu" alone; or
+  // GPUs, each "cuda:N" or its UUID, no name twice.
+  std::vector<std::string> devices = {"auto"};
+  // Memory of each GPU for codes and workspaces; 0: nine tenths of what is
+  // free.
   int64_t gpu_memory_limit_bytes = 0;
   // Worker threads; 0: one per core.
   int thread_count = 0;

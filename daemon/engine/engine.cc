@@ -82,10 +82,16 @@ int64_t Engine::FreeTokenCount(const Model& model) const {
   int64_t host_bytes = spec.row_bytes() * spec.kv_head_count * spec.layer_count;
   int64_t free_count = std::numeric_limits<int64_t>::max();
   const int64_t index_bytes = IndexBytesPerToken(spec);
-  if (const std::optional<DeviceMemory> device = device_->memory()) {
-    if (index_bytes > 0) free_count = (device->limit_bytes - device->used_bytes) / index_bytes;
-  } else {
+  std::optional<int64_t> device_bytes;  // free on the freest
+  for (const Device* part : device_->parts()) {
+    const std::optional<DeviceMemory> memory = part->memory();
+    if (!memory) continue;
+    device_bytes = std::max(device_bytes.value_or(0), memory->limit_bytes - memory->used_bytes);
+  }
+  if (!device_bytes) {
     host_bytes += index_bytes;
+  } else if (index_bytes > 0) {
+    free_count = *device_bytes / index_bytes;
   }
   const int64_t spare_bytes = model.row_pool.spare_page_count() * model.row_pool.page_bytes();
   return std::min(free_count, (arena_->free_bytes() + spare_bytes) / host_bytes);

@@ -56,7 +56,9 @@ class Engine {
   // FAILED_PRECONDITION for a model that needs none or has them. REQUIRES: the
   // caller holds model.uploading.
   absl::Status UploadWeights(Model& model, std::span<const std::byte> safetensors);
-  // Tokens of this model that fit before admission refuses.
+  // Tokens of this model that fit before admission refuses: where codes live
+  // in the memory of several devices, those that one sequence can have, on the
+  // device with the most free.
   int64_t FreeTokenCount(const Model& model) const;
   int64_t IndexBytesPerToken(const ModelSpec& spec) const;
 

@@ -11,8 +11,8 @@
 namespace spillway {
 namespace {
 
-// One line each.
-void LogSystem(const Config& config, const Topology& topology, const DeviceInfo& device) {
+// One line each, and one for each device.
+void LogSystem(const Config& config, const Topology& topology, const Device& device) {
   LogInfo("cores", {{"cores", absl::StrCat(topology.core_count)},
                     {"hardware_threads", absl::StrCat(topology.hardware_thread_count)}});
   std::vector<std::string> nodes;
@@ -27,11 +27,14 @@ void LogSystem(const Config& config, const Topology& topology, const DeviceInfo&
                      {"cgroup", topology.cgroup_memory_limit_bytes
                                     ? FormatBytes(*topology.cgroup_memory_limit_bytes)
                                     : "none"}});
-  LogInfo("simd", {{"target", device.simd_target}});
-  LogInfo("device", {{"name", device.name},
-                     {"description", device.description},
-                     {"uuid", device.uuid.empty() ? "none" : device.uuid},
-                     {"threads", absl::StrCat(device.thread_count)}});
+  LogInfo("simd", {{"target", device.info().simd_target}});
+  for (const Device* part : device.parts()) {
+    const DeviceInfo& info = part->info();
+    LogInfo("device", {{"name", info.name},
+                       {"description", info.description},
+                       {"uuid", info.uuid.empty() ? "none" : info.uuid},
+                       {"threads", absl::StrCat(info.thread_count)}});
+  }
 }
 
 int Fail(const absl::Status& status) {
@@ -57,7 +60,7 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
   absl::StatusOr<std::unique_ptr<Device>> opened = OpenDevice(config, arena->get(), &budget);
   if (!opened.ok()) return Fail(opened.status());
   device = *std::move(opened);
-  LogSystem(config, topology, device->info());
+  LogSystem(config, topology, *device);
   {
     Engine engine(device.get(), arena->get(), &budget,
                   {.sequence_count_max = config.sequence_count_max});

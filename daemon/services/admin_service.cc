@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <optional>
 
 #include "daemon/convert/attend.h"
 #include "daemon/convert/model.h"
@@ -37,16 +38,18 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
   response->set_version(services_.version);
   response->set_boot_id(services_.boot_id);
   *response->mutable_start_time() = ToProto(services_.start_time);
-  const DeviceInfo& info = services_.engine.device().info();
-  v1::DeviceInfo& device = *response->add_devices();
-  device.set_name(info.name);
-  device.set_description(info.description);
-  device.set_thread_count(info.thread_count);
-  device.set_simd_target(info.simd_target);
-  device.set_uuid(info.uuid);
-  if (const auto memory = services_.engine.device().memory()) {
-    device.set_memory_limit_bytes(memory->limit_bytes);
-    device.set_memory_used_bytes(memory->used_bytes);
+  for (const Device* part : services_.engine.device().parts()) {
+    const DeviceInfo& info = part->info();
+    v1::DeviceInfo& device = *response->add_devices();
+    device.set_name(info.name);
+    device.set_description(info.description);
+    device.set_thread_count(info.thread_count);
+    device.set_simd_target(info.simd_target);
+    device.set_uuid(info.uuid);
+    if (const std::optional<DeviceMemory> memory = part->memory()) {
+      device.set_memory_limit_bytes(memory->limit_bytes);
+      device.set_memory_used_bytes(memory->used_bytes);
+    }
   }
   v1::ServerLimits& limits = *response->mutable_limits();
   limits.set_message_bytes_max(kMessageBytesMax);

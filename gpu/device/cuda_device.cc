@@ -103,7 +103,8 @@ class CudaDevice final : public Device {
   }
 
   std::optional<DeviceMemory> memory() const override {
-    return DeviceMemory{budget_.limit_bytes(), budget_.used_bytes()};
+    // Slabs that are committed and free are as good as memory never taken.
+    return DeviceMemory{budget_.limit_bytes(), budget_.limit_bytes() - arena_->free_bytes()};
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {
@@ -224,10 +225,11 @@ void CudaDevice::Start(Task task, Lane* lane) {
   }
   running.run = std::make_unique<JobRun>(&job, lane, sm_count_);
   *lane->cancel() = 0;
-  running.status = cuda::ToStatus(cudaSetDevice(ordinal_), "cudaSetDevice");
-  if (running.status.ok()) {
-    workers_.execute([&] { running.status = running.run->Enqueue(); });
-  }
+  // Where the caller finds no place among the workers, one of them runs this.
+  workers_.execute([&] {
+    running.status = cuda::ToStatus(cudaSetDevice(ordinal_), "cudaSetDevice");
+    if (running.status.ok()) running.status = running.run->Enqueue();
+  });
   {
     const std::lock_guard lock(mutex_);
     running_.push_back(std::move(running));
@@ -300,14 +302,12 @@ std::vector<CudaDeviceInfo> ListCudaDevices() {
   cudaGetLastError();
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties;
-    size_t free = 0, total = 0;
-    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess || cudaSetDevice(i) != cudaSuccess ||
-        cudaMemGetInfo(&free, &total) != cudaSuccess) {
+    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) {
       cudaGetLastError();
       continue;
     }
-    devices.push_back({i, properties.name, UuidName(properties.uuid), static_cast<int64_t>(total),
-                       static_cast<int64_t>(free)});
+    devices.push_back({i, properties.name, UuidName(properties.uuid),
+                       static_cast<int64_t>(properties.totalGlobalMem)});
   }
   return devices;
 }

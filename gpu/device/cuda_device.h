@@ -15,10 +15,9 @@ struct CudaDeviceInfo {
   std::string name;  // "NVIDIA H200"
   std::string uuid;  // "GPU-..."
   int64_t memory_bytes = 0;
-  int64_t free_bytes = 0;
 };
 
-// The GPUs that CUDA sees; empty without a driver.
+// The GPUs that CUDA sees; empty without a driver. Takes no memory on them.
 std::vector<CudaDeviceInfo> ListCudaDevices();
 
 struct CudaDeviceOptions {

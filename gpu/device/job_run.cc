@@ -17,10 +17,10 @@ namespace {
 
 // What the units of one wave take of the workspace, unless one query's units
 // alone take more.
-constexpr int64_t kWaveBytes = int64_t{512} << 20;
+constexpr int64_t kWaveBytes = int64_t{1} << 30;
 // Rows that a unit gathers to GPU memory before it folds them; more are read
 // where they lie.
-constexpr int64_t kStagingBytes = int64_t{16} << 20;
+constexpr int64_t kStagingBytes = int64_t{32} << 20;
 // Pages per KV head that a dense run of many queries brings over at a time.
 constexpr int64_t kStagePages = 64;
 constexpr int64_t kStagedSegmentRows = 2048;

@@ -67,10 +67,14 @@ cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
   const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
   const int page_bytes = wave.shape.tiling.page_bytes();
-  return wave.shape.by_mass ? LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, true>, wave,
-                                            fixed, page_bytes, stream)
-                            : LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, false>, wave,
-                                            fixed, page_bytes, stream);
+  if (wave.shape.by_mass) {
+    return LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, true, false>, wave, fixed,
+                         page_bytes, stream);
+  }
+  return tiles == 1 ? LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, false, true>, wave,
+                                    fixed, page_bytes, stream)
+                    : LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, false, false>, wave,
+                                    fixed, page_bytes, stream);
 }
 
 // Calls f<planes, chunks>().

@@ -146,33 +146,43 @@ __device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kChunks], int 
   }
 }
 
+// A lane's query bits of a head tile: both column sets.
+template <int kChunks>
+struct QueryBits {
+  uint32_t low[kChunks];
+  uint32_t high[kChunks];
+
+  __device__ QueryBits(const uint2* planes, int lane) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint2 b = planes[c * 32 + lane];
+      low[c] = b.x;
+      high[c] = b.y;
+    }
+  }
+};
+
 // Integer sums of four query heads over a group's keys: totals[tile] is of
-// head lane % 4 and key lane / 4 of the tile. Without the head's offset:
-// 4 sum w u - 30 sum u, w the stored 4-bit weight.
+// head lane % 4 and key lane / 4 of the tile: offset + 4 sum w u - 30 sum u,
+// w the stored 4-bit weight.
 template <int kPlanes, int kChunks>
 __device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks], const int32_t (&ones)[4],
-                                   const uint2* planes, int lane, int32_t (&totals)[4]) {
-  uint32_t low[kChunks], high[kChunks];
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const uint2 b = planes[c * 32 + lane];
-    low[c] = b.x;
-    high[c] = b.y;
-  }
+                                   const QueryBits<kChunks>& query, int32_t offset,
+                                   int32_t (&totals)[4]) {
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     int32_t a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};
-    WeightedPopc<kPlanes, kChunks>(codes, pair, low, a);
-    WeightedPopc<kPlanes, kChunks>(codes, pair, high, b);
+    WeightedPopc<kPlanes, kChunks>(codes, pair, query.low, a);
+    WeightedPopc<kPlanes, kChunks>(codes, pair, query.high, b);
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
       const int32_t sum = (a[2 * key] + 2 * a[2 * key + 1]) + 4 * (b[2 * key] + 2 * b[2 * key + 1]);
-      totals[2 * pair + key] = 4 * sum - ones[2 * pair + key];
+      totals[2 * pair + key] = 4 * sum + (offset - 30 * ones[2 * pair + key]);
     }
   }
 }
 
-// 30 sum u of each tile's key, as the lane's key of GroupTotals.
+// sum u of each tile's key, as the lane's key of GroupTotals.
 template <int kPlanes, int kChunks>
 __device__ inline void GroupOnes(const uint4 (&codes)[kPlanes][kChunks], int32_t (&ones)[4]) {
   uint32_t all[kChunks];
@@ -182,15 +192,14 @@ __device__ inline void GroupOnes(const uint4 (&codes)[kPlanes][kChunks], int32_t
   for (int pair = 0; pair < 2; ++pair) {
     int32_t acc[4] = {0, 0, 0, 0};
     WeightedPopc<kPlanes, kChunks>(codes, pair, all, acc);
-    ones[2 * pair] = 30 * acc[0];
-    ones[2 * pair + 1] = 30 * acc[2];
+    ones[2 * pair] = acc[0];
+    ones[2 * pair + 1] = acc[2];
   }
 }
 
 // x_h of a total: the estimated logit times log2(e).
-__device__ inline float ScaledLogit(int32_t total, int32_t offset, float coefficient,
-                                    float factor) {
-  return coefficient * static_cast<float>(total + offset) * factor;
+__device__ inline float ScaledLogit(int32_t total, float coefficient, float factor) {
+  return coefficient * static_cast<float>(total) * factor;
 }
 
 // Factors of the lane's keys in a group's four tiles.
@@ -252,11 +261,12 @@ __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
       const int32_t offset = present ? state.offset[head] : 0;
       const float coefficient = present ? state.coefficient[head] : 0;
       int32_t totals[4];
-      GroupTotals(codes, ones, planes + tile * kChunks * 32, lane, totals);
+      GroupTotals<kPlanes, kChunks>(
+          codes, ones, QueryBits<kChunks>(planes + tile * kChunks * 32, lane), offset, totals);
       float max = -INFINITY;
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
-        float x = ScaledLogit(totals[t], offset, coefficient, factors[t]);
+        float x = ScaledLogit(totals[t], coefficient, factors[t]);
         x = x < kScoreLogitMax ? x : kScoreLogitMax;
         x = x > -kScoreLogitMax ? x : -kScoreLogitMax;
         const int slot = group * kGroupTokenCount + t * 8 + lane / 4;
@@ -329,7 +339,9 @@ struct PageSlots {
 // Score bins of every token, the same bits as the CPU device's, and the
 // unit's histogram. Grid (blocks, units); a warp takes a page. Shared memory:
 // histogram [bin_count], query planes, a PageRing a warp.
-template <int kPlanes, int kChunks, bool kMass>
+// With kOneTile the group has at most four heads, and what is said of them
+// stays in registers.
+template <int kPlanes, int kChunks, bool kMass, bool kOneTile>
 __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
     ScoreAsymmetricKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) uint32_t shared[];
@@ -369,6 +381,11 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
   const std::byte* next = address(page_index + step);
   // Groups that are scored side by side.
   constexpr int kAhead = kPlanes * kChunks <= 2 ? 2 : 1;
+  const HeadTerms first_terms = heads[lane % 4];
+  float first_weights[4];
+#pragma unroll
+  for (int h = 0; h < 4; ++h) first_weights[h] = heads[h].weight;
+  const QueryBits<kChunks> first_query(planes, lane);
   for (; page_index < page_count; page_index += step) {
     ring.Bring(next, lane);
     next = address(page_index + 2 * step);
@@ -378,6 +395,8 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
     for (int first = 0; first < kGroupsPerPage; first += kAhead) {
       uint4 codes[kAhead][kPlanes][kChunks];
       float factors[kAhead][4];
+      int32_t ones[kAhead][4];
+      float scores[kAhead] = {};
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
 #pragma unroll
@@ -388,38 +407,52 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
           }
         }
         LoadFactors(shape.tiling, page, first + a, lane, factors[a]);
+        GroupOnes(codes[a], ones[a]);
       }
+      // Adds the tile's four heads to the scores.
+      const auto add_heads = [&](int tile, const QueryBits<kChunks>& query, const HeadTerms& terms,
+                                 const float(&weights)[4]) {
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const int slot = (first + a) * kGroupTokenCount + TokenOfLane(lane);
-        int32_t ones[4];
-        GroupOnes(codes[a], ones);
-        float score = 0;
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; ++tile) {
+        for (int a = 0; a < kAhead; ++a) {
           int32_t totals[4];
-          GroupTotals(codes[a], ones, planes + tile * kChunks * 32, lane, totals);
-          const HeadTerms terms = heads[tile * 4 + lane % 4];
+          GroupTotals<kPlanes, kChunks>(codes[a], ones[a], query, terms.offset, totals);
           float e[4];
 #pragma unroll
           for (int t = 0; t < 4; ++t) {
-            const float x = ScaledLogit(totals[t], terms.offset, terms.coefficient, factors[a][t]);
+            const float x = ScaledLogit(totals[t], terms.coefficient, factors[a][t]);
             e[t] = ScoreExp2(x - terms.reference);
           }
           ExchangeHeads(e, lane);
+          // Heads that are not there weigh nothing, and their e is finite.
+#pragma unroll
+          for (int h = 0; h < 4; ++h) scores[a] = fmaf(e[h], weights[h], scores[a]);
+          if (!kMass) continue;
+          const int64_t token =
+              page_index * kPageTokenCount + (first + a) * kGroupTokenCount + TokenOfLane(lane);
 #pragma unroll
           for (int h = 0; h < 4; ++h) {
-            // Heads that are not there weigh nothing, and their e is finite.
-            score = fmaf(e[h], heads[tile * 4 + h].weight, score);
-            if (!kMass || tile * 4 + h >= shape.group) continue;
-            const int64_t token = page_index * kPageTokenCount + slot;
-            if (token < u.n) {
-              u.head_bins[(tile * 4 + h) * u.n + token] =
-                  static_cast<uint16_t>(__float_as_uint(e[h]) >> kScoreBinShift);
-            }
+            if (tile * 4 + h >= shape.group || token >= u.n) continue;
+            u.head_bins[(tile * 4 + h) * u.n + token] =
+                static_cast<uint16_t>(__float_as_uint(e[h]) >> kScoreBinShift);
           }
         }
-        slots.Store(slot, __float_as_uint(score) >> kScoreBinShift, histogram);
+      };
+      if (kOneTile) {
+        add_heads(0, first_query, first_terms, first_weights);
+      } else {
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile) {
+          const HeadTerms* of_tile = heads + tile * 4;
+          const float weights[4] = {of_tile[0].weight, of_tile[1].weight, of_tile[2].weight,
+                                    of_tile[3].weight};
+          add_heads(tile, QueryBits<kChunks>(planes + tile * kChunks * 32, lane), of_tile[lane % 4],
+                    weights);
+        }
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        slots.Store((first + a) * kGroupTokenCount + TokenOfLane(lane),
+                    __float_as_uint(scores[a]) >> kScoreBinShift, histogram);
       }
     }
     __syncwarp();  // before the next page takes this one's place

@@ -53,9 +53,9 @@ SPILLWAY_HOST_DEVICE inline void NeymanAllot(std::span<const NeymanStratum> stra
       residue += n * strata[h].deviation * strata[h].deviation;
     }
     if (weight == 0) return;
+    const double share = weight / (left + residue);
     const auto wanted = [&](size_t h) {
-      return weight / (left + residue) * static_cast<double>(strata[h].token_count) *
-             strata[h].deviation;
+      return share * static_cast<double>(strata[h].token_count) * strata[h].deviation;
     };
     const bool whole = !(left > 0);
     // Caps before floors: a capped stratum spends nothing, so the floors that

@@ -118,9 +118,13 @@ class Device {
 
   virtual ~Device() = default;
   virtual const DeviceInfo& info() const = 0;
+  // The devices that sequences live on: this one, or each of those that this
+  // one stands for. Their info() and memory() are each one's own.
+  virtual std::vector<const Device*> parts() const { return {this}; }
 
   // A chunk of host memory that rows will live in; called before it is used
-  // and after its last use. A CUDA device pins it.
+  // and after its last use, on one device for every device of its kind: what
+  // one CUDA device pins is pinned for all, and CUDA refuses a second time.
   virtual absl::Status RegisterMemory(std::span<std::byte> chunk) = 0;
   virtual void UnregisterMemory(std::span<std::byte> chunk) = 0;
 
@@ -148,7 +152,8 @@ class Device {
   virtual absl::Status PrepareAppend(DeviceModel& model, DeviceSequence& sequence, int layer,
                                      int64_t start, int64_t count) = 0;
 
-  // The memory that codes live in, where that is not the rows' arena.
+  // The memory that codes live in, where that is not the rows' arena; of all
+  // parts together.
   virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
   // Device bytes of codes per token of one layer, all KV heads.
   virtual int64_t IndexBytesPerToken(const ModelSpec& spec) const = 0;

@@ -43,6 +43,7 @@ class PlacedDeviceTest : public ::testing::Test {
   }
   std::vector<int> Place(int count) {
     std::vector<int> places;
+    places.reserve(count);
     for (int i = 0; i < count; ++i) places.push_back(Place());
     return places;
   }
@@ -185,6 +186,7 @@ TEST_F(PlacedDeviceTest, ManyThreadsCreateEvenly) {
   Open(4);
   std::mutex mutex;
   std::vector<std::thread> threads;
+  threads.reserve(8);
   for (int t = 0; t < 8; ++t) {
     threads.emplace_back([&] {
       for (int i = 0; i < 16; ++i) {
@@ -410,7 +412,7 @@ TEST_F(PlacedDeviceTest, ManySplitJobsAtOnce) {
   Open(3);
   const std::vector<int> places = Place(3 * kThreads);
   for (FakeDevice* fake : fakes) fake->mode = FakeDevice::Mode::kThread;
-  std::vector<std::atomic<int>> done_counts(kThreads * kJobs);
+  std::vector<std::atomic<int>> done_counts(size_t{kThreads} * kJobs);
   std::atomic<int> wrong_count = 0;
   const auto check = [&](const Job& job, int index, int t) {
     ++done_counts[index];
@@ -425,6 +427,7 @@ TEST_F(PlacedDeviceTest, ManySplitJobsAtOnce) {
     }
   };
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       for (int j = 0; j < kJobs; ++j) {

@@ -1,0 +1,104 @@
+# Two packages of the daemon and the tool, made by `make package`: a Debian
+# package that uses the distribution's libraries, and an archive that carries
+# its own and runs from whatever folder it is unpacked in.
+if(SPILLWAY_SANITIZE OR NOT TARGET spillwayd OR NOT TARGET spillway)
+  return()
+endif()
+
+set(packaging ${PROJECT_SOURCE_DIR}/cmake/packaging)
+set(made ${PROJECT_BINARY_DIR}/packaging)
+set(programs spillwayd spillway)
+set(portable COMPONENT portable EXCLUDE_FROM_ALL)
+set(debian COMPONENT debian EXCLUDE_FROM_ALL)
+set(devices "CPU")
+if(SPILLWAY_HAS_CUDA)
+  set(devices "CPU, CUDA")
+else()
+  message(STATUS "Packages of this build are without the CUDA device")
+endif()
+
+# Where the programs look for libraries. An old-style rpath rather than a
+# runpath, for it holds for the libraries of libraries too, so that the carried
+# ones stay as the distribution made them. The C++ runtime is the one that an
+# old copy breaks (plugins of the system may need a newer one) and a new copy
+# too (Debian 12's needs glibc 2.36, all else 2.34): the system's comes first,
+# and lib/fallback has it for systems without any.
+set(rpath "$ORIGIN/../lib")
+foreach(folder IN ITEMS /lib/${CMAKE_LIBRARY_ARCHITECTURE} /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}
+                        /lib64 /usr/lib64 $ORIGIN/../lib/fallback)
+  string(APPEND rpath ":${folder}")
+endforeach()
+foreach(program IN LISTS programs)
+  set_target_properties(${program} PROPERTIES INSTALL_RPATH "${rpath}" BUILD_WITH_INSTALL_RPATH ON)
+  target_link_options(${program} PRIVATE LINKER:--disable-new-dtags)
+endforeach()
+
+# The archive. libcuda is the driver's, and the CUDA runtime opens it by name.
+set(runtime "lib(stdc\\+\\+|gcc_s)\\.so")
+set(glibc "^(ld-linux|lib(c|m|dl|rt|pthread|resolv|util|anl|mvec)\\.so)")
+install(TARGETS ${programs} RUNTIME_DEPENDENCY_SET spillway_libraries
+        RUNTIME DESTINATION bin ${portable})
+install(RUNTIME_DEPENDENCY_SET spillway_libraries
+        PRE_EXCLUDE_REGEXES ${glibc} ${runtime}
+        LIBRARY DESTINATION lib ${portable})
+install(RUNTIME_DEPENDENCY_SET spillway_libraries
+        PRE_EXCLUDE_REGEXES ${glibc}
+        POST_INCLUDE_REGEXES ${runtime}
+        POST_EXCLUDE_REGEXES "."
+        LIBRARY DESTINATION lib/fallback ${portable})
+set(listen "# listen = \"unix:/run/user/1000/spillway/spillwayd.sock\"")
+configure_file(${packaging}/spillwayd.toml.in ${made}/portable/spillwayd.toml @ONLY)
+configure_file(${packaging}/README.in ${made}/portable/README @ONLY)
+install(FILES ${made}/portable/spillwayd.toml DESTINATION etc ${portable})
+install(FILES ${made}/portable/README LICENSE DESTINATION share/doc/spillway ${portable})
+install(CODE "set(folder share/doc/spillway/licenses)\nset(carried lib lib/fallback)" ${portable})
+install(SCRIPT ${packaging}/licenses.cmake ${portable})
+
+# The Debian package. Its programs find libraries as all of the distribution's
+# do.
+install(TARGETS ${programs} RUNTIME DESTINATION usr/bin ${debian})
+foreach(program IN LISTS programs)
+  install(CODE "file(RPATH_REMOVE FILE \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/usr/bin/${program}\")"
+          ${debian})
+endforeach()
+set(listen "listen = \"unix:/run/spillway/spillwayd.sock\"")
+configure_file(${packaging}/spillwayd.toml.in ${made}/debian/spillwayd.toml @ONLY)
+install(FILES ${made}/debian/spillwayd.toml DESTINATION etc/spillway ${debian})
+install(FILES ${packaging}/debian/spillwayd.service DESTINATION lib/systemd/system ${debian})
+install(FILES LICENSE ${packaging}/debian/copyright DESTINATION usr/share/doc/spillway ${debian})
+install(CODE "set(folder usr/share/doc/spillway/licenses)\nset(carried \"\")" ${debian})
+install(SCRIPT ${packaging}/licenses.cmake ${debian})
+
+# CPack asks for the target preinstall, which is not to build tests.
+set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)
+set(CPACK_VERBATIM_VARIABLES ON)
+set(CPACK_GENERATOR DEB TGZ)
+set(CPACK_SOURCE_GENERATOR "")
+set(CPACK_PACKAGE_NAME spillway)
+set(CPACK_PACKAGE_VENDOR "Spillway")
+set(CPACK_PACKAGE_CONTACT "Spillway maintainers <maintainers@spillway.invalid>")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "attention over K/V caches that are larger than the device")
+set(CPACK_PACKAGE_DESCRIPTION
+    "A daemon that keeps K/V caches in host memory, attends to the tokens that
+matter and certifies the error, and the tool that watches it.
+Devices of this build: ${devices}.")
+set(CPACK_STRIP_FILES ON)
+set(CPACK_COMPONENTS_GROUPING ALL_COMPONENTS_IN_ONE)
+set(CPACK_PROJECT_CONFIG_FILE ${packaging}/generators.cmake)
+
+set(CPACK_ARCHIVE_COMPONENT_INSTALL ON)
+set(CPACK_ARCHIVE_FILE_NAME spillway-${PROJECT_VERSION}-linux-${CMAKE_SYSTEM_PROCESSOR})
+
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION science)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+set(CPACK_DEBIAN_PACKAGE_DEPENDS adduser)
+if(SPILLWAY_HAS_CUDA)
+  set(CPACK_DEBIAN_PACKAGE_SUGGESTS libcuda1)
+endif()
+set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA
+    ${packaging}/debian/conffiles ${packaging}/debian/postinst ${packaging}/debian/prerm
+    ${packaging}/debian/postrm)
+set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
+include(CPack)
