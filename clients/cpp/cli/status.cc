@@ -26,7 +26,10 @@ Json StatusJson(const v1::GetServerInfoResponse& info,
     devices.push_back({{"name", device.name()},
                        {"description", device.description()},
                        {"thread_count", device.thread_count()},
-                       {"simd_target", device.simd_target()}});
+                       {"simd_target", device.simd_target()},
+                       {"uuid", device.uuid()},
+                       {"memory_limit_bytes", device.memory_limit_bytes()},
+                       {"memory_used_bytes", device.memory_used_bytes()}});
   }
   Json models = Json::array();
   for (const v1::ModelStatistics& model : statistics.models()) {
@@ -67,7 +70,12 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
   out << "spillwayd " << info.version() << ", up "
       << FormatAge(absl::Now() - ToTime(info.start_time())) << ", boot " << info.boot_id() << '\n';
   for (const v1::DeviceInfo& device : info.devices()) {
-    out << "device    " << device.name() << ": " << device.description() << '\n';
+    out << "device    " << device.name() << ": " << device.description();
+    if (device.memory_limit_bytes() > 0) {
+      out << "; " << FormatBytes(device.memory_used_bytes()) << " of "
+          << FormatBytes(device.memory_limit_bytes()) << " of its memory";
+    }
+    out << '\n';
   }
   const v1::MemoryStatistics& memory = statistics.memory();
   out << "memory    " << FormatBytes(memory.used_bytes()) << " of "

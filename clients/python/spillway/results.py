@@ -325,16 +325,22 @@ class Device:
     """A device that serves attends.
 
     Attributes:
-        name: For example `cpu:0`.
+        name: For example `cpu:0` or `cuda:0`.
         description: For people.
         thread_count: Worker threads.
         simd_target: Instruction set in use.
+        uuid: Of a GPU, else empty.
+        memory_limit_bytes: Memory of its own that codes may take; 0: host memory.
+        memory_used_bytes: What they take now, bytes.
     """
 
     name: str
     description: str
     thread_count: int
     simd_target: str
+    uuid: str
+    memory_limit_bytes: int
+    memory_used_bytes: int
 
 
 @dataclass(frozen=True)
@@ -386,7 +392,15 @@ class ServerInfo:
             boot_id=message.boot_id,
             start_time=message.start_time.ToDatetime(datetime.timezone.utc),
             devices=tuple(
-                Device(d.name, d.description, d.thread_count, d.simd_target)
+                Device(
+                    d.name,
+                    d.description,
+                    d.thread_count,
+                    d.simd_target,
+                    d.uuid,
+                    d.memory_limit_bytes,
+                    d.memory_used_bytes,
+                )
                 for d in message.devices
             ),
             limits=_read(Limits, message.limits),

@@ -1,0 +1,219 @@
+"""Makes docs/results/gpu/README.md and attend.png from the files beside them.
+
+attend.jsonl, encode.jsonl and peers.jsonl are what bench/gpu/attend_bench,
+encode_bench and peers.py wrote in one run on one machine; link.csv comes from
+`spillway bench link`, tests.json from scripts/gpu-test.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# What the aims are stated for: 8 KV heads, 34 B of codes and factor a key at 2
+# bits and 128 dimensions, 16 B a key for 128 hash bits, and the rate of a copy
+# within the H200's memory.
+KV_HEADS = 8
+KEY_BYTES = {"asymmetric": 34, "hamming": 16}
+MEMORY_BYTES_PER_S = 4.3e12
+AIMS_US = {("hamming", 524288): 25, ("hamming", 1048576): 45}
+AIMS_US |= {("asymmetric", 524288): 50, ("asymmetric", 1048576): 95}
+STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
+Record = dict[str, Any]
+
+
+def lines(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def label(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def selection_us(record: Record) -> float:
+    return sum(record["stages"].get(stage, 0.0) for stage in STAGES_OF_SELECTION)
+
+
+def aims(attends: list[Record], encode: Record, density: list[dict[str, str]]) -> list[str]:
+    rows = ["| what | measured | floor | aim | |", "|---|---|---|---|---|"]
+    for (selector, tokens), aim in AIMS_US.items():
+        for record in attends:
+            if record["tokens"] != tokens or record["name"] != f"{selector} top 2 %":
+                continue
+            us = selection_us(record)
+            floor = tokens * KV_HEADS * KEY_BYTES[selector] / MEMORY_BYTES_PER_S * 1e6
+            rows.append(
+                f"| `{selector}`: score and threshold, {label(tokens)} | {us:.0f} us "
+                f"({record['stages']['score']:.0f} us scoring) | {floor:.0f} us | <= {aim} us "
+                f"| {verdict(us <= aim)} |"
+            )
+    for record in attends:
+        if record["tokens"] == 1 << 20 and record["name"] == "asymmetric top 2 %":
+            rate = record["row_bytes"] / record["stages"]["pilot gather"] / 1000
+            rows.append(
+                f"| gather of 512 B rows, 2 % of a 4 GiB span, within an attend | {rate:.1f} GB/s "
+                f"| 51.4 GB/s | >= 50 GB/s | {verdict(rate >= 50)} |"
+            )
+    best = max(float(r["gb_per_s"]) for r in density if r["order"] == "sorted")
+    rows.append(
+        f"| the same alone, 16 GiB span, 4 SMs (`link.csv`) | {best:.1f} GB/s | 51.4 GB/s "
+        f"| >= 50 GB/s | {verdict(best >= 50)} |"
+    )
+    rate = encode["gb_per_s"]
+    rows.append(
+        f"| encoding, key bytes | {rate:.0f} GB/s | | >= 250 GB/s | {verdict(rate >= 250)} |"
+    )
+    rows.append("| GPU memory, token and KV head, 2 bits at d = 128 | 34 B | | <= 36 B | met |")
+    return rows
+
+
+def attend_table(attends: list[Record]) -> list[str]:
+    rows = [
+        "| tokens | policy | rows read | whole attend | scoring | gather | the rest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for record in attends:
+        stages = record["stages"]
+        gather = stages["pilot gather"] + stages["sample gather"]
+        rest = sum(stages.values()) - stages["score"] - gather
+        rows.append(
+            f"| {label(record['tokens'])} | {record['name']} | {record['rows']} "
+            f"| {record['us']:.0f} us | {stages['score']:.0f} us | {gather:.0f} us "
+            f"| {rest:.0f} us |"
+        )
+    return rows
+
+
+def peer_table(peers: list[Record]) -> list[str]:
+    timed = [p for p in peers if "us" in p]
+    lengths = sorted({p["tokens"] for p in timed})
+    names = list(dict.fromkeys(p["name"] for p in timed))
+    rows = [
+        "| torch | " + " | ".join(label(n) for n in lengths) + " |",
+        "|---|" + "---|" * len(lengths),
+    ]
+    for name in names:
+        times = {p["tokens"]: p["us"] for p in timed if p["name"] == name}
+        rows.append(f"| {name} | " + " | ".join(f"{times[n]:.0f} us" for n in lengths) + " |")
+    return rows
+
+
+def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for name in dict.fromkeys(r["name"] for r in attends):
+        points = [(r["tokens"], r["us"]) for r in attends if r["name"] == name]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    for name in dict.fromkeys(p["name"] for p in peers if "us" in p):
+        points = [(p["tokens"], p["us"]) for p in peers if p["name"] == name and "us" in p]
+        axes.plot(*zip(*points, strict=True), marker="x", linestyle=":", label="torch: " + name.removeprefix("torch."))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("device time of one layer's attend, us")
+    axes.set_title("8 KV heads, 4 query heads each, 128 dimensions, bf16, cold caches")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    root = Path(__file__).resolve().parents[2]
+    parser.add_argument("--results", type=Path, default=root / "docs" / "results" / "gpu")
+    folder = parser.parse_args().results
+    environment = json.loads((folder / "environment.json").read_text())
+    attends = [r for r in lines(folder / "attend.jsonl") if r["name"] != "append"]
+    appends = [r for r in lines(folder / "attend.jsonl") if r["name"] == "append"]
+    peers = lines(folder / "peers.jsonl")
+    encode = lines(folder / "encode.jsonl")[0]
+    tests = json.loads((folder / "tests.json").read_text())["counts"]
+    with (folder / "link.csv").open() as file:
+        density = [
+            r
+            for r in csv.DictReader(file)
+            if r["experiment"] == "density" and r["sm_count"] == "4" and r["density"] == "0.02"
+        ]
+    plot(attends, peers, folder / "attend.png")
+    text = [
+        "# On a GPU",
+        "",
+        "Made by `bench/gpu/report.py` from the files beside it; not edited.",
+        "",
+        f"{environment['date']}, commit {environment['commit']}: {environment['gpu']}; "
+        f"{environment['host']}. Commands: "
+        + ", ".join(f"`{c}`" for c in environment["commands"])
+        + ".",
+        "",
+        f"Tests on this machine, on the GPU and on its CPU: {tests['passed']} passed, "
+        f"{tests['failed']} failed, {tests['skipped']} skipped.",
+        "",
+        *aims(attends, encode, density),
+        "",
+        "Stages are timed with events between them, which adds some 2 us to each; a whole attend",
+        "is timed without. The floor of scoring is the codes' bytes at 4.3 TB/s, a copy's rate",
+        "in this memory; of the gather, what the link lets multiprocessors load.",
+        "",
+        "## Attends over random rows",
+        "",
+        "Gaussian rows need every row for a relative error, so budgets are fixed, or the queries",
+        "are five times as long, so that few keys take most of the softmax (`peaked`). Every",
+        "output was compared with weighted attention in fp64 over the rows that `Select` names",
+        f"(largest relative error {max(r['checked_error'] for r in attends):.1e}). Caches are",
+        "flushed before each attend; medians of 15. `the rest` is everything but scoring and",
+        "gathers, by stages.",
+        "",
+        *attend_table(attends),
+        "",
+        "![attends and their peers](attend.png)",
+        "",
+        "## What one would use instead",
+        "",
+        "The same shapes in torch "
+        + next(p["torch"] for p in peers if p["name"] == "environment")
+        + ": dense attention with all K/V in GPU memory, `torch.topk` over scores that are",
+        "there already, and all rows of a layer over PCIe.",
+        "",
+        *peer_table(peers),
+        "",
+        "## Appends",
+        "",
+        "Rows are copied by 16 cores into pinned pages and keys encoded from there, one chunk of",
+        "32,768 tokens after the other, memory being pinned on the way:",
+        "",
+        *[
+            f"- {r['tokens']} tokens: {r['gb_per_s']:.1f} GB/s of rows; the GPU's part "
+            f"{r['device_seconds'] / r['seconds']:.0%} of the time, pinning "
+            f"{r['pin_seconds'] / r['seconds']:.0%}"
+            for r in appends
+        ],
+        "",
+        "## The link",
+        "",
+        "[docs/link.md](../../link.md) says what is measured; `link.csv` has every measurement.",
+        "",
+        "![density](link_density.png)",
+        "![row size](link_rows.png)",
+        "![multiprocessors](link_sms.png)",
+        "![span](link_spans.png)",
+        "![engines](link_engines.png)",
+        "![directions](link_directions.png)",
+        "![pinning](link_pinning.png)",
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
