@@ -142,7 +142,7 @@ class CudaDevice final : public Device {
   void End(Running running);
 
   const int ordinal_;
-  int sm_count_ = 0;
+  cuda::Gpu gpu_;
   DeviceInfo info_;
   MemoryBudget budget_;  // GPU memory
   std::unique_ptr<Arena> arena_;
@@ -185,7 +185,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
   std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads));
-  device->sm_count_ = properties.multiProcessorCount;
+  device->gpu_ = {properties.multiProcessorCount, properties.major >= 9};
   absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
       cuda::CreateDeviceBacking(options.ordinal, limit);
   if (!backing.ok()) return backing.status();
@@ -223,7 +223,7 @@ void CudaDevice::Start(Task task, Lane* lane) {
       }
     }
   }
-  running.run = std::make_unique<JobRun>(&job, lane, sm_count_);
+  running.run = std::make_unique<JobRun>(&job, lane, gpu_);
   *lane->cancel() = 0;
   // Where the caller finds no place among the workers, one of them runs this.
   workers_.execute([&] {

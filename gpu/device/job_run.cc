@@ -35,7 +35,7 @@ int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; 
 
 }  // namespace
 
-JobRun::JobRun(Job* job, Lane* lane, int sm_count) : job_(job), lane_(lane), sm_count_(sm_count) {}
+JobRun::JobRun(Job* job, Lane* lane, const Gpu& gpu) : job_(job), lane_(lane), gpu_(gpu) {}
 
 LayerIndex& JobRun::index(size_t item) const {
   return static_cast<CudaSequence&>(*job_->items[item].sequence).layers[job_->layer];
@@ -331,7 +331,8 @@ absl::Status JobRun::Launch(SparseWave& wave) {
     w.token_count_max = std::max(w.token_count_max, r.n);
     w.reference_pages_max = std::max(w.reference_pages_max, r.sample_token_count / kPageTokenCount);
   }
-  w.sm_count = sm_count_;
+  w.sm_count = gpu_.sm_count;
+  w.bulk_copies = gpu_.bulk_copies;
   w.gather_blocks = kGatherBlocks;
   cudaStream_t stream = lane_->stream();
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(const_cast<UnitRequest*>(device_requests_),

@@ -12,11 +12,17 @@
 
 namespace spillway::cuda {
 
+// What launches depend on.
+struct Gpu {
+  int sm_count = 0;
+  bool bulk_copies = false;  // compute capability 9.0
+};
+
 // One job on its way through a lane: rows copied and work enqueued, then, once
 // the lane's stream is done, results collected.
 class JobRun {
  public:
-  JobRun(Job* job, Lane* lane, int sm_count);
+  JobRun(Job* job, Lane* lane, const Gpu& gpu);
 
   // Everything that the GPU is to do. The caller waits for the lane's stream
   // before it ends the run, also after an error, which is of the whole job.
@@ -91,7 +97,7 @@ class JobRun {
 
   Job* const job_;
   Lane* const lane_;
-  const int sm_count_;
+  const Gpu gpu_;
   std::vector<TableUpdate> updates_;
   std::vector<SparseWave> waves_;
   std::vector<DensePart> dense_;

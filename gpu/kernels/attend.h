@@ -203,6 +203,8 @@ struct Wave {
   int64_t token_count_max = 0;      // the largest n
   int64_t reference_pages_max = 0;  // the largest ReferencePages::count
   int sm_count = 0;
+  // Whether the GPU has bulk copies (compute capability 9.0).
+  bool bulk_copies = false;
   // Blocks that gather rows: few, so that the addresses in flight stay close.
   int gather_blocks = 0;
 };

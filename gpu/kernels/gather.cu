@@ -5,8 +5,22 @@
 namespace spillway::cuda {
 
 cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream) {
-  GatherKernel<<<wave.gather_blocks, kGatherThreads, 0, stream>>>(phase, wave.shape.row_bytes,
-                                                                  wave.units, wave.unit_count);
+  if (wave.bulk_copies) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        GatherBulkKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes);
+    if (error != cudaSuccess) return error;
+  }
+  for (int first = 0; first < wave.unit_count; first += kGatherUnitsMax) {
+    const UnitRequest* units = wave.units + first;
+    const int count = std::min(kGatherUnitsMax, wave.unit_count - first);
+    if (wave.bulk_copies) {
+      GatherBulkKernel<<<wave.gather_blocks, kBulkWarps * 32, kBulkSharedBytes, stream>>>(
+          phase, static_cast<int>(wave.shape.row_bytes), units, count);
+    } else {
+      GatherKernel<<<wave.gather_blocks, kGatherThreads, 0, stream>>>(phase, wave.shape.row_bytes,
+                                                                      units, count);
+    }
+  }
   return cudaGetLastError();
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda/ptx>
+
 #include "gpu/kernels/device_math.cuh"
 
 // Rows from pinned host memory to the GPU: listed rows in address order, all
@@ -12,29 +14,48 @@ inline constexpr int kGatherThreads = 512;
 // Units of one gather's lists; more are gathered by further launches.
 inline constexpr int kGatherUnitsMax = 256;
 
-// Warps take rows w, w + W, ... of the units' lists, one after the other. Grid
-// (blocks); at most kGatherUnitsMax units.
+// The units' lists, one after the other, in shared memory.
+struct GatherLists {
+  int64_t ends[kGatherUnitsMax];  // rows of the units up to this
+  const GatherEntry* lists[kGatherUnitsMax];
+  std::byte* stagings[kGatherUnitsMax];
+
+  // All threads of the block.
+  __device__ void Load(int phase, const UnitRequest* units, int unit_count) {
+    for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
+      const UnitState& state = *units[i].state;
+      ends[i] = state.staged[phase] ? state.gather_count : 0;
+      lists[i] = units[i].gather;
+      stagings[i] = units[i].staging;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 1; i < unit_count; ++i) ends[i] += ends[i - 1];
+    }
+    __syncthreads();
+  }
+  // Row `at` of all: where it comes from and goes to. unit: the last answer's,
+  // for a caller that goes on from there.
+  __device__ void Find(int64_t at, int64_t row_bytes, int& unit, const std::byte*& from,
+                       std::byte*& to) const {
+    while (at >= ends[unit]) ++unit;
+    const GatherEntry entry = lists[unit][at - (unit > 0 ? ends[unit - 1] : 0)];
+    from = entry.from;
+    to = stagings[unit] + entry.place * row_bytes;
+  }
+};
+
+// By 16-byte loads. Warps take rows w, w + W, ... of the lists. Grid (blocks);
+// at most kGatherUnitsMax units.
 __global__ void __launch_bounds__(kGatherThreads)
     GatherKernel(int phase, int64_t row_bytes, const UnitRequest* units, int unit_count) {
   constexpr int kRowsInFlight = 4;
-  __shared__ int64_t ends[kGatherUnitsMax];  // rows of the units up to this
-  __shared__ const GatherEntry* lists[kGatherUnitsMax];
-  __shared__ std::byte* stagings[kGatherUnitsMax];
-  for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
-    const UnitState& state = *units[i].state;
-    ends[i] = state.staged[phase] ? state.gather_count : 0;
-    lists[i] = units[i].gather;
-    stagings[i] = units[i].staging;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int i = 1; i < unit_count; ++i) ends[i] += ends[i - 1];
-  }
-  __syncthreads();
+  __shared__ GatherLists lists;
+  lists.Load(phase, units, unit_count);
   const int lane = threadIdx.x % 32;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
   const int loads = static_cast<int>(row_bytes / 16);
-  const int64_t count = ends[unit_count - 1];
+  const int64_t count = lists.ends[unit_count - 1];
   int unit = 0;
   for (int64_t i = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32; i < count;
        i += kRowsInFlight * warps) {
@@ -45,10 +66,11 @@ __global__ void __launch_bounds__(kGatherThreads)
       const int64_t at = i + r * warps;
       from[r] = nullptr;
       if (at >= count) continue;
-      while (at >= ends[unit]) ++unit;
-      const GatherEntry entry = lists[unit][at - (unit > 0 ? ends[unit - 1] : 0)];
-      from[r] = reinterpret_cast<const uint4*>(entry.from);
-      to[r] = reinterpret_cast<uint4*>(stagings[unit] + entry.place * row_bytes);
+      const std::byte* source;
+      std::byte* target;
+      lists.Find(at, row_bytes, unit, source, target);
+      from[r] = reinterpret_cast<const uint4*>(source);
+      to[r] = reinterpret_cast<uint4*>(target);
     }
     for (int j = lane; j < loads; j += 32) {
       uint4 data[kRowsInFlight];
@@ -62,6 +84,93 @@ __global__ void __launch_bounds__(kGatherThreads)
       }
     }
   }
+}
+
+inline constexpr int kBulkWarps = 8;
+inline constexpr int kBulkStages = 4;
+inline constexpr int kBulkStageBytes = 4096;
+// More than half of a multiprocessor's: one block on each.
+inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageBytes;
+
+// By bulk copies, which keep more sparse rows under way than loads do. A warp
+// has a ring of stages; a lane brings a row of a stage in and out again. Warps
+// take runs of rows w, w + W, ... of the lists. Grid (blocks); at most
+// kGatherUnitsMax units; compute capability 9.0. Shared memory:
+// kBulkSharedBytes.
+__global__ void __launch_bounds__(kBulkWarps * 32, 1)
+    GatherBulkKernel(int phase, int row_bytes, const UnitRequest* units, int unit_count) {
+#if __CUDA_ARCH__ >= 900
+  namespace ptx = ::cuda::ptx;
+  extern __shared__ __align__(128) std::byte rings[];
+  __shared__ GatherLists lists;
+  __shared__ uint64_t barriers[kBulkWarps][kBulkStages];
+  __shared__ std::byte* targets[kBulkWarps][kBulkStages][32];
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) {
+    for (int s = 0; s < kBulkStages; ++s) ptx::mbarrier_init(&barriers[warp][s], 1);
+    // Bulk copies see barriers through another proxy.
+    ptx::fence_proxy_async(ptx::space_shared);
+  }
+  lists.Load(phase, units, unit_count);
+  const int64_t count = lists.ends[unit_count - 1];
+  const int run_rows = min(32, kBulkStageBytes / row_bytes);
+  const int64_t runs = (count + run_rows - 1) / run_rows;
+  const int64_t first = int64_t{blockIdx.x} * kBulkWarps + warp;
+  const int64_t step = int64_t{gridDim.x} * kBulkWarps;
+  const int64_t own = first < runs ? (runs - first + step - 1) / step : 0;
+  std::byte* const ring = rings + warp * kBulkStages * kBulkStageBytes;
+  const auto rows_of = [&](int64_t i) {
+    return static_cast<int>(min(int64_t{run_rows}, count - (first + i * step) * run_rows));
+  };
+
+  int unit = 0;
+  const std::byte* from = nullptr;  // of the run that is brought in next
+  std::byte* to = nullptr;
+  const auto look_up = [&](int64_t i) {
+    if (i < own && lane < rows_of(i)) {
+      lists.Find((first + i * step) * run_rows + lane, row_bytes, unit, from, to);
+    }
+  };
+  const auto fill = [&](int64_t i) {
+    const int s = static_cast<int>(i % kBulkStages);
+    const int rows = rows_of(i);
+    targets[warp][s][lane] = to;
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                     &barriers[warp][s], rows * row_bytes);
+    }
+    // No byte arrives before it is expected.
+    __syncwarp();
+    if (lane < rows) {
+      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
+                         ring + s * kBulkStageBytes + lane * row_bytes, from, row_bytes,
+                         &barriers[warp][s]);
+    }
+    look_up(i + 1);
+  };
+  look_up(0);
+  for (int64_t i = 0; i < min(own, int64_t{kBulkStages}); ++i) fill(i);
+  for (int64_t i = 0; i < own; ++i) {
+    const int s = static_cast<int>(i % kBulkStages);
+    while (!ptx::mbarrier_try_wait_parity(&barriers[warp][s], i / kBulkStages % 2)) {
+    }
+    if (lane < rows_of(i)) {
+      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, targets[warp][s][lane],
+                         ring + s * kBulkStageBytes + lane * row_bytes, row_bytes);
+    }
+    // Also by lanes that bring nothing out: groups are counted lane by lane.
+    ptx::cp_async_bulk_commit_group();
+    // The stage before has had a turn to be read out; it is filled again once
+    // no lane's copies read it any more.
+    if (i > 0 && i - 1 + kBulkStages < own) {
+      ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
+      __syncwarp();
+      fill(i - 1 + kBulkStages);
+    }
+  }
+  ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+#endif
 }
 
 // Grid (blocks): a block a page at a time.
