@@ -14,7 +14,7 @@ option = $(if $($(2)),--$(1) $(call quote,$($(2))))
 # configure: runs cmake for a preset; ninja repeats it when a list file changes.
 configure = @test -f build/$(1)/build.ninja || cmake --preset $(1)
 
-CPP_FILES = $(shell git ls-files -- "*.cc" "*.h")
+CPP_FILES = $(shell git ls-files -- "*.cc" "*.h" "*.cu" "*.cuh")
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -75,7 +75,8 @@ absl::Status CheckCodes(const std::vector<uint16_t>& rows, const std::vector<std
     std::vector<std::byte> same = page;
     StoreCode(params.layout, levels, same.data(), slot);
     std::memcpy(same.data() + params.layout.factor_offset_bytes() + slot * 2,
-                gpu_page + tiling.factor_offset_bytes() + cuda::CodeTiling::factor_index(slot) * 2, 2);
+                gpu_page + tiling.factor_offset_bytes() + cuda::CodeTiling::factor_index(slot) * 2,
+                2);
     if (same != page) {
       return absl::InternalError("the code of head " + std::to_string(head) + " token " +
                                  std::to_string(token) + " is not the CPU's");

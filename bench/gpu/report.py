@@ -117,7 +117,8 @@ def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     for name in dict.fromkeys(p["name"] for p in peers if "us" in p):
         points = [(p["tokens"], p["us"]) for p in peers if p["name"] == name and "us" in p]
-        axes.plot(*zip(*points, strict=True), marker="x", linestyle=":", label="torch: " + name.removeprefix("torch."))
+        peer = "torch: " + name.removeprefix("torch.")
+        axes.plot(*zip(*points, strict=True), marker="x", linestyle=":", label=peer)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")

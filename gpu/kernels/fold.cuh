@@ -98,6 +98,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       const float sum = WarpSum(x);
       const float sum_sq = kMoments ? WarpSum(x * x) : 0;
       const float sum_sq_norm = kMoments ? WarpSum(lane < m ? x * x * norms[lane] : 0.0f) : 0;
+      __syncwarp();  // all have read the old maximum
       if (lane == 0) {
         const float share = old == -INFINITY ? 0.0f : ExpF32(old - max);
         keep[r] = share;

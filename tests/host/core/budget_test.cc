@@ -15,18 +15,22 @@ const UniformTail kTail{1000, 2, 9, 4, 3000, 500};
 
 TEST(UniformBudget, Denominator) {
   // z = 1.64485; (1.64485 * 1000 * 2 / (.1 * 500))^2 = 65.794^2.
-  EXPECT_NEAR(UniformBudget(Bound::kDenominator, kTail, 0.1, BoundQuantile(Bound::kDenominator, 0.1)), 4328.87, 0.01);
+  EXPECT_NEAR(
+      UniformBudget(Bound::kDenominator, kTail, 0.1, BoundQuantile(Bound::kDenominator, 0.1)),
+      4328.87, 0.01);
 }
 
 TEST(UniformBudget, Paper) {
   // z' = Phi^-1(.975) = 1.95996; A = 1.95996 * 1000 * 3 / 3000 = 1.95996,
   // B = 1.95996 * 1000 * 2 / 500 = 7.83986; (2 * 9.79982 / .1)^2.
-  EXPECT_NEAR(UniformBudget(Bound::kPaper, kTail, 0.1, BoundQuantile(Bound::kPaper, 0.1)), 38414.6, 0.1);
+  EXPECT_NEAR(UniformBudget(Bound::kPaper, kTail, 0.1, BoundQuantile(Bound::kPaper, 0.1)), 38414.6,
+              0.1);
 }
 
 TEST(UniformBudget, Ratio) {
   // (1.64485 * 1000 * 2 / (.1 * 3000))^2 = 10.9657^2.
-  EXPECT_NEAR(UniformBudget(Bound::kRatio, kTail, 0.1, BoundQuantile(Bound::kRatio, 0.1)), 120.246, 0.001);
+  EXPECT_NEAR(UniformBudget(Bound::kRatio, kTail, 0.1, BoundQuantile(Bound::kRatio, 0.1)), 120.246,
+              0.001);
 }
 
 TEST(UniformBudget, IsNothingWithoutVarianceAndInfiniteWithoutNorm) {
