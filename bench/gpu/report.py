@@ -157,7 +157,7 @@ def main() -> None:
         + ", ".join(f"`{c}`" for c in environment["commands"])
         + ".",
         "",
-        f"Tests on this machine, on the GPU and on its CPU: {tests['passed']} passed, "
+        f"Tests on this machine ({environment['tests']}): {tests['passed']} passed, "
         f"{tests['failed']} failed, {tests['skipped']} skipped.",
         "",
         *aims(attends, encode, density),

@@ -1,6 +1,8 @@
 #include "tests/conformance/device_bench.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <future>
 #include <utility>
 
@@ -32,6 +34,16 @@ const std::vector<DeviceFactory>& DeviceFactories() {
     return all;
   }();
   return *factories;
+}
+
+const DeviceFactory& ChosenDevice() {
+  const char* name = std::getenv("SPILLWAY_TEST_DEVICE");
+  if (name == nullptr) return DeviceFactories().front();
+  for (const DeviceFactory& factory : DeviceFactories()) {
+    if (factory.name == name) return factory;
+  }
+  std::fprintf(stderr, "SPILLWAY_TEST_DEVICE: there is no device \"%s\"\n", name);
+  std::exit(1);
 }
 
 ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash) {

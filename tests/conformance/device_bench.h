@@ -20,6 +20,10 @@ struct DeviceFactory {
 };
 inline void PrintTo(const DeviceFactory& factory, std::ostream* out) { *out << factory.name; }
 const std::vector<DeviceFactory>& DeviceFactories();
+// The device that suites run over which try one: the first, or the one that
+// the environment variable SPILLWAY_TEST_DEVICE names. Ends the process if
+// there is none of that name.
+const DeviceFactory& ChosenDevice();
 
 // A valid spec; G query heads a KV head.
 ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash = {});

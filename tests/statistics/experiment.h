@@ -7,7 +7,7 @@
 
 namespace spillway {
 
-// One context of 8,192 tokens like a real trace on the CPU device, several KV
+// One context of 8,192 tokens like a real trace on the chosen device, several KV
 // heads and queries, with the exact outputs.
 struct Experiment {
   static constexpr int64_t kTokens = 8192;
@@ -29,7 +29,7 @@ struct Experiment {
                       {.kind = HashKind::kRotation, .bits_per_dim = bits_per_dim})),
         context(reference::TraceContext(spec, kTokens, 81)),
         q(reference::TraceQueries(context, kQueries, 82, 1.2)),
-        bench(DeviceFactories().front(), spec),
+        bench(ChosenDevice(), spec),
         sequence(bench),
         visible(kQueries, kTokens) {
     sequence.Append(context, 0, kTokens).IgnoreError();
