@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/rows.cuh"
-#include "gpu/kernels/score.cuh"
+#include "host/core/score.h"
 
 // Scores from exact logits: every key is read where it lies. For evaluation.
 namespace spillway::cuda {

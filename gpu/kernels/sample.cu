@@ -1,6 +1,8 @@
 #include <algorithm>
 
-#include "gpu/kernels/sample.cuh"
+#include "gpu/kernels/filter.cuh"
+#include "gpu/kernels/place.cuh"
+#include "gpu/kernels/resolve.cuh"
 
 namespace spillway::cuda {
 

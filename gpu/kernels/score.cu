@@ -1,6 +1,8 @@
 #include <algorithm>
 
+#include "gpu/kernels/hamming.cuh"
 #include "gpu/kernels/oracle.cuh"
+#include "gpu/kernels/reference.cuh"
 #include "gpu/kernels/score.cuh"
 
 namespace spillway::cuda {

@@ -1,0 +1,133 @@
+// What a job's items get once the GPU is done.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "gpu/device/job_run.h"
+#include "host/device/errors.h"
+
+namespace spillway::cuda {
+
+absl::Status JobRun::CollectSelections(const SparseWave& wave) {
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+  const int heads = spec().kv_head_count;
+  auto state = std::make_unique<UnitState>();
+  std::vector<uint32_t> list;
+  for (size_t unit = 0; unit < wave.queries.size() * heads; ++unit) {
+    const SparseQuery& query = wave.queries[unit / heads];
+    const UnitRequest& r = wave.requests[unit];
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(state.get(), r.state, sizeof(UnitState),
+                                                  cudaMemcpyDeviceToHost, lane_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+    list.resize(static_cast<size_t>(state->list_count));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(list.data(), r.list,
+                                                  sizeof(uint32_t) * list.size(),
+                                                  cudaMemcpyDeviceToHost, lane_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+
+    struct Row {
+      uint32_t token;
+      float log_weight;
+      uint8_t stratum;
+    };
+    std::vector<Row> rows;
+    rows.reserve(list.size());
+    for (int64_t i = 0; i < state->exact_count; ++i) {
+      const uint8_t stratum = i < r.sink                           ? kStratumSink
+                              : i >= state->exact_count - r.window ? kStratumWindow
+                                                                   : kStratumHeavy;
+      rows.push_back({list[i], 0.0f, stratum});
+    }
+    int64_t at = state->exact_count;
+    for (const int phase : {0, 1}) {
+      for (int h = 0; h < state->strata; ++h) {
+        const double rate = static_cast<double>(state->stratum_count[h]) /
+                            static_cast<double>(std::max<int64_t>(1, state->drawn[h]));
+        for (int64_t i = 0; i < state->stratum_drawn[phase][h]; ++i) {
+          rows.push_back({list[at++], static_cast<float>(std::log(rate)),
+                          static_cast<uint8_t>(kStratumTail + h)});
+        }
+      }
+    }
+    std::sort(rows.begin(), rows.end(),
+              [](const Row& a, const Row& b) { return a.token < b.token; });
+    AttendWork& w = *job_->items[query.item].attend;
+    Selection& s = w.selections[query.query * heads + static_cast<int64_t>(unit % heads)];
+    for (const Row& row : rows) {
+      s.indices.push_back(row.token);
+      s.log_weights.push_back(row.log_weight);
+      s.strata.push_back(row.stratum);
+    }
+  }
+  return absl::OkStatus();
+}
+
+void JobRun::Collect(const SparseWave& wave) {
+  const int heads = spec().kv_head_count;
+  const int group = spec().group();
+  const int d = spec().head_dim;
+  for (size_t unit = 0; unit < wave.queries.size() * heads; ++unit) {
+    const auto [index, query] = wave.queries[unit / heads];
+    const int kv_head = static_cast<int>(unit % heads);
+    JobItem& item = job_->items[index];
+    AttendWork& w = *item.attend;
+    const UnitResult& r = wave.results[unit];
+    if (r.error_token != kNoToken) {
+      item.status.Update(NonFiniteLogitError(r.error_token, job_->layer, kv_head));
+      continue;
+    }
+    w.touched_row_counts[query * heads + kv_head] = r.touched_count;
+    for (int g = 0; g < group; ++g) {
+      const int64_t at = query * spec().query_head_count + kv_head * group + g;
+      Certificate& c = w.certificates[at];
+      c.visible_token_count = w.visible[query];
+      c.heavy_token_count = r.heavy_count;
+      c.sampled_token_count = r.sampled_count;
+      c.relative_error = r.relative_error[g];
+      c.tail_mass = r.tail_mass[g];
+      c.promise = r.promise[g];
+      if (w.select_only) continue;
+      std::copy_n(wave.out + (static_cast<int64_t>(unit) * group + g) * d, d,
+                  w.out.data() + at * d);
+      w.lse[at] = r.lse[g];
+    }
+  }
+}
+
+void JobRun::Collect(const DensePart& part) {
+  const int group = spec().group();
+  const int d = spec().head_dim;
+  for (size_t i = 0; i < part.blocks.size(); ++i) {
+    const DenseBlock& block = part.blocks[i];
+    JobItem& item = job_->items[block.item];
+    AttendWork& w = *item.attend;
+    if (part.errors[i] != kNoToken) {
+      item.status.Update(NonFiniteLogitError(part.errors[i], job_->layer, block.kv_head));
+      continue;
+    }
+    for (int r = 0; r < block.unit.query_rows; ++r) {
+      const int64_t at =
+          (block.begin + r / group) * spec().query_head_count + block.kv_head * group + r % group;
+      const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + r;
+      std::copy_n(part.out + from * d, d, w.out.data() + at * d);
+      w.lse[at] = part.lse[from];
+    }
+  }
+}
+
+void JobRun::Collect() {
+  for (const SparseWave& wave : waves_) Collect(wave);
+  for (const DensePart& part : dense_) Collect(part);
+  float milliseconds = 0;
+  if (cudaEventElapsedTime(&milliseconds, lane_->start(), lane_->done()) == cudaSuccess) {
+    job_->device_time_us = 1000.0 * milliseconds;
+  }
+  cudaEvent_t before = lane_->start();
+  for (const auto& [name, event] : marks_) {
+    cudaEventElapsedTime(&milliseconds, before, event.get());
+    job_->stages.push_back({name, 1000.0 * milliseconds});
+    before = event.get();
+  }
+}
+
+}  // namespace spillway::cuda

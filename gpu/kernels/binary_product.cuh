@@ -1,0 +1,187 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+
+// Products of codes and query bits on binary tensor cores.
+//
+// A warp takes 32 tokens of a code page at a time, as two pairs of tiles of 8:
+// the instruction m16n8k128 .and.popc multiplies a pair's 16 keys with eight
+// columns of query bits, (head, plane) pairs of four heads. Two of them hold
+// four planes of four heads, so that a lane ends up with all planes of one
+// head for two keys of the pair. Memory is to be the limit: everything else is
+// counted in instructions per key.
+namespace spillway::cuda {
+
+// acc += popcounts of the bits that rows of a and columns of b share. Lane:
+// a0 row lane / 4, a1 row lane / 4 + 8, b column lane / 4, each word lane % 4;
+// acc[0..1] row lane / 4, columns 2 (lane % 4) + {0, 1}; acc[2..3] row
+// lane / 4 + 8.
+__device__ inline void AndPopc(int32_t (&acc)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
+// The words of a lane's keys, one of each of a group's four tiles, for one
+// plane and chunk; 0 where the chunk has no such word.
+__device__ inline uint4 LoadCodes(const CodeTiling& tiling, const std::byte* page, int plane,
+                                  int group, int chunk, int lane) {
+  const int width = tiling.chunk_words(chunk);
+  const int word = lane % 4;
+  if (word >= width) return make_uint4(0, 0, 0, 0);
+  const uint32_t* at = reinterpret_cast<const uint32_t*>(page) +
+                       tiling.chunk_offset(plane, group, chunk) + (lane / 4 * width + word) * 4;
+  return *reinterpret_cast<const uint4*>(at);
+}
+
+// Which token of a group of 32 a lane holds once four heads were exchanged.
+__device__ inline int TokenOfLane(int lane) { return (lane % 4) * 8 + lane / 4; }
+
+// a[tile] of head `lane % 4` becomes a[head] of tile `lane % 4`.
+__device__ inline void ExchangeHeads(float (&a)[4], int lane) {
+  const bool odd = (lane & 1) != 0;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const float sent = odd ? a[j] : a[j + 1];
+    const float received = __shfl_xor_sync(kFullWarp, sent, 1);
+    if (odd) {
+      a[j] = received;
+    } else {
+      a[j + 1] = received;
+    }
+  }
+  const bool high = (lane & 2) != 0;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float sent = high ? a[j] : a[j + 2];
+    const float received = __shfl_xor_sync(kFullWarp, sent, 2);
+    if (high) {
+      a[j] = received;
+    } else {
+      a[j + 2] = received;
+    }
+  }
+}
+
+// Query bits of a block's unit in shared memory: per head tile and chunk the
+// lane's words of both column sets. Column 2 head + plane % 2 of set
+// plane / 2 is row plane * 4 + head of query_planes.
+__device__ inline void LoadQueryPlanes(const UnitRequest& u, int tiles, int words, int chunks,
+                                       uint2* planes) {
+  for (int i = threadIdx.x; i < tiles * chunks * 32; i += blockDim.x) {
+    const int lane = i % 32;
+    const int chunk = i / 32 % chunks;
+    const int tile = i / 32 / chunks;
+    const int word = chunk * kChunkWords + lane % 4;
+    const int head = lane / 4 / 2;
+    const int plane = lane / 4 % 2;
+    const uint32_t* rows = u.query_planes + tile * 16 * words;
+    uint2 pair = make_uint2(0, 0);
+    if (word < words) {
+      pair.x = rows[(plane * 4 + head) * words + word];
+      pair.y = rows[((plane + 2) * 4 + head) * words + word];
+    }
+    planes[i] = pair;
+  }
+}
+
+// acc = sum over planes 2^p of AndPopc. Two planes cost one instruction more
+// than they need, and none of the other kind.
+template <int kPlanes, int kChunks>
+__device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kChunks], int pair,
+                                    const uint32_t (&b)[kChunks], int32_t (&acc)[4]) {
+#pragma unroll
+  for (int p = kPlanes - 1; p >= 0; --p) {
+    if (kPlanes > 2 && p + 1 < kPlanes) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[i] *= 2;
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint4& k = codes[p][c];
+      const uint32_t low = pair == 0 ? k.x : k.z;
+      const uint32_t high = pair == 0 ? k.y : k.w;
+      AndPopc(acc, low, high, b[c]);
+      if (kPlanes == 2 && p == 1) AndPopc(acc, low, high, b[c]);
+    }
+  }
+}
+
+// A lane's query bits of a head tile: both column sets.
+template <int kChunks>
+struct QueryBits {
+  uint32_t low[kChunks];
+  uint32_t high[kChunks];
+
+  __device__ QueryBits(const uint2* planes, int lane) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint2 b = planes[c * 32 + lane];
+      low[c] = b.x;
+      high[c] = b.y;
+    }
+  }
+};
+
+// Integer sums of four query heads over a group's keys: totals[tile] is of
+// head lane % 4 and key lane / 4 of the tile: offset + 4 sum w u - 30 sum u,
+// w the stored 4-bit weight.
+template <int kPlanes, int kChunks>
+__device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks], const int32_t (&ones)[4],
+                                   const QueryBits<kChunks>& query, int32_t offset,
+                                   int32_t (&totals)[4]) {
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    int32_t a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};
+    WeightedPopc<kPlanes, kChunks>(codes, pair, query.low, a);
+    WeightedPopc<kPlanes, kChunks>(codes, pair, query.high, b);
+#pragma unroll
+    for (int key = 0; key < 2; ++key) {
+      const int32_t sum = (a[2 * key] + 2 * a[2 * key + 1]) + 4 * (b[2 * key] + 2 * b[2 * key + 1]);
+      totals[2 * pair + key] = 4 * sum + (offset - 30 * ones[2 * pair + key]);
+    }
+  }
+}
+
+// sum u of each tile's key, as the lane's key of GroupTotals.
+template <int kPlanes, int kChunks>
+__device__ inline void GroupOnes(const uint4 (&codes)[kPlanes][kChunks], int32_t (&ones)[4]) {
+  uint32_t all[kChunks];
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) all[c] = kFullWarp;
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    int32_t acc[4] = {0, 0, 0, 0};
+    WeightedPopc<kPlanes, kChunks>(codes, pair, all, acc);
+    ones[2 * pair] = acc[0];
+    ones[2 * pair + 1] = acc[2];
+  }
+}
+
+// x_h of a total: the estimated logit times log2(e).
+__device__ inline float ScaledLogit(int32_t total, float coefficient, float factor) {
+  return coefficient * static_cast<float>(total) * factor;
+}
+
+// Factors of the lane's keys in a group's four tiles.
+__device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* page, int group,
+                                   int lane, float (&factors)[4]) {
+  const auto* at = reinterpret_cast<const uint2*>(page + tiling.factor_offset_bytes()) +
+                   group * (kGroupTokenCount / 4) + lane / 4;
+  const uint2 raw = *at;
+  factors[0] = __uint_as_float(raw.x << 16);
+  factors[1] = __uint_as_float(raw.x & 0xFFFF0000u);
+  factors[2] = __uint_as_float(raw.y << 16);
+  factors[3] = __uint_as_float(raw.y & 0xFFFF0000u);
+}
+
+// Per query head, what a block's warps read again and again.
+struct HeadTerms {
+  int32_t offset;
+  float coefficient;
+  float reference;
+  float weight;
+};
+
+}  // namespace spillway::cuda

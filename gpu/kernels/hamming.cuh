@@ -1,0 +1,105 @@
+#pragma once
+
+#include "gpu/kernels/binary_product.cuh"
+#include "gpu/kernels/page_scores.cuh"
+
+// Scores by matching bits, and their histogram.
+namespace spillway::cuda {
+
+// Query bits of hamming: eight columns, planes 0 to 2 of the heads' counts,
+// the key's own bits (row 8), planes 3 and 4.
+__device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int chunks,
+                                       uint32_t* planes) {
+  for (int i = threadIdx.x; i < chunks * 32; i += blockDim.x) {
+    const int lane = i % 32;
+    const int column = lane / 4;
+    const int word = i / 32 * kChunkWords + lane % 4;
+    const int row = column < 3 ? column : column == 3 ? 8 : column < 6 ? column - 1 : -1;
+    planes[i] = word < words && row >= 0 ? u.query_planes[row * words + word] : 0;
+  }
+}
+
+// Matching bits summed over the group: 2 sum c k - G sum k + sum (G - c), c_j
+// the heads whose bit j is set. Grid (blocks,
+// units); a warp takes a page. Shared memory: histogram [bin_count], query
+// planes, a PageRing a warp.
+__global__ void __launch_bounds__(kScoreThreads)
+    ScoreHammingKernel(AttendShape shape, const UnitRequest* units) {
+  extern __shared__ __align__(16) uint32_t shared[];
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
+  const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
+  const int warps = blockDim.x / 32;
+  if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
+  const int chunks = shape.tiling.chunks();
+  uint32_t* histogram = shared;
+  uint32_t* planes = shared + shape.bin_count;
+  for (int i = threadIdx.x; i < shape.bin_count; i += blockDim.x) histogram[i] = 0;
+  LoadCountPlanes(u, shape.tiling.words, chunks, planes);
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32;
+  const int32_t offset = u.state->offset[0];
+  // Weights of the lane's columns 2 (lane % 4) and the next.
+  const int part = lane % 4;
+  const int32_t even = part == 0 ? 2 : part == 1 ? 8 : part == 2 ? 16 : 0;
+  const int32_t odd = part == 0 ? 4 : part == 1 ? -shape.group : part == 2 ? 32 : 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
+  // Of a page the plane of signs alone, which lies as plane 0 in the ring.
+  const int plane_bytes = shape.tiling.words * kPageTokenCount * 4;
+  const int64_t plane_offset = int64_t{shape.tiling.planes - 1} * plane_bytes;
+  const int head_words = (shape.bin_count + chunks * 32 + 3) / 4 * 4;
+  PageRing ring(reinterpret_cast<std::byte*>(shared + head_words) +
+                    threadIdx.x / 32 * PageRing::kDepth * plane_bytes,
+                plane_bytes);
+  int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
+  const auto address = [&](int64_t p) -> const std::byte* {
+    return p < page_count ? u.code_pages[p] + plane_offset : nullptr;
+  };
+  ring.Bring(address(page_index), lane);
+  const std::byte* next = address(page_index + step);
+  for (; page_index < page_count; page_index += step) {
+    ring.Bring(next, lane);
+    next = address(page_index + 2 * step);
+    const std::byte* page = ring.Take();
+    const PageSlots slots(u, page_index);
+    int32_t acc[kGroupsPerPage][2][4] = {};
+    for (int c = 0; c < chunks; ++c) {
+      uint4 codes[kGroupsPerPage];
+#pragma unroll
+      for (int g = 0; g < kGroupsPerPage; ++g) {
+        codes[g] = LoadCodes(shape.tiling, page, 0, g, c, lane);
+      }
+      const uint32_t b = planes[c * 32 + lane];
+#pragma unroll
+      for (int g = 0; g < kGroupsPerPage; ++g) {
+        AndPopc(acc[g][0], codes[g].x, codes[g].y, b);
+        AndPopc(acc[g][1], codes[g].z, codes[g].w, b);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kGroupsPerPage; ++g) {
+      // Sums over the columns; each exchange halves the tiles that a lane holds.
+      int32_t sums[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        sums[t] = even * acc[g][t / 2][t % 2 * 2] + odd * acc[g][t / 2][t % 2 * 2 + 1];
+      }
+      const bool high = (lane & 2) != 0, low = (lane & 1) != 0;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const int32_t received = __shfl_xor_sync(kFullWarp, high ? sums[t] : sums[t + 2], 2);
+        sums[t] = (high ? sums[t + 2] : sums[t]) + received;
+      }
+      const int32_t received = __shfl_xor_sync(kFullWarp, low ? sums[0] : sums[1], 1);
+      const int32_t sum = (low ? sums[1] : sums[0]) + received;
+      slots.Store(g * kGroupTokenCount + part * 8 + lane / 4, static_cast<uint32_t>(sum + offset),
+                  histogram);
+    }
+    __syncwarp();  // before the next page takes this one's place
+  }
+  __syncthreads();
+  AddToGlobal(histogram, shape.bin_count, u.histogram);
+}
+
+}  // namespace spillway::cuda
