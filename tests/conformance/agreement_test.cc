@@ -1,0 +1,76 @@
+// Scores, and so heavy sets, are integers and fp32 in one fixed order: every
+// device names the same rows as the first.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/conformance/device_bench.h"
+
+namespace spillway {
+namespace {
+
+using reference::Context;
+
+class Agreement : public ::testing::TestWithParam<DeviceFactory> {};
+// Where there is one device, there is nothing to agree with.
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Agreement);
+
+std::vector<DeviceFactory> OtherDevices() {
+  return {DeviceFactories().begin() + 1, DeviceFactories().end()};
+}
+
+std::vector<std::pair<std::string, Policy>> Policies(const ModelSpec& spec) {
+  std::vector<std::pair<std::string, Policy>> policies;
+  for (const auto& [selector, name] :
+       {std::pair(Selector::kAsymmetric, "asymmetric"), std::pair(Selector::kHamming, "hamming")}) {
+    Policy policy = DefaultPolicy(spec);
+    policy.selector = selector;
+    policy.tail = Tail::kNone;
+    for (const int64_t count : {1, 256, 1500}) {
+      policy.heavy_count = count;
+      policies.push_back({std::string(name) + " count " + std::to_string(count), policy});
+    }
+    policy.heavy_kind = HeavyKind::kFraction;
+    policy.heavy_fraction = 0.03;
+    policies.push_back({std::string(name) + " fraction", policy});
+    if (selector == Selector::kHamming) continue;
+    policy.heavy_kind = HeavyKind::kMass;
+    policy.heavy_mass = 0.7;
+    policies.push_back({std::string(name) + " mass", policy});
+  }
+  return policies;
+}
+
+TEST_P(Agreement, OnTheHeavySet) {
+  for (const auto& [d, bits, group] :
+       {std::tuple(64, 1, 1), std::tuple(80, 2, 3), std::tuple(128, 2, 4), std::tuple(128, 3, 8),
+        std::tuple(96, 4, 5), std::tuple(256, 2, 16)}) {
+    const ModelSpec spec = MakeSpec(
+        2, group, d, DType::kBF16,
+        {.kind = HashKind::kRotation, .bits_per_dim = bits, .seed = static_cast<uint64_t>(d)});
+    DeviceBench first(DeviceFactories().front(), spec);
+    DeviceBench other(GetParam(), spec);
+    const Context context = reference::TraceContext(spec, 9001, d);
+    const std::vector<float> q = reference::TraceQueries(context, 2, d + 1, 1.5);
+    BenchSequence a(first), b(other);
+    ASSERT_TRUE(a.Append(context, 0, context.n).ok());
+    ASSERT_TRUE(b.Append(context, 0, context.n, 1000).ok());
+    for (const auto& [name, policy] : Policies(spec)) {
+      const JobItem x = a.Select(policy, q), y = b.Select(policy, q);
+      ASSERT_TRUE(x.status.ok()) << x.status;
+      ASSERT_TRUE(y.status.ok()) << y.status;
+      for (size_t i = 0; i < x.attend->selections.size(); ++i) {
+        EXPECT_EQ(x.attend->selections[i].indices, y.attend->selections[i].indices)
+            << name << ", d " << d << ", bits " << bits << ", group " << group;
+        EXPECT_EQ(x.attend->selections[i].strata, y.attend->selections[i].strata) << name;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Agreement, ::testing::ValuesIn(OtherDevices()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace spillway
