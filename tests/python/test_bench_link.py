@@ -310,6 +310,8 @@ def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores the signal, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pid_file = program.parent / "pid"
     deadline = time.monotonic() + 60
