@@ -75,15 +75,6 @@ void JobRun::AddDense(const DenseRun& run) {
   const int group = spec().group();
   const int64_t queries = std::max<int64_t>(1, kDenseQueryRows / group);
   const bool staged = run.end - run.begin > queries;
-  const int64_t unit_floats = int64_t{kDenseQueryRows} * (2 + spec().head_dim);
-  int64_t partial_bytes = 0;
-  // Runs that read their rows in place share a part; one that stages them
-  // has parts of its own, each of which brings the rows over anew.
-  const auto room = [&] {
-    return !dense_.empty() && dense_.back().staged == staged &&
-           (!staged || dense_.back().blocks.front().item == run.item) &&
-           partial_bytes <= kPartialBytes;
-  };
   for (int64_t t = run.begin; t < run.end; t += queries) {
     const int64_t end = std::min(t + queries, run.end);
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + end);
@@ -92,11 +83,15 @@ void JobRun::AddDense(const DenseRun& run) {
                : std::max(kDenseSegmentRowsMin,
                           RoundUp((n + kDenseSegmentsWanted - 1) / kDenseSegmentsWanted, 32));
     const int64_t segments = (n + segment_rows - 1) / segment_rows;
-    partial_bytes += segments * unit_floats * 4 * spec().kv_head_count;
-    if (t == run.begin ? !room() || staged : !room()) {
-      dense_.emplace_back().staged = staged;
-      partial_bytes = segments * unit_floats * 4 * spec().kv_head_count;
-    }
+    const int64_t bytes =
+        segments * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
+    // Runs that read their rows in place share parts; one that stages them has
+    // parts of its own, each of which brings the rows over anew.
+    const bool fits = !dense_.empty() && dense_.back().staged == staged &&
+                      (!staged || t > run.begin) &&
+                      dense_.back().partial_bytes + bytes <= kPartialBytes;
+    if (!fits) dense_.emplace_back().staged = staged;
+    dense_.back().partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
       DenseBlock& block = dense_.back().blocks.emplace_back();
       block.item = run.item;
@@ -127,25 +122,29 @@ void JobRun::Split() {
       if (dense_begin < t) AddDense({i, dense_begin, t});
       dense_begin = t + 1;
       if (t == w.query_count) break;
-      const auto fits = [&](SparseWave& wave) {
-        const AttendWork& other = work(wave.queries.front().item);
-        if (other.policy.selector != policy.selector || wave.select_only != w.select_only ||
-            (other.policy.heavy_kind == HeavyKind::kMass) !=
-                (policy.heavy_kind == HeavyKind::kMass)) {
-          return false;
-        }
-        wave.queries.push_back({i, t});
-        Carver pinned, workspace;
-        LayOut(wave, pinned, workspace, /*fill=*/false);
-        wave.queries.pop_back();
-        return workspace.bytes() <= kWaveBytes;
-      };
-      if (waves_.empty() || !fits(waves_.back())) {
-        waves_.emplace_back().select_only = w.select_only;
-      }
-      waves_.back().queries.push_back({i, t});
+      AddSparse({i, t});
     }
   }
+}
+
+void JobRun::AddSparse(const SparseQuery& query) {
+  const AttendWork& w = work(query.item);
+  SparseWave alone;
+  alone.queries = {query};
+  Carver pinned, workspace;
+  LayOut(alone, pinned, workspace, /*fill=*/false);
+  const auto fits = [&](const SparseWave& wave) {
+    const AttendWork& other = work(wave.queries.front().item);
+    return other.policy.selector == w.policy.selector && other.select_only == w.select_only &&
+           (other.policy.heavy_kind == HeavyKind::kMass) ==
+               (w.policy.heavy_kind == HeavyKind::kMass) &&
+           wave.workspace_bytes + workspace.bytes() <= kWaveBytes;
+  };
+  if (waves_.empty() || !fits(waves_.back())) {
+    waves_.emplace_back().select_only = w.select_only;
+  }
+  waves_.back().queries.push_back(query);
+  waves_.back().workspace_bytes += workspace.bytes();
 }
 
 void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
@@ -155,12 +154,10 @@ void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
   ToFloat(w.q_dtype, w.q + at * DTypeBytes(w.q_dtype), width, q);
 }
 
-void JobRun::FillRequest(const SparseQuery& query, int kv_head, UnitRequest& r) const {
+UnitRequest JobRun::Request(const SparseQuery& query) const {
   const AttendWork& w = work(query.item);
   const Policy& p = w.policy;
-  const LayerIndex& layer = index(query.item);
-  r.row_pages = layer.row_pages(kv_head);
-  if (model().has_codes()) r.code_pages = layer.code_pages(kv_head);
+  UnitRequest r{};
   r.n = w.visible[query.query];
   r.sink = p.sink_token_count;
   r.window = p.window_token_count;
@@ -179,11 +176,19 @@ void JobRun::FillRequest(const SparseQuery& query, int kv_head, UnitRequest& r) 
   r.inflation = p.inflation;
   r.pilot_count = p.pilot_token_count;
   r.row_count_max = p.row_count_max;
-  const SampleKey key = MakeSampleKey(p.seed, job_->layer, kv_head);
+  return r;
+}
+
+void JobRun::Address(const SparseQuery& query, int kv_head, UnitRequest& r) const {
+  const LayerIndex& layer = index(query.item);
+  r.row_pages = layer.row_pages(kv_head);
+  if (model().has_codes()) r.code_pages = layer.code_pages(kv_head);
+  const uint64_t seed = work(query.item).policy.seed;
+  const SampleKey key = MakeSampleKey(seed, job_->layer, kv_head);
   r.key_multiplier = key.multiplier;
   r.key_offset = key.offset;
   r.key_mask = key.mask;
-  r.phase = SamplePhase(p.seed, job_->layer, kv_head, r.n);
+  r.phase = SamplePhase(seed, job_->layer, kv_head, r.n);
 }
 
 AttendShape JobRun::Shape(const SparseWave& wave) const {
@@ -198,12 +203,13 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
   shape.by_mass = p.heavy_kind == HeavyKind::kMass;
   shape.tiling = model().tiling();
   shape.bits_per_dim = spec().hash.bits_per_dim;
+  if (spec().hash.kind == HashKind::kRotation) {
+    shape.quantiser_step = QuantiserStep(spec().hash.bits_per_dim);
+    shape.rotation_transposed = model().rotation(job_->layer).transposed;
+  }
   const bool mlp = spec().hash.kind == HashKind::kMlp;
   shape.hash_bits = mlp ? spec().hash.hash_bits : spec().head_dim;
   if (p.selector == Selector::kHamming) shape.bin_count = shape.hash_bits * shape.group + 1;
-  if (spec().hash.kind == HashKind::kRotation) {
-    shape.rotation_transposed = model().rotation(job_->layer).transposed;
-  }
   if (mlp && p.selector == Selector::kHamming) shape.query_codes = query_codes_;
   return shape;
 }
@@ -227,16 +233,10 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   const AttendShape shape = Shape(wave);
   int64_t unit = 0;
   for (const SparseQuery& query : wave.queries) {
+    const UnitRequest shared = Request(query);
     for (int h = 0; h < heads; ++h, ++unit) {
-      UnitRequest r{};
-      if (fill) {
-        FillRequest(query, h, r);
-      } else {
-        const AttendWork& w = work(query.item);
-        r.n = w.visible[query.query];
-        r.begin = w.policy.sink_token_count;
-        r.end = r.n - w.policy.window_token_count;
-      }
+      UnitRequest r = shared;
+      if (fill) Address(query, h, r);
       const int64_t padded = r.chunks() * kChunkTokens;
       r.q = device_q_ + unit * group * d;
       r.bins = workspace.Take<uint16_t>(padded);

@@ -40,7 +40,7 @@ class JobRun {
   struct SparseWave {
     std::vector<SparseQuery> queries;
     bool select_only = false;
-    int64_t pinned_at = 0;
+    int64_t workspace_bytes = 0;
     // Pinned.
     UnitRequest* requests = nullptr;
     UnitResult* results = nullptr;
@@ -64,6 +64,7 @@ class JobRun {
   struct DensePart {
     std::vector<DenseBlock> blocks;
     bool staged = false;
+    int64_t partial_bytes = 0;
     // Pinned.
     DenseUnit* units = nullptr;
     float* q = nullptr;
@@ -81,10 +82,13 @@ class JobRun {
   absl::Status Encode(const LayerRows& rows, LayerIndex& index);
   void Split();
   void AddDense(const DenseRun& run);
+  void AddSparse(const SparseQuery& query);
   // Lays a wave's or part's memory out; with empty carvers only measures.
   void LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fill);
   void LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fill);
-  void FillRequest(const SparseQuery& query, int kv_head, UnitRequest& request) const;
+  // What the units of a query share, and what each has of its own.
+  UnitRequest Request(const SparseQuery& query) const;
+  void Address(const SparseQuery& query, int kv_head, UnitRequest& request) const;
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
   AttendShape Shape(const SparseWave& wave) const;
   absl::Status Launch(SparseWave& wave);

@@ -13,10 +13,6 @@
 
 namespace spillway::cuda {
 
-// Positions whose mean is the centre of a KV head's keys. Codes exist from the
-// moment a layer holds this many tokens.
-inline constexpr int64_t kCentreTokenCount = 1024;
-
 // Blocks of GPU memory of any size, for tables and centres: a page pool for
 // each power of two. Thread-safe.
 class BlockPools {

@@ -30,8 +30,6 @@ inline constexpr int kChunkColumns = 1 + kTailStrataMax;
 inline constexpr int kSegmentRowsMin = 32;
 inline constexpr int kSegmentsWanted = 128;
 inline constexpr int kSegmentMax = kSegmentsWanted + 1 + kTailStrataMax;
-// Fewest rows a stratum's variance is estimated from.
-inline constexpr int kStratumRowsMin = 8;
 inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 
 // Shapes that all units of a wave share; passed by value.
@@ -46,6 +44,7 @@ struct AttendShape {
   int bin_count = kScoreBinCount;
   CodeTiling tiling;
   int bits_per_dim = 0;
+  float quantiser_step = 0;
   int hash_bits = 0;                           // bits that hamming compares
   const float* rotation_transposed = nullptr;  // [d][d], with a rotation
   const uint32_t* query_codes = nullptr;       // [units][G][words], with an MLP
@@ -80,7 +79,6 @@ struct UnitState {
   int64_t head_skip[kGroupMax];
   // Tail.
   int32_t strata;
-  uint16_t lowest_bin[kTailStrataMax];
   int64_t stratum_count[kTailStrataMax];  // n_h
   int32_t drawing;                        // whether the phase draws anything
   int64_t tail_count;

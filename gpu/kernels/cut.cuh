@@ -17,11 +17,7 @@ __device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
   uint32_t sum = 0;
   for (int b = begin; b < end; ++b) sum += counts[b];
   const int lane = threadIdx.x % 32;
-  uint32_t scan = sum;
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
-    if (lane >= offset) scan += other;
-  }
+  const uint32_t scan = WarpScan(sum);
   if (lane == 31) warp_sums[threadIdx.x / 32] = scan;
   __syncthreads();
   uint32_t above = scan - sum;
@@ -129,7 +125,6 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
   }
   __syncwarp();
   for (int h = threadIdx.x; h < strata; h += 32) {
-    state.lowest_bin[h] = lowest_bin[h];
     state.drawn_threshold[h] = 0;
     state.threshold[h] =
         rows_left == 0 ? 0 : SampleThreshold(PilotCount(u, state, h), state.stratum_count[h]);

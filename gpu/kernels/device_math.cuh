@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstddef>
@@ -26,17 +25,22 @@ __device__ inline float BFloat16ToFloat(uint16_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
 
+// Four elements of a 16-bit dtype.
+__device__ inline float4 WidenFour(DType dtype, uint32_t low, uint32_t high) {
+  if (dtype == DType::kBF16) {
+    return make_float4(__uint_as_float(low << 16), __uint_as_float(low & 0xFFFF0000u),
+                       __uint_as_float(high << 16), __uint_as_float(high & 0xFFFF0000u));
+  }
+  const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&low));
+  const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&high));
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+
 // Elements [4 i, 4 i + 4) of a vector in the rows' dtype.
 __device__ inline float4 LoadFour(DType dtype, const std::byte* base, int i) {
   if (dtype == DType::kF32) return reinterpret_cast<const float4*>(base)[i];
   const uint2 raw = reinterpret_cast<const uint2*>(base)[i];
-  if (dtype == DType::kBF16) {
-    return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u),
-                       __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xFFFF0000u));
-  }
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
-  return make_float4(low.x, low.y, high.x, high.y);
+  return WidenFour(dtype, raw.x, raw.y);
 }
 
 // Address of a token's row in its page.
@@ -49,6 +53,25 @@ template <typename T>
 __device__ inline T WarpSum(T x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  return x;
+}
+
+__device__ inline float WarpMax(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+  }
+  return x;
+}
+
+// The sum over this lane and those before it.
+template <typename T>
+__device__ inline T WarpScan(T x) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const T other = __shfl_up_sync(kFullWarp, x, offset);
+    if (threadIdx.x % 32 >= offset) x += other;
+  }
   return x;
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include "gpu/kernels/matrix_columns.cuh"
 #include "gpu/kernels/quantiser.cuh"
 

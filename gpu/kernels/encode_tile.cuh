@@ -45,17 +45,6 @@ struct TileRange {
   __device__ bool Has(int token) const { return token >= begin && token < end; }
 };
 
-// Four elements of a 16-bit dtype.
-__device__ inline float4 WidenFour(DType dtype, uint32_t low, uint32_t high) {
-  if (dtype == DType::kBF16) {
-    return make_float4(__uint_as_float(low << 16), __uint_as_float(low & 0xFFFF0000u),
-                       __uint_as_float(high << 16), __uint_as_float(high & 0xFFFF0000u));
-  }
-  const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&low));
-  const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&high));
-  return make_float4(a.x, a.y, b.x, b.y);
-}
-
 // A 16-byte piece of a key, its elements from i on, less the centre into x.
 __device__ inline void StorePiece(DType dtype, uint4 raw, const float* centre, int i, int token,
                                   float* x) {

@@ -100,9 +100,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     sums[i] = reinterpret_cast<const float4*>(partial(i))[g];
     largest = fmaxf(largest, sums[i].x);
   }
-  for (int offset = 16; offset > 0; offset /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-  }
+  largest = WarpMax(largest);
   if (lane == 0) slices[warp] = largest;
   __syncthreads();
   double max = slices[0];

@@ -124,11 +124,7 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
     const unsigned found = __ballot_sync(kFullWarp, count > 0);
     uint32_t total_of_warp = 0;
     if (found != 0) {
-      before = count;
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const uint32_t other = __shfl_up_sync(kFullWarp, before, offset);
-        if (lane >= offset) before += other;
-      }
+      before = WarpScan(count);
       total_of_warp = __shfl_sync(kFullWarp, before, 31);
       before -= count;
     }

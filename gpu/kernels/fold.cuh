@@ -87,12 +87,8 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
         continue;
       }
       const float l = lane < m ? weights[lane * kRows + r] : -INFINITY;
-      float max = l;
-      for (int offset = 16; offset > 0; offset /= 2) {
-        max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
-      }
       const float old = sums.max[r];
-      max = fmaxf(max, old);
+      const float max = fmaxf(WarpMax(l), old);
       const float x = l == -INFINITY ? 0.0f : ExpF32(l - max);
       if (lane < m) weights[lane * kRows + r] = x;
       const float sum = WarpSum(x);

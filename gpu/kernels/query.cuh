@@ -6,11 +6,6 @@
 // Query heads as the bit planes that tensor cores multiply with codes.
 namespace spillway::cuda {
 
-// Quantiser steps of B bits for a standard normal coordinate (Max 1960).
-__device__ inline float DeviceQuantiserStep(int bits) {
-  return bits == 1 ? 1.596f : bits == 2 ? 0.9957f : bits == 3 ? 0.586f : 0.3352f;
-}
-
 // y_j of P x, x in shared memory: one chain of fused multiply-adds over i, its
 // matrix column read well ahead.
 __device__ inline float RotatedCoordinate(const float* transposed, const float* x, int d, int j) {
@@ -93,11 +88,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, const UnitRequest* un
   if (present) x[j] = u.q[g * d + j];
   __syncthreads();
   if (present) y = RotatedCoordinate(shape.rotation_transposed, x, d, j);
-  float largest = fabsf(y);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-  }
+  float largest = WarpMax(fabsf(y));
   if (lane == 0) warp_largest[word] = largest;
   __syncthreads();
   for (int w = 0; w < words; ++w) largest = fmaxf(largest, warp_largest[w]);
@@ -122,8 +113,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, const UnitRequest* un
   const int levels_minus_1 = (1 << shape.bits_per_dim) - 1;
   u.state->offset[g] = -levels_minus_1 * total;
   const float scale = shape.scale * kExpLog2E;
-  u.state->coefficient[g] =
-      fminf(scale * (s * (DeviceQuantiserStep(shape.bits_per_dim) * 0.25f)), 1.0e30f);
+  u.state->coefficient[g] = fminf(scale * (s * (shape.quantiser_step * 0.25f)), 1.0e30f);
 }
 
 // hamming: plane r of the number of query heads whose bit is set; row 8 is all

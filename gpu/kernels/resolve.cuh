@@ -34,11 +34,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   for (int64_t base = 0; base < u.chunks(); base += kResolveThreads) {
     const int64_t chunk = base + threadIdx.x;
     const int64_t ties = chunk < u.chunks() ? u.chunk_ties[2 * chunk] : 0;
-    int64_t scan = ties;
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int64_t other = __shfl_up_sync(kFullWarp, scan, offset);
-      if (lane >= offset) scan += other;
-    }
+    int64_t scan = WarpScan(ties);
     if (lane == 31) warp_ties[warp] = scan;
     __syncthreads();
     int64_t total = 0;
@@ -124,11 +120,7 @@ __device__ inline void SumColumns(const UnitRequest& u, int columns, Counts coun
 #pragma unroll
       for (int i = 0; i < kCells; ++i) {
         const int64_t chunk = base + i * 32 + lane;
-        uint32_t scan = scans[i];
-        for (int offset = 1; offset < 32; offset *= 2) {
-          const uint32_t other = __shfl_up_sync(kFullWarp, scan, offset);
-          if (lane >= offset) scan += other;
-        }
+        const uint32_t scan = WarpScan(scans[i]);
         if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - scans[i]);
         before += __shfl_sync(kFullWarp, scan, 31);
       }

@@ -13,10 +13,6 @@
 
 namespace spillway {
 
-// Positions whose mean is the centre of a KV head's keys. Codes exist from the
-// moment a layer holds this many tokens.
-inline constexpr int64_t kCentreTokenCount = 1024;
-
 // A model's hash weights and the pool of its code pages.
 class CpuModel final : public DeviceModel {
  public:

@@ -18,8 +18,6 @@
 namespace spillway {
 namespace {
 
-// Fewest rows a stratum's variance is estimated from.
-constexpr int64_t kStratumRowsMin = 8;
 // Rows that one task folds.
 constexpr int64_t kFoldRows = 512;
 

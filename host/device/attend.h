@@ -7,6 +7,11 @@ namespace spillway {
 
 inline constexpr int kGroupMax = 16;
 inline constexpr int kHeadDimMax = 256;
+// Positions whose mean is the centre of a KV head's keys. Codes exist from the
+// moment a layer holds this many tokens.
+inline constexpr int64_t kCentreTokenCount = 1024;
+// Fewest rows a stratum's variance is estimated from.
+inline constexpr int kStratumRowsMin = 8;
 // Queries of one attend that are served sparsely; more are served densely.
 inline constexpr int kSparseQueryCountMax = 16;
 
