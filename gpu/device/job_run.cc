@@ -1,6 +1,7 @@
 #include "gpu/device/job_run.h"
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <utility>
 
@@ -29,7 +30,15 @@ constexpr int64_t kPartialBytes = int64_t{256} << 20;
 // addresses in flight than are translated.
 constexpr int kGatherBlocks = 8;
 
+constexpr int64_t kReferencePagesStep = 16;
+
 int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+// Tokens that grids are made for, of a unit of n.
+int64_t GridTokens(int64_t n) {
+  const auto sixteenth = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 16);
+  return RoundUp(n, std::max<int64_t>(kChunkTokens, sixteenth));
+}
 
 }  // namespace
 
@@ -183,12 +192,12 @@ void JobRun::Address(const SparseQuery& query, int kv_head, UnitRequest& r) cons
   const LayerIndex& layer = index(query.item);
   r.row_pages = layer.row_pages(kv_head);
   if (model().has_codes()) r.code_pages = layer.code_pages(kv_head);
+  r.resident.recent_begin = INT64_MAX;
+  if (spec().hash.kind == HashKind::kRotation) {
+    r.rotation_transposed = model().rotation(job_->layer).transposed;
+  }
   const uint64_t seed = work(query.item).policy.seed;
-  const SampleKey key = MakeSampleKey(seed, job_->layer, kv_head);
-  r.key_multiplier = key.multiplier;
-  r.key_offset = key.offset;
-  r.key_mask = key.mask;
-  r.phase = SamplePhase(seed, job_->layer, kv_head, r.n);
+  r.order = MakeSampleOrder(seed, job_->layer, kv_head, r.n, spec().SampleBand(seed));
 }
 
 AttendShape JobRun::Shape(const SparseWave& wave) const {
@@ -205,12 +214,10 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
   shape.bits_per_dim = spec().hash.bits_per_dim;
   if (spec().hash.kind == HashKind::kRotation) {
     shape.quantiser_step = QuantiserStep(spec().hash.bits_per_dim);
-    shape.rotation_transposed = model().rotation(job_->layer).transposed;
   }
-  const bool mlp = spec().hash.kind == HashKind::kMlp;
-  shape.hash_bits = mlp ? spec().hash.hash_bits : spec().head_dim;
+  shape.mlp = spec().hash.kind == HashKind::kMlp;
+  shape.hash_bits = shape.mlp ? spec().hash.hash_bits : spec().head_dim;
   if (p.selector == Selector::kHamming) shape.bin_count = shape.hash_bits * shape.group + 1;
-  if (mlp && p.selector == Selector::kHamming) shape.query_codes = query_codes_;
   return shape;
 }
 
@@ -219,15 +226,12 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   const int group = spec().group();
   const int d = spec().head_dim;
   const auto units = static_cast<int64_t>(wave.queries.size()) * heads;
-  // Requests and queries adjoin on both sides: one copy takes them over.
-  const int64_t before = pinned.bytes();
   wave.requests = pinned.Take<UnitRequest>(units);
   wave.q = pinned.Take<float>(units * group * d);
-  request_bytes_ = pinned.bytes() - before;
   wave.results = pinned.Take<UnitResult>(units);
   wave.out = pinned.Take<float>(units * group * d);
   device_requests_ = workspace.Take<UnitRequest>(units);
-  device_q_ = workspace.Take<float>(units * group * d);
+  auto* const device_q = workspace.Take<float>(units * group * d);
   query_codes_ = workspace.Take<uint32_t>(units * group * std::max(1, spec().plane_words()));
 
   const AttendShape shape = Shape(wave);
@@ -238,10 +242,11 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       UnitRequest r = shared;
       if (fill) Address(query, h, r);
       const int64_t padded = r.chunks() * kChunkTokens;
-      r.q = device_q_ + unit * group * d;
+      r.q = device_q + unit * group * d;
+      r.query_codes = query_codes_ + unit * group * spec().plane_words();
       r.bins = workspace.Take<uint16_t>(padded);
       r.histogram = workspace.Take<uint32_t>(shape.bin_count);
-      r.stratum_of_bin = workspace.Take<uint8_t>(shape.bin_count);
+      r.class_of_bin = workspace.Take<uint8_t>(shape.bin_count + 2);
       if (shape.by_mass) {
         r.head_bins = workspace.Take<uint16_t>(group * r.n);
         r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
@@ -254,12 +259,13 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       r.sample_logits = workspace.Take<float>(group * r.sample_token_count);
       r.candidates = workspace.Take<uint32_t>(padded);
       r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
-      r.chunk_ties = workspace.Take<uint32_t>(2 * r.chunks());
+      r.chunk_ties = workspace.Take<ChunkTies>(r.chunks());
       r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
       r.list = workspace.Take<uint32_t>(r.n);
+      r.sources = workspace.Take<const std::byte*>(r.n);
       r.staging_rows = std::min(r.n, kStagingBytes / shape.row_bytes);
       r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
-      r.gather = workspace.Take<GatherEntry>(r.staging_rows);
+      r.gather = workspace.Take<const std::byte*>(r.staging_rows);
       r.partials = workspace.Take<float>(2 * kSegmentMax * PartialFloats(group, d));
       r.state = workspace.Take<UnitState>(1);
       if (!fill) continue;
@@ -319,51 +325,70 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
   }
 }
 
-absl::Status JobRun::Launch(SparseWave& wave) {
+Wave JobRun::View(const SparseWave& wave) const {
   Wave w;
   w.shape = Shape(wave);
+  w.host_units = wave.requests;
+  w.host_q = wave.q;
   w.units = device_requests_;
   w.unit_count = static_cast<int>(wave.queries.size()) * spec().kv_head_count;
   for (int i = 0; i < w.unit_count; ++i) {
     const UnitRequest& r = wave.requests[i];
-    w.token_count_max = std::max(w.token_count_max, r.n);
-    w.reference_pages_max = std::max(w.reference_pages_max, r.sample_token_count / kPageTokenCount);
+    // Rounded up, so that the wave of the next step is the same.
+    w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
+    w.reference_pages_max = std::max(
+        w.reference_pages_max,
+        RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
+    w.has_tail |= r.tail != Tail::kNone;
   }
   w.sm_count = gpu_.sm_count;
-  w.bulk_copies = gpu_.bulk_copies;
+  w.bulk_copies = w.overlap = gpu_.hopper;
   w.gather_blocks = kGatherBlocks;
+  return w;
+}
+
+absl::Status JobRun::Launch(SparseWave& wave) {
+  const Wave w = View(wave);
   cudaStream_t stream = lane_->stream();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(const_cast<UnitRequest*>(device_requests_),
-                                                wave.requests, static_cast<size_t>(request_bytes_),
-                                                cudaMemcpyHostToDevice, stream));
-  if (w.shape.query_codes != nullptr) {
+  if (w.shape.mlp && w.shape.selector == Selector::kHamming) {
     const int per_query = spec().query_head_count;
     for (size_t i = 0; i < wave.queries.size(); ++i) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(
           LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().group(),
-                         device_q_ + i * per_query * spec().head_dim, per_query,
+                         wave.q + i * per_query * spec().head_dim, per_query,
                          query_codes_ + i * per_query * spec().plane_words(), stream));
     }
   }
-  absl::Status status = Mark("requests");
+  // Events between the kernels are of one job alone.
+  absl::Status status = job_->trace ? LaunchKernels(w) : lane_->graphs().Run(w, stream, [&] {
+    return LaunchKernels(w);
+  });
+  if (status.ok() && wave.select_only) status = CollectSelections(wave);
+  return status;
+}
+
+absl::Status JobRun::LaunchKernels(const Wave& wave) {
+  cudaStream_t stream = lane_->stream();
+  absl::Status status = Mark("begin");
   const auto stage = [&](std::string_view name, cudaError_t error) {
     if (status.ok()) status = ToStatus(error, name);
     if (status.ok()) status = Mark(name);
   };
-  stage("query", LaunchPrepareQuery(w, stream));
-  stage("reference", LaunchReference(w, stream));
-  stage("score", LaunchScore(w, stream));
-  if (w.shape.by_mass) stage("mass", LaunchMassSets(w, stream));
-  stage("cut", LaunchCut(w, stream));
-  stage("pilot", LaunchSample(w, 0, stream));
-  stage("pilot gather", LaunchGather(w, 0, stream));
-  stage("pilot fold", LaunchFold(w, 0, stream));
-  stage("budget", LaunchBudget(w, stream));
-  stage("sample", LaunchSample(w, 1, stream));
-  stage("sample gather", LaunchGather(w, 1, stream));
-  stage("sample fold", LaunchFold(w, 1, stream));
-  stage("finish", LaunchFinish(w, stream));
-  if (status.ok() && wave.select_only) status = CollectSelections(wave);
+  stage("query", LaunchPrepareQuery(wave, stream));
+  stage("reference", LaunchReference(wave, stream));
+  stage("score", LaunchScore(wave, stream));
+  if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
+  stage("cut", LaunchCut(wave, stream));
+  stage("pilot", LaunchSample(wave, 0, stream));
+  stage("pilot gather", LaunchGather(wave, stream));
+  stage("pilot fold", LaunchFold(wave, 0, stream));
+  if (wave.has_tail) {
+    stage("budget", LaunchBudget(wave, stream));
+    stage("sample", LaunchSample(wave, 1, stream));
+    stage("sample gather", LaunchGather(wave, stream));
+    stage("sample fold", LaunchFold(wave, 1, stream));
+  }
+  stage("finish", LaunchFinish(wave, stream));
   return status;
 }
 

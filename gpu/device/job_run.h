@@ -15,7 +15,8 @@ namespace spillway::cuda {
 // What launches depend on.
 struct Gpu {
   int sm_count = 0;
-  bool bulk_copies = false;  // compute capability 9.0
+  // Compute capability 9.0: bulk copies, and kernels that begin early.
+  bool hopper = false;
 };
 
 // One job on its way through a lane: rows copied and work enqueued, then, once
@@ -91,7 +92,10 @@ class JobRun {
   void Address(const SparseQuery& query, int kv_head, UnitRequest& request) const;
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
   AttendShape Shape(const SparseWave& wave) const;
+  // The kernels' view of a wave that is laid out.
+  Wave View(const SparseWave& wave) const;
   absl::Status Launch(SparseWave& wave);
+  absl::Status LaunchKernels(const Wave& wave);
   absl::Status Launch(DensePart& part);
   absl::Status CollectSelections(const SparseWave& wave);
   void Collect(const SparseWave& wave);
@@ -107,8 +111,7 @@ class JobRun {
   std::vector<DensePart> dense_;
   std::byte* workspace_ = nullptr;
   // In the workspace, of the wave or part laid out last.
-  const UnitRequest* device_requests_ = nullptr;
-  const float* device_q_ = nullptr;
+  UnitRequest* device_requests_ = nullptr;
   uint32_t* query_codes_ = nullptr;
   const DenseUnit* device_units_ = nullptr;
   std::byte* stage_ = nullptr;

@@ -8,8 +8,21 @@ namespace spillway::cuda {
 namespace {
 
 constexpr int64_t kStep = int64_t{1} << 20;
+constexpr size_t kGraphsMax = 32;
 
 }  // namespace
+
+GraphCache::Entry* GraphCache::Find(const Wave& wave) {
+  const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const Entry& entry) { return entry.wave == wave; });
+  if (found != entries_.end()) {
+    std::rotate(entries_.begin(), found, found + 1);
+    return &entries_.front();
+  }
+  if (entries_.size() == kGraphsMax) entries_.pop_back();
+  entries_.insert(entries_.begin(), Entry{wave, {}});
+  return nullptr;
+}
 
 absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(MemoryBudget* device_budget,
                                                    MemoryBudget* host_budget) {

@@ -2,9 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "gpu/cuda/buffer.h"
+#include "gpu/cuda/graph.h"
 #include "gpu/cuda/stream.h"
 #include "gpu/kernels/attend.h"
 
@@ -28,6 +30,36 @@ class Carver {
   int64_t bytes_ = 0;
 };
 
+// Graphs of waves that come again and again, as those of a decoding sequence
+// do: everything that a wave launches depends on its Wave alone, for what
+// differs from step to step lies in memory.
+class GraphCache {
+ public:
+  // Puts on the stream what `enqueue` does: by itself when the wave is new, as
+  // a graph from then on.
+  template <typename Enqueue>
+  absl::Status Run(const Wave& wave, cudaStream_t stream, Enqueue enqueue) {
+    Entry* entry = Find(wave);
+    if (entry == nullptr) return enqueue();
+    if (!entry->graph) {
+      absl::StatusOr<Graph> graph = Graph::Capture(stream, enqueue);
+      if (!graph.ok()) return graph.status();
+      entry->graph = *std::move(graph);
+    }
+    return entry->graph.Launch(stream);
+  }
+
+ private:
+  struct Entry {
+    Wave wave;
+    Graph graph;
+  };
+  // The wave's entry, or null, and then there is one from now on.
+  Entry* Find(const Wave& wave);
+
+  std::vector<Entry> entries_;  // the latest first
+};
+
 // What one job in flight uses: a stream and memory that grows with the jobs.
 // Not thread-safe; grown only while nothing runs on the stream.
 class Lane {
@@ -39,6 +71,7 @@ class Lane {
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);
   absl::StatusOr<std::byte*> Pinned(int64_t bytes);
 
+  GraphCache& graphs() { return graphs_; }
   cudaStream_t stream() const { return stream_.get(); }
   cudaEvent_t start() const { return start_.get(); }
   cudaEvent_t done() const { return done_.get(); }
@@ -53,6 +86,7 @@ class Lane {
   DeviceBuffer workspace_;
   PinnedBuffer pinned_;
   PinnedBuffer cancel_;
+  GraphCache graphs_;
 };
 
 }  // namespace spillway::cuda

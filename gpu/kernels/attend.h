@@ -24,13 +24,28 @@ inline constexpr int kChunkTokens = 4096;
 // candidate.
 inline constexpr uint16_t kHeavyBin = 0xFFFF;
 inline constexpr uint16_t kNoBin = 0xFFFE;
-// Counters of a chunk: heavy tokens and those drawn of each stratum.
-inline constexpr int kChunkColumns = 1 + kTailStrataMax;
+// Classes of bins: the stratum, or one of these.
+inline constexpr int kClassTie = kTailStrataMax;  // the bin of the heavy threshold
+inline constexpr int kClassHeavy = kClassTie + 1;
+inline constexpr int kClassNever = kClassTie + 2;
+inline constexpr int kClassCount = kClassTie + 3;
+// Counters of a chunk: heavy tokens, those drawn of each stratum, and how many
+// of all these the GPU does not hold.
+inline constexpr int kMissedColumn = 1 + kTailStrataMax;
+inline constexpr int kChunkColumns = kMissedColumn + 1;
 // Parts that one phase's rows are folded in, at most.
 inline constexpr int kSegmentRowsMin = 32;
 inline constexpr int kSegmentsWanted = 128;
 inline constexpr int kSegmentMax = kSegmentsWanted + 1 + kTailStrataMax;
 inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;
+
+// A chunk's tokens in the heavy bin.
+struct ChunkTies {
+  uint32_t all;
+  uint32_t drawn;         // would be drawn if not heavy
+  uint32_t all_missed;    // not on the GPU
+  uint32_t drawn_missed;  // of those drawn
+};
 
 // Shapes that all units of a wave share; passed by value.
 struct AttendShape {
@@ -45,9 +60,10 @@ struct AttendShape {
   CodeTiling tiling;
   int bits_per_dim = 0;
   float quantiser_step = 0;
-  int hash_bits = 0;                           // bits that hamming compares
-  const float* rotation_transposed = nullptr;  // [d][d], with a rotation
-  const uint32_t* query_codes = nullptr;       // [units][G][words], with an MLP
+  int hash_bits = 0;  // bits that hamming compares
+  bool mlp = false;   // codes of queries are there already
+
+  bool operator==(const AttendShape&) const = default;
 };
 
 // A run of rows of one set: the exact rows (set 0) or stratum set - 1.
@@ -57,10 +73,24 @@ struct Segment {
   int64_t first = 0;  // in the unit's list
 };
 
-// A row to copy: from host memory to its place in the staging.
-struct GatherEntry {
-  const std::byte* from;
-  int64_t place;
+// Which tokens of a page the GPU has rows of, and how many it has of tokens
+// before the page.
+struct ResidentPage {
+  uint32_t mask[kPageTokenCount / 32];
+  uint32_t before;
+  uint32_t unused[3];
+};
+inline constexpr int kResidentPageRows = 64;
+// Rows of a ring of the newest tokens, by token % kRecentRows.
+inline constexpr int kRecentRows = 128;
+
+// Rows of one KV head that lie in GPU memory. Null pages: none.
+struct ResidentRows {
+  const ResidentPage* pages;          // of every page of tokens that are coded
+  const std::byte* const* row_pages;  // kResidentPageRows rows each, by token
+  int64_t sink;                       // tokens [0, sink) are all there
+  const std::byte* recent;            // ring [kRecentRows] of rows
+  int64_t recent_begin;               // tokens from here on are in the ring
 };
 
 // What the kernels find out about a unit.
@@ -71,10 +101,10 @@ struct UnitState {
   int32_t reference[kGroupMax];  // M_h as an ordered integer
   unsigned long long mass[kGroupMax];
   // Heavy set: bins above, and of the bin itself all but the first skip.
-  int32_t heavy_bin;
   int64_t heavy_skip;
   int64_t heavy_from;  // tokens of the bin from here on are heavy
   unsigned long long heavy_count;
+  int32_t tie_class;            // of the bin's tokens that are not heavy
   int32_t head_bin[kGroupMax];  // by mass, per query head
   int64_t head_skip[kGroupMax];
   // Tail.
@@ -99,8 +129,11 @@ struct UnitState {
   int64_t stratum_drawn[2][kTailStrataMax];
   int32_t segment_count[2];
   Segment segments[2][kSegmentMax];
+  // The phase's rows that come over the link, and where in the staging they
+  // go; 0 of them if they do not fit and are read where they lie.
+  int64_t gather_first;
   int64_t gather_count;
-  int32_t staged[2];  // whether a phase's rows fit the staging
+  int32_t staged;
   // The first token with a logit that is not finite.
   uint32_t error_token;
 };
@@ -122,8 +155,11 @@ struct UnitResult {
 struct UnitRequest {
   const std::byte* const* row_pages;
   const std::byte* const* code_pages;
-  const float* q;  // [G][d]
-  int64_t n;       // visible tokens
+  ResidentRows resident;
+  const float* rotation_transposed;  // [d][d], with a rotation
+  const uint32_t* query_codes;       // [G][words], with an MLP
+  float* q;                          // [G][d]
+  int64_t n;                         // visible tokens
   int64_t begin;   // candidates [begin, end)
   int64_t end;
 
@@ -141,28 +177,28 @@ struct UnitRequest {
   int32_t pilot_count;
   int64_t sink;
   int64_t window;
-  int64_t row_count_max;                          // 0: none
-  uint32_t key_multiplier, key_offset, key_mask;  // SampleKey
-  uint32_t phase;
+  int64_t row_count_max;  // 0: none
+  SampleOrder order;
 
   uint16_t* bins;             // [n], by token
   uint16_t* head_bins;        // [G][n], by mass only
   uint32_t* histogram;        // [bin_count]
-  uint8_t* stratum_of_bin;    // [bin_count]
+  uint8_t* class_of_bin;      // [bin_count + 2], then those of kNoBin and kHeavyBin
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
   uint32_t* head_ties;        // [G][chunks], by mass only
   uint32_t* query_planes;     // [head tiles][16][words]
   float* sample_logits;       // [G][sample_token_count]
   int64_t sample_token_count;
-  uint32_t* candidates;    // [chunks][kChunkTokens]
-  uint32_t* chunk_counts;  // [chunks] candidates
-  uint32_t* chunk_ties;    // [chunks][2] of them in the heavy bin; of those, drawn
-  uint32_t* chunk_table;   // [kChunkColumns][chunks]
-  uint32_t* list;          // [n] tokens
-  std::byte* staging;      // [staging_rows] rows
+  uint32_t* candidates;       // [chunks][kChunkTokens], see Candidate
+  uint32_t* chunk_counts;     // [chunks] candidates
+  ChunkTies* chunk_ties;      // [chunks]
+  uint32_t* chunk_table;      // [kChunkColumns][chunks]
+  uint32_t* list;             // [n] tokens
+  const std::byte** sources;  // [n] where the list's rows are read
+  std::byte* staging;         // [staging_rows] rows
   int64_t staging_rows;
-  GatherEntry* gather;  // [staging_rows], by address
-  float* partials;      // [2][kSegmentMax] of PartialFloats()
+  const std::byte** gather;  // [staging_rows] rows in host memory, by address
+  float* partials;           // [2][kSegmentMax] of PartialFloats()
   UnitState* state;
   UnitResult* result;  // pinned
   float* out;          // pinned, [G][d]; null: selection only
@@ -196,7 +232,9 @@ SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
 
 struct Wave {
   AttendShape shape;
-  const UnitRequest* units = nullptr;  // device
+  const UnitRequest* host_units = nullptr;  // pinned
+  const float* host_q = nullptr;            // pinned, [units][G][d]
+  UnitRequest* units = nullptr;             // device, filled by LaunchPrepareQuery
   int unit_count = 0;
   int64_t token_count_max = 0;      // the largest n
   int64_t reference_pages_max = 0;  // the largest ReferencePages::count
@@ -205,9 +243,16 @@ struct Wave {
   bool bulk_copies = false;
   // Blocks that gather rows: few, so that the addresses in flight stay close.
   int gather_blocks = 0;
+  // Whether kernels may begin before those before them have ended (9.0).
+  bool overlap = false;
+  // Whether a unit draws from its tail.
+  bool has_tail = false;
+
+  bool operator==(const Wave&) const = default;
 };
 
-// Launchers, in the order of an attend.
+// Launchers, in the order of an attend. The first reads the requests and the
+// queries in pinned memory.
 cudaError_t LaunchPrepareQuery(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream);
@@ -217,8 +262,8 @@ cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of phase 0 (exact rows and pilot) or 1.
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
-// Copies listed rows to the staging.
-cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream);
+// Copies what the list has of rows in host memory to the staging.
+cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
 // Sums over the phase's segments.
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream);
 // The budgets of phase 1.

@@ -26,6 +26,7 @@ struct CodeTiling {
   int words = 0;  // of a plane of one token
   bool factors = false;
 
+  bool operator==(const CodeTiling&) const = default;
   static CodeTiling Of(const ModelSpec& spec) {
     return {spec.plane_count(), spec.plane_words(), spec.hash.kind == HashKind::kRotation};
   }

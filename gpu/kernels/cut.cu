@@ -1,16 +1,13 @@
 #include "gpu/kernels/cut.cuh"
+#include "gpu/kernels/launch.cuh"
 
 namespace spillway::cuda {
 
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream) {
+  const auto units = static_cast<unsigned>(wave.unit_count);
   const size_t shared = sizeof(uint32_t) * wave.shape.bin_count;
-  if (shared > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        CutKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
-  }
-  CutKernel<<<wave.unit_count, kCutThreads, shared, stream>>>(wave.shape, wave.units);
-  return cudaGetLastError();
+  return Launch<CutKernel>({units, kCutThreads, shared, wave.overlap}, stream, wave.shape,
+                           wave.units);
 }
 
 }  // namespace spillway::cuda

@@ -112,7 +112,6 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
   }
   if (threadIdx.x == 0) {
     strata_count = strata;
-    state.heavy_bin = heavy_bin;
     state.heavy_skip = skip;
     state.heavy_from = 0;
     state.heavy_count = static_cast<unsigned long long>(heavy_total);
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(kCutThreads)
   __shared__ int strata_count;
   __shared__ uint16_t lowest_bin[kTailStrataMax];
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.x, u);
+  Begin(units + blockIdx.x, u);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
   if (threadIdx.x == 0) heavy_bin = u.by_mass ? bins : 0;
@@ -158,9 +157,19 @@ __global__ void __launch_bounds__(kCutThreads)
   }
   if (threadIdx.x < 32) CutTail(shape, u, above, heavy_bin, lowest_bin, strata_count);
   __syncthreads();
-  if (strata_count == 0) return;
-  for (int b = threadIdx.x; b < bins; b += blockDim.x) {
-    u.stratum_of_bin[b] = static_cast<uint8_t>(StratumOf(lowest_bin, b));
+  const auto class_below = [&](int bin) {
+    return strata_count == 0 ? kClassNever : StratumOf(lowest_bin, bin);
+  };
+  for (int b = threadIdx.x; b < bins + 2; b += blockDim.x) {
+    const int c = b == bins        ? kClassNever
+                  : b == bins + 1  ? kClassHeavy
+                  : b < heavy_bin  ? class_below(b)
+                  : b == heavy_bin ? kClassTie
+                                   : kClassHeavy;
+    u.class_of_bin[b] = static_cast<uint8_t>(c);
+  }
+  if (threadIdx.x == 0) {
+    u.state->tie_class = heavy_bin < bins ? class_below(heavy_bin) : kClassNever;
   }
 }
 }  // namespace spillway::cuda

@@ -86,6 +86,54 @@ __device__ inline void LoadRequest(const UnitRequest* from, UnitRequest& to) {
   __syncthreads();
 }
 
+// Kernels of an attend may begin while the one before still runs: a kernel
+// waits for all that came before, then allows the next to begin. What two
+// kernels before have written can so be read before the wait.
+__device__ inline void WaitForPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void LetNextBegin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// How every kernel of an attend begins but the first, which fills the
+// requests, and the second.
+__device__ inline void Begin(const UnitRequest* from, UnitRequest& to) {
+  LoadRequest(from, to);
+  WaitForPrevious();
+  LetNextBegin();
+}
+
+// Address of a token's row in GPU memory, or null. Candidates alone: tokens
+// that are coded and not in the window.
+__device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
+  if (rows.pages == nullptr) return false;
+  const uint32_t slot = token % kPageTokenCount;
+  return (rows.pages[token / kPageTokenCount].mask[slot / 32] >> (slot % 32) & 1u) != 0;
+}
+// REQUIRES: IsResident().
+__device__ inline const std::byte* ResidentRow(const ResidentRows& rows, int64_t row_bytes,
+                                               uint32_t token) {
+  const ResidentPage& page = rows.pages[token / kPageTokenCount];
+  const uint32_t word = token % kPageTokenCount / 32;
+  uint32_t rank = page.before + __popc(page.mask[word] & ((1u << (token % 32)) - 1));
+  for (uint32_t w = 0; w < word; ++w) rank += __popc(page.mask[w]);
+  return rows.row_pages[rank / kResidentPageRows] + (rank % kResidentPageRows) * row_bytes;
+}
+
+// Rows of the sink (its last ones) and of the window (its first ones) that the
+// GPU does not hold.
+__device__ inline int64_t MissedSink(const UnitRequest& u) {
+  return max(u.sink - u.resident.sink, int64_t{0});
+}
+__device__ inline int64_t MissedWindow(const UnitRequest& u) {
+  return min(max(u.resident.recent_begin - (u.n - u.window), int64_t{0}), u.window);
+}
+
 // The stratum of a tail token's bin: strata descend, lowest_bin[last] is 0.
 __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;

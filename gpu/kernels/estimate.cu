@@ -1,17 +1,23 @@
 #include "gpu/kernels/estimate.cuh"
+#include "gpu/kernels/launch.cuh"
 
 namespace spillway::cuda {
+namespace {
+
+// A block per head.
+LaunchShape ByHead(const Wave& wave) {
+  const dim3 grid(wave.shape.group, wave.unit_count);
+  return {grid, kEstimateThreads, 0, wave.overlap};
+}
+
+}  // namespace
 
 cudaError_t LaunchBudget(const Wave& wave, cudaStream_t stream) {
-  const dim3 grid(wave.shape.group, wave.unit_count);
-  BudgetKernel<<<grid, kEstimateThreads, 0, stream>>>(wave.shape, wave.units);
-  return cudaGetLastError();
+  return Launch<BudgetKernel>(ByHead(wave), stream, wave.shape, wave.units);
 }
 
 cudaError_t LaunchFinish(const Wave& wave, cudaStream_t stream) {
-  const dim3 grid(wave.shape.group, wave.unit_count);
-  FinishKernel<<<grid, kEstimateThreads, 0, stream>>>(wave.shape, wave.units);
-  return cudaGetLastError();
+  return Launch<FinishKernel>(ByHead(wave), stream, wave.shape, wave.units);
 }
 
 }  // namespace spillway::cuda

@@ -39,6 +39,13 @@ __device__ inline double SetRate(const UnitState& s, int set) {
                         static_cast<double>(s.drawn[set - 1]);
 }
 
+// Rows drawn of all strata. All lanes of a warp.
+__device__ inline int64_t DrawnRows(const UnitState& s) {
+  int64_t drawn = 0;
+  for (int h = threadIdx.x % 32; h < s.strata; h += 32) drawn += s.drawn[h];
+  return WarpSum(drawn);
+}
+
 // Where a set's segments lie in each phase.
 struct SetSegments {
   int16_t begin[2];
@@ -274,18 +281,17 @@ __device__ inline void SettleBudgets(const UnitRequest& u, int group, bool sampl
       s.budget[h] = most;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int64_t total = 0, drawn = 0;
-      for (int h = 0; h < strata; ++h) {
-        total += s.budget[h];
-        drawn += s.drawn[h];
-      }
+    if (threadIdx.x < 32) {
+      int64_t total = 0;
+      for (int h = threadIdx.x; h < strata; h += 32) total += s.budget[h];
+      total = WarpSum(total);
       if (total > s.rows_left) {
         // What the pilot drew is spent; the rest is shared in proportion.
-        s.limited = 1;
+        const int64_t drawn = DrawnRows(s);
+        if (threadIdx.x == 0) s.limited = 1;
         const double share = static_cast<double>(s.rows_left - drawn) /
                              static_cast<double>(max(int64_t{1}, total - drawn));
-        for (int h = 0; h < strata; ++h) {
+        for (int h = threadIdx.x; h < strata; h += 32) {
           const int64_t have = s.drawn[h];
           s.budget[h] =
               have + static_cast<int64_t>(share * static_cast<double>(s.budget[h] - have));
@@ -313,12 +319,10 @@ __global__ void __launch_bounds__(kEstimateThreads)
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
   __shared__ bool last;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   UnitState& s = *u.state;
-  int64_t drawn = 0;
-  for (int h = 0; h < s.strata; ++h) drawn += s.drawn[h];
   // Else there is nothing to draw, or nothing that would be answered.
-  const bool sampled = s.error_token == kNoToken && drawn > 0;
+  const bool sampled = s.error_token == kNoToken && DrawnRows(s) > 0;
   if (!sampled) {
     if (blockIdx.x == 0) SettleBudgets(u, shape.group, false);
     return;
@@ -341,17 +345,17 @@ __global__ void __launch_bounds__(kEstimateThreads)
     FinishKernel(AttendShape shape, const UnitRequest* units) {
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   const UnitState& s = *u.state;
   const int g = blockIdx.x;
   const int d = shape.head_dim;
-  EstimateHead(shape, u, g, 2, head);
+  EstimateHead(shape, u, g, u.tail == Tail::kNone ? 1 : 2, head);
   if (u.out != nullptr && threadIdx.x < d) {
     u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x]);
   }
+  if (threadIdx.x >= 32) return;
+  const int64_t drawn = DrawnRows(s);
   if (threadIdx.x != 0) return;
-  int64_t drawn = 0;
-  for (int h = 0; h < s.strata; ++h) drawn += s.drawn[h];
   UnitResult& result = *u.result;
   result.lse[g] = static_cast<float>(head.max + log(head.denominator));
   const auto tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);

@@ -11,161 +11,186 @@ namespace spillway::cuda {
 
 inline constexpr int kFilterThreads = 256;
 
-// A unit's rule for its tokens, in shared memory. A stratum's hashes are drawn
-// in [low, high], both inclusive, for a threshold of 2^32 does not fit; low >
-// high is empty.
+// What is drawn of each class: tokens whose places lie in [x, y], both
+// inclusive, for a threshold of 2^32 does not fit; x > y is nothing.
 struct SampleRule {
-  uint32_t multiplier, offset, mask;  // the sample's key
-  uint32_t phase;
-  int heavy_bin;
+  SampleOrder order;
   int strata;
-  int64_t heavy_from;
-  const uint8_t* stratum_of_bin;
-  uint2 ranges[kTailStrataMax];
+  int tie_class;
+  int64_t heavy_from;  // tokens of the heavy bin from here on are heavy
+  uint2 ranges[kClassCount];
 };
 
-// All threads of the block; upper: thresholds that bound the draw.
-__device__ inline void LoadRule(const UnitRequest& u, const unsigned long long* upper,
+// All threads of the block; upper: thresholds that bound the draw. In phase 0
+// all of the heavy bin's tokens are candidates.
+__device__ inline void LoadRule(const UnitRequest& u, int phase, const unsigned long long* upper,
                                 SampleRule& rule) {
   const UnitState& state = *u.state;
+  const uint2 nothing = make_uint2(1, 0);
+  const uint2 all = make_uint2(0, 0xFFFFFFFFu);
   if (threadIdx.x == 0) {
-    rule.multiplier = u.key_multiplier;
-    rule.offset = u.key_offset;
-    rule.mask = u.key_mask;
-    rule.phase = u.phase;
-    rule.heavy_bin = state.heavy_bin;
+    rule.order = u.order;
     rule.strata = state.strata;
+    rule.tie_class = state.tie_class;
     rule.heavy_from = state.heavy_from;
-    rule.stratum_of_bin = u.stratum_of_bin;
   }
-  for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
-    uint2 range = make_uint2(1, 0);
+  for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
+    // In phase 1 ties are drawn as their stratum is.
+    const int h = c == kClassTie && phase == 1 ? state.tie_class : c;
+    uint2 range = nothing;
     if (h < state.strata && upper[h] > state.drawn_threshold[h]) {
       range.x = static_cast<uint32_t>(state.drawn_threshold[h]);
       range.y = static_cast<uint32_t>(upper[h] - 1);
+    } else if (phase == 0 && (c == kClassTie || c == kClassHeavy)) {
+      range = all;
     }
-    rule.ranges[h] = range;
+    rule.ranges[c] = range;
   }
   __syncthreads();
 }
 
-// Whether a tail token's hash lies in its stratum's range.
-__device__ inline bool Drawn(const SampleRule& rule, int h, uint32_t token) {
-  const uint32_t x = TokenHash({rule.multiplier, rule.offset, rule.mask}, token) - rule.phase;
-  const uint2 range = rule.ranges[h];
+__device__ inline bool Drawn(const SampleRule& rule, int c, uint32_t token) {
+  const uint32_t x = SamplePlace(rule.order, token);
+  const uint2 range = rule.ranges[c];
   return x >= range.x && x <= range.y;
 }
 
-// What a token is by its bin: -1 nothing, 0 heavy, 1 + h drawn from stratum h.
-// Of the heavy bin, tokens from heavy_from on are heavy.
-__device__ inline int Classify(const SampleRule& rule, int bin, uint32_t token) {
-  if (bin == kHeavyBin) return 0;
-  if (bin == kNoBin) return -1;
-  if (bin > rule.heavy_bin || (bin == rule.heavy_bin && token >= rule.heavy_from)) return 0;
-  if (rule.strata == 0) return -1;
-  const int h = __ldg(rule.stratum_of_bin + bin);
-  return Drawn(rule, h, token) ? 1 + h : -1;
+// A token that is or may be listed, in 32 bits.
+struct Candidate {
+  static __device__ uint32_t Pack(int slot, int c, bool resident) {
+    return static_cast<uint32_t>(slot) | static_cast<uint32_t>(c) << 12 |
+           static_cast<uint32_t>(resident) << 20;
+  }
+  __device__ explicit Candidate(uint32_t packed)
+      : slot(packed & 0xFFFu), c(packed >> 12 & 0xFFu), resident((packed >> 20 & 1u) != 0) {}
+
+  uint32_t slot;  // in its chunk
+  int c;          // class
+  bool resident;  // the GPU holds its row
+};
+static_assert(kChunkTokens <= 1 << 12 && kClassCount <= 1 << 8);
+
+// What a candidate is once it is known which ties are heavy: 0 heavy, 1 + h
+// drawn of stratum h, -1 neither.
+__device__ inline int Kind(const SampleRule& rule, int c, uint32_t token) {
+  if (c == kClassHeavy) return 0;
+  if (c == kClassTie) {
+    if (token >= rule.heavy_from) return 0;
+    c = rule.tie_class;
+  }
+  return c < rule.strata && Drawn(rule, c, token) ? 1 + c : -1;
 }
 
-// Lists a chunk's candidates in token order: in phase 0 tokens that are or may
-// be heavy, in both those drawn; and counts them by class into chunk_table. In
-// phase 0 tokens of the heavy bin (ties) count apart, for which of them are
-// heavy is not known yet. All threads of the block.
+// Shared memory of a filtering block: classes of bins.
+__host__ __device__ inline int FilterBytes(int bin_count) { return (bin_count + 2 + 15) / 16 * 16; }
+
+// All threads of the block; the caller synchronises.
+__device__ inline void LoadClasses(const UnitRequest& u, int bin_count, uint8_t* classes) {
+  for (int i = threadIdx.x; i < FilterBytes(bin_count) / 16; i += blockDim.x) {
+    reinterpret_cast<uint4*>(classes)[i] = reinterpret_cast<const uint4*>(u.class_of_bin)[i];
+  }
+}
+
+// Lists a chunk's candidates in token order, and counts them by class into
+// chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for
+// which of them are heavy is not known yet. All threads of the block.
 template <int kThreads>
-__device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule, int phase,
+__device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
+                                   const uint8_t* classes, int bin_count, int phase,
                                    int64_t chunk) {
   constexpr int kWarps = kThreads / 32;
-  constexpr int kPerThread = kThreads >= 512 ? 8 : 16;
-  constexpr int kRoundTokens = kThreads * kPerThread;
-  __shared__ uint32_t warp_counts[2][kWarps];
-  __shared__ uint32_t classes[kChunkColumns + 2];  // and ties, drawn ties
+  constexpr int kPerThread = kChunkTokens / kThreads;
+  __shared__ uint32_t warp_counts[kWarps];
+  __shared__ uint32_t counts[kChunkColumns];
+  __shared__ ChunkTies ties;
+  __shared__ uint16_t found[kChunkTokens];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t chunk_begin = chunk * kChunkTokens;
-  const int64_t chunk_end = min(chunk_begin + kChunkTokens, u.n);
-  uint32_t* out = u.candidates + chunk_begin;
-  for (int c = threadIdx.x; c < kChunkColumns + 2; c += kThreads) classes[c] = 0;
-  uint32_t written = 0;  // by the whole block, before this round
-  int turn = 0;
-  for (int64_t round = chunk_begin; round < chunk_end; round += kRoundTokens, turn ^= 1) {
-    __syncthreads();
-    const int64_t first = round + static_cast<int64_t>(threadIdx.x) * kPerThread;
-    uint32_t flags = 0;
-    if (first < chunk_end) {
-      // Bins are padded to whole loads.
-      uint32_t pairs[kPerThread / 2];
+  const int slots = static_cast<int>(min(int64_t{kChunkTokens}, u.n - chunk_begin));
+  const uint16_t* bins = u.bins + chunk_begin;
+  const auto class_of = [&](int bin) {
+    return classes[bin < bin_count ? bin : bin_count + (bin & 1)];
+  };
+  for (int c = threadIdx.x; c < kChunkColumns; c += kThreads) counts[c] = 0;
+  if (threadIdx.x == 0) ties = {0, 0, 0, 0};
+  const int first = static_cast<int>(threadIdx.x) * kPerThread;
+  uint32_t flags = 0;
+  if (first < slots) {
+    // Bins are padded to whole loads.
+    uint2 pairs[kPerThread / 4];
 #pragma unroll
-      for (int i = 0; i < kPerThread / 8; ++i) {
-        reinterpret_cast<uint4*>(pairs)[i] = reinterpret_cast<const uint4*>(u.bins + first)[i];
-      }
+    for (int i = 0; i < kPerThread / 4; ++i) {
+      pairs[i] = reinterpret_cast<const uint2*>(bins + first)[i];
+    }
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        const int bin = (pairs[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
-        const auto token = static_cast<uint32_t>(first + i);
-        if (first + i >= chunk_end) continue;
-        int kind = -1;
-        if (bin == rule.heavy_bin && phase == 0) {
-          flags |= 1u << i;
-          atomicAdd(&classes[kChunkColumns], 1u);
-          if (rule.strata > 0 && Drawn(rule, __ldg(rule.stratum_of_bin + bin), token)) {
-            atomicAdd(&classes[kChunkColumns + 1], 1u);
-          }
-        } else {
-          kind = Classify(rule, bin, token);
-          if (kind > 0 || (kind == 0 && phase == 0)) {
-            flags |= 1u << i;
-            atomicAdd(&classes[kind], 1u);
-          }
-        }
-      }
+    for (int i = 0; i < kPerThread; ++i) {
+      const uint32_t pair = i % 4 < 2 ? pairs[i / 4].x : pairs[i / 4].y;
+      const int c = class_of(static_cast<int>(pair >> (16 * (i % 2)) & 0xFFFFu));
+      flags |= static_cast<uint32_t>(Drawn(rule, c, static_cast<uint32_t>(chunk_begin + first + i)))
+               << i;
     }
-    const uint32_t count = __popc(flags);
-    uint32_t before = 0;
-    const unsigned found = __ballot_sync(kFullWarp, count > 0);
-    uint32_t total_of_warp = 0;
-    if (found != 0) {
-      before = WarpScan(count);
-      total_of_warp = __shfl_sync(kFullWarp, before, 31);
-      before -= count;
-    }
-    if (lane == 0) warp_counts[turn][warp] = total_of_warp;
-    __syncthreads();
-    uint32_t total = 0;
+    if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
+  }
+  const uint32_t count = __popc(flags);
+  uint32_t before = WarpScan(count);
+  if (lane == 31) warp_counts[warp] = before;
+  before -= count;
+  __syncthreads();
+  uint32_t total = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before += warp_counts[turn][w];
-      total += warp_counts[turn][w];
-    }
-    uint32_t at = written + before;
-    while (flags != 0) {
-      const int i = __ffs(flags) - 1;
-      flags &= flags - 1;
-      out[at++] = static_cast<uint32_t>(first + i);
-    }
-    written += total;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warp_counts[w];
+    total += warp_counts[w];
+  }
+  for (; flags != 0; flags &= flags - 1) {
+    found[before++] = static_cast<uint16_t>(first + __ffs(flags) - 1);
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < 1 + rule.strata; c += kThreads) {
-    u.chunk_table[c * u.chunks() + chunk] = classes[c];
+  for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
+    const int slot = found[i];
+    const auto token = static_cast<uint32_t>(chunk_begin + slot);
+    const int c = class_of(bins[slot]);
+    const bool resident = IsResident(u.resident, token);
+    u.candidates[chunk_begin + i] = Candidate::Pack(slot, c, resident);
+    if (phase == 0 && c == kClassTie) {
+      const bool drawn = rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
+      atomicAdd(&ties.all, 1u);
+      if (drawn) atomicAdd(&ties.drawn, 1u);
+      if (!resident) atomicAdd(&ties.all_missed, 1u);
+      if (drawn && !resident) atomicAdd(&ties.drawn_missed, 1u);
+      continue;
+    }
+    const int kind = Kind(rule, c, token);
+    if (kind < 0 || (phase == 1 && kind == 0)) continue;
+    atomicAdd(&counts[kind], 1u);
+    if (!resident) atomicAdd(&counts[kMissedColumn], 1u);
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < kChunkColumns; c += kThreads) {
+    if (c <= rule.strata || c == kMissedColumn) {
+      u.chunk_table[c * u.chunks() + chunk] = counts[c];
+    }
   }
   if (threadIdx.x == 0) {
-    u.chunk_counts[chunk] = written;
-    u.chunk_ties[2 * chunk] = classes[kChunkColumns];
-    u.chunk_ties[2 * chunk + 1] = classes[kChunkColumns + 1];
+    u.chunk_counts[chunk] = total;
+    u.chunk_ties[chunk] = ties;
   }
   __syncthreads();
 }
 
-// Grid (blocks, units).
+// Grid (blocks, units). Shared memory: FilterBytes().
 __global__ void __launch_bounds__(kFilterThreads)
-    FilterKernel(int phase, const UnitRequest* units) {
+    FilterKernel(int phase, int bin_count, const UnitRequest* units) {
+  extern __shared__ __align__(16) uint8_t classes[];
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
-  LoadRule(u, u.state->threshold, rule);
+  LoadClasses(u, bin_count, classes);
+  LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    FilterChunk<kFilterThreads>(u, rule, phase, chunk);
+    FilterChunk<kFilterThreads>(u, rule, classes, bin_count, phase, chunk);
   }
 }
 

@@ -135,7 +135,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
   extern __shared__ __align__(16) float memory[];
   __shared__ SegmentSums<kRows> sums;
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const int d = shape.head_dim;
   if (blockIdx.x >= state.segment_count[phase]) return;
@@ -144,7 +144,6 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
   for (int i = threadIdx.x; i < shape.group * d; i += blockDim.x) {
     queries[i] = u.q[i] * shape.scale;
   }
-  const bool staged = state.staged[phase];
   const FoldShape fold = {shape.dtype, d, shape.group};
   for (int i = blockIdx.x; i < state.segment_count[phase]; i += gridDim.x) {
     const Segment segment = state.segments[phase][i];
@@ -157,11 +156,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
     ValueSums<kRows, true> values;
     FoldRows<kRows, true>(
         fold, segment.count,
-        [&](int64_t j) {
-          const int64_t place = segment.first + j;
-          return staged ? u.staging + place * shape.row_bytes
-                        : RowAddress(u.row_pages, shape.row_bytes, u.list[place]);
-        },
+        [&](int64_t j) { return u.sources[segment.first + j]; },
         [](int, int64_t) { return true; },
         [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); }, queries, rest,
         sums, values);

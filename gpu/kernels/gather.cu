@@ -1,27 +1,25 @@
 #include <algorithm>
 
 #include "gpu/kernels/gather.cuh"
+#include "gpu/kernels/launch.cuh"
 
 namespace spillway::cuda {
 
-cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream) {
-  if (wave.bulk_copies) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        GatherBulkKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes);
-    if (error != cudaSuccess) return error;
-  }
-  for (int first = 0; first < wave.unit_count; first += kGatherUnitsMax) {
+cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream) {
+  const auto row_bytes = wave.shape.row_bytes;
+  cudaError_t error = cudaSuccess;
+  for (int first = 0; first < wave.unit_count && error == cudaSuccess; first += kGatherUnitsMax) {
     const UnitRequest* units = wave.units + first;
     const int count = std::min(kGatherUnitsMax, wave.unit_count - first);
     if (wave.bulk_copies) {
-      GatherBulkKernel<<<wave.gather_blocks, kBulkWarps * 32, kBulkSharedBytes, stream>>>(
-          phase, static_cast<int>(wave.shape.row_bytes), units, count);
+      const LaunchShape shape{wave.gather_blocks, kBulkWarps * 32, kBulkSharedBytes, wave.overlap};
+      error = Launch<GatherBulkKernel>(shape, stream, static_cast<int>(row_bytes), units, count);
     } else {
-      GatherKernel<<<wave.gather_blocks, kGatherThreads, 0, stream>>>(phase, wave.shape.row_bytes,
-                                                                      units, count);
+      const LaunchShape shape{wave.gather_blocks, kGatherThreads, 0, wave.overlap};
+      error = Launch<GatherKernel>(shape, stream, row_bytes, units, count);
     }
   }
-  return cudaGetLastError();
+  return error;
 }
 
 cudaError_t LaunchStagePages(const std::byte* const* from, int64_t capacity, int head_count,

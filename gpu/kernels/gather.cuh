@@ -17,16 +17,21 @@ inline constexpr int kGatherUnitsMax = 256;
 // The units' lists, one after the other, in shared memory.
 struct GatherLists {
   int64_t ends[kGatherUnitsMax];  // rows of the units up to this
-  const GatherEntry* lists[kGatherUnitsMax];
+  const std::byte* const* lists[kGatherUnitsMax];
   std::byte* stagings[kGatherUnitsMax];
 
-  // All threads of the block.
-  __device__ void Load(int phase, const UnitRequest* units, int unit_count) {
+  // All threads of the block. How the kernel begins.
+  __device__ void Load(const UnitRequest* units, int unit_count, int64_t row_bytes) {
     for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
-      const UnitState& state = *units[i].state;
-      ends[i] = state.staged[phase] ? state.gather_count : 0;
       lists[i] = units[i].gather;
       stagings[i] = units[i].staging;
+    }
+    WaitForPrevious();
+    LetNextBegin();
+    for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
+      const UnitState& state = *units[i].state;
+      ends[i] = state.gather_count;
+      stagings[i] += state.gather_first * row_bytes;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -39,19 +44,19 @@ struct GatherLists {
   __device__ void Find(int64_t at, int64_t row_bytes, int& unit, const std::byte*& from,
                        std::byte*& to) const {
     while (at >= ends[unit]) ++unit;
-    const GatherEntry entry = lists[unit][at - (unit > 0 ? ends[unit - 1] : 0)];
-    from = entry.from;
-    to = stagings[unit] + entry.place * row_bytes;
+    const int64_t turn = at - (unit > 0 ? ends[unit - 1] : 0);
+    from = lists[unit][turn];
+    to = stagings[unit] + turn * row_bytes;
   }
 };
 
 // By 16-byte loads. Warps take rows w, w + W, ... of the lists. Grid (blocks);
 // at most kGatherUnitsMax units.
 __global__ void __launch_bounds__(kGatherThreads)
-    GatherKernel(int phase, int64_t row_bytes, const UnitRequest* units, int unit_count) {
+    GatherKernel(int64_t row_bytes, const UnitRequest* units, int unit_count) {
   constexpr int kRowsInFlight = 4;
   __shared__ GatherLists lists;
-  lists.Load(phase, units, unit_count);
+  lists.Load(units, unit_count, row_bytes);
   const int lane = threadIdx.x % 32;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
   const int loads = static_cast<int>(row_bytes / 16);
@@ -98,7 +103,7 @@ inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageByt
 // kGatherUnitsMax units; compute capability 9.0. Shared memory:
 // kBulkSharedBytes.
 __global__ void __launch_bounds__(kBulkWarps * 32, 1)
-    GatherBulkKernel(int phase, int row_bytes, const UnitRequest* units, int unit_count) {
+    GatherBulkKernel(int row_bytes, const UnitRequest* units, int unit_count) {
 #if __CUDA_ARCH__ >= 900
   namespace ptx = ::cuda::ptx;
   extern __shared__ __align__(128) std::byte rings[];
@@ -112,7 +117,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
     // Bulk copies see barriers through another proxy.
     ptx::fence_proxy_async(ptx::space_shared);
   }
-  lists.Load(phase, units, unit_count);
+  lists.Load(units, unit_count, row_bytes);
   const int64_t count = lists.ends[unit_count - 1];
   const int run_rows = min(32, kBulkStageBytes / row_bytes);
   const int64_t runs = (count + run_rows - 1) / run_rows;

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(kScoreThreads)
     ScoreHammingKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
+  WaitForPrevious();
+  LetNextBegin();
   LoadRequest(units + blockIdx.y, u);
   const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
   const int warps = blockDim.x / 32;

@@ -1,20 +1,26 @@
 #include <algorithm>
 
+#include "gpu/kernels/launch.cuh"
 #include "gpu/kernels/mass.cuh"
 
 namespace spillway::cuda {
 
 cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream) {
   if (!wave.shape.by_mass) return cudaSuccess;
-  const int group = wave.shape.group;
+  const auto units = static_cast<unsigned>(wave.unit_count);
+  const auto group = static_cast<unsigned>(wave.shape.group);
   const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
-  const int blocks = static_cast<int>(std::min<int64_t>(chunks, 65535));
-  CountHeadBinsKernel<<<dim3(std::min(blocks, 64), wave.unit_count, group), 256, 0, stream>>>(
-      wave.units);
-  HeadThresholdKernel<<<dim3(group, wave.unit_count), 32, 0, stream>>>(wave.units);
-  CountHeadTiesKernel<<<dim3(blocks, wave.unit_count), 256, 0, stream>>>(group, wave.units);
-  MarkHeavyKernel<<<dim3(blocks, wave.unit_count), 32, 0, stream>>>(group, wave.units);
-  return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(chunks, 65535));
+  cudaError_t error = Launch<CountHeadBinsKernel>(
+      {{std::min(blocks, 64u), units, group}, 256, 0, wave.overlap}, stream, wave.units);
+  if (error != cudaSuccess) return error;
+  error = Launch<HeadThresholdKernel>({{group, units}, 32, 0, wave.overlap}, stream, wave.units);
+  if (error != cudaSuccess) return error;
+  error = Launch<CountHeadTiesKernel>({{blocks, units}, 256, 0, wave.overlap}, stream,
+                                      wave.shape.group, wave.units);
+  if (error != cudaSuccess) return error;
+  return Launch<MarkHeavyKernel>({{blocks, units}, 32, 0, wave.overlap}, stream, wave.shape.group,
+                                 wave.units);
 }
 
 }  // namespace spillway::cuda

@@ -10,7 +10,7 @@ namespace spillway::cuda {
 __global__ void CountHeadBinsKernel(const UnitRequest* units) {
   __shared__ uint32_t histogram[kScoreBinCount];
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   const int head = blockIdx.z;
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
   __syncthreads();
@@ -31,7 +31,7 @@ __global__ void HeadThresholdKernel(const UnitRequest* units) {
   __shared__ uint16_t used[kScoreBinCount];  // bins with tokens, ascending
   __shared__ uint32_t counts[kScoreBinCount];
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   const int head = blockIdx.x;
   const uint32_t* histogram = u.head_histograms + head * kScoreBinCount;
   int found = 0;
@@ -57,7 +57,7 @@ __global__ void HeadThresholdKernel(const UnitRequest* units) {
 // Tokens of each head's threshold bin, per chunk. Grid (chunks, units).
 __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
     const int64_t from = max(chunk * kChunkTokens, u.begin);
     const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
@@ -78,7 +78,7 @@ __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
 // walks a chunk in token order; grid (chunks, units).
 __global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const int lane = threadIdx.x;
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {

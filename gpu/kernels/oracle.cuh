@@ -46,6 +46,8 @@ __device__ inline void LoadScaledQueries(const AttendShape& shape, const UnitReq
 __global__ void OracleReferenceKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
   __shared__ UnitRequest u;
+  WaitForPrevious();
+  LetNextBegin();
   LoadRequest(units + blockIdx.y, u);
   float* queries = memory;
   float* logits = queries + shape.group * shape.head_dim;
@@ -72,7 +74,7 @@ __global__ void OracleReferenceKernel(AttendShape shape, const UnitRequest* unit
 __global__ void ScoreOracleKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   const UnitState& state = *u.state;
   float* queries = memory;
   float* logits = queries + shape.group * shape.head_dim;

@@ -1,24 +1,25 @@
+#include "gpu/kernels/launch.cuh"
 #include "gpu/kernels/query.cuh"
 
 namespace spillway::cuda {
 
 cudaError_t LaunchPrepareQuery(const Wave& wave, cudaStream_t stream) {
   const AttendShape& shape = wave.shape;
+  const PinnedRequests requests{wave.host_units, wave.host_q, wave.units};
+  const auto units = static_cast<unsigned>(wave.unit_count);
   switch (shape.selector) {
     case Selector::kAsymmetric: {
-      const dim3 grid((shape.group + 3) / 4 * 4, wave.unit_count);
-      PrepareAsymmetricKernel<<<grid, shape.tiling.words * 32, 0, stream>>>(shape, wave.units);
-      break;
+      const auto heads = static_cast<unsigned>((shape.group + 3) / 4 * 4);
+      return Launch<PrepareAsymmetricKernel>({{heads, units}, shape.tiling.words * 32}, stream,
+                                             shape, requests);
     }
     case Selector::kHamming: {
       const size_t shared = 2 * sizeof(float) * shape.group * shape.head_dim;
-      PrepareHammingKernel<<<dim3(1, wave.unit_count), 512, shared, stream>>>(shape, wave.units);
-      break;
+      return Launch<PrepareHammingKernel>({{1, units}, 512, shared}, stream, shape, requests);
     }
     default:
-      ClearUnitKernel<<<dim3(4, wave.unit_count), 256, 0, stream>>>(shape, wave.units);
+      return Launch<ClearUnitKernel>({{4, units}, 256}, stream, shape, requests);
   }
-  return cudaGetLastError();
 }
 
 }  // namespace spillway::cuda

@@ -60,34 +60,66 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
   }
 }
 
+// What a wave's first kernel has of its requests.
+struct PinnedRequests {
+  const UnitRequest* units;  // pinned
+  const float* q;            // pinned, [units][G][d]
+  UnitRequest* copies;       // device
+};
+
+// A unit's request from across the link, for the block and, by the first block
+// of the grid's x, for the kernels that follow. Leaves that block's request
+// for the caller to synchronise.
+__device__ inline void FetchRequest(const PinnedRequests& requests, UnitRequest& u) {
+  LoadRequest(requests.units + blockIdx.y, u);
+  if (blockIdx.x != 0) return;
+  const auto* source = reinterpret_cast<const uint64_t*>(&u);
+  auto* target = reinterpret_cast<uint64_t*>(requests.copies + blockIdx.y);
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(UnitRequest) / 8); i += blockDim.x) {
+    target[i] = source[i];
+  }
+}
+
 // `oracle` needs no more. Grid (blocks, units).
-__global__ void ClearUnitKernel(AttendShape shape, const UnitRequest* units) {
+__global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  LetNextBegin();
+  FetchRequest(requests, u);
   ClearUnit(shape, u);
+  const int size = shape.group * shape.head_dim;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+    u.q[i] = requests.q[int64_t{blockIdx.y} * size + i];
+  }
 }
 
 // asymmetric: w = clamp(rne(y / s - 1/2), -8, 7), stored as w + 8 in planes;
 // row = plane * 4 + head of the tile. Grid (heads of the tiles, units), a
 // thread per dimension, padded to 32.
-__global__ void PrepareAsymmetricKernel(AttendShape shape, const UnitRequest* units) {
+__global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests requests) {
   __shared__ UnitRequest u;
   __shared__ float x[kHeadDimMax];
   __shared__ float warp_largest[kHeadDimMax / 32];
   __shared__ int32_t warp_sums[kHeadDimMax / 32];
-  LoadRequest(units + blockIdx.y, u);
-  ClearUnit(shape, u);
   const int d = shape.head_dim;
   const int g = blockIdx.x;
   const int j = threadIdx.x;
+  LetNextBegin();
+  // Asked for together with the request.
+  float own = 0;
+  if (g < shape.group && j < d) own = requests.q[(int64_t{blockIdx.y} * shape.group + g) * d + j];
+  FetchRequest(requests, u);
   const int lane = j % 32;
   const int word = j / 32;
   const int words = shape.tiling.words;
   const bool present = g < shape.group && j < d;
   float y = 0;
-  if (present) x[j] = u.q[g * d + j];
+  if (present) {
+    x[j] = own;
+    u.q[g * d + j] = own;
+  }
   __syncthreads();
-  if (present) y = RotatedCoordinate(shape.rotation_transposed, x, d, j);
+  if (present) y = RotatedCoordinate(u.rotation_transposed, x, d, j);
+  ClearUnit(shape, u);
   float largest = WarpMax(fabsf(y));
   if (lane == 0) warp_largest[word] = largest;
   __syncthreads();
@@ -118,11 +150,12 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, const UnitRequest* un
 
 // hamming: plane r of the number of query heads whose bit is set; row 8 is all
 // ones. Grid (1, units). Shared memory: queries and rotated queries [G][d].
-__global__ void PrepareHammingKernel(AttendShape shape, const UnitRequest* units) {
+__global__ void PrepareHammingKernel(AttendShape shape, PinnedRequests requests) {
   extern __shared__ float memory[];
   __shared__ UnitRequest u;
   __shared__ int32_t missing_sum;
-  LoadRequest(units + blockIdx.y, u);
+  LetNextBegin();
+  FetchRequest(requests, u);
   ClearUnit(shape, u);
   const int d = shape.head_dim;
   const int group = shape.group;
@@ -130,13 +163,15 @@ __global__ void PrepareHammingKernel(AttendShape shape, const UnitRequest* units
   const int lane = threadIdx.x % 32;
   float* x = memory;
   float* rotated = memory + group * d;
-  const bool mlp = shape.query_codes != nullptr;
+  const bool mlp = shape.mlp;
   if (threadIdx.x == 0) missing_sum = 0;
+  for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
+    x[i] = u.q[i] = requests.q[int64_t{blockIdx.y} * group * d + i];
+  }
+  __syncthreads();
   if (!mlp) {
-    for (int i = threadIdx.x; i < group * d; i += blockDim.x) x[i] = u.q[i];
-    __syncthreads();
     for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
-      rotated[i] = RotatedCoordinate(shape.rotation_transposed, x + i / d * d, d, i % d);
+      rotated[i] = RotatedCoordinate(u.rotation_transposed, x + i / d * d, d, i % d);
     }
   }
   __syncthreads();
@@ -146,9 +181,7 @@ __global__ void PrepareHammingKernel(AttendShape shape, const UnitRequest* units
     if (j < shape.hash_bits) {
       for (int g = 0; g < group; ++g) {
         if (mlp) {
-          const uint32_t* code =
-              shape.query_codes + (static_cast<int64_t>(blockIdx.y) * group + g) * words;
-          set += code[j / 32] >> (j % 32) & 1u;
+          set += u.query_codes[g * words + j / 32] >> (j % 32) & 1u;
         } else {
           // As the codes of keys have it: a zero counts as positive.
           set += rotated[g * d + j] >= 0 ? 1 : 0;

@@ -13,6 +13,8 @@ template <int kPlanes, int kChunks>
 __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ uint2 planes[];
   __shared__ UnitRequest u;
+  WaitForPrevious();
+  LetNextBegin();
   LoadRequest(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const ReferencePages pages = ReferencePages::Of(u.begin, u.end);
@@ -74,7 +76,7 @@ __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
 // (blocks, units, heads).
 __global__ void ReferenceMassKernel(const UnitRequest* units) {
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.y, u);
+  Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const ReferencePages pages = ReferencePages::Of(u.begin, u.end);
   const int64_t count = pages.count * kPageTokenCount;

@@ -14,6 +14,7 @@ struct TieSplit {
   int64_t chunk;       // that holds it
   uint32_t heavy;      // of that chunk's ties, the heavy ones
   uint32_t drawn;      // of the others, those drawn
+  uint32_t missed;     // of both, those that the GPU does not hold
 };
 
 // All threads of the block.
@@ -24,7 +25,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     // Until the chunk is found: all of the bin is heavy, or none.
-    split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.chunks(), 0, 0};
+    split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.chunks(), 0, 0, 0};
   }
   if (skip == 0) {
     __syncthreads();
@@ -33,7 +34,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   int64_t before = 0;  // ties of earlier rounds
   for (int64_t base = 0; base < u.chunks(); base += kResolveThreads) {
     const int64_t chunk = base + threadIdx.x;
-    const int64_t ties = chunk < u.chunks() ? u.chunk_ties[2 * chunk] : 0;
+    const int64_t ties = chunk < u.chunks() ? u.chunk_ties[chunk].all : 0;
     int64_t scan = WarpScan(ties);
     if (lane == 31) warp_ties[warp] = scan;
     __syncthreads();
@@ -54,18 +55,22 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
       const uint32_t count = u.chunk_counts[its_chunk];
       int64_t rank = first;
       uint32_t drawn = 0;
+      uint32_t missed = u.chunk_ties[its_chunk].all_missed;  // of the drawn and the heavy
       for (uint32_t i = 0; i < count; i += 32) {
-        const uint32_t token = i + lane < count ? candidates[i + lane] : 0;
-        const bool tie = i + lane < count && u.bins[token] == rule.heavy_bin;
+        const Candidate candidate(i + lane < count ? candidates[i + lane] : 0);
+        const auto token = static_cast<uint32_t>(its_chunk * kChunkTokens + candidate.slot);
+        const bool tie = i + lane < count && candidate.c == kClassTie;
         const unsigned mask = __ballot_sync(kFullWarp, tie);
         const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
-        const bool hit = tie && mine < skip && rule.strata > 0 &&
-                         Drawn(rule, __ldg(rule.stratum_of_bin + rule.heavy_bin), token);
+        const bool before_split = tie && mine < skip;
+        const bool hit =
+            before_split && rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
         drawn += __popc(__ballot_sync(kFullWarp, hit));
+        missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !candidate.resident));
         const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
         if (turning != 0) {
           const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
-          if (lane == 0) split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn};
+          if (lane == 0) split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
           break;
         }
         rank += __popc(mask);
@@ -81,47 +86,50 @@ __device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule
                                     uint32_t (*warp_columns)[kChunkColumns]) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int columns = 1 + rule.strata;
   uint32_t* mine = warp_columns[warp];
   for (int64_t chunk = warp; chunk < u.chunks(); chunk += kResolveThreads / 32) {
-    for (int c = lane; c < columns; c += 32) mine[c] = 0;
+    for (int c = lane; c < kChunkColumns; c += 32) mine[c] = 0;
     __syncwarp();
     const uint32_t count = u.chunk_counts[chunk];
     for (uint32_t i = lane; i < count; i += 32) {
-      const uint32_t token = u.candidates[chunk * kChunkTokens + i];
-      const int kind = Classify(rule, u.bins[token], token);
-      if (kind > 0 || (kind == 0 && phase == 0)) atomicAdd(&mine[kind], 1u);
+      const Candidate candidate(u.candidates[chunk * kChunkTokens + i]);
+      const int kind = Kind(rule, candidate.c,
+                            static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot));
+      if (kind < 0 || (phase == 1 && kind == 0)) continue;
+      atomicAdd(&mine[kind], 1u);
+      if (!candidate.resident) atomicAdd(&mine[kMissedColumn], 1u);
     }
     __syncwarp();
-    for (int c = lane; c < columns; c += 32) u.chunk_table[c * u.chunks() + chunk] = mine[c];
+    for (int c = lane; c < kChunkColumns; c += 32) u.chunk_table[c * u.chunks() + chunk] = mine[c];
     __syncwarp();
   }
   __syncthreads();
 }
 
-// chunk_table's columns become the class's tokens in chunks before; totals all
-// of them. counts(column, chunk, count): what a cell counts. A warp a column;
-// all threads of the block.
+// chunk_table's columns of heavy tokens, strata and missed rows become what is
+// in chunks before; totals all of them. counts(column, chunk, count): what a
+// cell counts. A warp a column; all threads of the block.
 template <typename Counts>
-__device__ inline void SumColumns(const UnitRequest& u, int columns, Counts counts,
+__device__ inline void SumColumns(const UnitRequest& u, int strata, Counts counts,
                                   int64_t* totals) {
   constexpr int kCells = 8;  // that a lane reads at a time
   const int lane = threadIdx.x % 32;
-  for (int column = threadIdx.x / 32; column < columns; column += blockDim.x / 32) {
+  for (int i = threadIdx.x / 32; i < strata + 2; i += blockDim.x / 32) {
+    const int column = i <= strata ? i : kMissedColumn;
     uint32_t* cells = u.chunk_table + column * u.chunks();
     int64_t before = 0;
     for (int64_t base = 0; base < u.chunks(); base += 32 * kCells) {
       uint32_t scans[kCells];
 #pragma unroll
-      for (int i = 0; i < kCells; ++i) {
-        const int64_t chunk = base + i * 32 + lane;
-        scans[i] = chunk < u.chunks() ? counts(column, chunk, cells[chunk]) : 0;
+      for (int j = 0; j < kCells; ++j) {
+        const int64_t chunk = base + j * 32 + lane;
+        scans[j] = chunk < u.chunks() ? counts(column, chunk, cells[chunk]) : 0;
       }
 #pragma unroll
-      for (int i = 0; i < kCells; ++i) {
-        const int64_t chunk = base + i * 32 + lane;
-        const uint32_t scan = WarpScan(scans[i]);
-        if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - scans[i]);
+      for (int j = 0; j < kCells; ++j) {
+        const int64_t chunk = base + j * 32 + lane;
+        const uint32_t scan = WarpScan(scans[j]);
+        if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - scans[j]);
         before += __shfl_sync(kFullWarp, scan, 31);
       }
     }
@@ -136,6 +144,7 @@ struct DrawState {
   int limited;
   int64_t rows_left;
   int64_t list_count;
+  int64_t gathered;               // rows that the phases before bring over
   int64_t count[kTailStrataMax];  // n_h
   int64_t drawn[kTailStrataMax];
   int64_t wanted[kTailStrataMax];  // phase 0: the pilot, phase 1: the budget
@@ -151,6 +160,7 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
     draw.limited = s.limited;
     draw.rows_left = s.rows_left;
     draw.list_count = s.list_count;
+    draw.gathered = phase == 0 ? 0 : s.gather_first + s.gather_count;
   }
   for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
     draw.count[h] = s.stratum_count[h];
@@ -234,8 +244,11 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
     if (phase == 0) s.exact_count = exact;
     s.limited = draw.limited;
     s.list_count = end;
-    s.gather_count = end - begin;
-    s.staged[phase] = end <= u.staging_rows;
+    int64_t missed = totals[kMissedColumn];
+    if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
+    s.staged = draw.gathered + missed <= u.staging_rows;
+    s.gather_first = draw.gathered;
+    s.gather_count = s.staged ? missed : 0;
     const int64_t even = (end - begin + kSegmentsWanted - 1) / kSegmentsWanted;
     segment_rows = max(int64_t{kSegmentRowsMin}, (even + 31) / 32 * 32);
     const auto rows = static_cast<uint32_t>(segment_rows);
@@ -267,7 +280,8 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
 
 // Settles a phase's draw. One block a unit.
 __global__ void __launch_bounds__(kResolveThreads)
-    ResolveKernel(int phase, const UnitRequest* units) {
+    ResolveKernel(int phase, int bin_count, const UnitRequest* units) {
+  extern __shared__ __align__(16) uint8_t classes[];
   __shared__ SampleRule rule;
   __shared__ DrawState draw;
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
@@ -277,7 +291,7 @@ __global__ void __launch_bounds__(kResolveThreads)
   __shared__ Verdict verdict;
   __shared__ bool collect;
   __shared__ UnitRequest u;
-  LoadRequest(units + blockIdx.x, u);
+  Begin(units + blockIdx.x, u);
   UnitState& state = *u.state;
   if (phase == 1 && !state.drawing) {
     if (threadIdx.x == 0) {
@@ -287,31 +301,26 @@ __global__ void __launch_bounds__(kResolveThreads)
     return;
   }
   LoadDraw(u, phase, draw);
-  LoadRule(u, state.threshold, rule);
+  LoadRule(u, phase, state.threshold, rule);
   if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
-  const int columns = 1 + rule.strata;
   if (phase == 0) {
     SplitTies(u, rule, state.heavy_skip, split);
-    if (threadIdx.x == 0) state.heavy_from = split.heavy_from;
-    const int tie_column =
-        rule.strata > 0 && !u.by_mass ? 1 + __ldg(rule.stratum_of_bin + rule.heavy_bin) : -1;
+    if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = split.heavy_from;
     const auto with_ties = [&](int column, int64_t chunk, uint32_t count) {
-      if (column == 0) {
-        return count + (chunk > split.chunk    ? u.chunk_ties[2 * chunk]
-                        : chunk == split.chunk ? split.heavy
-                                               : 0);
-      }
-      if (column == tie_column) {
-        return count + (chunk < split.chunk    ? u.chunk_ties[2 * chunk + 1]
-                        : chunk == split.chunk ? split.drawn
-                                               : 0);
+      const ChunkTies ties = u.chunk_ties[chunk];
+      const bool above = chunk > split.chunk;
+      const bool below = chunk < split.chunk;
+      if (column == 0) return count + (above ? ties.all : below ? 0 : split.heavy);
+      if (column == 1 + rule.tie_class) return count + (below ? ties.drawn : above ? 0 : split.drawn);
+      if (column == kMissedColumn) {
+        return count + (above ? ties.all_missed : below ? ties.drawn_missed : split.missed);
       }
       return count;
     };
-    SumColumns(u, columns, with_ties, totals);
+    SumColumns(u, rule.strata, with_ties, totals);
   } else {
     SumColumns(
-        u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
+        u, rule.strata, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
   for (;;) {
     if (threadIdx.x == 0) {
@@ -327,15 +336,16 @@ __global__ void __launch_bounds__(kResolveThreads)
     if (verdict == Verdict::kTake) break;
     if (collect) {
       // Rare: candidates beyond what was collected.
-      LoadRule(u, collected, rule);
+      LoadClasses(u, bin_count, classes);
+      LoadRule(u, phase, collected, rule);
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
-        FilterChunk<kResolveThreads>(u, rule, phase, chunk);
+        FilterChunk<kResolveThreads>(u, rule, classes, bin_count, phase, chunk);
       }
     }
-    LoadRule(u, draw.threshold, rule);
+    LoadRule(u, phase, draw.threshold, rule);
     CountClasses(u, rule, phase, warp_columns);
     SumColumns(
-        u, columns, [](int, int64_t, uint32_t count) { return count; }, totals);
+        u, rule.strata, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
   LayOut(u, phase, totals, draw);
 }

@@ -1,23 +1,30 @@
 #include <algorithm>
 
 #include "gpu/kernels/filter.cuh"
+#include "gpu/kernels/launch.cuh"
 #include "gpu/kernels/place.cuh"
 #include "gpu/kernels/resolve.cuh"
 
 namespace spillway::cuda {
 
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
+  const auto units = static_cast<unsigned>(wave.unit_count);
+  const int bins = wave.shape.bin_count;
+  const auto class_bytes = static_cast<size_t>(FilterBytes(bins));
   const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
-  const int64_t share = (int64_t{wave.sm_count} * 8 + wave.unit_count - 1) / wave.unit_count;
-  const auto blocks = static_cast<int>(std::max<int64_t>(1, std::min(share, chunks)));
-  FilterKernel<<<dim3(blocks, wave.unit_count), kFilterThreads, 0, stream>>>(phase, wave.units);
-  ResolveKernel<<<wave.unit_count, kResolveThreads, 0, stream>>>(phase, wave.units);
-  const int64_t warps = kPlaceThreads / 32;
+  const auto filter_blocks = static_cast<unsigned>(std::min<int64_t>(chunks, 65535));
+  cudaError_t error =
+      Launch<FilterKernel>({{filter_blocks, units}, kFilterThreads, class_bytes, wave.overlap},
+                           stream, phase, bins, wave.units);
+  if (error != cudaSuccess) return error;
+  error = Launch<ResolveKernel>({units, kResolveThreads, class_bytes, wave.overlap}, stream, phase,
+                                bins, wave.units);
+  if (error != cudaSuccess) return error;
+  constexpr int64_t kWarps = kPlaceThreads / 32;
   const auto place_blocks =
-      static_cast<int>(std::max<int64_t>(1, std::min(share, (chunks + warps - 1) / warps)));
-  PlaceKernel<<<dim3(place_blocks, wave.unit_count), kPlaceThreads, 0, stream>>>(
-      phase, wave.shape.row_bytes, wave.units);
-  return cudaGetLastError();
+      static_cast<unsigned>(std::min<int64_t>((chunks + kWarps - 1) / kWarps, 65535));
+  return Launch<PlaceKernel>({{place_blocks, units}, kPlaceThreads, 0, wave.overlap}, stream, phase,
+                             wave.shape.row_bytes, wave.units);
 }
 
 }  // namespace spillway::cuda

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "gpu/kernels/hamming.cuh"
+#include "gpu/kernels/launch.cuh"
 #include "gpu/kernels/oracle.cuh"
 #include "gpu/kernels/reference.cuh"
 #include "gpu/kernels/score.cuh"
@@ -22,23 +23,16 @@ size_t PlaneBytes(const Wave& wave, int tiles) {
   return sizeof(uint2) * tiles * wave.shape.tiling.chunks() * 32;
 }
 
-template <typename Kernel>
-cudaError_t AllowShared(Kernel kernel, size_t bytes) {
-  if (bytes <= 48 * 1024) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
-
 template <int kPlanes, int kChunks>
 cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
   const int warps = kReferenceThreads / 32;
   const int blocks =
       BlocksPerUnit(wave, 16, (wave.reference_pages_max * kGroupsPerPage + warps - 1) / warps);
-  ReferenceKernel<kPlanes, kChunks>
-      <<<dim3(blocks, wave.unit_count), kReferenceThreads, PlaneBytes(wave, tiles), stream>>>(
-          wave.shape, wave.units);
-  return cudaGetLastError();
+  const dim3 grid(blocks, wave.unit_count);
+  return Launch<ReferenceKernel<kPlanes, kChunks>>(
+      {grid, kReferenceThreads, PlaneBytes(wave, tiles), wave.overlap}, stream, wave.shape,
+      wave.units);
 }
 
 // Warps of a scoring block: as many as its shared memory has room for rings
@@ -50,33 +44,31 @@ int ScoreWarps(size_t fixed, int page_bytes) {
   return static_cast<int>(std::clamp<size_t>(room, 1, kScoreThreads / 32));
 }
 
-// kernel(shape, units) over pages of page_bytes each.
-template <typename Kernel>
-cudaError_t LaunchScoring(Kernel kernel, const Wave& wave, size_t fixed, int page_bytes,
-                          cudaStream_t stream) {
+// kKernel(shape, units) over pages of page_bytes each.
+template <auto kKernel>
+cudaError_t LaunchScoring(const Wave& wave, size_t fixed, int page_bytes, cudaStream_t stream) {
   const int warps = ScoreWarps(fixed, page_bytes);
   const size_t shared = fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
-  const cudaError_t error = AllowShared(kernel, shared);
-  if (error != cudaSuccess) return error;
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
   const dim3 grid(BlocksPerUnit(wave, kScoreBlocks, (pages + warps - 1) / warps), wave.unit_count);
-  kernel<<<grid, 32 * warps, shared, stream>>>(wave.shape, wave.units);
-  return cudaGetLastError();
+  return Launch<kKernel>({grid, 32 * warps, shared, wave.overlap}, stream, wave.shape, wave.units);
 }
 
 template <int kPlanes, int kChunks>
 cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
   const int tiles = (wave.shape.group + 3) / 4;
   const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
-  const int page_bytes = wave.shape.tiling.page_bytes();
+  const int bytes = wave.shape.tiling.page_bytes();
   if (wave.shape.by_mass) {
-    return LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, true, false>, wave, fixed,
-                         page_bytes, stream);
+    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kChunks, true, false>>(wave, fixed, bytes,
+                                                                               stream);
   }
-  return tiles == 1 ? LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, false, true>, wave,
-                                    fixed, page_bytes, stream)
-                    : LaunchScoring(ScoreAsymmetricKernel<kPlanes, kChunks, false, false>, wave,
-                                    fixed, page_bytes, stream);
+  if (tiles > 1) {
+    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kChunks, false, false>>(wave, fixed, bytes,
+                                                                                stream);
+  }
+  return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kChunks, false, true>>(wave, fixed, bytes,
+                                                                             stream);
 }
 
 // Calls f<planes, chunks>().
@@ -107,12 +99,9 @@ cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream) {
   if (wave.shape.selector == Selector::kHamming) return cudaSuccess;
   cudaError_t error = cudaSuccess;
   if (wave.shape.selector == Selector::kOracle) {
-    error = AllowShared(OracleReferenceKernel, OracleBytes(wave));
-    if (error != cudaSuccess) return error;
-    const int blocks = BlocksPerUnit(wave, 4, wave.reference_pages_max);
-    OracleReferenceKernel<<<dim3(blocks, wave.unit_count), kOracleThreads, OracleBytes(wave),
-                            stream>>>(wave.shape, wave.units);
-    error = cudaGetLastError();
+    const dim3 grid(BlocksPerUnit(wave, 4, wave.reference_pages_max), wave.unit_count);
+    error = Launch<OracleReferenceKernel>({grid, kOracleThreads, OracleBytes(wave), wave.overlap},
+                                          stream, wave.shape, wave.units);
   } else {
     error = ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
       return LaunchReferenceOf<kPlanes, kChunks>(wave, stream);
@@ -120,27 +109,23 @@ cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream) {
   }
   if (error != cudaSuccess) return error;
   const int64_t tokens = wave.reference_pages_max * kPageTokenCount;
-  const int blocks = BlocksPerUnit(wave, 2, (tokens + 255) / 256);
-  ReferenceMassKernel<<<dim3(blocks, wave.unit_count, wave.shape.group), 256, 0, stream>>>(
-      wave.units);
-  return cudaGetLastError();
+  const dim3 grid(BlocksPerUnit(wave, 2, (tokens + 255) / 256), wave.unit_count, wave.shape.group);
+  return Launch<ReferenceMassKernel>({grid, 256, 0, wave.overlap}, stream, wave.units);
 }
 
 cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream) {
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
   if (wave.shape.selector == Selector::kOracle) {
-    const cudaError_t error = AllowShared(ScoreOracleKernel, OracleBytes(wave));
-    if (error != cudaSuccess) return error;
     const dim3 grid(BlocksPerUnit(wave, 4, pages), wave.unit_count);
-    ScoreOracleKernel<<<grid, kOracleThreads, OracleBytes(wave), stream>>>(wave.shape, wave.units);
-    return cudaGetLastError();
+    return Launch<ScoreOracleKernel>({grid, kOracleThreads, OracleBytes(wave), wave.overlap},
+                                     stream, wave.shape, wave.units);
   }
   if (wave.shape.selector == Selector::kHamming) {
     const CodeTiling& tiling = wave.shape.tiling;
     const size_t fixed =
         sizeof(uint32_t) * ((wave.shape.bin_count + tiling.chunks() * 32 + 3) / 4 * 4);
-    return LaunchScoring(ScoreHammingKernel, wave, fixed, tiling.words * kPageTokenCount * 4,
-                         stream);
+    return LaunchScoring<ScoreHammingKernel>(wave, fixed, tiling.words * kPageTokenCount * 4,
+                                             stream);
   }
   return ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
     return LaunchScoreOf<kPlanes, kChunks>(wave, stream);

@@ -21,11 +21,25 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
   LoadRequest(units + blockIdx.y, u);
   const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
   const int warps = blockDim.x / 32;
-  if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
+  const int lane = threadIdx.x % 32;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
+  const int page_bytes = shape.tiling.page_bytes();
   uint32_t* histogram = shared;
   uint2* planes = reinterpret_cast<uint2*>(shared + kScoreBinCount);
   const int tiles = (shape.group + 3) / 4;
+  PageRing ring(reinterpret_cast<std::byte*>(planes + tiles * kChunks * 32) +
+                    threadIdx.x / 32 * PageRing::kDepth * page_bytes,
+                page_bytes);
+  int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
+  // Addresses of pages are known two pages ahead, the pages come one ahead.
+  // Codes were there before the attend: the first ones need not wait.
+  const auto address = [&](int64_t p) { return p < page_count ? u.code_pages[p] : nullptr; };
+  ring.Bring(address(page_index), lane);
+  const std::byte* next = address(page_index + step);
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
+  WaitForPrevious();
+  LetNextBegin();
+  if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
   LoadQueryPlanes(u, tiles, shape.tiling.words, kChunks, planes);
   if (threadIdx.x < kGroupMax) {
     HeadTerms terms = {0, 0, 0, 0};  // of a head that is not there
@@ -39,17 +53,6 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
   }
   __syncthreads();
 
-  const int lane = threadIdx.x % 32;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
-  const int page_bytes = shape.tiling.page_bytes();
-  PageRing ring(reinterpret_cast<std::byte*>(planes + tiles * kChunks * 32) +
-                    threadIdx.x / 32 * PageRing::kDepth * page_bytes,
-                page_bytes);
-  int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-  // Addresses of pages are known two pages ahead, the pages come one ahead.
-  const auto address = [&](int64_t p) { return p < page_count ? u.code_pages[p] : nullptr; };
-  ring.Bring(address(page_index), lane);
-  const std::byte* next = address(page_index + step);
   // Groups that are scored side by side.
   constexpr int kAhead = kPlanes * kChunks <= 2 ? 2 : 1;
   const HeadTerms first_terms = heads[lane % 4];

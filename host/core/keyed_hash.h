@@ -7,14 +7,14 @@
 namespace spillway {
 
 // Sampling without a random generator: a token's u is a hash of (seed, layer,
-// KV head, token) in [0, 2^32), and a token is sampled iff u - phi (mod 2^32)
-// is below a threshold. phi is a hash of the visible length, so steps differ
-// while one request always gives the same sample. Thresholds nest: the sample
-// of a smaller one is part of the sample of a larger one.
+// KV head, token) in [0, 2^32), and SamplePlace() turns it into the token's
+// place in a step's order. A token is sampled iff its place is below a
+// threshold. Thresholds nest: the sample of a smaller one is part of the
+// sample of a larger one.
 struct SampleKey {
-  uint32_t multiplier = 1;  // odd
-  uint32_t offset = 0;
-  uint32_t mask = 0;
+  uint32_t multiplier;  // odd
+  uint32_t offset;
+  uint32_t mask;
 };
 
 SPILLWAY_HOST_DEVICE inline uint64_t SplitMix64(uint64_t x) {
@@ -43,11 +43,36 @@ SPILLWAY_HOST_DEVICE inline uint32_t TokenHash(const SampleKey& key, uint32_t to
   return h;
 }
 
-SPILLWAY_HOST_DEVICE inline uint32_t SamplePhase(uint64_t seed, int layer, int kv_head,
-                                                 int64_t visible_token_count) {
+// The order in which a step draws tokens. Tokens whose u is below `band` come
+// first, a band whose rows may lie in faster memory; both parts are turned by
+// a hash of the visible length, each within itself, so that steps differ while
+// one request always gives the same sample. Without a band all tokens are one
+// part. Places are uniform whatever the band.
+struct SampleOrder {
+  SampleKey key;
+  uint32_t band;
+  uint32_t band_phase;  // in [0, band), or 0
+  uint32_t phase;       // in [0, 2^32 - band)
+};
+
+SPILLWAY_HOST_DEVICE inline SampleOrder MakeSampleOrder(uint64_t seed, int layer, int kv_head,
+                                                        int64_t visible_token_count,
+                                                        uint32_t band = 0) {
   const SampleKey key = MakeSampleKey(~seed, layer, kv_head);
-  return static_cast<uint32_t>(SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
-                                          SplitMix64(static_cast<uint64_t>(visible_token_count))));
+  const uint64_t phi = static_cast<uint32_t>(
+      SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
+                 SplitMix64(static_cast<uint64_t>(visible_token_count))));
+  const uint64_t beyond = (uint64_t{1} << 32) - band;
+  return {MakeSampleKey(seed, layer, kv_head), band, static_cast<uint32_t>(phi * band >> 32),
+          static_cast<uint32_t>(phi * beyond >> 32)};
+}
+
+SPILLWAY_HOST_DEVICE inline uint32_t SamplePlace(const SampleOrder& order, uint32_t token) {
+  const uint32_t u = TokenHash(order.key, token);
+  if (u < order.band) {
+    return u - order.band_phase + (u < order.band_phase ? order.band : 0);
+  }
+  return u - order.phase - (u - order.band < order.phase ? order.band : 0);
 }
 
 // Threshold that samples about `wanted` of `population` tokens; 2^32 takes

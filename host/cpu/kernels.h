@@ -91,7 +91,7 @@ uint64_t SumScoreMass(const float* logits, int64_t count, float max);
 // (room for count). Returns how many.
 int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t least, uint32_t* out);
 
-// Of a token's hash less the phase, how many upper bits FilterTokens looks at.
+// Of a token's place in the order, how many lower bits FilterTokens passes over.
 inline constexpr int kSampleLimitShift = 17;
 
 // Which tokens a sample may take, by their bin.
@@ -102,7 +102,7 @@ struct SampleLimits {
   // The upper bits lie below it: 0 for none, 2^15 for all.
   uint16_t limit[kTailStrataMax + 1];
 
-  // Lets through every hash below the threshold, at most 2^32, and few others.
+  // Lets through every place below the threshold, at most 2^32, and few others.
   static uint16_t Covering(uint64_t threshold) {
     constexpr uint64_t kUnit = uint64_t{1} << kSampleLimitShift;
     return static_cast<uint16_t>((threshold + kUnit - 1) / kUnit);
@@ -111,12 +111,11 @@ struct SampleLimits {
     return limit[std::upper_bound(edge, edge + count, bin) - edge - 1];
   }
 };
-// Positions i of [0, count) that the limits let through by the hash of token
+// Positions i of [0, count) that the limits let through by the place of token
 // first_token + i and bins[i]; written ascending to out (room for count).
 // Returns how many.
 int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
-                     const SampleKey& key, uint32_t phase, const SampleLimits& limits,
-                     uint32_t* out);
+                     const SampleOrder& order, const SampleLimits& limits, uint32_t* out);
 
 // ---- rows --------------------------------------------------------------
 

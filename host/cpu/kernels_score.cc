@@ -352,14 +352,18 @@ int64_t FilterBinsImpl(const uint16_t* bins, int64_t count, uint16_t least, uint
 }
 
 int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t count,
-                         const SampleKey& key, uint32_t phase, const SampleLimits& limits,
-                         uint32_t* out) {
+                         const SampleOrder& order, const SampleLimits& limits, uint32_t* out) {
+  const SampleKey& key = order.key;
   const DU du;
   const DI di;
   const hn::Rebind<uint16_t, DU> d16;
   using V16 = hn::Vec<decltype(d16)>;
   const int64_t n = static_cast<int64_t>(hn::Lanes(du));
   const auto lanes = hn::Iota(du, 0);
+  const auto band = hn::Set(du, order.band);
+  const auto no_band = hn::Set(du, 0u - order.band);
+  const auto band_phase = hn::Set(du, order.band_phase);
+  const auto phase = hn::Set(du, order.phase);
   // Vectors together share the loads of the limits.
   constexpr int kVectors = 4;
   int64_t written = 0;
@@ -385,7 +389,13 @@ int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t cou
       h = hn::Xor(h, hn::ShiftRight<16>(h));
       h = hn::Xor(hn::Mul(h, hn::Set(du, 0x85EBCA6Bu)), hn::Set(du, key.mask));
       h = hn::Mul(hn::Xor(h, hn::ShiftRight<13>(h)), hn::Set(du, 0xC2B2AE35u));
-      h = hn::Sub(hn::Xor(h, hn::ShiftRight<16>(h)), hn::Set(du, phase));
+      h = hn::Xor(h, hn::ShiftRight<16>(h));
+      // SamplePlace(): each part of the order is turned within itself.
+      const auto in_band = hn::Lt(h, band);
+      const auto turn = hn::IfThenElse(in_band, band_phase, phase);
+      const auto wraps = hn::Lt(hn::IfThenElse(in_band, h, hn::Sub(h, band)), turn);
+      const auto back = hn::IfThenElse(in_band, band, no_band);
+      h = hn::Add(hn::Sub(h, turn), hn::IfThenElseZero(wraps, back));
       const auto upper = hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<kSampleLimitShift>(h)));
       // Writes one bit a lane, in whole bytes, up to eight.
       uint8_t bytes[8] = {};
@@ -406,7 +416,7 @@ int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t cou
     }
   }
   for (; i < count; ++i) {
-    const uint32_t x = TokenHash(key, first_token + static_cast<uint32_t>(i)) - phase;
+    const uint32_t x = SamplePlace(order, first_token + static_cast<uint32_t>(i));
     if (x >> kSampleLimitShift < limits.Of(bins[i])) out[written++] = static_cast<uint32_t>(i);
   }
   return written;
@@ -453,9 +463,8 @@ int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t least, uint32_t
   return HWY_DYNAMIC_DISPATCH(FilterBinsImpl)(bins, count, least, out);
 }
 int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
-                     const SampleKey& key, uint32_t phase, const SampleLimits& limits,
-                     uint32_t* out) {
-  return HWY_DYNAMIC_DISPATCH(FilterTokensImpl)(bins, first_token, count, key, phase, limits, out);
+                     const SampleOrder& order, const SampleLimits& limits, uint32_t* out) {
+  return HWY_DYNAMIC_DISPATCH(FilterTokensImpl)(bins, first_token, count, order, limits, out);
 }
 }  // namespace spillway
 #endif

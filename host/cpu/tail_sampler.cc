@@ -7,9 +7,8 @@
 
 namespace spillway {
 
-TailSampler::TailSampler(const ScorePass& scores, const Strata& strata, const SampleKey& key,
-                         uint32_t phase)
-    : scores_(scores), strata_(strata), key_(key), phase_(phase), first_bin_(strata.counts.size()) {
+TailSampler::TailSampler(const ScorePass& scores, const Strata& strata, const SampleOrder& order)
+    : scores_(scores), strata_(strata), order_(order), first_bin_(strata.counts.size()) {
   // Bins ascend as strata descend.
   for (size_t bin = strata.of_bin.size(); bin-- > 0;) {
     first_bin_[strata.of_bin[bin]] = static_cast<uint16_t>(bin);
@@ -64,12 +63,12 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
     const int64_t count = scores_.block_end(b) - from;
     const uint16_t* bins = scores_.bins(from);
     const auto positions = std::make_unique_for_overwrite<uint32_t[]>(count);
-    const int64_t kept = FilterTokens(bins, static_cast<uint32_t>(from), count, key_, phase_,
+    const int64_t kept = FilterTokens(bins, static_cast<uint32_t>(from), count, order_,
                                       limits, positions.get());
     for (int64_t i = 0; i < kept; ++i) {
       const uint8_t h = strata_.of_bin[bins[positions[i]]];
       const uint32_t token = static_cast<uint32_t>(from + positions[i]);
-      const uint64_t x = TokenHash(key_, token) - phase_;
+      const uint64_t x = SamplePlace(order_, token);
       if (x >= thresholds_[h] && x < thresholds[h]) blocks[b].push_back({token, h});
     }
   };

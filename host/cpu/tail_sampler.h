@@ -16,7 +16,7 @@ namespace spillway {
 // read biases nothing.
 class TailSampler {
  public:
-  TailSampler(const ScorePass& scores, const Strata& strata, const SampleKey& key, uint32_t phase);
+  TailSampler(const ScorePass& scores, const Strata& strata, const SampleOrder& order);
 
   // Draws about wanted[h] of n_h tokens of each stratum, all where wanted[h]
   // >= n_h. Samples nest: what was drawn stays drawn. Returns the new tokens
@@ -38,8 +38,7 @@ class TailSampler {
 
   const ScorePass& scores_;
   const Strata& strata_;
-  const SampleKey key_;
-  const uint32_t phase_;
+  const SampleOrder order_;
   std::vector<uint16_t> first_bin_;  // lowest bin of each stratum
   std::vector<uint64_t> thresholds_;
   std::vector<int64_t> counts_;

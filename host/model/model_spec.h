@@ -31,6 +31,8 @@ struct HashSpec {
   bool residual = false;
 };
 
+inline constexpr double kSampleBandFractionMax = 0.0625;
+
 // Shapes of a model. Immutable once created.
 struct ModelSpec {
   int layer_count = 0;
@@ -40,7 +42,18 @@ struct ModelSpec {
   DType dtype = DType::kBF16;
   double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
   HashSpec hash;
+  // Share of the tokens whose rows a device may keep close for sampling, in
+  // [0, kSampleBandFractionMax], and the seed that picks them: samples of policies with this
+  // seed begin with them.
+  double sample_band_fraction = 0.01;
+  uint64_t sample_band_seed = 0;
 
+  // Hashes of tokens in the band: those below this; see SampleOrder.
+  uint32_t SampleBand(uint64_t policy_seed) const {
+    return policy_seed == sample_band_seed
+               ? static_cast<uint32_t>(sample_band_fraction * 4294967296.0)
+               : 0;
+  }
   // Query heads that share a KV head: query head h reads KV head h / group().
   int group() const { return query_head_count / kv_head_count; }
   // Bytes of one row [K(d) | V(d)] of one KV head.

@@ -69,12 +69,11 @@ TailData MakeTail(bool stratified) {
 // Tokens of a stratum that the hash samples, about `wanted` of them.
 std::vector<uint32_t> Draw(const SampledTokens& stratum, uint64_t seed, int layer, int kv_head,
                            int64_t n, int64_t wanted) {
-  const SampleKey key = MakeSampleKey(seed, layer, kv_head);
-  const uint32_t phase = SamplePhase(seed, layer, kv_head, n);
+  const SampleOrder order = MakeSampleOrder(seed, layer, kv_head, n);
   const uint64_t threshold = SampleThreshold(wanted, stratum.token_count);
   std::vector<uint32_t> drawn;
   for (uint32_t t : stratum.tokens) {
-    if (TokenHash(key, t) - phase < threshold) drawn.push_back(t);
+    if (SamplePlace(order, t) < threshold) drawn.push_back(t);
   }
   return drawn;
 }

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <set>
+#include <unordered_set>
 #include <vector>
 
 namespace spillway {
@@ -51,7 +52,7 @@ TEST(TokenHash, SpreadsKeysUniformly) {
     ++seeds[TokenHash(MakeSampleKey(i, 3, 1), 4711) >> 24];
     ++layers[TokenHash(MakeSampleKey(9, i, 1), 4711) >> 24];
     ++heads[TokenHash(MakeSampleKey(9, 3, i), 4711) >> 24];
-    ++steps[SamplePhase(9, 3, 1, 8192 + i) >> 24];
+    ++steps[MakeSampleOrder(9, 3, 1, 8192 + i).phase >> 24];
   }
   for (const auto& counts : {seeds, layers, heads, steps}) {
     EXPECT_LT(ChiSquare(counts, double{kKeys} / kCells), ChiSquareLimit(kCells - 1));
@@ -62,6 +63,34 @@ TEST(TokenHash, IsABijection) {
   const SampleKey key = MakeSampleKey(77, 2, 4);
   std::set<uint32_t> seen;
   for (uint32_t t = 0; t < 100000; ++t) ASSERT_TRUE(seen.insert(TokenHash(key, t)).second);
+}
+
+// Places of the band's tokens are the band, places of the others what is
+// beyond it, each turned by the step and none taken twice.
+TEST(SamplePlace, TurnsBandAndTheRestEachWithinItself) {
+  for (const uint32_t band : {0u, 1u, 42'949'672u, 1u << 28}) {
+    std::unordered_set<uint32_t> seen;
+    uint64_t in_band = 0;
+    for (int64_t n = 5000; n < 5004; ++n) {
+      const SampleOrder order = MakeSampleOrder(3, 2, 1, n, band);
+      EXPECT_TRUE(band == 0 ? order.band_phase == 0 : order.band_phase < band);
+      for (uint32_t t = 0; t < 50000; ++t) {
+        const uint32_t u = TokenHash(order.key, t);
+        const uint32_t place = SamplePlace(order, t);
+        ASSERT_EQ(u < band, place < band);
+        ASSERT_TRUE(seen.insert(place).second);
+        in_band += place < band;
+        const uint64_t part = u < band ? band : (uint64_t{1} << 32) - band;
+        const uint64_t start = u < band ? 0 : band;
+        const uint64_t phase = u < band ? order.band_phase : order.phase;
+        ASSERT_EQ(place, start + (u - start + part - phase) % part);
+      }
+      seen.clear();
+    }
+    const double share = static_cast<double>(band) / 4294967296.0;
+    EXPECT_NEAR(static_cast<double>(in_band), 200000 * share,
+                5 * std::sqrt(200000 * share) + 1);
+  }
 }
 
 TEST(SampleThreshold, TakesTheShareAskedFor) {
@@ -76,10 +105,9 @@ TEST(SampleThreshold, SampleSizesAreBinomial) {
   const uint64_t threshold = SampleThreshold(kWanted, kPopulation);
   double sum = 0, square = 0;
   for (int seed = 0; seed < kSeeds; ++seed) {
-    const SampleKey key = MakeSampleKey(seed, 0, 0);
-    const uint32_t phase = SamplePhase(seed, 0, 0, kPopulation);
+    const SampleOrder order = MakeSampleOrder(seed, 0, 0, kPopulation);
     int count = 0;
-    for (uint32_t t = 0; t < kPopulation; ++t) count += TokenHash(key, t) - phase < threshold;
+    for (uint32_t t = 0; t < kPopulation; ++t) count += SamplePlace(order, t) < threshold;
     sum += count;
     square += double{1} * (count - kWanted) * (count - kWanted);
   }

@@ -43,8 +43,9 @@ TEST(FilterTokens, MatchesAScalarLoop) {
     const int64_t count = 1 + random() % 1000;
     const uint32_t first = static_cast<uint32_t>(random() % (uint64_t{1} << 31));
     const std::vector<uint16_t> bins = RandomBins(random, count);
-    const SampleKey key = MakeSampleKey(random(), round % 11, round % 3);
-    const uint32_t phase = static_cast<uint32_t>(random());
+    const uint32_t band = round % 4 == 0 ? 0 : static_cast<uint32_t>(random() >> (32 + round % 8));
+    const SampleOrder order =
+        MakeSampleOrder(random(), round % 11, round % 3, static_cast<int64_t>(random() >> 1), band);
     SampleLimits limits;
     const uint64_t thresholds[] = {0,           1,           uint64_t{1} << 17,
                                    123'456'789, 0xFFFFFFFFu, uint64_t{1} << 32};
@@ -56,12 +57,12 @@ TEST(FilterTokens, MatchesAScalarLoop) {
     std::vector<uint32_t> wanted;
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t limit = limits.limit[std::min(bins[i] / 85, limits.count - 1)];
-      const uint32_t u = TokenHash(key, first + static_cast<uint32_t>(i)) - phase;
-      if ((u >> kSampleLimitShift) < limit) wanted.push_back(static_cast<uint32_t>(i));
+      const uint32_t place = SamplePlace(order, first + static_cast<uint32_t>(i));
+      if ((place >> kSampleLimitShift) < limit) wanted.push_back(static_cast<uint32_t>(i));
     }
     SameOnEveryTarget([&](std::vector<std::byte>& out) {
       std::vector<uint32_t> got(count, 0xABABABABu);
-      got.resize(FilterTokens(bins.data(), first, count, key, phase, limits, got.data()));
+      got.resize(FilterTokens(bins.data(), first, count, order, limits, got.data()));
       EXPECT_EQ(got, wanted) << "round " << round << " count " << count;
       AppendBytes(got, out);
     });
