@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <iostream>
 #include <string>
 #include <utility>
@@ -47,6 +48,13 @@ double Mean(const std::vector<double>& x) {
   double sum = 0;
   for (const double value : x) sum += value;
   return sum / static_cast<double>(x.size());
+}
+
+// Of the indices below count, those for which `holds`.
+double Share(size_t count, const std::function<bool(size_t)>& holds) {
+  size_t found = 0;
+  for (size_t i = 0; i < count; ++i) found += holds(i) ? 1 : 0;
+  return static_cast<double>(found) / static_cast<double>(count);
 }
 
 template <typename Data>
@@ -118,10 +126,10 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
     return r;
   };
   const int heads = fixture.spec().query_head_count;
+  const double epsilon = what.policy.epsilon;
   double checked_error = 0;
   std::vector<double> observed, certified;                          // of all outputs
   std::vector<double> observed_sums(heads), certified_sums(heads);  // of a head's
-  int64_t beyond_epsilon = 0;
   for (int i = 0; i < options.repetitions; ++i) {
     const auto checked = Check(fixture, what.name, request(i));
     if (!checked.ok()) return checked.status();
@@ -133,7 +141,6 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
       certified.push_back(work.certificates[h].relative_error);
       observed_sums[h] += errors[h] / options.repetitions;
       certified_sums[h] += certified.back() / options.repetitions;
-      if (!(errors[h] <= what.policy.epsilon)) ++beyond_epsilon;
     }
   }
   const auto timing = Time(fixture, options.repetitions, request);
@@ -143,7 +150,7 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
          {"tokens", data.lengths()[at]},
          {"query", query},
          {"visible", data.visible(at, query)},
-         {"epsilon", what.policy.epsilon},
+         {"epsilon", epsilon},
          {"us", timing->us},
          {"scoring_us", timing->StageUs(IsScoring)},
          {"gather_us", timing->StageUs(IsGather)},
@@ -160,7 +167,11 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
          {"observed_error_mean", Mean(observed)},
          {"observed_error_max", *std::max_element(observed.begin(), observed.end())},
          {"beyond_epsilon",
-          static_cast<double>(beyond_epsilon) / static_cast<double>(observed.size())},
+          Share(observed.size(), [&](size_t i) { return !(observed[i] <= epsilon); })},
+         {"beyond_certified",
+          Share(observed.size(), [&](size_t i) { return !(observed[i] <= certified[i]); })},
+         {"certified_beyond_epsilon",
+          Share(certified.size(), [&](size_t i) { return !(certified[i] <= epsilon); })},
          {"certified_error_mean", Mean(certified)},
          {"certified_error_max", *std::max_element(certified.begin(), certified.end())},
          {"observed_errors", observed_sums},
