@@ -96,13 +96,12 @@ bool IsGather(const std::string& stage) { return stage.ends_with("gather"); }
 absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Options& options,
                            const NamedPolicy& what, int64_t n) {
   if (what.name.find(options.only) == std::string::npos) return absl::OkStatus();
-  const auto request = [&](uint64_t seed) {
-    return AttendRequest{what.policy, data.Query(seed, what.spread), n};
+  const auto request = [&](int seed) {
+    return AttendRequest{what.policy, data.Query(static_cast<uint64_t>(seed), what.spread), n};
   };
   const auto checked = Check(fixture, what.name, request(7));
   if (!checked.ok()) return checked.status();
-  const auto timing = Time(fixture, options.repetitions,
-                           [&](int i) { return request(static_cast<uint64_t>(100 + i)); });
+  const auto timing = Time(fixture, options.repetitions, [&](int i) { return request(100 + i); });
   if (!timing.ok()) return timing.status();
   Print({{"name", what.name},
          {"data", "random"},

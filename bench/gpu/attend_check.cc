@@ -53,8 +53,8 @@ struct Row {
 template <typename Count, typename RowAt>
 std::vector<double> Attention(const ModelSpec& spec, const LayerRows& rows,
                               std::span<const float> q, const Count& count, const RowAt& row) {
-  const int d = spec.head_dim;
-  const int group = spec.group();
+  const int64_t d = spec.head_dim;
+  const int64_t group = spec.group();
   int64_t rows_max = 0;
   for (int h = 0; h < spec.kv_head_count; ++h) rows_max = std::max(rows_max, count(h));
   const int64_t segments = (rows_max + kSegmentRows - 1) / kSegmentRows;
@@ -69,7 +69,7 @@ std::vector<double> Attention(const ModelSpec& spec, const LayerRows& rows,
     for (int64_t i = begin; i < end; ++i) {
       const Row at = row(kv_head, i);
       ToFloat(spec.dtype, rows.Row(kv_head, at.token), 2 * d, kv.data());
-      for (int g = 0; g < group; ++g) {
+      for (int64_t g = 0; g < group; ++g) {
         const float* query = q.data() + (kv_head * group + g) * d;
         const double dot =
             std::transform_reduce(query, query + d, kv.data(), 0.0, std::plus<>(),

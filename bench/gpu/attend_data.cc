@@ -45,7 +45,7 @@ void RandomData::Read(int64_t start, int64_t count, RowChunk& chunk) const {
 }
 
 std::vector<float> RandomData::Query(uint64_t seed, double spread) const {
-  std::vector<float> q(spec_.query_head_count * spec_.head_dim);
+  std::vector<float> q(int64_t{spec_.query_head_count} * spec_.head_dim);
   for (size_t i = 0; i < q.size(); ++i) {
     q[i] = static_cast<float>(spread) * Normal(seed * 1000003 + i);
   }

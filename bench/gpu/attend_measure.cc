@@ -52,7 +52,7 @@ double Timing::StageUs(const std::function<bool(const std::string&)>& counts) co
 absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
                             const std::function<AttendRequest(int)>& request_at) {
   const int heads = fixture.spec().kv_head_count;
-  const int group = fixture.spec().group();
+  const int64_t group = fixture.spec().group();
   std::vector<double> us;
   std::vector<int64_t> row_counts;
   std::vector<std::vector<int64_t>> touched(heads), heavy(heads), sampled(heads);
