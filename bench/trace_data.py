@@ -12,7 +12,8 @@ data comes from SmolLM2-135M reading a real document, made wider and longer:
   covariance of x, a = 0.3: mean and covariance are kept and no two tokens are
   equal. Keys are drawn before the rotary embedding, which is then applied at
   the token's new position with YaRN's frequencies (arXiv 2309.00071) for
-  131072 tokens, as a model stretched to that length would.
+  131072 tokens, or for the longest length where that is more, as a model
+  stretched to that length would.
 - Before each measured length stand the source's last 256 tokens, and the
   queries are four of theirs: every query has its own local context.
 - A query head is scaled until the mass of its 256 largest weights among 8192
@@ -20,15 +21,27 @@ data comes from SmolLM2-135M reading a real document, made wider and longer:
 
 `meta.json` holds what was compared: that mass, the effective count exp(entropy)
 of the rest, key spectrum and value mean, of the source and at each length.
+
+Where the model is not installed, a file takes its place. Its K and V are rounded
+to float16, eight times as finely as the bfloat16 that everything becomes:
+
+    python bench/trace_data.py --save-source FILE
+    python bench/trace_data.py --source FILE --tokens 1048576 --output FOLDER
+
+The same seed on the same kind of device gives the same data; a GPU draws other
+numbers than a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +49,6 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))
-
-from demonstration import model as demonstration_model  # noqa: E402
-
 DOCUMENT = Path("/usr/share/common-licenses/GPL-3")
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 QUERIES_PER_LENGTH = 4
@@ -53,18 +62,7 @@ BLOCK = 64
 JITTER = 0.3
 TOP = 256
 CALIBRATION_LENGTH = 8192
-
-
-@dataclass
-class Source:
-    """Per layer used: q [N, 9, 64], k and v [N, 3, 64], before the rotary embedding."""
-
-    q: dict[int, torch.Tensor]
-    k: dict[int, torch.Tensor]
-    v: dict[int, torch.Tensor]
-    token_count: int
-    theta: float
-    original_length: int
+Shapes = dict[str, list[dict[str, float]]]  # spectra by what they are of
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,51 @@ def pairs(layer_count: int) -> list[Pair]:
     return [Pair(int(layer), choices[i % 3]) for i, layer in enumerate(layers)]
 
 
+@dataclass
+class Source:
+    """What is used of the model, before the rotary embedding; P pairs of KV heads."""
+
+    pairs: list[Pair]
+    q: torch.Tensor  # [P, ENDING, query heads of the layer, 64], of the last tokens
+    k: torch.Tensor  # [P, 2, N, 64]
+    v: torch.Tensor  # the same
+    group: int  # query heads of a KV head
+    theta: float
+    original_length: int
+    model: str
+    document: str
+    precision: str  # of k and v: float32 or float16
+
+    @property
+    def token_count(self) -> int:
+        return self.k.shape[2]
+
+    def to(self, device: torch.device) -> Source:
+        moved = {name: getattr(self, name).to(device) for name in ("q", "k", "v")}
+        return replace(self, **moved)
+
+    def save(self, path: Path) -> None:
+        if max(float(x.abs().max()) for x in (self.k, self.v)) > torch.finfo(torch.float16).max:
+            raise ValueError("the source's rows are beyond float16")
+        fields = {field.name: getattr(self, field.name) for field in dataclass_fields(self)}
+        fields["pairs"] = [(pair.layer, *pair.heads) for pair in self.pairs]
+        fields |= {name: fields[name].half() for name in ("k", "v")} | {"precision": "float16"}
+        torch.save(fields, path)
+
+    @staticmethod
+    def load(path: Path) -> Source:
+        fields = torch.load(path, map_location="cpu", weights_only=True)
+        fields["pairs"] = [Pair(layer, (a, b)) for layer, a, b in fields["pairs"]]
+        fields |= {name: fields[name].float() for name in ("k", "v")}
+        return Source(**fields)
+
+
 @torch.inference_mode()
-def read_source() -> tuple[Source, list[Pair]]:
+def read_source() -> Source:
+    """Lets the model read the document; needs the model's package and transformers."""
+    sys.path.append(str(ROOT / "scripts"))
+    from demonstration import model as demonstration_model
+
     model, tokenizer = demonstration_model.load(ROOT / "build" / "models")
     config = model.config
     chosen = pairs(config.num_hidden_layers)
@@ -96,12 +137,11 @@ def read_source() -> tuple[Source, list[Pair]]:
     # Not beyond what the model was trained for.
     count = min(ids.shape[1], config.max_position_embeddings) // ENDING * ENDING
     rope = getattr(config, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta") or config.rope_theta
-    source = Source({}, {}, {}, count, theta, config.max_position_embeddings)
+    outputs: dict[str, dict[int, torch.Tensor]] = {"q_proj": {}, "k_proj": {}, "v_proj": {}}
     hooks = []
     for layer in {pair.layer for pair in chosen}:
         attention = model.model.layers[layer].self_attn
-        for name, into in (("q_proj", source.q), ("k_proj", source.k), ("v_proj", source.v)):
+        for name, into in outputs.items():
 
             def keep(_module: Any, _args: Any, out: Any, into: Any = into, at: int = layer) -> None:
                 into[at] = out[0].reshape(count, -1, HALF).float().clone()
@@ -110,7 +150,24 @@ def read_source() -> tuple[Source, list[Pair]]:
     model.model(ids[:, :count], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return source, chosen
+
+    def rows(name: str) -> torch.Tensor:
+        return torch.stack(
+            [outputs[name][p.layer][:, list(p.heads)].transpose(0, 1) for p in chosen]
+        )
+
+    return Source(
+        pairs=chosen,
+        q=torch.stack([outputs["q_proj"][pair.layer][-ENDING:] for pair in chosen]),
+        k=rows("k_proj"),
+        v=rows("v_proj"),
+        group=config.num_attention_heads // config.num_key_value_heads,
+        theta=rope.get("rope_theta") or config.rope_theta,
+        original_length=config.max_position_embeddings,
+        model=demonstration_model.NAME,
+        document=str(DOCUMENT),
+        precision="float32",
+    )
 
 
 def plain_frequencies(theta: float) -> torch.Tensor:
@@ -164,36 +221,39 @@ def resample(
     values, vectors = torch.linalg.eigh(torch.cov((body - mean).T))
     root = (vectors * values.clamp_min(0).sqrt()).float()
     mean = mean.float()
-    noise = torch.randn(len(order), HALF, generator=random) @ root.T
+    noise = torch.randn(len(order), HALF, generator=random, device=random.device) @ root.T
     moved = mean + math.sqrt(1 - JITTER**2) * (x[order] - mean) + JITTER * noise
     return torch.where(jittered[:, None], moved, x[order])
 
 
-def token_order(count: int, total: int, random: torch.Generator) -> torch.Tensor:
+def token_order(
+    count: int, total: int, lengths: Sequence[int], random: torch.Generator
+) -> torch.Tensor:
     """Source token of each new position."""
+    device = random.device
     blocks = (total + BLOCK - 1) // BLOCK
-    starts = torch.randint(SINK, count - BLOCK + 1, (blocks,), generator=random)
-    order = (starts[:, None] + torch.arange(BLOCK)).reshape(-1)[:total].clone()
-    order[:SINK] = torch.arange(SINK)
-    for length in (n for n in LENGTHS if n <= total):
-        order[length - ENDING : length] = torch.arange(count - ENDING, count)
+    starts = torch.randint(SINK, count - BLOCK + 1, (blocks,), generator=random, device=device)
+    order = (starts[:, None] + torch.arange(BLOCK, device=device)).reshape(-1)[:total].clone()
+    order[:SINK] = torch.arange(SINK, device=device)
+    for length in lengths:
+        order[length - ENDING : length] = torch.arange(count - ENDING, count, device=device)
     return order
 
 
-def source_statistics(source: Source, pair: Pair, g: int) -> list[tuple[float, float]]:
+def source_statistics(source: Source, pair_index: int, g: int) -> list[tuple[float, float]]:
     """Statistics of the two source heads over the queries used."""
-    frequencies = plain_frequencies(source.theta)
+    frequencies = plain_frequencies(source.theta).to(source.k.device)
     n = source.token_count
-    positions = torch.arange(n)
-    group = source.q[pair.layer].shape[1] // source.k[pair.layer].shape[1]
+    positions = torch.arange(n, device=source.k.device)
+    heads = source.pairs[pair_index].query_heads(g, source.group)
     found = []
-    for half, head in enumerate(pair.heads):
-        k = rotate(source.k[pair.layer][:, head], positions, frequencies)
+    for half, head in enumerate(heads):
+        k = rotate(source.k[pair_index, half], positions, frequencies)
         for i in range(QUERIES_PER_LENGTH):
-            at = n - 1 - i * QUERY_STRIDE
-            q = source.q[pair.layer][at : at + 1, pair.query_heads(g, group)[half]]
-            q = rotate(q, positions[at : at + 1], frequencies)[0]
-            found.append(softmax_statistics(k[: at + 1] @ q / math.sqrt(HALF)))
+            back = 1 + i * QUERY_STRIDE
+            q = source.q[pair_index, -back, head][None]
+            q = rotate(q, positions[n - back : n - back + 1], frequencies)[0]
+            found.append(softmax_statistics(k[: n - back + 1] @ q / math.sqrt(HALF)))
     return found
 
 
@@ -207,62 +267,107 @@ def calibrate(logits: list[torch.Tensor], target: float) -> float:
     return math.sqrt(low * high)
 
 
+def query(
+    source: Source, pair_index: int, g: int, n: int, i: int, frequencies: torch.Tensor
+) -> torch.Tensor:
+    """Query head g of the i-th query before length n, [128], not yet scaled."""
+    back = 1 + i * QUERY_STRIDE
+    position = torch.tensor([n - back], device=frequencies.device)
+    heads = source.pairs[pair_index].query_heads(g, source.group)
+    rows = source.q[pair_index, -back]
+    return torch.cat([rotate(rows[head][None], position, frequencies)[0] for head in heads])
+
+
+def means(shapes: Shapes) -> dict[str, dict[str, float]]:
+    return {
+        name: {key: float(np.mean([x[key] for x in found])) for key in found[0]}
+        for name, found in shapes.items()
+    }
+
+
+def default_lengths(total: int) -> list[int]:
+    """Doublings from the shortest length on."""
+    lengths = [LENGTHS[0]]
+    while 2 * lengths[-1] <= total:
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
 @torch.inference_mode()
-def generate(directory: Path, total: int, seed: int = 0) -> None:
-    """Writes k.bf16 and v.bf16 [8][total][128], queries.f32 [length][4][32][128], meta.json."""
-    random = torch.Generator().manual_seed(seed)
-    source, chosen = read_source()
-    lengths = [n for n in LENGTHS if n <= total]
+def generate(
+    directory: Path,
+    total: int,
+    seed: int = 0,
+    *,
+    source: Source | None = None,
+    lengths: Sequence[int] = (),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Writes k.bf16 and v.bf16 [8][total][128], queries.f32 [length][4][32][128], meta.json.
+
+    source: read from the model where it is left out. lengths: ascending, the
+    last is at most total; doublings where they are left out.
+    """
+    device = torch.device(device)
+    random = torch.Generator(device).manual_seed(seed)
+    source = (source or read_source()).to(device)
+    lengths = list(lengths) or default_lengths(total)
+    if lengths != sorted(set(lengths)) or lengths[0] < SINK + ENDING or lengths[-1] > total:
+        raise ValueError(f"lengths {lengths} do not ascend within [{SINK + ENDING}, {total}]")
+    # Queries stand before the length that calibrates them too.
     calibration = min(CALIBRATION_LENGTH, total)
-    frequencies = yarn_frequencies(source.theta, source.original_length, LENGTHS[-1])
-    order = token_order(source.token_count, total, random)
-    position = torch.arange(total)
+    marks = sorted({calibration, *lengths})
+    target = max(LENGTHS[-1], lengths[-1])
+    frequencies = yarn_frequencies(source.theta, source.original_length, target).to(device)
+    order = token_order(source.token_count, total, marks, random)
+    position = torch.arange(total, device=device)
     # The sink keeps its exact rows: its key is no sample of the others.
     jittered = position >= SINK
-    k = torch.empty(KV_HEADS, total, 2 * HALF, dtype=torch.bfloat16)
+    k = torch.empty(total, 2 * HALF, dtype=torch.bfloat16, device=device)
     v = torch.empty_like(k)
-    q = torch.empty(len(lengths), QUERIES_PER_LENGTH, KV_HEADS * GROUP, 2 * HALF)
+    q = torch.empty(len(marks), QUERIES_PER_LENGTH, KV_HEADS * GROUP, 2 * HALF, device=device)
     statistics: dict[str, list[tuple[float, float]]] = {"source": []}
-    shapes: dict[str, list[dict[str, float]]] = {}
-    for kv_head, pair in enumerate(chosen):
-        group = source.q[pair.layer].shape[1] // source.k[pair.layer].shape[1]
-        for half, head in enumerate(pair.heads):
-            part = slice(half * HALF, (half + 1) * HALF)
-            raw = {"keys": source.k[pair.layer][:, head], "values": source.v[pair.layer][:, head]}
-            drawn = {name: resample(x, order, jittered, random) for name, x in raw.items()}
-            for name in raw:
-                shapes.setdefault(f"source_{name}", []).append(spectrum(raw[name][SINK:]))
-                shapes.setdefault(f"generated_{name}", []).append(spectrum(drawn[name][SINK:]))
-            k[kv_head, :, part] = rotate(drawn["keys"], position, frequencies).bfloat16()
-            v[kv_head, :, part] = drawn["values"].bfloat16()
-            for g in range(GROUP):
-                rows = source.q[pair.layer][:, pair.query_heads(g, group)[half]]
-                for j, n in enumerate(lengths):
-                    for i in range(QUERIES_PER_LENGTH):
-                        back = 1 + i * QUERY_STRIDE
-                        q[j, i, kv_head * GROUP + g, part] = rotate(
-                            rows[-back][None], torch.tensor([n - back]), frequencies
-                        )[0]
-        keys = k[kv_head].float()
-        scale = 1 / math.sqrt(2 * HALF)
-        for g in range(GROUP):
-            head = kv_head * GROUP + g
-            wanted = source_statistics(source, pair, g)
-            statistics["source"] += wanted
-            j = lengths.index(calibration)
-            logits = [
-                scale * (keys[: calibration - i * QUERY_STRIDE] @ q[j, i, head])
-                for i in range(QUERIES_PER_LENGTH)
-            ]
-            q[:, :, head] *= calibrate(logits, float(np.mean([mass for mass, _ in wanted])))
-            for j, n in enumerate(lengths):
-                for i in range(QUERIES_PER_LENGTH):
-                    logits_n = scale * (keys[: n - i * QUERY_STRIDE] @ q[j, i, head])
-                    statistics.setdefault(str(n), []).append(softmax_statistics(logits_n))
+    shapes: Shapes = {}
+    shapes_at: dict[int, Shapes] = {n: {} for n in lengths}
     directory.mkdir(parents=True, exist_ok=True)
-    k.view(torch.int16).numpy().tofile(directory / "k.bf16")
-    v.view(torch.int16).numpy().tofile(directory / "v.bf16")
-    q.numpy().tofile(directory / "queries.f32")
+    meta_file = directory / "meta.json"
+    meta_file.unlink(missing_ok=True)
+    with (directory / "k.bf16").open("wb") as k_file, (directory / "v.bf16").open("wb") as v_file:
+        for kv_head in range(KV_HEADS):
+            for half in range(2):
+                part = slice(half * HALF, (half + 1) * HALF)
+                raw = {"keys": source.k[kv_head, half], "values": source.v[kv_head, half]}
+                drawn = {name: resample(x, order, jittered, random) for name, x in raw.items()}
+                for name in raw:
+                    shapes.setdefault(f"source_{name}", []).append(spectrum(raw[name][SINK:]))
+                    shapes.setdefault(f"generated_{name}", []).append(spectrum(drawn[name][SINK:]))
+                    for n in lengths:
+                        shapes_at[n].setdefault(name, []).append(spectrum(drawn[name][SINK:n]))
+                k[:, part] = rotate(drawn["keys"], position, frequencies).bfloat16()
+                v[:, part] = drawn["values"].bfloat16()
+            keys = k.float()
+            scale = 1 / math.sqrt(2 * HALF)
+            for g in range(GROUP):
+                head = kv_head * GROUP + g
+                for j, n in enumerate(marks):
+                    for i in range(QUERIES_PER_LENGTH):
+                        q[j, i, head] = query(source, kv_head, g, n, i, frequencies)
+                wanted = source_statistics(source, kv_head, g)
+                statistics["source"] += wanted
+                j = marks.index(calibration)
+                logits = [
+                    scale * (keys[: calibration - i * QUERY_STRIDE] @ q[j, i, head])
+                    for i in range(QUERIES_PER_LENGTH)
+                ]
+                q[:, :, head] *= calibrate(logits, float(np.mean([mass for mass, _ in wanted])))
+                for j, n in enumerate(marks):
+                    for i in range(QUERIES_PER_LENGTH):
+                        logits_n = scale * (keys[: n - i * QUERY_STRIDE] @ q[j, i, head])
+                        statistics.setdefault(str(n), []).append(softmax_statistics(logits_n))
+            k.view(torch.int16).cpu().numpy().tofile(k_file)
+            v.view(torch.int16).cpu().numpy().tofile(v_file)
+    measured = [marks.index(n) for n in lengths]
+    q[measured].cpu().numpy().tofile(directory / "queries.f32")
     meta = {
         "query_head_count": KV_HEADS * GROUP,
         "kv_head_count": KV_HEADS,
@@ -271,10 +376,13 @@ def generate(directory: Path, total: int, seed: int = 0) -> None:
         "lengths": lengths,
         "queries_per_length": QUERIES_PER_LENGTH,
         "query_stride": QUERY_STRIDE,
-        "source_model": demonstration_model.NAME,
-        "source_document": str(DOCUMENT),
+        "source_model": source.model,
+        "source_document": source.document,
         "source_token_count": source.token_count,
-        "source_layers": [pair.layer for pair in chosen],
+        "source_layers": [pair.layer for pair in source.pairs],
+        "source_precision": source.precision,
+        "yarn_target_length": target,
+        "generated_on": device.type,
         "seed": seed,
         "attention": {
             at: {
@@ -284,13 +392,11 @@ def generate(directory: Path, total: int, seed: int = 0) -> None:
             }
             for at, found in statistics.items()
         },
-        "vectors": {
-            name: {key: float(np.mean([x[key] for x in found])) for key in found[0]}
-            for name, found in shapes.items()
-        },
+        "vectors": means(shapes),
+        "vectors_at": {str(n): means(found) for n, found in shapes_at.items()},
     }
     # Last, so that an interrupted run leaves nothing that looks complete.
-    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    meta_file.write_text(json.dumps(meta, indent=2) + "\n")
 
 
 def ensure(total: int = LENGTHS[-1]) -> Path:
@@ -298,6 +404,36 @@ def ensure(total: int = LENGTHS[-1]) -> Path:
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     directory = ROOT / "build" / "bench" / f"data-{total}-{version}"
     if not (directory / "meta.json").exists():
-        print(f"generating {total} tokens from {demonstration_model.NAME}", flush=True)
+        print(f"generating {total} tokens", flush=True)
         generate(directory, total)
     return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the data, or the file it is made from.")
+    parser.add_argument("--save-source", type=Path, metavar="FILE", help="read the model into FILE")
+    parser.add_argument("--source", type=Path, metavar="FILE", help="instead of reading the model")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the data")
+    parser.add_argument("--tokens", type=int, default=LENGTHS[-1])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="doublings by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    if (options.save_source is None) == (options.output is None):
+        parser.error("give --save-source FILE or --output FOLDER")
+    source = read_source() if options.source is None else Source.load(options.source)
+    if options.save_source is not None:
+        source.save(options.save_source)
+        return
+    generate(
+        options.output,
+        options.tokens,
+        options.seed,
+        source=source,
+        lengths=options.lengths,
+        device=options.device,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "bench/cpu/fixture.h"
+#include "bench/mapped_file.h"
 #include "nlohmann/json.hpp"
 
 namespace spillway::bench {

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,23 +14,6 @@
 #include "host/memory/page_pool.h"
 
 namespace spillway::bench {
-
-// A file mapped for reading. Move-only.
-class MappedFile {
- public:
-  static absl::StatusOr<MappedFile> Open(const std::string& path);
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&&) = delete;
-  ~MappedFile();
-
-  const std::byte* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  MappedFile(const std::byte* data, int64_t bytes) : data_(data), bytes_(bytes) {}
-  const std::byte* data_;
-  int64_t bytes_;
-};
 
 // Seconds that `threads` take to read `bytes` at each of `spans`, once, in
 // parallel.

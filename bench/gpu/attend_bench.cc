@@ -1,288 +1,206 @@
-// Attends of one layer on a GPU over random rows: where their time goes.
+// Attends of one layer on a GPU: where their time goes.
 //
-// Gaussian keys and values say nothing of how many rows an error bound needs,
-// so the policies here have fixed budgets. Every configuration's output is
+// Over random rows, where policies have fixed budgets, or, with --data, over
+// rows and queries like a real model's, with the default policy. Outputs are
 // compared with weighted attention in fp64 over the rows that Select names
-// before it is timed; the GPU's caches are flushed before each attend. Writes
-// one JSON object a line.
-#include <cuda_runtime_api.h>
-
+// before an attend is timed; those over data also with dense attention, which
+// gives the error that certificates estimate. The GPU's caches are flushed
+// before each attend. Writes one JSON object a line.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <future>
+#include <exception>
+#include <functional>
 #include <iostream>
-#include <map>
-#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "gpu/cuda/buffer.h"
-#include "gpu/device/cuda_device.h"
+#include "absl/strings/str_cat.h"
+#include "bench/gpu/attend_check.h"
+#include "bench/gpu/attend_data.h"
+#include "bench/gpu/attend_measure.h"
+#include "bench/gpu/gpu_fixture.h"
 #include "nlohmann/json.hpp"
-#include "tbb/parallel_for.h"
 
 namespace spillway::bench {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int64_t kChunk = 32768;
+constexpr int64_t kChunkTokens = 32768;
 
-// Four nearly normal numbers from a counter, cheaply: sums of bytes of two
-// mixed words.
-uint64_t Mix(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
-float Normal(uint64_t counter) {
-  const uint64_t x = Mix(counter);
-  int sum = 0;
-  for (int i = 0; i < 8; ++i) sum += static_cast<int>(x >> (8 * i) & 0xFF);
-  return (static_cast<float>(sum) - 1020.0f) / 209.0f;
-}
-uint16_t BF16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-float FromBF16(const std::byte* p) {
-  uint16_t half;
-  std::memcpy(&half, p, 2);
-  const uint32_t bits = uint32_t{half} << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-class Bench {
- public:
-  // Measures what has `only` in its name.
-  Bench(ModelSpec spec, int64_t token_max, std::string only)
-      : spec_(spec),
-        only_(std::move(only)),
-        budget_(token_max * spec.kv_head_count * spec.row_bytes() + (4ll << 30)) {
-    device_ = CreateCudaDevice({}, &budget_).value();
-    Arena::ChunkObserver observer;
-    observer.committed = [this](std::span<std::byte> chunk) {
-      const auto begin = std::chrono::steady_clock::now();
-      absl::Status status = device_->RegisterMemory(chunk);
-      pin_seconds_ +=
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-      return status;
-    };
-    observer.released = [this](std::span<std::byte> c) { device_->UnregisterMemory(c); };
-    ArenaOptions options;
-    options.limit_bytes = budget_.limit_bytes() - (1ll << 30);
-    options.chunk_bytes = int64_t{256} << 20;
-    arena_ = Arena::Create(options, &budget_, observer).value();
-    pool_ = std::make_unique<PagePool>(arena_.get(), kPageTokenCount * spec_.row_bytes());
-    model_ = device_->CreateModel(spec_, {}).value();
-    sequence_ = device_->CreateSequence(*model_).value();
-    rows_ = std::make_unique<LayerRows>(pool_.get(), spec_);
-    flush_ = cuda::DeviceBuffer::Create(int64_t{256} << 20, &flush_budget_, "flush").value();
-  }
-  ~Bench() {
-    rows_.reset();
-    sequence_.reset();
-    model_.reset();
-    pool_.reset();
-    arena_.reset();
-  }
-
-  void AppendTo(int64_t n) {
-    std::vector<uint16_t> k, v;
-    double seconds = 0, device_us = 0;
-    const int64_t first = rows_->token_count();
-    while (rows_->token_count() < n) {
-      const int64_t start = rows_->token_count();
-      const int64_t count = std::min(kChunk, n - start);
-      const int d = spec_.head_dim;
-      const int64_t size = count * d * spec_.kv_head_count;
-      k.resize(size);
-      v.resize(size);
-      tbb::parallel_for(int64_t{0}, count * spec_.kv_head_count, [&](int64_t r) {
-        const uint64_t base = static_cast<uint64_t>((start * 64 + r) * 2 * d);
-        for (int i = 0; i < d; ++i) {
-          k[r * d + i] = BF16(Normal(base + i));
-          v[r * d + i] = BF16(Normal(base + d + i));
-        }
-      });
-      const auto begin = std::chrono::steady_clock::now();
-      Check(rows_->PrepareAppend(count));
-      Check(device_->PrepareAppend(*model_, *sequence_, 0, start, count));
-      JobItem item;
-      item.append =
-          AppendWork{rows_.get(), start, count, reinterpret_cast<const std::byte*>(k.data()),
-                     reinterpret_cast<const std::byte*>(v.data())};
-      const auto job = Run(std::move(item), false);
-      Check(job->items[0].status);
-      seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-      device_us += job->device_time_us;
-    }
-    const double bytes = static_cast<double>((n - first) * spec_.kv_head_count * spec_.row_bytes());
-    Print({{"name", "append"},
-           {"tokens", n - first},
-           {"seconds", seconds},
-           {"device_seconds", device_us * 1e-6},
-           {"gb_per_s", bytes / seconds * 1e-9},
-           {"pin_seconds", pin_seconds_}});
-    pin_seconds_ = 0;
-  }
-
-  // Logits have about this standard deviation: 1 is a flat softmax, at 5 few
-  // keys take most of it.
-  std::vector<float> Query(uint64_t seed, double spread) const {
-    std::vector<float> q(spec_.query_head_count * spec_.head_dim);
-    for (size_t i = 0; i < q.size(); ++i) {
-      q[i] = static_cast<float>(spread) * Normal(seed * 1000003 + i);
-    }
-    return q;
-  }
-
-  JobItem AttendItem(const Policy& policy, const std::vector<float>& q, int64_t n, bool select) {
-    AttendWork work;
-    work.rows = rows_.get();
-    work.policy = policy;
-    work.q = reinterpret_cast<const std::byte*>(q.data());
-    work.query_count = 1;
-    work.visible = {n};
-    work.select_only = select;
-    JobItem item;
-    item.attend = std::move(work);
-    return item;
-  }
-
-  // The largest relative error of an output against the rows that it names.
-  double Verify(const Policy& policy, double spread, int64_t n) {
-    const std::vector<float> q = Query(7, spread);
-    const auto attend = Run(AttendItem(policy, q, n, false), false);
-    const auto select = Run(AttendItem(policy, q, n, true), false);
-    Check(attend->items[0].status);
-    Check(select->items[0].status);
-    const int d = spec_.head_dim;
-    std::vector<double> errors(spec_.query_head_count);
-    tbb::parallel_for(0, spec_.query_head_count, [&](int h) {
-      const int kv_head = h / spec_.group();
-      const Selection& s = select->items[0].attend->selections[kv_head];
-      std::vector<double> out(d, 0.0);
-      double sum = 0, max = -1e300;
-      std::vector<double> logits;
-      for (size_t i = 0; i < s.indices.size(); ++i) {
-        const std::byte* row = rows_->Row(kv_head, s.indices[i]);
-        double l = 0;
-        for (int j = 0; j < d; ++j) l += double{q[h * d + j]} * FromBF16(row + 2 * j);
-        logits.push_back(l * spec_.softmax_scale + s.log_weights[i]);
-        max = std::max(max, logits.back());
-      }
-      for (size_t i = 0; i < s.indices.size(); ++i) {
-        const std::byte* row = rows_->Row(kv_head, s.indices[i]);
-        const double x = std::exp(logits[i] - max);
-        sum += x;
-        for (int j = 0; j < d; ++j) out[j] += x * FromBF16(row + 2 * (d + j));
-      }
-      double error = 0, norm = 0;
-      for (int j = 0; j < d; ++j) {
-        const double wanted = out[j] / sum;
-        error += std::pow(attend->items[0].attend->out[h * d + j] - wanted, 2);
-        norm += wanted * wanted;
-      }
-      errors[h] = std::sqrt(error / norm);
-    });
-    return *std::max_element(errors.begin(), errors.end());
-  }
-
-  void Measure(const std::string& name, const Policy& policy, double spread, int64_t n,
-               int repetitions) {
-    if (name.find(only_) == std::string::npos) return;
-    const double error = Verify(policy, spread, n);
-    if (!(error < 1e-4)) {
-      std::cerr << name << " at " << n << ": wrong by " << error << "\n";
-      std::exit(1);
-    }
-    std::vector<double> totals;
-    std::map<std::string, std::vector<double>> stages;
-    std::vector<std::string> order;
-    int64_t touched = 0;
-    for (int i = 0; i < 2 * repetitions; ++i) {
-      cudaMemset(flush_.data(), i, static_cast<size_t>(flush_.bytes()));
-      cudaDeviceSynchronize();
-      const bool trace = i % 2 == 1;
-      const std::vector<float> q = Query(100 + i, spread);
-      const auto job = Run(AttendItem(policy, q, n, false), trace);
-      Check(job->items[0].status);
-      if (!trace) {
-        totals.push_back(job->device_time_us);
-        touched = 0;
-        for (int64_t t : job->items[0].attend->touched_row_counts) touched += t;
-        continue;
-      }
-      for (const StageTime& stage : job->stages) {
-        if (stages.count(stage.name) == 0) order.push_back(stage.name);
-        stages[stage.name].push_back(stage.us);
-      }
-    }
-    Json times = Json::object();
-    for (const std::string& stage : order) times[stage] = Median(stages[stage]);
-    Print({{"name", name},
-           {"tokens", n},
-           {"us", Median(totals)},
-           {"rows", touched},
-           {"row_bytes", touched * spec_.row_bytes()},
-           {"checked_error", error},
-           {"stages", times}});
-  }
-
- private:
-  static void Check(const absl::Status& status) {
-    if (status.ok()) return;
-    std::cerr << status << "\n";
-    std::exit(1);
-  }
-  static double Median(std::vector<double> x) {
-    std::sort(x.begin(), x.end());
-    return x[x.size() / 2];
-  }
-  static void Print(const Json& json) { std::cout << json.dump() << std::endl; }
-
-  std::unique_ptr<Job> Run(JobItem item, bool trace) {
-    item.sequence = sequence_.get();
-    auto job = std::make_unique<Job>();
-    job->model = model_.get();
-    job->trace = trace;
-    job->items.push_back(std::move(item));
-    std::promise<std::unique_ptr<Job>> done;
-    device_->Submit(std::move(job),
-                    [&](std::unique_ptr<Job> finished) { done.set_value(std::move(finished)); });
-    return done.get_future().get();
-  }
-
-  const ModelSpec spec_;
-  const std::string only_;
-  MemoryBudget budget_;
-  MemoryBudget flush_budget_{int64_t{1} << 30};
-  std::unique_ptr<Device> device_;
-  std::unique_ptr<Arena> arena_;
-  std::unique_ptr<PagePool> pool_;
-  std::unique_ptr<DeviceModel> model_;
-  std::unique_ptr<DeviceSequence> sequence_;
-  std::unique_ptr<LayerRows> rows_;
-  cuda::DeviceBuffer flush_;
-  double pin_seconds_ = 0;
-};
-
-int Main(int argc, char** argv) {
-  CLI::App app{"Attends of one layer on a GPU over random rows"};
-  std::vector<int64_t> lengths = {131072, 524288, 1048576};
+struct Options {
+  std::vector<int64_t> lengths;
+  std::string data;
   int repetitions = 15;
   std::string only;
-  app.add_option("--tokens", lengths, "lengths, ascending");
-  app.add_option("--repetitions", repetitions, "of each measurement");
-  app.add_option("--only", only, "measurements whose name holds this");
-  CLI11_PARSE(app, argc, argv);
+};
+
+struct NamedPolicy {
+  std::string name;
+  Policy policy;
+  double spread = 1;  // of random queries
+};
+
+void Print(const Json& json) { std::cout << json.dump() << std::endl; }
+
+double Mean(const std::vector<double>& x) {
+  double sum = 0;
+  for (const double value : x) sum += value;
+  return sum / static_cast<double>(x.size());
+}
+
+// Of the indices below count, those for which `holds`.
+double Share(size_t count, const std::function<bool(size_t)>& holds) {
+  size_t found = 0;
+  for (size_t i = 0; i < count; ++i) found += holds(i) ? 1 : 0;
+  return static_cast<double>(found) / static_cast<double>(count);
+}
+
+template <typename Data>
+absl::Status AppendTo(GpuFixture& fixture, const Data& data, const std::string& kind, int64_t n) {
+  const int64_t first = fixture.rows().token_count();
+  GpuFixture::Appended sum;
+  RowChunk chunk;
+  while (fixture.rows().token_count() < n) {
+    const int64_t start = fixture.rows().token_count();
+    const int64_t count = std::min(kChunkTokens, n - start);
+    data.Read(start, count, chunk);
+    const auto appended = fixture.Append(chunk.k.data(), chunk.v.data(), count);
+    if (!appended.ok()) return appended.status();
+    sum.seconds += appended->seconds;
+    sum.device_seconds += appended->device_seconds;
+    sum.pin_seconds += appended->pin_seconds;
+  }
+  const ModelSpec& spec = fixture.spec();
+  const auto bytes = static_cast<double>((n - first) * spec.kv_head_count * spec.row_bytes());
+  Print({{"name", "append"},
+         {"data", kind},
+         {"tokens", n - first},
+         {"seconds", sum.seconds},
+         {"device_seconds", sum.device_seconds},
+         {"gb_per_s", bytes / sum.seconds * 1e-9},
+         {"pin_seconds", sum.pin_seconds}});
+  return absl::OkStatus();
+}
+
+Json StageJson(const Timing& timing) {
+  Json json = Json::object();
+  for (const StageTime& stage : timing.stages) json[stage.name] = stage.us;
+  return json;
+}
+
+bool IsScoring(const std::string& stage) { return stage == "score"; }
+bool IsGather(const std::string& stage) { return stage.ends_with("gather"); }
+
+absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Options& options,
+                           const NamedPolicy& what, int64_t n) {
+  if (what.name.find(options.only) == std::string::npos) return absl::OkStatus();
+  const auto request = [&](int seed) {
+    return AttendRequest{what.policy, data.Query(static_cast<uint64_t>(seed), what.spread), n};
+  };
+  const auto checked = Check(fixture, what.name, request(7));
+  if (!checked.ok()) return checked.status();
+  const auto timing = Time(fixture, options.repetitions, [&](int i) { return request(100 + i); });
+  if (!timing.ok()) return timing.status();
+  Print({{"name", what.name},
+         {"data", "random"},
+         {"tokens", n},
+         {"us", timing->us},
+         {"rows", timing->row_count},
+         {"row_bytes", timing->row_count * fixture.spec().row_bytes()},
+         {"checked_error", checked->error},
+         {"stages", StageJson(*timing)}});
+  return absl::OkStatus();
+}
+
+// One query of the data; every repetition draws its sample with a seed of its
+// own. exact: dense attention of that query.
+absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const NamedPolicy& what,
+                          const TraceData& data, size_t at, int query,
+                          const std::vector<double>& exact) {
+  const auto request = [&](int i) {
+    AttendRequest r{what.policy, data.Query(at, query), data.visible(at, query)};
+    r.policy.seed = static_cast<uint64_t>(i);
+    return r;
+  };
+  const int heads = fixture.spec().query_head_count;
+  const double epsilon = what.policy.epsilon;
+  double checked_error = 0;
+  std::vector<double> observed, certified;                          // of all outputs
+  std::vector<double> observed_sums(heads), certified_sums(heads);  // of a head's
+  for (int i = 0; i < options.repetitions; ++i) {
+    const auto checked = Check(fixture, what.name, request(i));
+    if (!checked.ok()) return checked.status();
+    checked_error = std::max(checked_error, checked->error);
+    const AttendWork& work = checked->attended.work;
+    const std::vector<double> errors = RelativeErrors(fixture.spec(), work.out, exact);
+    for (int h = 0; h < heads; ++h) {
+      observed.push_back(errors[h]);
+      certified.push_back(work.certificates[h].relative_error);
+      observed_sums[h] += errors[h] / options.repetitions;
+      certified_sums[h] += certified.back() / options.repetitions;
+    }
+  }
+  const auto timing = Time(fixture, options.repetitions, request);
+  if (!timing.ok()) return timing.status();
+  Print({{"name", what.name},
+         {"data", "trace"},
+         {"tokens", data.lengths()[at]},
+         {"query", query},
+         {"visible", data.visible(at, query)},
+         {"epsilon", epsilon},
+         {"us", timing->us},
+         {"scoring_us", timing->StageUs(IsScoring)},
+         {"gather_us", timing->StageUs(IsGather)},
+         {"rest_us", timing->StageUs([](const std::string& stage) {
+            return !IsScoring(stage) && !IsGather(stage);
+          })},
+         {"rows", timing->row_count},
+         {"row_bytes", timing->row_count * fixture.spec().row_bytes()},
+         {"touched_rows", timing->touched},
+         {"heavy_tokens", timing->heavy},
+         {"sampled_tokens", timing->sampled},
+         {"checked_error", checked_error},
+         {"outputs", observed.size()},
+         {"observed_error_mean", Mean(observed)},
+         {"observed_error_max", *std::max_element(observed.begin(), observed.end())},
+         {"beyond_epsilon",
+          Share(observed.size(), [&](size_t i) { return !(observed[i] <= epsilon); })},
+         {"beyond_certified",
+          Share(observed.size(), [&](size_t i) { return !(observed[i] <= certified[i]); })},
+         {"certified_beyond_epsilon",
+          Share(certified.size(), [&](size_t i) { return !(certified[i] <= epsilon); })},
+         {"certified_error_mean", Mean(certified)},
+         {"certified_error_max", *std::max_element(certified.begin(), certified.end())},
+         {"observed_errors", observed_sums},
+         {"certified_errors", certified_sums},
+         {"stages", StageJson(*timing)}});
+  return absl::OkStatus();
+}
+
+std::vector<NamedPolicy> RandomPolicies() {
+  Policy top;  // a fixed budget, no tail
+  top.tail = Tail::kNone;
+  Policy share = top;
+  share.heavy_kind = HeavyKind::kFraction;
+  share.heavy_fraction = 0.02;
+  Policy hamming = share;
+  hamming.selector = Selector::kHamming;
+  Policy limited;
+  limited.row_count_max = 2500;
+  Policy pilot;  // an error bound that the pilot meets
+  pilot.epsilon = 0.999;
+  pilot.inflation = 1;
+  return {{"asymmetric top 256", top},
+          {"asymmetric top 2 %", share},
+          {"hamming top 2 %", hamming},
+          {"stratified, 2,500 rows", limited},
+          {"default policy, peaked", Policy(), 5},
+          {"default policy, pilot only", pilot, 5}};
+}
+
+absl::Status RunRandom(const Options& options) {
   ModelSpec spec;
   spec.layer_count = 1;
   spec.query_head_count = 32;
@@ -290,28 +208,71 @@ int Main(int argc, char** argv) {
   spec.head_dim = 128;
   spec.dtype = DType::kBF16;
   Normalize(spec);
-  Bench bench(spec, lengths.back(), only);
+  std::vector<int64_t> lengths = options.lengths;
+  if (lengths.empty()) lengths = {131072, 524288, 1048576};
+  auto fixture = GpuFixture::Create(spec, lengths.back());
+  if (!fixture.ok()) return fixture.status();
+  const RandomData data(spec);
   for (const int64_t n : lengths) {
-    bench.AppendTo(n);
-    Policy top;  // a fixed budget, no tail
-    top.tail = Tail::kNone;
-    bench.Measure("asymmetric top 256", top, 1, n, repetitions);
-    Policy share = top;
-    share.heavy_kind = HeavyKind::kFraction;
-    share.heavy_fraction = 0.02;
-    bench.Measure("asymmetric top 2 %", share, 1, n, repetitions);
-    share.selector = Selector::kHamming;
-    bench.Measure("hamming top 2 %", share, 1, n, repetitions);
-    Policy limited;
-    limited.row_count_max = 2500;
-    bench.Measure("stratified, 2,500 rows", limited, 1, n, repetitions);
-    bench.Measure("default policy, peaked", Policy(), 5, n, repetitions);
-    Policy pilot;  // an error bound that the pilot meets
-    pilot.epsilon = 0.999;
-    pilot.inflation = 1;
-    bench.Measure("default policy, pilot only", pilot, 5, n, repetitions);
+    if (absl::Status s = AppendTo(**fixture, data, "random", n); !s.ok()) return s;
+    for (const NamedPolicy& what : RandomPolicies()) {
+      if (absl::Status s = MeasureRandom(**fixture, data, options, what, n); !s.ok()) return s;
+    }
   }
-  return 0;
+  return absl::OkStatus();
+}
+
+absl::Status RunTrace(const Options& options) {
+  const auto data = TraceData::Open(options.data);
+  if (!data.ok()) return data.status();
+  const ModelSpec& spec = data->spec();
+  const std::vector<int64_t>& lengths = data->lengths();
+  const auto holds = [](const std::vector<int64_t>& all, int64_t n) {
+    return std::find(all.begin(), all.end(), n) != all.end();
+  };
+  for (const int64_t n : options.lengths) {
+    if (holds(lengths, n)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("the data has no queries at ", n, " tokens"));
+  }
+  auto fixture = GpuFixture::Create(spec, lengths.back());
+  if (!fixture.ok()) return fixture.status();
+  std::vector<NamedPolicy> policies(2, {"default policy", DefaultPolicy(spec)});
+  policies[1].name = "default policy, epsilon 0.05";
+  policies[1].policy.epsilon = 0.05;
+  Print({{"name", "data"}, {"data", "trace"}, {"meta", data->meta()}});
+  for (size_t at = 0; at < lengths.size(); ++at) {
+    if (!options.lengths.empty() && !holds(options.lengths, lengths[at])) continue;
+    if (absl::Status s = AppendTo(**fixture, *data, "trace", lengths[at]); !s.ok()) return s;
+    for (int query = 0; query < data->queries_per_length(); ++query) {
+      const std::vector<double> exact = DenseAttention(
+          spec, (*fixture)->rows(), data->Query(at, query), data->visible(at, query));
+      for (const NamedPolicy& what : policies) {
+        if (what.name.find(options.only) == std::string::npos) continue;
+        absl::Status s = MeasureTrace(**fixture, options, what, *data, at, query, exact);
+        if (!s.ok()) return s;
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app{"Attends of one layer on a GPU over random rows, or over data"};
+  Options options;
+  app.add_option("--tokens", options.lengths, "lengths, ascending; of data, which of its own");
+  app.add_option("--data", options.data, "a folder that bench/trace_data.py wrote");
+  app.add_option("--repetitions", options.repetitions, "of each measurement")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--only", options.only, "measurements whose name holds this");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    const absl::Status status = options.data.empty() ? RunRandom(options) : RunTrace(options);
+    if (status.ok()) return 0;
+    std::cerr << "attend_bench: " << status << '\n';
+  } catch (const std::exception& e) {  // the JSON library's
+    std::cerr << "attend_bench: " << e.what() << '\n';
+  }
+  return 1;
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-"""Makes docs/results/gpu/README.md and attend.png from the files beside them.
+"""Makes docs/results/gpu/README.md and its plots from the files beside them.
 
 attend.jsonl, encode.jsonl and peers.jsonl are what bench/gpu/attend_bench,
 encode_bench and peers.py wrote in one run on one machine; link.csv comes from
-`spillway bench link`, tests.json from scripts/gpu-test.sh.
+`spillway bench link`, tests.json from scripts/gpu-test.sh. attend_trace.jsonl,
+if it is there, is what attend_bench --data wrote.
 """
 
 from __future__ import annotations
@@ -11,35 +12,22 @@ import argparse
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import trace_section
+from records import KV_HEADS, Record, label, lines, verdict
 
-# What the aims are stated for: 8 KV heads, 34 B of codes and factor a key at 2
-# bits and 128 dimensions, 16 B a key for 128 hash bits, and the rate of a copy
-# within the H200's memory.
-KV_HEADS = 8
+# What the aims are stated for: 34 B of codes and factor a key at 2 bits and 128
+# dimensions, 16 B a key for 128 hash bits, and the rate of a copy within the
+# H200's memory.
 KEY_BYTES = {"asymmetric": 34, "hamming": 16}
 MEMORY_BYTES_PER_S = 4.3e12
 AIMS_US = {("hamming", 524288): 25, ("hamming", 1048576): 45}
 AIMS_US |= {("asymmetric", 524288): 50, ("asymmetric", 1048576): 95}
 STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
-Record = dict[str, Any]
-
-
-def lines(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
-
-
-def label(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
-
-
-def verdict(met: bool) -> str:
-    return "met" if met else "**missed**"
 
 
 def selection_us(record: Record) -> float:
@@ -141,12 +129,14 @@ def main() -> None:
     encode = lines(folder / "encode.jsonl")[0]
     tests = json.loads((folder / "tests.json").read_text())["counts"]
     with (folder / "link.csv").open() as file:
-        density = [
-            r
-            for r in csv.DictReader(file)
-            if r["experiment"] == "density" and r["sm_count"] == "4" and r["density"] == "0.02"
-        ]
+        link = list(csv.DictReader(file))
+    density = [
+        r
+        for r in link
+        if r["experiment"] == "density" and r["sm_count"] == "4" and r["density"] == "0.02"
+    ]
     plot(attends, peers, folder / "attend.png")
+    trace = folder / "attend_trace.jsonl"
     text = [
         "# On a GPU",
         "",
@@ -179,6 +169,7 @@ def main() -> None:
         "",
         "![attends and their peers](attend.png)",
         "",
+        *(trace_section.section(lines(trace), peers, link, folder) if trace.exists() else []),
         "## What one would use instead",
         "",
         "The same shapes in torch "

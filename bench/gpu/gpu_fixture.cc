@@ -1,0 +1,130 @@
+#include "bench/gpu/gpu_fixture.h"
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <future>
+#include <utility>
+
+#include "gpu/cuda/error.h"
+#include "gpu/device/cuda_device.h"
+
+namespace spillway::bench {
+namespace {
+
+constexpr int64_t kGiB = int64_t{1} << 30;
+constexpr int64_t kArenaChunkBytes = kGiB / 4;
+constexpr int64_t kFlushBytes = kGiB / 4;  // several times what the L2 cache holds
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+GpuFixture::GpuFixture(const ModelSpec& spec, int64_t token_max)
+    : spec_(spec),
+      budget_(token_max * spec.kv_head_count * spec.row_bytes() + 4 * kGiB),
+      flush_budget_(kFlushBytes) {}
+
+GpuFixture::~GpuFixture() {
+  rows_.reset();
+  sequence_.reset();
+  model_.reset();
+  pool_.reset();
+  arena_.reset();
+}
+
+absl::StatusOr<std::unique_ptr<GpuFixture>> GpuFixture::Create(const ModelSpec& spec,
+                                                               int64_t token_max) {
+  std::unique_ptr<GpuFixture> fixture(new GpuFixture(spec, token_max));
+  if (absl::Status status = fixture->Initialize(); !status.ok()) return status;
+  return fixture;
+}
+
+absl::Status GpuFixture::Initialize() {
+  auto device = CreateCudaDevice({}, &budget_);
+  if (!device.ok()) return device.status();
+  device_ = *std::move(device);
+  Arena::ChunkObserver observer;
+  observer.committed = [this](std::span<std::byte> chunk) {
+    const Stopwatch watch;
+    absl::Status status = device_->RegisterMemory(chunk);
+    pin_seconds_ += watch.seconds();
+    return status;
+  };
+  observer.released = [this](std::span<std::byte> chunk) { device_->UnregisterMemory(chunk); };
+  ArenaOptions options;
+  options.limit_bytes = budget_.limit_bytes() - kGiB;
+  options.chunk_bytes = kArenaChunkBytes;
+  auto arena = Arena::Create(options, &budget_, observer);
+  if (!arena.ok()) return arena.status();
+  arena_ = *std::move(arena);
+  pool_ = std::make_unique<PagePool>(arena_.get(), kPageTokenCount * spec_.row_bytes());
+  auto model = device_->CreateModel(spec_, {});
+  if (!model.ok()) return model.status();
+  model_ = *std::move(model);
+  auto sequence = device_->CreateSequence(*model_);
+  if (!sequence.ok()) return sequence.status();
+  sequence_ = *std::move(sequence);
+  rows_ = std::make_unique<LayerRows>(pool_.get(), spec_);
+  auto flush = cuda::DeviceBuffer::Create(kFlushBytes, &flush_budget_, "flush");
+  if (!flush.ok()) return flush.status();
+  flush_ = *std::move(flush);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<GpuFixture::Appended> GpuFixture::Append(const std::byte* k, const std::byte* v,
+                                                        int64_t count) {
+  const Stopwatch watch;
+  const double pin_seconds = pin_seconds_;
+  const int64_t start = rows_->token_count();
+  if (absl::Status status = rows_->PrepareAppend(count); !status.ok()) return status;
+  absl::Status status = device_->PrepareAppend(*model_, *sequence_, 0, start, count);
+  if (!status.ok()) return status;
+  JobItem item;
+  item.append = AppendWork{rows_.get(), start, count, k, v};
+  const auto job = Run(std::move(item), /*trace=*/false);
+  if (!job->items[0].status.ok()) return job->items[0].status;
+  return Appended{watch.seconds(), job->device_time_us * 1e-6, pin_seconds_ - pin_seconds};
+}
+
+absl::StatusOr<GpuFixture::Attended> GpuFixture::Attend(const AttendRequest& request, Mode mode) {
+  JobItem item;
+  AttendWork& work = item.attend.emplace();
+  work.rows = rows_.get();
+  work.policy = request.policy;
+  work.q = reinterpret_cast<const std::byte*>(request.q.data());
+  work.query_count = 1;
+  work.visible = {request.visible};
+  work.select_only = mode == Mode::kSelect;
+  const auto job = Run(std::move(item), mode == Mode::kTrace);
+  if (!job->items[0].status.ok()) return job->items[0].status;
+  return Attended{*std::move(job->items[0].attend), job->device_time_us, std::move(job->stages)};
+}
+
+absl::Status GpuFixture::FlushCaches() {
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemset(flush_.data(), 1, static_cast<size_t>(flush_.bytes())));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaDeviceSynchronize());
+  return absl::OkStatus();
+}
+
+std::unique_ptr<Job> GpuFixture::Run(JobItem item, bool trace) {
+  item.sequence = sequence_.get();
+  auto job = std::make_unique<Job>();
+  job->model = model_.get();
+  job->trace = trace;
+  job->items.push_back(std::move(item));
+  std::promise<std::unique_ptr<Job>> done;
+  device_->Submit(std::move(job),
+                  [&done](std::unique_ptr<Job> finished) { done.set_value(std::move(finished)); });
+  return done.get_future().get();
+}
+
+}  // namespace spillway::bench
