@@ -1,6 +1,7 @@
 #include "gpu/device/cuda_device.h"
 
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -99,7 +100,10 @@ class CudaDevice final : public Device {
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     const cuda::CodeTiling tiling = cuda::CodeTiling::Of(spec);
-    return spec.kv_head_count * (int64_t{tiling.page_bytes()} / kPageTokenCount);
+    const double band = spec.hash.kind == HashKind::kNone ? 0 : spec.sample_band_fraction;
+    return spec.kv_head_count *
+           (int64_t{tiling.page_bytes()} / kPageTokenCount +
+            static_cast<int64_t>(std::ceil(band * static_cast<double>(spec.row_bytes()))));
   }
 
   std::optional<DeviceMemory> memory() const override {

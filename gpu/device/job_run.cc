@@ -48,8 +48,9 @@ LayerIndex& JobRun::index(size_t item) const {
   return static_cast<CudaSequence&>(*job_->items[item].sequence).layers[job_->layer];
 }
 
-absl::Status JobRun::Encode(const LayerRows& rows, LayerIndex& index) {
-  const int64_t n = rows.token_count();
+absl::Status JobRun::Encode(size_t item, const RowCopy* copies) {
+  LayerIndex& index = this->index(item);
+  const int64_t n = job_->items[item].append->rows->token_count();
   if (!model().has_codes() || n < kCentreTokenCount) return absl::OkStatus();
   EncodeWork work;
   work.dtype = spec().dtype;
@@ -74,7 +75,9 @@ absl::Status JobRun::Encode(const LayerRows& rows, LayerIndex& index) {
         LaunchEncodeRotation(work, model().rotation(job_->layer), lane_->stream()));
   }
   index.SetCoded(n);
-  return absl::OkStatus();
+  return ToStatus(
+      LaunchRowCopies(copies, copy_counts_[item], spec().row_bytes(), lane_->stream()),
+      "bringing rows over");
 }
 
 void JobRun::AddDense(const DenseRun& run) {
@@ -192,7 +195,7 @@ void JobRun::Address(const SparseQuery& query, int kv_head, UnitRequest& r) cons
   const LayerIndex& layer = index(query.item);
   r.row_pages = layer.row_pages(kv_head);
   if (model().has_codes()) r.code_pages = layer.code_pages(kv_head);
-  r.resident.recent_begin = INT64_MAX;
+  r.resident = layer.resident(kv_head);
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = model().rotation(job_->layer).transposed;
   }
@@ -454,6 +457,11 @@ absl::Status JobRun::EnqueueAppends() {
     const JobItem& item = job_->items[i];
     const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
     if (absl::Status status = index(i).Update(rows, updates_); !status.ok()) return status;
+    const auto before = static_cast<int64_t>(copies_.size());
+    if (item.append.has_value() && rows.token_count() >= kCentreTokenCount) {
+      index(i).FillResident(rows, rows.token_count(), copies_);
+    }
+    copy_counts_.push_back(static_cast<int64_t>(copies_.size()) - before);
   }
   return absl::OkStatus();
 }
@@ -464,6 +472,7 @@ absl::Status JobRun::Enqueue() {
   // Pinned memory of all, and the largest workspace: parts follow each other.
   Carver pinned;
   pinned.Take<TableUpdate>(static_cast<int64_t>(updates_.size()));
+  pinned.Take<RowCopy>(static_cast<int64_t>(copies_.size()));
   int64_t workspace_bytes = 0;
   for (SparseWave& wave : waves_) {
     Carver workspace;
@@ -487,19 +496,20 @@ absl::Status JobRun::Enqueue() {
   }
 
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->start(), lane_->stream()));
-  if (!updates_.empty()) {
-    const auto count = static_cast<int64_t>(updates_.size());
-    auto* const copy = pinned.Take<TableUpdate>(count);
-    std::copy(updates_.begin(), updates_.end(), copy);
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTableUpdates(copy, count, lane_->stream()));
-  } else {
-    pinned.Take<TableUpdate>(0);
+  const auto update_count = static_cast<int64_t>(updates_.size());
+  auto* const updates = pinned.Take<TableUpdate>(update_count);
+  std::copy(updates_.begin(), updates_.end(), updates);
+  auto* copies = pinned.Take<RowCopy>(static_cast<int64_t>(copies_.size()));
+  std::copy(copies_.begin(), copies_.end(), copies);
+  if (update_count > 0) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTableUpdates(updates, update_count, lane_->stream()));
   }
   for (size_t i = 0; i < job_->items.size(); ++i) {
-    JobItem& item = job_->items[i];
-    if (!item.append.has_value()) continue;
-    if (absl::Status status = Encode(*item.append->rows, index(i)); !status.ok()) return status;
-    if (absl::Status status = Mark("append"); !status.ok()) return status;
+    if (job_->items[i].append.has_value()) {
+      if (absl::Status status = Encode(i, copies); !status.ok()) return status;
+      if (absl::Status status = Mark("append"); !status.ok()) return status;
+    }
+    copies += copy_counts_[i];
   }
   for (SparseWave& wave : waves_) {
     Carver workspace(workspace_);

@@ -80,7 +80,9 @@ class JobRun {
   const AttendWork& work(size_t item) const { return *job_->items[item].attend; }
 
   absl::Status EnqueueAppends();
-  absl::Status Encode(const LayerRows& rows, LayerIndex& index);
+  // Encodes what was appended to an item's rows, and brings over those that
+  // the GPU is to hold.
+  absl::Status Encode(size_t item, const RowCopy* copies);
   void Split();
   void AddDense(const DenseRun& run);
   void AddSparse(const SparseQuery& query);
@@ -107,6 +109,8 @@ class JobRun {
   Lane* const lane_;
   const Gpu gpu_;
   std::vector<TableUpdate> updates_;
+  std::vector<RowCopy> copies_;
+  std::vector<int64_t> copy_counts_;  // per item
   std::vector<SparseWave> waves_;
   std::vector<DensePart> dense_;
   std::byte* workspace_ = nullptr;

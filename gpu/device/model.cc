@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "gpu/kernels/attend.h"
 #include "host/codes/rotation.h"
 #include "tbb/parallel_for.h"
 
@@ -10,7 +11,9 @@ namespace spillway::cuda {
 
 CudaModel::CudaModel(const ModelSpec& spec, Arena* arena)
     : spec_(spec), tiling_(CodeTiling::Of(spec)) {
-  if (has_codes()) code_pool_ = std::make_unique<PagePool>(arena, tiling_.page_bytes());
+  if (!has_codes()) return;
+  code_pool_ = std::make_unique<PagePool>(arena, tiling_.page_bytes());
+  row_pool_ = std::make_unique<PagePool>(arena, kResidentPageRows * spec.row_bytes());
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& spec, Arena* arena,

@@ -12,7 +12,8 @@
 
 namespace spillway::cuda {
 
-// A model's hash weights in GPU memory and the pool of its code pages.
+// A model's hash weights in GPU memory and the pools of its code pages and of
+// the rows that the GPU holds.
 class CudaModel final : public DeviceModel {
  public:
   // weights: MLP layers, empty for other kinds of hash. RESOURCE_EXHAUSTED.
@@ -26,6 +27,8 @@ class CudaModel final : public DeviceModel {
   bool has_codes() const { return spec_.hash.kind != HashKind::kNone; }
   const CodeTiling& tiling() const { return tiling_; }
   PagePool* code_pool() const { return code_pool_.get(); }
+  // Of kResidentPageRows rows a page.
+  PagePool* row_pool() const { return row_pool_.get(); }
   RotationWeights rotation(int layer) const;
   MlpWeightsView mlp(int layer) const;
 
@@ -35,6 +38,7 @@ class CudaModel final : public DeviceModel {
   const ModelSpec spec_;
   const CodeTiling tiling_;
   std::unique_ptr<PagePool> code_pool_;
+  std::unique_ptr<PagePool> row_pool_;
   DeviceBuffer weights_;  // rotations transposed [L][d][d], or all MLPs' tensors
   std::vector<MlpWeightsView> mlp_;
 };

@@ -7,7 +7,6 @@
 namespace spillway::cuda {
 namespace {
 
-constexpr int64_t kBlockBytesMin = 4096;
 constexpr int64_t kPageCapacityMin = 64;
 
 int64_t PagesFor(int64_t token_count) {
@@ -16,52 +15,31 @@ int64_t PagesFor(int64_t token_count) {
 
 }  // namespace
 
-PagePool* BlockPools::Of(int64_t bytes) {
-  const auto size =
-      static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kBlockBytesMin))));
-  const absl::MutexLock lock(&mutex_);
-  std::unique_ptr<PagePool>& pool = pools_[size];
-  if (pool == nullptr) pool = std::make_unique<PagePool>(arena_, size);
-  return pool.get();
-}
-
-absl::StatusOr<Block> Block::Create(PagePool* pool) {
-  const absl::StatusOr<PageRef> page = pool->Allocate();
-  if (!page.ok()) return page.status();
-  Block block;
-  block.pool_ = pool;
-  block.page_ = *page;
-  return block;
-}
-
-Block Block::Share() const {
-  Block block;
-  if (!page_) return block;
-  pool_->AddReference(page_);
-  block.pool_ = pool_;
-  block.page_ = page_;
-  return block;
-}
-
-LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks)
-    : model_(&model), blocks_(blocks), mirror_(2 * model.spec().kv_head_count) {
+LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
+    : model_(&model),
+      blocks_(blocks),
+      resident_(model, blocks, layer),
+      mirror_(2 * model.spec().kv_head_count) {
   for (int h = 0; model.has_codes() && h < model.spec().kv_head_count; ++h) {
     codes_.emplace_back(model.code_pool(), kPageTokenCount);
   }
 }
 
-LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
-                       int64_t token_count)
-    : model_(&model), blocks_(blocks), mirror_(2 * model.spec().kv_head_count) {
-  const int64_t count = std::min(token_count, source.coded_token_count_);
-  centred_ = source.centred_ && count >= kCentreTokenCount;
-  coded_token_count_ = centred_ ? count : 0;
+LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer,
+                       const LayerIndex& source, int64_t token_count)
+    : model_(&model),
+      blocks_(blocks),
+      centred_(source.centred_ &&
+               std::min(token_count, source.coded_token_count_) >= kCentreTokenCount),
+      coded_token_count_(centred_ ? std::min(token_count, source.coded_token_count_) : 0),
+      resident_(model, blocks, layer, source.resident_, coded_token_count_),
+      mirror_(2 * model.spec().kv_head_count) {
   if (centred_) centre_ = source.centre_.Share();
   for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(coded_token_count_));
 }
 
 int64_t LayerIndex::bytes() const {
-  int64_t bytes = 0;
+  int64_t bytes = resident_.bytes();
   for (const PageTable& codes : codes_) bytes += codes.bytes();
   return bytes;
 }
@@ -74,6 +52,7 @@ void LayerIndex::Truncate(int64_t token_count) {
   }
   coded_token_count_ = std::min(coded_token_count_, token_count);
   for (PageTable& table : codes_) table.Truncate(coded_token_count_);
+  resident_.Truncate(coded_token_count_);
   // A page that is written next may be replaced first, if a fork shares it.
   synced_row_pages_ = std::min(synced_row_pages_, token_count / kPageTokenCount);
   synced_code_pages_ = std::min(synced_code_pages_, coded_token_count_ / kPageTokenCount);
@@ -91,28 +70,31 @@ absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
     if (!centre.ok()) return centre.status();
     centre_ = *std::move(centre);
   }
-  for (size_t h = 0; h < codes_.size(); ++h) {
-    absl::Status status = codes_[h].PrepareWrite(coded_token_count_, start + count);
-    if (!status.ok()) {
-      for (size_t i = 0; i < h; ++i) codes_[i].Truncate(coded_token_count_);
-      return status;
-    }
+  absl::Status status = resident_.Prepare(start + count);
+  for (size_t h = 0; h < codes_.size() && status.ok(); ++h) {
+    status = codes_[h].PrepareWrite(coded_token_count_, start + count);
   }
-  return absl::OkStatus();
+  if (!status.ok()) {
+    for (PageTable& codes : codes_) codes.Truncate(coded_token_count_);
+    resident_.Truncate(coded_token_count_);
+  }
+  return status;
 }
 
 absl::Status LayerIndex::Grow(int64_t page_count) {
   if (page_count <= capacity_) return absl::OkStatus();
   const int64_t capacity = std::max(
       kPageCapacityMin, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(page_count))));
-  const auto tables = static_cast<int64_t>(mirror_.size());
-  absl::StatusOr<Block> block = Block::Create(
-      blocks_->Of(tables * capacity * static_cast<int64_t>(sizeof(const std::byte*))));
+  const int64_t words =
+      static_cast<int64_t>(mirror_.size()) * capacity + resident_.TableWords(capacity);
+  absl::StatusOr<Block> block =
+      Block::Create(blocks_->Of(words * static_cast<int64_t>(sizeof(uint64_t))));
   if (!block.ok()) return block.status();
   tables_ = *std::move(block);
   capacity_ = capacity;
   for (auto& pages : mirror_) pages.clear();
   synced_row_pages_ = synced_code_pages_ = 0;
+  tables_new_ = true;
   return absl::OkStatus();
 }
 
@@ -120,7 +102,7 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
   const int64_t row_pages = PagesFor(rows.token_count());
   if (absl::Status status = Grow(row_pages); !status.ok()) return status;
   const int heads = rows.kv_head_count();
-  auto** const slots = reinterpret_cast<const std::byte**>(tables_ ? tables_.data() : nullptr);
+  auto* const slots = reinterpret_cast<uint64_t*>(tables_ ? tables_.data() : nullptr);
   const auto sync = [&](int table, int64_t from, int64_t page_count, const auto& page) {
     std::vector<const std::byte*>& known = mirror_[table];
     known.resize(static_cast<size_t>(page_count), nullptr);
@@ -128,7 +110,7 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
       const std::byte* address = page(p);
       if (known[p] == address) continue;
       known[p] = address;
-      updates.push_back({slots + table * capacity_ + p, address});
+      updates.push_back({slots + table * capacity_ + p, reinterpret_cast<uint64_t>(address)});
     }
   };
   for (int h = 0; h < heads; ++h) {
@@ -139,6 +121,8 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
   }
   synced_row_pages_ = row_pages;
   synced_code_pages_ = codes_.empty() ? 0 : codes_.front().page_count();
+  resident_.Sync(resident_tables(), capacity_, tables_new_, updates);
+  tables_new_ = false;
   return absl::OkStatus();
 }
 
@@ -153,14 +137,14 @@ std::byte* const* LayerIndex::code_pages(int kv_head) const {
 
 CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks) {
   layers.reserve(model.spec().layer_count);
-  for (int l = 0; l < model.spec().layer_count; ++l) layers.emplace_back(model, blocks);
+  for (int l = 0; l < model.spec().layer_count; ++l) layers.emplace_back(model, blocks, l);
 }
 
 CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, const CudaSequence& source,
                            int64_t token_count) {
   layers.reserve(source.layers.size());
-  for (const LayerIndex& layer : source.layers) {
-    layers.emplace_back(model, blocks, layer, token_count);
+  for (int l = 0; l < model.spec().layer_count; ++l) {
+    layers.emplace_back(model, blocks, l, source.layers[l], token_count);
   }
 }
 

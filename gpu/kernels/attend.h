@@ -78,9 +78,11 @@ struct Segment {
 struct ResidentPage {
   uint32_t mask[kPageTokenCount / 32];
   uint32_t before;
-  uint32_t unused[3];
+  uint32_t unused;
 };
 inline constexpr int kResidentPageRows = 64;
+// The first tokens, whose rows the GPU always holds.
+inline constexpr int kResidentSink = 64;
 // Rows of a ring of the newest tokens, by token % kRecentRows.
 inline constexpr int kRecentRows = 128;
 
@@ -318,10 +320,18 @@ cudaError_t LaunchDenseFinish(const DenseWave& wave, cudaStream_t stream);
 // ---- Tables --------------------------------------------------------------
 
 struct TableUpdate {
-  const std::byte** slot = nullptr;  // device
-  const std::byte* value = nullptr;
+  uint64_t* slot = nullptr;  // device
+  uint64_t value = 0;
 };
 // *slot = value for `count` updates that lie in pinned memory.
 cudaError_t LaunchTableUpdates(const TableUpdate* updates, int64_t count, cudaStream_t stream);
+
+struct RowCopy {
+  const std::byte* from = nullptr;  // pinned
+  std::byte* to = nullptr;          // device
+};
+// Copies `count` rows; the list lies in pinned memory.
+cudaError_t LaunchRowCopies(const RowCopy* copies, int64_t count, int64_t row_bytes,
+                            cudaStream_t stream);
 
 }  // namespace spillway::cuda

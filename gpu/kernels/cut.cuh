@@ -29,31 +29,23 @@ __device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
   __syncthreads();
 }
 
-// The largest bin below `top` at which the tail's tokens of that bin and above
-// number at least `wanted`, or -1. All lanes of a warp; at() does not ascend.
+// The largest bin at which the tail's tokens of that bin and above number at
+// least `wanted`, or -1; at() does not ascend.
 template <typename At>
-__device__ inline int LastBinReaching(int top, int64_t wanted, At at) {
-  const int lane = threadIdx.x % 32;
-  int low = 0, high = top;  // the answer, if any, lies in [low, high)
-  while (high > low) {
-    const int step = (high - low + 31) / 32;
-    const int bin = low + lane * step;
-    const unsigned reached = __ballot_sync(kFullWarp, bin < high && at(bin) >= wanted);
-    if (reached == 0) return -1;
-    const int last = 31 - __clz(reached);
-    const int next_low = low + last * step;
-    if (step == 1) return next_low;
-    high = min(next_low + step, high);
-    low = next_low;
+__device__ inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
+  int low = -1, high = bin_count;  // at(low) reaches, at(high) does not
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (at(middle) >= wanted ? low : high) = middle;
   }
-  return -1;
+  return low;
 }
 
 // The strata, the pilots' thresholds and what else is known of the tail. One
 // warp; every lane computes the same.
 __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
                                const uint32_t* above, int heavy_bin, uint16_t* lowest_bin,
-                               int& strata_count) {
+                               int64_t* stratum_count, int& strata_count) {
   UnitState& state = *u.state;
   const int bins = shape.bin_count;
   const int64_t all = above[0];
@@ -79,26 +71,30 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
   if (tail > 0 && u.tail != Tail::kNone) {
     if (u.tail == Tail::kStratified) {
       const int64_t k = max(int64_t{1}, heavy_total);
-      int64_t edge = 2 * k;
+      // Lane i knows where edge k 2^(i + 1) falls; tails are shorter than 2^31.
+      const int lane = threadIdx.x;
+      const int64_t own_edge = k << (lane + 1 < 32 ? lane + 1 : 31);
+      const int own_bin = LastBinReaching(bins, own_edge - k, tail_at);
+      const int64_t own_reached = own_bin < 0 ? 0 : tail_at(own_bin);
       int64_t closed = 0;  // tail tokens in closed strata
-      int top = bins;
-      for (bool last = false; !last;) {
-        const int bin = LastBinReaching(top, edge - k, tail_at);
-        if (bin < 0 || tail_at(bin) == tail) break;
-        const int64_t reached = tail_at(bin);
-        if (threadIdx.x == 0) {
+      int edge = 0;
+      for (bool last = false; !last && edge < 32;) {
+        const int bin = __shfl_sync(kFullWarp, own_bin, edge);
+        const int64_t reached = __shfl_sync(kFullWarp, own_reached, edge);
+        if (bin < 0 || reached == tail) break;
+        if (lane == 0) {
           lowest_bin[strata] = static_cast<uint16_t>(bin);
-          state.stratum_count[strata] = reached - closed;
+          stratum_count[strata] = reached - closed;
         }
         closed = reached;
-        top = bin;
         ++strata;
         last = (tail - reached) * 10 < tail || strata + 1 == kTailStrataMax;
-        while (edge <= k + reached) edge *= 2;
+        const unsigned beyond = __ballot_sync(kFullWarp, own_edge > k + reached);
+        edge = beyond == 0 ? 32 : __ffs(beyond) - 1;
       }
       if (threadIdx.x == 0) {
         lowest_bin[strata] = 0;
-        state.stratum_count[strata] = tail - closed;
+        stratum_count[strata] = tail - closed;
       }
       ++strata;
     }
@@ -106,7 +102,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
       strata = 1;
       if (threadIdx.x == 0) {
         lowest_bin[0] = 0;
-        state.stratum_count[0] = tail;
+        stratum_count[0] = tail;
       }
     }
   }
@@ -124,9 +120,12 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
   }
   __syncwarp();
   for (int h = threadIdx.x; h < strata; h += 32) {
+    const int64_t count = stratum_count[h];
+    state.stratum_count[h] = count;
     state.drawn_threshold[h] = 0;
     state.threshold[h] =
-        rows_left == 0 ? 0 : SampleThreshold(PilotCount(u, state, h), state.stratum_count[h]);
+        rows_left == 0 ? 0
+                       : SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;
@@ -140,6 +139,7 @@ __global__ void __launch_bounds__(kCutThreads)
   __shared__ int heavy_bin;
   __shared__ int strata_count;
   __shared__ uint16_t lowest_bin[kTailStrataMax];
+  __shared__ int64_t stratum_count[kTailStrataMax];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
   const int bins = shape.bin_count;
@@ -155,7 +155,9 @@ __global__ void __launch_bounds__(kCutThreads)
     }
     __syncthreads();
   }
-  if (threadIdx.x < 32) CutTail(shape, u, above, heavy_bin, lowest_bin, strata_count);
+  if (threadIdx.x < 32) {
+    CutTail(shape, u, above, heavy_bin, lowest_bin, stratum_count, strata_count);
+  }
   __syncthreads();
   const auto class_below = [&](int bin) {
     return strata_count == 0 ? kClassNever : StratumOf(lowest_bin, bin);

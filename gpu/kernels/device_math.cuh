@@ -143,10 +143,12 @@ __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
 
 // Rows that each stratum's pilot asks for (policy.pilot_token_count, less
 // where row_count_max leaves less; small strata whole).
-__device__ inline int64_t PilotCount(const UnitRequest& u, const UnitState& s, int h) {
-  const int64_t share = s.rows_left / (2 * s.strata);
-  const int64_t each = u.pilot_count < share ? u.pilot_count : share;
-  return s.stratum_count[h] > 2 * each ? each : s.stratum_count[h];
+__device__ inline int64_t PilotCount(int64_t pilot_count, int64_t rows_left, int strata,
+                                     int64_t stratum_count) {
+  // pilot_count <= rows_left / (2 strata), without the division.
+  const bool enough = pilot_count <= INT32_MAX && pilot_count * 2 * strata <= rows_left;
+  const int64_t each = enough ? pilot_count : min(pilot_count, rows_left / (2 * strata));
+  return stratum_count > 2 * each ? each : stratum_count;
 }
 
 }  // namespace spillway::cuda

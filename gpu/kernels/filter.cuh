@@ -91,15 +91,35 @@ __device__ inline void LoadClasses(const UnitRequest& u, int bin_count, uint8_t*
   }
 }
 
+// The bins of a thread's tokens of a chunk.
+template <int kThreads>
+struct ChunkBins {
+  static constexpr int kPerThread = kChunkTokens / kThreads;
+  uint2 pairs[kPerThread / 4];
+
+  __device__ void Load(const UnitRequest& u, int64_t chunk) {
+    // Bins are padded to whole chunks.
+    const auto* from = reinterpret_cast<const uint2*>(u.bins + chunk * kChunkTokens) +
+                       static_cast<int>(threadIdx.x) * (kPerThread / 4);
+#pragma unroll
+    for (int i = 0; i < kPerThread / 4; ++i) pairs[i] = from[i];
+  }
+  // REQUIRES: i is known to the compiler.
+  __device__ int At(int i) const {
+    const uint32_t pair = i % 4 < 2 ? pairs[i / 4].x : pairs[i / 4].y;
+    return static_cast<int>(pair >> (16 * (i % 2)) & 0xFFFFu);
+  }
+};
+
 // Lists a chunk's candidates in token order, and counts them by class into
 // chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for
 // which of them are heavy is not known yet. All threads of the block.
 template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
-                                   const uint8_t* classes, int bin_count, int phase,
-                                   int64_t chunk) {
+                                   const uint8_t* classes, int bin_count, int phase, int64_t chunk,
+                                   const ChunkBins<kThreads>& own_bins) {
   constexpr int kWarps = kThreads / 32;
-  constexpr int kPerThread = kChunkTokens / kThreads;
+  constexpr int kPerThread = ChunkBins<kThreads>::kPerThread;
   __shared__ uint32_t warp_counts[kWarps];
   __shared__ uint32_t counts[kChunkColumns];
   __shared__ ChunkTies ties;
@@ -117,16 +137,9 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t flags = 0;
   if (first < slots) {
-    // Bins are padded to whole loads.
-    uint2 pairs[kPerThread / 4];
-#pragma unroll
-    for (int i = 0; i < kPerThread / 4; ++i) {
-      pairs[i] = reinterpret_cast<const uint2*>(bins + first)[i];
-    }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const uint32_t pair = i % 4 < 2 ? pairs[i / 4].x : pairs[i / 4].y;
-      const int c = class_of(static_cast<int>(pair >> (16 * (i % 2)) & 0xFFFFu));
+      const int c = class_of(own_bins.At(i));
       flags |= static_cast<uint32_t>(Drawn(rule, c, static_cast<uint32_t>(chunk_begin + first + i)))
                << i;
     }
@@ -185,12 +198,18 @@ __global__ void __launch_bounds__(kFilterThreads)
   extern __shared__ __align__(16) uint8_t classes[];
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
-  Begin(units + blockIdx.y, u);
+  LoadRequest(units + blockIdx.y, u);
+  // The kernel before does not write bins.
+  ChunkBins<kFilterThreads> bins;
+  if (blockIdx.x < u.chunks()) bins.Load(u, blockIdx.x);
+  WaitForPrevious();
+  LetNextBegin();
   if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
   LoadClasses(u, bin_count, classes);
   LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    FilterChunk<kFilterThreads>(u, rule, classes, bin_count, phase, chunk);
+    if (chunk != blockIdx.x) bins.Load(u, chunk);
+    FilterChunk(u, rule, classes, bin_count, phase, chunk, bins);
   }
 }
 

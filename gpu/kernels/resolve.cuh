@@ -165,7 +165,9 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
     draw.count[h] = s.stratum_count[h];
     draw.drawn[h] = s.drawn[h];
-    draw.wanted[h] = phase == 1 ? s.budget[h] : h < s.strata ? PilotCount(u, s, h) : 0;
+    draw.wanted[h] = phase == 1 ? s.budget[h] : h < s.strata
+                         ? PilotCount(u.pilot_count, s.rows_left, s.strata, s.stratum_count[h])
+                         : 0;
     draw.drawn_threshold[h] = s.drawn_threshold[h];
     draw.threshold[h] = s.threshold[h];
   }
@@ -339,7 +341,9 @@ __global__ void __launch_bounds__(kResolveThreads)
       LoadClasses(u, bin_count, classes);
       LoadRule(u, phase, collected, rule);
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
-        FilterChunk<kResolveThreads>(u, rule, classes, bin_count, phase, chunk);
+        ChunkBins<kResolveThreads> bins;
+        bins.Load(u, chunk);
+        FilterChunk(u, rule, classes, bin_count, phase, chunk, bins);
       }
     }
     LoadRule(u, phase, draw.threshold, rule);

@@ -1,0 +1,194 @@
+#include "gpu/device/resident_rows.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+namespace spillway::cuda {
+namespace {
+
+constexpr int64_t kPageWords = sizeof(ResidentPage) / sizeof(uint64_t);
+static_assert(sizeof(ResidentPage) % sizeof(uint64_t) == 0);
+// Pages of rows for a page of tokens, at most.
+constexpr int64_t kRowPages = kPageTokenCount / kResidentPageRows;
+
+uint32_t CountRows(const ResidentPage& page) {
+  uint32_t count = 0;
+  for (uint32_t word : page.mask) count += static_cast<uint32_t>(std::popcount(word));
+  return count;
+}
+
+}  // namespace
+
+ResidentRowsOfLayer::ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer)
+    : model_(&model), blocks_(blocks) {
+  const ModelSpec& spec = model.spec();
+  band_ = spec.SampleBand(spec.sample_band_seed);
+  for (int h = 0; model.has_codes() && h < spec.kv_head_count; ++h) {
+    heads_.push_back({MakeSampleKey(spec.sample_band_seed, layer, h),
+                      {},
+                      PageTable(model.row_pool(), kResidentPageRows)});
+  }
+}
+
+ResidentRowsOfLayer::ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer,
+                                         const ResidentRowsOfLayer& source, int64_t token_count)
+    : ResidentRowsOfLayer(model, blocks, layer) {
+  for (size_t h = 0; h < heads_.size(); ++h) {
+    heads_[h].pages = source.heads_[h].pages;
+    heads_[h].rows = source.heads_[h].rows.Share(source.heads_[h].row_count);
+    heads_[h].row_count = source.heads_[h].row_count;
+  }
+  token_count_ = source.token_count_;
+  Truncate(token_count);
+  recent_begin_ = token_count_;
+}
+
+int64_t ResidentRowsOfLayer::bytes() const {
+  int64_t bytes = recent_.bytes();
+  for (const Head& head : heads_) bytes += head.rows.bytes();
+  return bytes;
+}
+
+bool ResidentRowsOfLayer::Chosen(const Head& head, int64_t token) const {
+  return token < kResidentSink || TokenHash(head.key, static_cast<uint32_t>(token)) < band_;
+}
+
+absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
+  if (heads_.empty() || token_count <= token_count_) return absl::OkStatus();
+  const ModelSpec& spec = model_->spec();
+  if (!recent_) {
+    absl::StatusOr<Block> recent =
+        Block::Create(blocks_->Of(spec.kv_head_count * kRecentRows * spec.row_bytes()));
+    if (!recent.ok()) return recent.status();
+    recent_ = *std::move(recent);
+  }
+  const int64_t first = token_count_;
+  token_count_ = token_count;
+  for (Head& head : heads_) {
+    head.pages.resize(static_cast<size_t>((token_count + kPageTokenCount - 1) / kPageTokenCount));
+    int64_t count = head.row_count;
+    for (int64_t token = first; token < token_count; ++token) {
+      ResidentPage& page = head.pages[token / kPageTokenCount];
+      const auto slot = static_cast<uint32_t>(token % kPageTokenCount);
+      if (slot == 0) page = {{}, static_cast<uint32_t>(count), 0};
+      if (!Chosen(head, token)) continue;
+      page.mask[slot / 32] |= 1u << (slot % 32);
+      ++count;
+      synced_pages_ = std::min(synced_pages_, token / kPageTokenCount);
+    }
+    absl::Status status = head.rows.PrepareWrite(head.row_count, count);
+    if (!status.ok()) {
+      Truncate(first);
+      return status;
+    }
+    // A page that is written may have been replaced, if a fork shares it.
+    head.synced_row_pages = std::min(head.synced_row_pages, head.row_count / kResidentPageRows);
+    head.row_count = count;
+  }
+  return absl::OkStatus();
+}
+
+void ResidentRowsOfLayer::Truncate(int64_t token_count) {
+  if (token_count >= token_count_) return;
+  token_count_ = token_count;
+  recent_begin_ = std::min(recent_begin_, token_count);
+  const int64_t page_count = (token_count + kPageTokenCount - 1) / kPageTokenCount;
+  synced_pages_ = std::min(synced_pages_, token_count / kPageTokenCount);
+  for (Head& head : heads_) {
+    head.pages.resize(static_cast<size_t>(page_count));
+    head.row_count = 0;
+    if (page_count > 0) {
+      ResidentPage& last = head.pages.back();
+      const int64_t kept = token_count - (page_count - 1) * kPageTokenCount;
+      for (int64_t slot = kept; slot < kPageTokenCount; ++slot) {
+        last.mask[slot / 32] &= ~(1u << (slot % 32));
+      }
+      head.row_count = last.before + CountRows(last);
+    }
+    head.rows.Truncate(head.row_count);
+    head.synced_row_pages = std::min(head.synced_row_pages, head.row_count / kResidentPageRows);
+  }
+}
+
+std::byte* ResidentRowsOfLayer::Row(const Head& head, int64_t rank) const {
+  return head.rows.Page(rank / kResidentPageRows) +
+         rank % kResidentPageRows * model_->spec().row_bytes();
+}
+
+std::byte* ResidentRowsOfLayer::RecentRow(int kv_head, int64_t token) const {
+  return recent_.data() +
+         (kv_head * kRecentRows + token % kRecentRows) * model_->spec().row_bytes();
+}
+
+void ResidentRowsOfLayer::Fill(const LayerRows& rows, int64_t begin, int64_t end,
+                               std::vector<RowCopy>& copies) {
+  if (heads_.empty()) return;
+  const int64_t recent = std::max(begin, end - kRecentRows);
+  for (int h = 0; h < static_cast<int>(heads_.size()); ++h) {
+    const Head& head = heads_[h];
+    for (int64_t p = begin / kPageTokenCount; p * kPageTokenCount < end; ++p) {
+      const ResidentPage& page = head.pages[p];
+      int64_t rank = page.before;
+      for (int64_t w = 0; w < kPageTokenCount / 32; ++w) {
+        for (uint32_t mask = page.mask[w]; mask != 0; mask &= mask - 1, ++rank) {
+          const int64_t token = p * kPageTokenCount + w * 32 + std::countr_zero(mask);
+          if (token < begin || token >= end) continue;
+          copies.push_back({rows.Row(h, token), Row(head, rank)});
+        }
+      }
+    }
+    for (int64_t token = recent; token < end; ++token) {
+      copies.push_back({rows.Row(h, token), RecentRow(h, token)});
+    }
+  }
+  // Tokens between are lost from the ring, and so are those before.
+  recent_begin_ = recent > begin ? recent : std::max(recent_begin_, end - kRecentRows);
+}
+
+int64_t ResidentRowsOfLayer::TableWords(int64_t page_capacity) const {
+  return static_cast<int64_t>(heads_.size()) * page_capacity * (kPageWords + kRowPages);
+}
+
+void ResidentRowsOfLayer::Sync(uint64_t* tables, int64_t page_capacity, bool anew,
+                               std::vector<TableUpdate>& updates) {
+  if (anew) synced_pages_ = 0;
+  uint64_t* const row_tables = tables + static_cast<int64_t>(heads_.size()) * page_capacity * kPageWords;
+  for (size_t h = 0; h < heads_.size(); ++h) {
+    Head& head = heads_[h];
+    for (auto p = static_cast<size_t>(synced_pages_); p < head.pages.size(); ++p) {
+      uint64_t words[kPageWords];
+      std::memcpy(words, &head.pages[p], sizeof(words));
+      uint64_t* slot = tables + (static_cast<int64_t>(h) * page_capacity + static_cast<int64_t>(p)) *
+                                    kPageWords;
+      for (uint64_t word : words) updates.push_back({slot++, word});
+    }
+    if (anew) head.synced_row_pages = 0;
+    for (int64_t p = head.synced_row_pages; p < head.rows.page_count(); ++p) {
+      updates.push_back({row_tables + static_cast<int64_t>(h) * page_capacity * kRowPages + p,
+                         reinterpret_cast<uint64_t>(head.rows.Page(p))});
+    }
+    head.synced_row_pages = head.rows.page_count();
+  }
+  synced_pages_ = (token_count_ + kPageTokenCount - 1) / kPageTokenCount;
+}
+
+ResidentRows ResidentRowsOfLayer::View(uint64_t* tables, int64_t page_capacity, int kv_head) const {
+  ResidentRows view{};
+  view.recent_begin = INT64_MAX;
+  if (heads_.empty() || token_count_ == 0) return view;
+  view.pages =
+      reinterpret_cast<const ResidentPage*>(tables + kv_head * page_capacity * kPageWords);
+  view.row_pages = reinterpret_cast<const std::byte* const*>(
+      tables + (static_cast<int64_t>(heads_.size()) * kPageWords + kv_head * kRowPages) *
+                   page_capacity);
+  view.sink = std::min<int64_t>(kResidentSink, token_count_);
+  if (recent_) {
+    view.recent = RecentRow(kv_head, 0);
+    view.recent_begin = recent_begin_;
+  }
+  return view;
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "gpu/device/block.h"
+#include "gpu/device/model.h"
+#include "gpu/kernels/attend.h"
+#include "host/core/keyed_hash.h"
+#include "host/memory/layer_rows.h"
+#include "host/memory/page_table.h"
+
+namespace spillway::cuda {
+
+// The rows of one layer of a sequence that GPU memory holds beside the host's:
+// the first tokens, the sample band (SampleOrder) and, in a ring, the newest
+// tokens. What an attend finds here does not cross the link. Not thread-safe.
+class ResidentRowsOfLayer {
+ public:
+  // Of tokens in [0, covered): which of them are resident is known.
+  ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer);
+  // The first token_count tokens of another's, pages shared; without the ring.
+  ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer,
+                      const ResidentRowsOfLayer& source, int64_t token_count);
+
+  int64_t bytes() const;
+  // Room for the rows of tokens up to token_count, which are chosen now.
+  // RESOURCE_EXHAUSTED changes nothing.
+  absl::Status Prepare(int64_t token_count);
+  void Truncate(int64_t token_count);
+
+  // Adds the copies that bring the rows of tokens [begin, end) here.
+  // REQUIRES: they are prepared.
+  void Fill(const LayerRows& rows, int64_t begin, int64_t end, std::vector<RowCopy>& copies);
+
+  // Words of GPU memory that Sync() fills, for page_capacity pages of tokens.
+  int64_t TableWords(int64_t page_capacity) const;
+  // Adds what differs between the tables and what is known; `tables` are
+  // TableWords() words. anew: they hold nothing yet.
+  void Sync(uint64_t* tables, int64_t page_capacity, bool anew, std::vector<TableUpdate>& updates);
+  // What kernels see of a KV head.
+  ResidentRows View(uint64_t* tables, int64_t page_capacity, int kv_head) const;
+
+ private:
+  struct Head {
+    SampleKey key;
+    std::vector<ResidentPage> pages;
+    PageTable rows;
+    int64_t row_count = 0;
+    int64_t synced_row_pages = 0;
+  };
+  bool Chosen(const Head& head, int64_t token) const;
+  // Row `rank` of a head.
+  std::byte* Row(const Head& head, int64_t rank) const;
+  std::byte* RecentRow(int kv_head, int64_t token) const;
+
+  const CudaModel* model_;
+  BlockPools* blocks_;
+  uint32_t band_;
+  int64_t token_count_ = 0;  // chosen from
+  std::vector<Head> heads_;
+  int64_t synced_pages_ = 0;  // that cannot have changed since Sync()
+  Block recent_;              // [H][kRecentRows] rows
+  int64_t recent_begin_ = 0;  // tokens from here to the last one filled are there
+};
+
+}  // namespace spillway::cuda
