@@ -29,10 +29,10 @@ build: setup ## release build in build/release
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS)
 
-demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=
+demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVICE=
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd
-	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED)
+	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE)
 
 test: test-cpp test-python ## all tests
 
