@@ -81,7 +81,7 @@ package: setup ## Debian package and relocatable archive in build/package
 	rm -rf build/package/_CPack_Packages
 	scripts/check_package.sh
 
-gpu-test: setup ## GPU suites and benchmarks, here or on a machine reached by VIA='ssh host'
+gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached by VIA='ssh host'
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment

@@ -14,7 +14,7 @@ import spillway
 
 
 @contextmanager
-def running_daemon(binary: Path, log: Path, device: str) -> Iterator[str]:
+def running_daemon(binary: Path, log: Path, device: str = "cpu") -> Iterator[str]:
     """Starts spillwayd on a socket of its own, yields the target, ends it by its pid."""
     with tempfile.TemporaryDirectory(prefix="spillway-demo-") as folder, log.open("wb") as output:
         target = f"unix:{folder}/spillwayd.sock"
