@@ -29,10 +29,10 @@ build: setup ## release build in build/release
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS)
 
-demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=
+demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVICE=
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd
-	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED)
+	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE)
 
 test: test-cpp test-python ## all tests
 
@@ -81,7 +81,7 @@ package: setup ## Debian package and relocatable archive in build/package
 	rm -rf build/package/_CPack_Packages
 	scripts/check_package.sh
 
-gpu-test: setup ## GPU suites and benchmarks, here or on a machine reached by VIA='ssh host'
+gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached by VIA='ssh host'
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment

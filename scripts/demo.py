@@ -96,6 +96,7 @@ def summarize(
     sparse: Side,
     observer: Observer,
     daemon_model: spillway.Model,
+    device: str,
     info: spillway.SequenceInfo,
 ) -> dict[str, Any]:
     """Gathers what summary.json says."""
@@ -157,6 +158,7 @@ def summarize(
         },
         "uncertified_count": certified.size - finite.size,
         "promises": observer.promises,
+        "device": device,
         "processor": processor_name(),
         "core_count": len(os.sched_getaffinity(0)),
         "torch_thread_count": torch.get_num_threads(),
@@ -175,6 +177,7 @@ def main(
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None,
     question: Annotated[str | None, typer.Option()] = None,
     seed: Annotated[int, typer.Option(min=0, help="code word, sampling, recomputed share")] = 0,
+    device: Annotated[str, typer.Option(help="of the model and the daemon: cpu or cuda:N")] = "cpu",
     output: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "build/demo",
 ) -> None:
     """Decodes a document through transformers and through spillwayd, and compares."""
@@ -183,9 +186,10 @@ def main(
     models = ROOT / "build/models"
     if not model.is_converted(models):
         console.print(f"Converting {model.NAME} to safetensors, this once ...")
-    language_model, tokenizer = model.load(models)
+    language_model, tokenizer = model.load(models, device)
     room = language_model.config.max_position_embeddings - decoding.NEW_TOKEN_COUNT_MAX
     prompt = document.make_prompt(tokenizer, file, question, seed, room)
+    prompt = dataclasses.replace(prompt, tokens=prompt.tokens.to(device))
     if forced_start(prompt) < 1:
         console.print(f"{prompt.source} has fewer than {FORCED_TOKEN_COUNT + 2} tokens")
         raise typer.Exit(2)
@@ -207,7 +211,7 @@ def main(
     policy = spillway.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
-        serving.running_daemon(serving.find_binary(ROOT), log) as target,
+        serving.running_daemon(serving.find_binary(ROOT), log, device) as target,
         spillway.connect(target) as client,
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):
@@ -216,7 +220,8 @@ def main(
         observer = observe(language_model, cache, prompt, seed)
         assert cache.model is not None
         info = cache.sequences[0].refresh()
-        summary = summarize(prompt, seed, dense, sparse, observer, cache.model, info)
+        served_by = client.server_info.devices[0].description
+        summary = summarize(prompt, seed, dense, sparse, observer, cache.model, served_by, info)
 
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     report.draw(observer, summary, output / "report.png")

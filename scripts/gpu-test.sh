@@ -4,7 +4,8 @@
 #   scripts/gpu-test.sh --via 'ssh host'   on a machine that a command reaches
 # The command takes a line for a shell as its last argument, as ssh does; what
 # runs travels over its standard input, results come back over its output. The
-# machine needs the driver, bash, tar and python3. Results are in
+# machine needs the driver, bash, tar and python3; with torch, transformers and
+# matplotlib the Python tests and the demonstration run too. Results are in
 # build/gpu-results. Exit status: 0 all passed, 1 something failed, 2 no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -71,8 +72,14 @@ if ! grep -q '^gpu_tests:' <<<"$targets"; then
   exit 1
 fi
 cmake --build --preset release --parallel "${JOBS:-$(nproc)}" \
-  --target conformance_tests statistics_tests gpu_tests attend_bench encode_bench
+  --target conformance_tests statistics_tests gpu_tests attend_bench encode_bench \
+  spillwayd spillway attend_example
 scripts/gpu/stage.sh >/dev/null
+bundles=(gpu-bundle)
+if [[ -x .venv/bin/python ]]; then
+  scripts/gpu/stage.sh --model >/dev/null
+  bundles+=(gpu-model)
+fi
 
 rm -rf "$results"
 mkdir -p "$results"
@@ -88,10 +95,10 @@ else
     tar -C "$folder" -xzf -
     status=0
     mkdir "$folder/results"
-    "$folder/run_all.sh" "$folder/results" </dev/null >&2 || status=$?
+    "$folder/gpu-bundle/run_all.sh" "$folder/results" </dev/null >&2 || status=$?
     tar -C "$folder/results" -czf - .
     exit $status'
-  tar -C "$bundle" -czf - . | there "$remote" | tar -C "$results" -xzf - || status=1
+  tar -C build -czf - "${bundles[@]}" | there "$remote" | tar -C "$results" -xzf - || status=1
 fi
 if [[ ! -f "$results/summary.json" ]]; then
   say "the run broke off: it left no $results/summary.json"

@@ -2,8 +2,9 @@
 
 attend.jsonl, encode.jsonl and peers.jsonl are what bench/gpu/attend_bench,
 encode_bench and peers.py wrote in one run on one machine; link.csv comes from
-`spillway bench link`, tests.json from scripts/gpu-test.sh. attend_trace.jsonl,
-if it is there, is what attend_bench --data wrote.
+`spillway bench link`, tests.json from scripts/gpu-test.sh. attend_trace.jsonl
+is what attend_bench --data wrote and huggingface.jsonl what huggingface.py
+wrote; without one its section is left out.
 """
 
 from __future__ import annotations
@@ -98,6 +99,66 @@ def peer_table(peers: list[Record]) -> list[str]:
     return rows
 
 
+def decode_section(records: list[Record]) -> list[str]:
+    """Decode through transformers, and where the time of its steps goes."""
+    if not records:
+        return []
+    environment = next(r for r in records if r["name"] == "environment")
+    shape = environment["shape"]
+    offloaded = {r["step_ms"] for r in records if r["name"] == "transformers, offloaded"}
+    rows = [
+        "| K/V | keys | rows read | ms a step | tokens/s | offloaded / this |",
+        "|" + 6 * "---|",
+    ]
+    parts: list[list[str]] = []
+    for record in records:
+        keys = record.get("keys", "")
+        if "step_ms" in record:
+            name = record["name"]
+            if "policy" in record:
+                name = f"spillway, {record['policy']} ({record['budget']})"
+            read = f"{record['rows_fraction']:.1%}" if "rows_fraction" in record else "100 %"
+            ratio = f"{min(offloaded) / record['step_ms']:.1f}" if offloaded else ""
+            rows.append(
+                f"| {name} | {keys} | {read} | {record['step_ms']:.2f} "
+                f"| {record['tokens_per_s']:.0f} | {ratio} |"
+            )
+        elif "us_per_layer" in record:
+            times = record["us_per_layer"]
+            parts = parts or [["us a layer, mean"], *([part] for part in times)]
+            for row, text in zip(
+                parts,
+                [f"{record['policy']}, {keys}", *(f"{us:.0f}" for us in times.values())],
+                strict=True,
+            ):
+                row.append(text)
+    return [
+        "## Decode through transformers",
+        "",
+        f"`bench/gpu/huggingface.py`: {shape['num_hidden_layers']} layers of an 8B shape, bf16, "
+        f"batch 1, {label(environment['tokens'])} tokens,",
+        f"transformers {environment['transformers']}, torch {environment['torch']}. K/V are on the "
+        "host but for `resident`; weights and K/V are random.",
+        "With flat keys an error bound needs nearly every row: a fixed budget there says what the",
+        "rows cost, not what they are worth. Peaked keys are five times as large.",
+        "",
+        *rows,
+        "",
+        "Where a step's time goes, the GPU being waited for before each attend:",
+        "",
+        *(
+            [
+                "| " + " | ".join(parts[0]) + " |",
+                "|" + len(parts[0]) * "---|",
+                *("| " + " | ".join(row) + " |" for row in parts[1:]),
+            ]
+            if parts
+            else []
+        ),
+        "",
+    ]
+
+
 def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for name in dict.fromkeys(r["name"] for r in attends):
@@ -127,6 +188,8 @@ def main() -> None:
     appends = [r for r in lines(folder / "attend.jsonl") if r["name"] == "append"]
     peers = lines(folder / "peers.jsonl")
     encode = lines(folder / "encode.jsonl")[0]
+    decoded = folder / "huggingface.jsonl"
+    decodes = lines(decoded) if decoded.exists() else []
     tests = json.loads((folder / "tests.json").read_text())["counts"]
     with (folder / "link.csv").open() as file:
         link = list(csv.DictReader(file))
@@ -179,6 +242,7 @@ def main() -> None:
         "",
         *peer_table(peers),
         "",
+        *decode_section(decodes),
         "## Appends",
         "",
         "Rows are copied by 16 cores into pinned pages and keys encoded from there, one chunk of",

@@ -94,6 +94,7 @@ void ResidentRowsOfLayer::Truncate(int64_t token_count) {
   if (token_count >= token_count_) return;
   token_count_ = token_count;
   recent_begin_ = std::min(recent_begin_, token_count);
+  if (token_count == 0) recent_ = Block();
   const int64_t page_count = (token_count + kPageTokenCount - 1) / kPageTokenCount;
   synced_pages_ = std::min(synced_pages_, token_count / kPageTokenCount);
   for (Head& head : heads_) {

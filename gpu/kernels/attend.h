@@ -35,7 +35,7 @@ inline constexpr int kMissedColumn = 1 + kTailStrataMax;
 inline constexpr int kChunkColumns = kMissedColumn + 1;
 // Parts that one phase's rows are folded in, at most.
 inline constexpr int kSegmentRowsMin = 32;
-inline constexpr int kSegmentsWanted = 128;
+inline constexpr int kSegmentsWanted = 64;
 inline constexpr int kSegmentMax = kSegmentsWanted + 1 + kTailStrataMax;
 inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 
@@ -185,7 +185,8 @@ struct UnitRequest {
   uint16_t* bins;             // [n], by token
   uint16_t* head_bins;        // [G][n], by mass only
   uint32_t* histogram;        // [bin_count]
-  uint8_t* class_of_bin;      // [bin_count + 2], then those of kNoBin and kHeavyBin
+  uint8_t* class_of_bin;      // [bin_count + 2]: bins, then kNoBin and kHeavyBin
+  uint16_t* limit_of_bin;     // likewise, see SampleLimit()
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
   uint32_t* head_ties;        // [G][chunks], by mass only
   uint32_t* query_planes;     // [head tiles][16][words]

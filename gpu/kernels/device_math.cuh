@@ -134,6 +134,15 @@ __device__ inline int64_t MissedWindow(const UnitRequest& u) {
   return min(max(u.resident.recent_begin - (u.n - u.window), int64_t{0}), u.window);
 }
 
+// What the first look at a token tests: it may be drawn only if the upper bits
+// of its place lie below its bin's limit. Covers a threshold of at most 2^32.
+inline constexpr int kSampleLimitShift = 17;
+inline constexpr uint16_t kSampleLimitAll = 1 << (32 - kSampleLimitShift);
+__device__ inline uint16_t SampleLimit(unsigned long long threshold) {
+  constexpr unsigned long long kUnit = 1ull << kSampleLimitShift;
+  return static_cast<uint16_t>((threshold + kUnit - 1) >> kSampleLimitShift);
+}
+
 // The stratum of a tail token's bin: strata descend, lowest_bin[last] is 0.
 __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;

@@ -37,7 +37,8 @@ def prefill(model: Any, cache: Any, tokens: torch.Tensor, console: Console) -> f
         hooks = [layer.register_forward_hook(lambda *_: progress.advance(task)) for layer in layers]
         try:
             start = time.perf_counter()
-            model(input_ids=tokens[None], past_key_values=cache, logits_to_keep=1)
+            # Brought to the host, or a GPU would still be at it.
+            model(input_ids=tokens[None], past_key_values=cache, logits_to_keep=1).logits.cpu()
             return time.perf_counter() - start
         finally:
             for hook in hooks:
@@ -60,7 +61,7 @@ def answer(
         do_sample=False,
         streamer=ConsoleStreamer(tokenizer, console),
     )
-    return made[0, len(tokens) :]
+    return made[0, len(tokens) :].cpu()
 
 
 @torch.inference_mode()
@@ -72,12 +73,12 @@ def forced_steps(
     What the cache holds from there on is dropped first.
 
     Returns:
-        Logits [count, vocabulary] after each token, and the seconds.
+        Logits [count, vocabulary] after each token, on the host, and the seconds.
     """
     cache.crop(start - cache.get_seq_length())
     logits = []
     begin = time.perf_counter()
     for token in tokens[start : start + count]:
         logits.append(model(input_ids=token[None, None], past_key_values=cache).logits[0, -1])
-    seconds = time.perf_counter() - begin
-    return torch.stack(logits), seconds
+    made = torch.stack(logits).cpu()
+    return made, time.perf_counter() - begin

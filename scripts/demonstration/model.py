@@ -24,22 +24,26 @@ def is_converted(models: Path) -> bool:
     return (models / NAME / "config.json").exists()
 
 
-def load(models: Path) -> tuple[Any, Any]:
+def load(models: Path, device: str = "cpu") -> tuple[Any, Any]:
     """Returns the model, in float32 for inference, and its tokenizer.
 
-    The first call converts the package's GGUF file to safetensors below the
-    folder `models`, which takes half a minute; later ones read that.
+    The first call converts the GGUF file, the folder's own or the package's,
+    to safetensors below the folder `models`, which takes half a minute; later
+    ones read that.
     """
     logging.disable_progress_bar()
     folder = models / NAME
     if not is_converted(models):
-        _convert(_gguf_file(), folder)
+        _convert(_gguf_file(models), folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def _gguf_file() -> Path:
-    """Finds the weights without importing the package, which needs more than them."""
+def _gguf_file(models: Path) -> Path:
+    """Finds the weights; the package is not imported, for it needs more than them."""
+    own = models / f"{NAME}.gguf"
+    if own.exists():
+        return own
     files = [file for file in metadata.files(PACKAGE) or () if file.name.endswith(".gguf")]
     if len(files) != 1:
         raise FileNotFoundError(f"{PACKAGE} has {len(files)} .gguf files, not one")

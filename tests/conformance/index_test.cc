@@ -2,6 +2,7 @@
 // Select, which shows codes by the sets that they give.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -15,14 +16,22 @@ using reference::Context;
 class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
  protected:
   Index()
-      : spec_(MakeSpec(2, 2, 64, DType::kBF16,
-                       {.kind = HashKind::kRotation, .bits_per_dim = std::get<1>(GetParam())})),
+      : spec_(WithBand(
+            MakeSpec(2, 2, 64, DType::kBF16,
+                     {.kind = HashKind::kRotation, .bits_per_dim = std::get<1>(GetParam())}))),
         bench_(std::get<0>(GetParam()), spec_),
         context_(reference::TraceContext(spec_, 3000, 51)),
         other_(reference::TraceContext(spec_, 3000, 52)),
         q_(reference::TraceQueries(context_, 1, 53, 1.5)) {}
 
-  // Selection by most of the codes' information: a large heavy set.
+  // A wide one, for devices that keep its rows close.
+  static ModelSpec WithBand(ModelSpec spec) {
+    spec.sample_band_fraction = kSampleBandFractionMax;
+    return spec;
+  }
+
+  // Selection by most of the codes' information: a large heavy set. What is
+  // attended to then shows that rows which a device keeps are the rows.
   void ExpectSameCodes(BenchSequence& a, BenchSequence& b, const std::string& what) {
     ASSERT_EQ(a.token_count(), b.token_count()) << what;
     for (const int64_t heavy : {64, 500, 1100}) {
@@ -39,6 +48,12 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
         EXPECT_EQ(s.strata, t.strata) << what << " heavy " << heavy;
         EXPECT_EQ(s.log_weights, t.log_weights) << what << " heavy " << heavy;
       }
+      EXPECT_EQ(a.Attend(policy, q_).attend->out, b.Attend(policy, q_).attend->out) << what;
+      // Seen from before the newest tokens; drawn outside the band.
+      const std::vector<int64_t> visible = {a.token_count() - 150};
+      EXPECT_EQ(a.Attend(policy, q_, visible).attend->out, b.Attend(policy, q_, visible).attend->out)
+          << what;
+      policy.seed = spec_.sample_band_seed + 1;
       EXPECT_EQ(a.Attend(policy, q_).attend->out, b.Attend(policy, q_).attend->out) << what;
     }
   }
@@ -110,14 +125,20 @@ TEST_P(Index, BytesPerTokenAreWithinTheBound) {
   for (const int d : {64, 96, 128, 256}) {
     const ModelSpec spec =
         MakeSpec(4, 2, d, DType::kBF16, {.kind = HashKind::kRotation, .bits_per_dim = bits});
-    // bits * d / 8 for the planes and at most 4 for the rest.
-    EXPECT_LE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8 + 4));
+    // bits * d / 8 for the planes, the band's rows and at most 4 for the rest.
+    const auto band =
+        static_cast<int64_t>(std::ceil(spec.sample_band_fraction * static_cast<double>(spec.row_bytes())));
+    EXPECT_LE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8 + 4 + band));
     EXPECT_GE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8));
   }
   BenchSequence sequence(bench_);
   ASSERT_TRUE(sequence.Append(context_, 0, 2944).ok());  // 23 whole pages
-  EXPECT_LE(sequence.index_bytes(), 2944 * spec_.kv_head_count * (bits * spec_.head_dim / 8 + 4));
-  EXPECT_GE(sequence.index_bytes(), 2944 * bench_.device().IndexBytesPerToken(spec_));
+  const int64_t codes = 2944 * spec_.kv_head_count * bits * spec_.head_dim / 8;
+  EXPECT_GE(sequence.index_bytes(), codes);
+  // Rows that a device keeps whatever the length: a sink, the newest, pages
+  // that are not full.
+  const int64_t kept = spec_.kv_head_count * 320 * spec_.row_bytes();
+  EXPECT_LE(sequence.index_bytes(), 2944 * bench_.device().IndexBytesPerToken(spec_) + kept);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Index,

@@ -19,6 +19,23 @@ def binary() -> Path:
     return Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
 
 
+def device() -> str:
+    """The device under test, $SPILLWAY_TEST_DEVICE, such as cuda:0; empty: the daemon chooses."""
+    return os.environ.get("SPILLWAY_TEST_DEVICE", "")
+
+
+def on_gpu() -> bool:
+    """Whether the device under test is a GPU."""
+    return device().startswith("cuda")
+
+
+def device_flags(*flags: str) -> tuple[str, ...]:
+    """The flags, and the device under test unless they name one."""
+    if not device() or "--device" in flags:
+        return flags
+    return ("--device", device(), *flags)
+
+
 @contextmanager
 def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
     """Serves on a unix socket in the folder and yields the target."""
@@ -26,7 +43,9 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
     log = folder / "spillwayd.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [binary(), "--listen", target, *flags], stdout=output, stderr=subprocess.STDOUT
+            [binary(), "--listen", target, *device_flags(*flags)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         _wait_until_serving(process, target, log)

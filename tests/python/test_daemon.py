@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 import spillway
-from daemon_process import binary, running_daemon
+from daemon_process import binary, device_flags, running_daemon
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 
@@ -36,7 +36,7 @@ def write(folder: Path, text: str) -> str:
 def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A daemon with JSON logs, and the address that it says it serves."""
     with subprocess.Popen(
-        [binary(), "--log-format", "json", *flags],
+        [binary(), "--log-format", "json", *device_flags(*flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

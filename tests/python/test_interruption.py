@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import spillway
-from daemon_process import running_daemon
+from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, held
 from spillway import Client, Model, Policy, Sequence, _split
 from spillway._proto import attention_service_pb2 as attention
@@ -24,7 +24,7 @@ from spillway.tensors import encode
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.
 QUERIES = 1024
-TOKENS = 24_000
+TOKENS = 600_000 if on_gpu() else 24_000
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,14 @@ def long_request(heavy: Sequence) -> attention.AttendRequest:
     return attention.AttendRequest(items=[attention.AttendItem(sequence=heavy.name, q=q)])
 
 
-def seconds_of_a_small_attend(heavy: Sequence) -> float:
+def seconds_of_an_attend(sequence: Sequence, shape: tuple[int, int, int], dtype: Any) -> float:
     start = time.monotonic()
-    heavy.attend(0, np.ones((1, 16, 32), np.float16), Policy(selector="all"))
+    sequence.attend(0, np.ones(shape, dtype), Policy(selector="all"))
     return time.monotonic() - start
+
+
+def seconds_of_a_small_attend(heavy: Sequence) -> float:
+    return seconds_of_an_attend(heavy, (1, 16, 32), np.float16)
 
 
 def test_deadline_in_mid_attend(heavy: Sequence, no_leak: Callable[[], None]) -> None:
@@ -136,6 +140,36 @@ def test_client_killed_in_mid_append(
     np.testing.assert_allclose(out, (2000 + 2 * 50) / 2050, rtol=1e-5)
     sequence.delete()
     no_leak()
+
+
+def test_client_killed_in_mid_attend(
+    client: Client, target: str, heavy: Sequence, model: Model, no_leak: Callable[[], None]
+) -> None:
+    other = client.create_sequence(model)
+    rows = np.full((2, 2, 50, 16), 3, F32)
+    other.append(0, 0, rows, rows)
+    # What two attends at once keep for the next ones is there from here on.
+    calls = [client._stubs.attention.Attend.future(long_request(heavy)) for _ in range(2)]
+    for call in calls:
+        call.result()
+    before = client.statistics().memory
+    script = Path(__file__).with_name("attend_for_ever.py")
+    process = subprocess.Popen(
+        [sys.executable, script, target, heavy.name, str(QUERIES), "16", "32"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "sent\n"
+    # Others are served meanwhile.
+    assert seconds_of_an_attend(other, (1, 4, 16), F32) < 10
+    wait_for(lambda: client.statistics().memory.other_bytes > before.other_bytes)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert seconds_of_a_small_attend(heavy) < 1.0
+    np.testing.assert_allclose(other.attend(0, np.zeros((1, 4, 16), F32)).out, 3, rtol=1e-5)
+    wait_for(lambda: client.statistics().memory == before)
+    other.delete()
 
 
 def test_cycles_do_not_leak(client: Client, model: Model) -> None:

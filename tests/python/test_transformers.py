@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import spillway
 import torch
+from daemon_process import on_gpu
 from spillway import Client, Policy, TopK
 from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError
 from transformers import (
@@ -23,6 +24,8 @@ from transformers import (
 VOCABULARY = 257
 # 0 is the padding token.
 ALL = Policy(selector="all")
+# Where the models and their own caches are.
+DEVICE = torch.device("cuda" if on_gpu() else "cpu")
 
 
 def llama(layer_count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 1) -> Any:
@@ -42,7 +45,7 @@ def llama(layer_count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 
         bos_token_id=1,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    return LlamaForCausalLM(config).to(DEVICE, dtype).eval()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,8 @@ def no_sequence_stays(client: Client) -> Iterator[None]:
 
 
 def prompt(*shape: int) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(7))
+    ids = torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(7))
+    return ids.to(DEVICE)
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any = None, **more: Any) -> torch.Tensor:
@@ -152,7 +156,7 @@ def test_assistant_model(client: Client, dense: Any, spilled: Any) -> None:
     with torch.no_grad():
         for parameter in assistant.lm_head.parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-            parameter += 0.3 * parameter.std() * noise
+            parameter += 0.3 * parameter.std() * noise.to(DEVICE)
     expected = generate(dense, ids, assistant_model=assistant)
     assert torch.equal(expected, generate(dense, ids))
     with SpillwayCache(spilled.config, client) as cache:
@@ -170,7 +174,7 @@ def test_second_turn(client: Client, dense: Any, spilled: Any, length: int) -> N
     mask = torch.ones_like(first)
     mask[0, :30] = 0
     turn = torch.cat([first, prompt(2, length)], dim=1)
-    turn_mask = torch.cat([mask, torch.ones(2, length, dtype=torch.long)], dim=1)
+    turn_mask = torch.cat([mask, mask.new_ones(2, length)], dim=1)
     expected = generate(dense, turn, own, attention_mask=turn_mask)
     with SpillwayCache(spilled.config, client) as cache:
         assert torch.equal(generate(spilled, ids, cache), first)
@@ -413,13 +417,13 @@ def test_masks_that_are_no_left_padding(client: Client, spilled: Any) -> None:
                 spilled(ids, attention_mask=mask, past_key_values=cache)
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         with pytest.raises(ValueError, match="4 dimensions"):
-            spilled(ids, attention_mask=torch.ones(1, 1, 10, 10).bool(), past_key_values=cache)
+            spilled(ids, attention_mask=ids.new_ones(1, 1, 10, 10).bool(), past_key_values=cache)
         # A failure in the middle of a forward is noticed.
         cache.reset()
         spilled(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="covers every position"):
-            spilled(ids[:, :1], attention_mask=torch.tensor([[0]]), past_key_values=cache)
-        mask = torch.ones(1, 11)
+            spilled(ids[:, :1], attention_mask=ids.new_zeros(1, 1), past_key_values=cache)
+        mask = ids.new_ones(1, 11)
         mask[0, :3] = 0
         with pytest.raises(ValueError, match="0 padding positions in the cache, 3"):
             spilled(ids[:, :1], attention_mask=mask, past_key_values=cache)

@@ -19,6 +19,7 @@ from spillway.transformers.local import causal_attention
 from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
 from spillway.transformers.support import shapes_of
+from spillway.transformers.transfer import to_device
 
 _HANDLE = "_spillway_layer"
 
@@ -202,15 +203,15 @@ class SpillwayLayer(CacheLayerMixin):
         shared = self._shared
         answers = shared.store.step(self.index, q, k, v, starts, counts)
         batch_size, head_count, query_count, head_dim = q.shape
-        whole = batch_size == 1 and counts[0] == query_count
-        out = (
-            torch.empty(0) if whole else q.new_zeros(batch_size, query_count, head_count, head_dim)
-        )
+        if batch_size == 1 and counts[0] == query_count:
+            host = answers[0][2].out[None]
+        else:
+            host = torch.zeros(batch_size, query_count, head_count, head_dim, dtype=q.dtype)
+            for row, _, result in answers:
+                host[row, query_count - counts[row] :] = result.out
+        # On its way before anything is counted.
+        out = to_device(host, q.device)
         for row, query, result in answers:
-            if whole:
-                out = result.out[None]
-            else:
-                out[row, query_count - counts[row] :] = result.out
             shared.statistics.add(self.index, result)
             if shared.on_attend is not None:
                 sequence = shared.store.rows[row].sequence

@@ -20,6 +20,7 @@ from spillway.results import AttendResult, HashWeights, Model
 from spillway.sequence import Sequence
 from spillway.tensors import DTypeName
 from spillway.transformers.support import Shapes
+from spillway.transformers.transfer import to_host
 
 
 @dataclass
@@ -121,8 +122,10 @@ class RowStore:
                 without any are left out.
 
         Returns:
-            (row, queries [count, H_q, d], result) of the rows with new tokens.
+            (row, queries [count, H_q, d], result) of the rows with new tokens,
+            all in host memory.
         """
+        q, k, v = to_host((q, k, v))
         length = q.shape[2]
         active = [row for row, count in enumerate(counts) if count > 0]
         queries = {row: q[row, :, length - counts[row] :].transpose(0, 1) for row in active}

@@ -21,8 +21,8 @@ class AttendEvent(NamedTuple):
         layer: The layer.
         row: The batch row.
         sequence: The row's sequence.
-        query: The queries [T, H_q, d].
-        result: Output, certificate and counts.
+        query: The queries [T, H_q, d], in host memory.
+        result: Output, certificate and counts, in host memory.
     """
 
     layer: int

@@ -1,0 +1,488 @@
+"""Decode of a Llama through transformers and through spillwayd, K/V on the host.
+
+Four layers of an 8B shape with random weights, bf16, batch 1, over a context
+of synthetic K/V that every cache holds alike: transformers' offloaded cache,
+its cache in GPU memory (`resident`), and SpillwayCache with a daemon that this
+starts. Writes one JSON object a line; times are medians of whole steps, from
+the token's id to the next one's on the host.
+
+K/V are Gaussian. With `flat` keys, as large as the model's own, attention has
+no heavy tokens, and the default policy's error bound asks for nearly every
+row; `peaked` keys are five times as large, so that few take most of the
+softmax. Policies of a fixed budget read as many rows of either, and promise
+nothing. Before anything is timed, the first step's attention and logits with
+the policy `all` and with the offloaded cache are compared with those of the
+resident one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import spillway
+import torch
+import transformers
+from spillway import DecodeStream, Policy, TopK
+from spillway.transformers import SpillwayCache
+from spillway.transformers import cache as cache_module
+from spillway.transformers import rows as rows_module
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 4,
+    },
+    # To try the program out.
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+    },
+}
+VOCABULARY = 1024
+# Deviation of the model's own queries, keys and values: 8B weights of 0.02.
+DEVIATION = 1.28
+SPREADS = {"flat": 1, "peaked": 5}
+ALL = Policy(selector="all")
+# Name, policy, and whether its budget is fixed.
+POLICIES: dict[str, tuple[Policy, bool]] = {
+    "heavy 2 %, no tail": (Policy(heavy=TopK(fraction=0.02), tail="none"), True),
+    "at most 2,500 rows": (Policy(row_count_max=2500), True),
+    "default": (Policy(), False),
+}
+# Relative differences that rounding to bf16 explains: of attention in the
+# first layer, whose input is the same; of logits, behind all layers.
+ATTENTION_TOLERANCE = 0.01
+LOGITS_TOLERANCE = 0.05
+
+
+class Step(NamedTuple):
+    """What one step computed.
+
+    Attributes:
+        logits: [vocabulary], float32.
+        attention: Output of each layer's attention [H_q * d], float32.
+    """
+
+    logits: torch.Tensor
+    attention: list[torch.Tensor]
+
+
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - START:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+START = time.perf_counter()
+
+
+def difference(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The relative difference, in norm."""
+    return float((ours - wanted).norm() / wanted.norm())
+
+
+class Bench:
+    """The model, and the K/V that each cache is filled with."""
+
+    def __init__(self, shape: str, tokens: int, device: torch.device) -> None:
+        self.tokens = tokens
+        self.device = device
+        config = LlamaConfig(
+            **SHAPES[shape],
+            vocab_size=VOCABULARY,
+            max_position_embeddings=tokens + 4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            initializer_range=DEVIATION / SHAPES[shape]["hidden_size"] ** 0.5,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(1)
+        with device:
+            model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        self.model = model.eval()
+        self.layer_count: int = config.num_hidden_layers
+        self.row_bytes = (
+            2 * 2 * config.num_key_value_heads * config.head_dim * tokens * self.layer_count
+        )
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(VOCABULARY, (4096,), generator=generator).to(device)
+
+    def rows(self, layer: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [1, H_kv, tokens - 1, d] of one layer, the same in each call.
+
+        They deviate as the model's own projections do; keys `spread` times so.
+        """
+        config = self.model.config
+        generator = torch.Generator(self.device).manual_seed(3 + layer)
+        shape = (2, 1, config.num_key_value_heads, self.tokens - 1, config.head_dim)
+        made = torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
+        made *= DEVIATION
+        return made[0] * spread, made[1]
+
+    def fill(self, cache: Any, spread: float, put: Callable[..., object]) -> float:
+        """Lets the model read the first token, and puts the others' K/V; returns seconds."""
+        begin = time.perf_counter()
+        self.forward(cache, 0)
+        for layer in range(self.layer_count):
+            put(layer, *self.rows(layer, spread))
+        self.synchronize()
+        return time.perf_counter() - begin
+
+    @torch.inference_mode()
+    def forward(self, cache: Any, index: int) -> torch.Tensor:
+        """Reads one token and returns the logits [vocabulary] after it."""
+        ids = self.ids[None, index : index + 1]
+        logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache).logits[0, -1]
+        return logits
+
+    def first_step(self, cache: Any) -> Step:
+        """Decodes the first token after the context and keeps what was computed."""
+        seen: list[torch.Tensor] = []
+        with ExitStack() as hooks:
+            for layer in self.model.model.layers:
+                hook = layer.self_attn.o_proj.register_forward_pre_hook(
+                    lambda _, inputs: seen.append(inputs[0][0, -1].float())
+                )
+                hooks.callback(hook.remove)
+            logits = self.forward(cache, 1)
+        return Step(logits.float(), seen)
+
+    def times(self, cache: Any, warm_up: int, count: int) -> list[float]:
+        """Milliseconds of each of `count` steps."""
+        made = []
+        for index in range(warm_up + count):
+            self.synchronize()
+            begin = time.perf_counter()
+            self.forward(cache, 2 + index).argmax().item()
+            made.append(1000 * (time.perf_counter() - begin))
+        return made[warm_up:]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def compared(self, step: Step, wanted: Step) -> dict[str, Any]:
+        """How far a step is from the resident cache's."""
+        attention = [
+            difference(*pair) for pair in zip(step.attention, wanted.attention, strict=True)
+        ]
+        logits = difference(step.logits, wanted.logits)
+        return {
+            "logits_difference_max": float((step.logits - wanted.logits).abs().max()),
+            "logits_relative_difference": logits,
+            "attention_relative_difference": attention,
+        }
+
+    def checked(self, step: Step, wanted: Step) -> dict[str, Any]:
+        """The same, and whether rounding explains it."""
+        compared = self.compared(step, wanted)
+        near = (
+            compared["attention_relative_difference"][0] <= ATTENTION_TOLERANCE
+            and compared["logits_relative_difference"] <= LOGITS_TOLERANCE
+        )
+        return {**compared, "equal_but_for_rounding": near}
+
+    def timed(self, times: list[float]) -> dict[str, Any]:
+        """The fields of a measurement."""
+        step = statistics.median(times)
+        return {
+            "step_ms": step,
+            "layer_ms": step / self.layer_count,
+            "tokens_per_s": 1000 / step,
+            "step_ms_min": min(times),
+            "step_ms_max": max(times),
+            "steps": len(times),
+        }
+
+
+def measure_transformers(
+    bench: Bench, keys: str, offloading: bool, steps: int, wanted: Step | None
+) -> tuple[Step, float]:
+    """transformers' own cache; returns its first step, and ms per step."""
+    name = "transformers, offloaded" if offloading else "transformers, resident"
+    say(f"{name}, {keys} keys")
+    bench.model.set_attn_implementation("sdpa")
+    cache = DynamicCache(config=bench.model.config, offloading=offloading)
+    bench.fill(cache, SPREADS[keys], lambda layer, k, v: cache.update(k, v, layer))
+    first = bench.first_step(cache)
+    checked = {} if wanted is None else bench.checked(first, wanted)
+    fields = bench.timed(bench.times(cache, 2, steps))
+    report(name=name, keys=keys, tokens=bench.tokens, **fields, **checked)
+    return first, fields["step_ms"]
+
+
+def measure_link(bench: Bench) -> float:
+    """All rows from pinned memory, as one copy a layer: the least of any cache on the host."""
+    layer_bytes = bench.row_bytes // bench.layer_count
+    host = torch.empty(layer_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(layer_bytes, dtype=torch.uint8, device=bench.device)
+    times = []
+    for _ in range(5):
+        bench.synchronize()
+        begin = time.perf_counter()
+        for _ in range(bench.layer_count):
+            device.copy_(host, non_blocking=True)
+        bench.synchronize()
+        times.append(1000 * (time.perf_counter() - begin))
+    report(
+        name="all rows over the link",
+        tokens=bench.tokens,
+        **bench.timed(times),
+        gb_per_s=bench.row_bytes / statistics.median(times) / 1e6,
+    )
+    return statistics.median(times)
+
+
+@contextmanager
+def running_daemon(device: str, memory_bytes: int) -> Iterator[str]:
+    """Starts spillwayd on a socket of its own and yields the target."""
+    binary = os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd")
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
+        target = f"unix:{folder}/spillwayd.sock"
+        log = Path(folder) / "spillwayd.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [binary, "--listen", target, "--device", device]
+                + ["--memory-limit", str(memory_bytes)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            deadline = time.monotonic() + 60
+            while not serves(target):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    sys.exit(f"huggingface: spillwayd does not serve:\n{log.read_text()}")
+                time.sleep(0.05)
+            yield target
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def serves(target: str) -> bool:
+    try:
+        with spillway.connect(target, timeout=5) as client:
+            return client.health()
+    except (spillway.Unavailable, spillway.DeadlineExceeded):
+        return False
+
+
+@contextmanager
+def stopwatches(bench: Bench) -> Iterator[dict[str, float]]:
+    """Sums the wall time of what an attend consists of, in seconds.
+
+    The GPU is waited for before each attend, so that what it still had to
+    compute counts as the model's.
+    """
+    sums: dict[str, float] = {}
+
+    def watch(name: str, function: Callable[..., Any], first: Callable[[], None]) -> Any:
+        sums[name] = 0.0
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            first()
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sums[name] += time.perf_counter() - begin
+
+        return watched
+
+    places = {
+        "attend": (cache_module.SpillwayLayer, "attend"),
+        "q, k, v to the host": (rows_module, "to_host"),
+        "send": (DecodeStream, "send"),
+        "answer": (DecodeStream, "recv"),
+        "output to the device": (cache_module, "to_device"),
+    }
+    with ExitStack() as stack:
+        for name, (owner, attribute) in places.items():
+            first = bench.synchronize if name == "attend" else lambda: None
+            watched = watch(name, getattr(owner, attribute), first)
+            stack.enter_context(patch.object(owner, attribute, watched))
+        yield sums
+
+
+def parts_of_a_step(bench: Bench, cache: SpillwayCache, steps: int) -> dict[str, float]:
+    """Where a step's time goes, per layer, means in microseconds."""
+    cache.statistics.reset()
+    with stopwatches(bench) as sums:
+        times = bench.times(cache, 0, steps)
+    per_layer = 1e6 / (steps * bench.layer_count)
+    device = sum(layer.device_time_us for layer in cache.statistics.layers)
+    named = {name: seconds * per_layer for name, seconds in sums.items()}
+    attend = named.pop("attend")
+    return {
+        "step / layers": 1000 * statistics.mean(times) / bench.layer_count,
+        "attend": attend,
+        **named,
+        "the daemon's device": device / (steps * bench.layer_count),
+        "other Python within attend": attend - sum(named.values()),
+        "the model": 1000 * statistics.mean(times) / bench.layer_count - attend,
+    }
+
+
+def measure_policy(
+    bench: Bench, cache: SpillwayCache, name: str, keys: str, steps: int, wanted: Step
+) -> float:
+    """One policy of the daemon's; returns ms per step."""
+    say(f"spillway, {keys} keys: {name}")
+    policy, fixed = POLICIES[name]
+    cache.request_policy = policy
+    compared = bench.compared(bench.first_step(cache), wanted)
+    bench.times(cache, 0, 3)
+    cache.statistics.reset()
+    times = bench.times(cache, 0, steps)
+    layers = cache.statistics.layers
+    report(
+        name="spillway",
+        policy=name,
+        budget="fixed, nothing is promised" if fixed else "by the error bound",
+        keys=keys,
+        tokens=bench.tokens,
+        **bench.timed(times),
+        rows_fraction=cache.statistics.rows_touched_fraction,
+        # Without a tail nothing is known.
+        certified_error_mean=cache.statistics.certified_error_mean or None,
+        device_us_per_layer=[layer.device_time_us / steps for layer in layers],
+        **compared,
+    )
+    report(
+        name="spillway, where the time goes",
+        policy=name,
+        keys=keys,
+        tokens=bench.tokens,
+        us_per_layer=parts_of_a_step(bench, cache, steps),
+    )
+    cache.crop(bench.tokens - cache.get_seq_length())
+    return statistics.median(times)
+
+
+def measure_spillway(
+    bench: Bench, client: spillway.Client, keys: str, steps: int, wanted: Step
+) -> dict[str, float]:
+    """SpillwayCache; returns ms per step of each policy."""
+    say(f"spillway, {keys} keys: appending")
+    bench.model.set_attn_implementation("spillway")
+    with SpillwayCache(bench.model.config, client) as cache:
+
+        def put(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            cache.sequences[0].append(layer, 1, k[0], v[0], timeout=300)
+            cache.layers[layer].length = bench.tokens
+
+        seconds = bench.fill(cache, SPREADS[keys], put)
+        info = cache.sequences[0].refresh()
+        cache.request_policy = ALL
+        checked = bench.checked(bench.first_step(cache), wanted)
+        report(
+            name="spillway, all rows",
+            keys=keys,
+            tokens=bench.tokens,
+            append_s=seconds,
+            append_gb_per_s=bench.row_bytes / seconds / 1e9,
+            host_row_bytes=info.row_bytes,
+            device_code_bytes=info.index_bytes,
+            **checked,
+        )
+        if not checked["equal_but_for_rounding"]:
+            sys.exit("huggingface: what the daemon computes from all rows is wrong")
+        cache.crop(-1)
+        return {name: measure_policy(bench, cache, name, keys, steps, wanted) for name in POLICIES}
+
+
+def round_trip_us(client: spillway.Client) -> float:
+    """An empty call and its answer, median."""
+    times = []
+    for _ in range(300):
+        begin = time.perf_counter()
+        client.health()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--device", default="cuda:0", help="the daemon's and the model's")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
+    parser.add_argument("--keys", nargs="+", choices=sorted(SPREADS), default=list(SPREADS))
+    parser.add_argument("--steps", type=int, default=50, help="timed steps")
+    parser.add_argument("--offloaded-steps", type=int, default=5)
+    options = parser.parse_args()
+
+    device = torch.device(options.device)
+    bench = Bench(options.shape, options.tokens, device)
+    on_gpu = device.type == "cuda"
+    with ExitStack() as stack:
+        memory_bytes = bench.row_bytes * 5 // 4 + (2 << 30)
+        target = stack.enter_context(running_daemon(options.device, memory_bytes))
+        client = stack.enter_context(spillway.connect(target))
+        report(
+            name="environment",
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            device=client.server_info.devices[0].description,
+            daemon=client.server_info.version,
+            shape=SHAPES[options.shape],
+            tokens=options.tokens,
+            row_bytes=bench.row_bytes,
+            round_trip_us=round_trip_us(client),
+        )
+        link_ms = measure_link(bench) if on_gpu else None
+        offloaded_ms = None
+        for keys in options.keys:
+            wanted, resident_ms = measure_transformers(bench, keys, False, options.steps, None)
+            if on_gpu and offloaded_ms is None:
+                # What it copies does not depend on the keys.
+                _, offloaded_ms = measure_transformers(
+                    bench, keys, True, options.offloaded_steps, wanted
+                )
+            for policy, ms in measure_spillway(bench, client, keys, options.steps, wanted).items():
+                report(
+                    name="ratio of step times",
+                    policy=policy,
+                    keys=keys,
+                    tokens=options.tokens,
+                    offloaded_over_spillway=offloaded_ms and offloaded_ms / ms,
+                    link_over_spillway=link_ms and link_ms / ms,
+                    resident_over_spillway=resident_ms / ms,
+                )
+        if not on_gpu:
+            say("transformers' offloaded cache needs CUDA: not measured")
+    say("done")
+
+
+if __name__ == "__main__":
+    main()

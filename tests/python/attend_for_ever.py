@@ -1,0 +1,25 @@
+"""A client that always has two long attends in flight, to be killed."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import spillway
+from spillway._proto import attention_service_pb2
+
+
+def main(target: str, name: str, query_count: int, head_count: int, head_dim: int) -> None:
+    client = spillway.connect(target)
+    q = np.ones((query_count, head_count, head_dim), np.float16)
+    item = client.get_sequence(name)._item(q, None, None)
+    request = attention_service_pb2.AttendRequest(items=[item])
+    calls = [client._stubs.attention.Attend.future(request) for _ in range(2)]
+    print("sent", flush=True)
+    while True:
+        calls.pop(0).result()
+        calls.append(client._stubs.attention.Attend.future(request))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
