@@ -1,5 +1,6 @@
 #include "gpu/device/cuda_device.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -27,6 +28,9 @@ using cuda::Lane;
 
 // Jobs on the GPU at once; more wait their turn.
 constexpr int kLaneCount = 2;
+// GPU memory, at most a quarter, that codes leave to attends, so that what
+// fills the rest can be attended to.
+constexpr int64_t kWorkspaceBytes = int64_t{4} << 30;
 
 std::string UuidName(const cudaUUID_t& uuid) {
   std::string name = "GPU-";
@@ -108,7 +112,7 @@ class CudaDevice final : public Device {
 
   std::optional<DeviceMemory> memory() const override {
     // Slabs that are committed and free are as good as memory never taken.
-    return DeviceMemory{budget_.limit_bytes(), budget_.limit_bytes() - arena_->free_bytes()};
+    return DeviceMemory{arena_limit_bytes_, arena_limit_bytes_ - arena_->free_bytes()};
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {
@@ -138,7 +142,10 @@ class CudaDevice final : public Device {
   };
 
   CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count)
-      : ordinal_(ordinal), budget_(memory_limit_bytes), workers_(thread_count) {}
+      : ordinal_(ordinal),
+        budget_(memory_limit_bytes),
+        arena_limit_bytes_(memory_limit_bytes - std::min(memory_limit_bytes / 4, kWorkspaceBytes)),
+        workers_(thread_count) {}
 
   void Start(Task task, Lane* lane);
   // The thread that waits for the GPU.
@@ -149,6 +156,7 @@ class CudaDevice final : public Device {
   cuda::Gpu gpu_;
   DeviceInfo info_;
   MemoryBudget budget_;  // GPU memory
+  const int64_t arena_limit_bytes_;
   std::unique_ptr<Arena> arena_;
   cuda::BlockPools blocks_;
   tbb::task_arena workers_;
@@ -194,8 +202,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
       cuda::CreateDeviceBacking(options.ordinal, limit);
   if (!backing.ok()) return backing.status();
   absl::StatusOr<std::unique_ptr<Arena>> arena =
-      Arena::Create({.limit_bytes = limit, .chunk_bytes = int64_t{32} << 20}, &device->budget_,
-                    *std::move(backing));
+      Arena::Create({.limit_bytes = device->arena_limit_bytes_, .chunk_bytes = int64_t{32} << 20},
+                    &device->budget_, *std::move(backing));
   if (!arena.ok()) return arena.status();
   device->arena_ = *std::move(arena);
   device->blocks_.SetArena(device->arena_.get());

@@ -75,9 +75,8 @@ absl::Status JobRun::Encode(size_t item, const RowCopy* copies) {
         LaunchEncodeRotation(work, model().rotation(job_->layer), lane_->stream()));
   }
   index.SetCoded(n);
-  return ToStatus(
-      LaunchRowCopies(copies, copy_counts_[item], spec().row_bytes(), lane_->stream()),
-      "bringing rows over");
+  return ToStatus(LaunchRowCopies(copies, copy_counts_[item], spec().row_bytes(), lane_->stream()),
+                  "bringing rows over");
 }
 
 void JobRun::AddDense(const DenseRun& run) {
@@ -250,6 +249,7 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       r.bins = workspace.Take<uint16_t>(padded);
       r.histogram = workspace.Take<uint32_t>(shape.bin_count);
       r.class_of_bin = workspace.Take<uint8_t>(shape.bin_count + 2);
+      r.limit_of_bin = workspace.Take<uint16_t>(shape.bin_count + 2);
       if (shape.by_mass) {
         r.head_bins = workspace.Take<uint16_t>(group * r.n);
         r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
@@ -339,9 +339,9 @@ Wave JobRun::View(const SparseWave& wave) const {
     const UnitRequest& r = wave.requests[i];
     // Rounded up, so that the wave of the next step is the same.
     w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
-    w.reference_pages_max = std::max(
-        w.reference_pages_max,
-        RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
+    w.reference_pages_max =
+        std::max(w.reference_pages_max,
+                 RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
     w.has_tail |= r.tail != Tail::kNone;
   }
   w.sm_count = gpu_.sm_count;
@@ -363,9 +363,9 @@ absl::Status JobRun::Launch(SparseWave& wave) {
     }
   }
   // Events between the kernels are of one job alone.
-  absl::Status status = job_->trace ? LaunchKernels(w) : lane_->graphs().Run(w, stream, [&] {
-    return LaunchKernels(w);
-  });
+  absl::Status status = job_->trace
+                            ? LaunchKernels(w)
+                            : lane_->graphs().Run(w, stream, [&] { return LaunchKernels(w); });
   if (status.ok() && wave.select_only) status = CollectSelections(wave);
   return status;
 }

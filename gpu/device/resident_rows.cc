@@ -155,14 +155,15 @@ int64_t ResidentRowsOfLayer::TableWords(int64_t page_capacity) const {
 void ResidentRowsOfLayer::Sync(uint64_t* tables, int64_t page_capacity, bool anew,
                                std::vector<TableUpdate>& updates) {
   if (anew) synced_pages_ = 0;
-  uint64_t* const row_tables = tables + static_cast<int64_t>(heads_.size()) * page_capacity * kPageWords;
+  uint64_t* const row_tables =
+      tables + static_cast<int64_t>(heads_.size()) * page_capacity * kPageWords;
   for (size_t h = 0; h < heads_.size(); ++h) {
     Head& head = heads_[h];
     for (auto p = static_cast<size_t>(synced_pages_); p < head.pages.size(); ++p) {
       uint64_t words[kPageWords];
       std::memcpy(words, &head.pages[p], sizeof(words));
-      uint64_t* slot = tables + (static_cast<int64_t>(h) * page_capacity + static_cast<int64_t>(p)) *
-                                    kPageWords;
+      uint64_t* slot =
+          tables + (static_cast<int64_t>(h) * page_capacity + static_cast<int64_t>(p)) * kPageWords;
       for (uint64_t word : words) updates.push_back({slot++, word});
     }
     if (anew) head.synced_row_pages = 0;
@@ -179,11 +180,10 @@ ResidentRows ResidentRowsOfLayer::View(uint64_t* tables, int64_t page_capacity, 
   ResidentRows view{};
   view.recent_begin = INT64_MAX;
   if (heads_.empty() || token_count_ == 0) return view;
-  view.pages =
-      reinterpret_cast<const ResidentPage*>(tables + kv_head * page_capacity * kPageWords);
+  view.pages = reinterpret_cast<const ResidentPage*>(tables + kv_head * page_capacity * kPageWords);
   view.row_pages = reinterpret_cast<const std::byte* const*>(
-      tables + (static_cast<int64_t>(heads_.size()) * kPageWords + kv_head * kRowPages) *
-                   page_capacity);
+      tables +
+      (static_cast<int64_t>(heads_.size()) * kPageWords + kv_head * kRowPages) * page_capacity);
   view.sink = std::min<int64_t>(kResidentSink, token_count_);
   if (recent_) {
     view.recent = RecentRow(kv_head, 0);

@@ -162,7 +162,7 @@ struct UnitRequest {
   const uint32_t* query_codes;       // [G][words], with an MLP
   float* q;                          // [G][d]
   int64_t n;                         // visible tokens
-  int64_t begin;   // candidates [begin, end)
+  int64_t begin;                     // candidates [begin, end)
   int64_t end;
 
   int64_t heavy_count;  // by count or fraction

@@ -45,7 +45,7 @@ __device__ inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
 // warp; every lane computes the same.
 __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
                                const uint32_t* above, int heavy_bin, uint16_t* lowest_bin,
-                               int64_t* stratum_count, int& strata_count) {
+                               int64_t* stratum_count, uint16_t* limits, int& strata_count) {
   UnitState& state = *u.state;
   const int bins = shape.bin_count;
   const int64_t all = above[0];
@@ -123,9 +123,12 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     const int64_t count = stratum_count[h];
     state.stratum_count[h] = count;
     state.drawn_threshold[h] = 0;
-    state.threshold[h] =
-        rows_left == 0 ? 0
-                       : SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
+    unsigned long long threshold = 0;
+    if (rows_left != 0) {
+      threshold = SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
+    }
+    state.threshold[h] = threshold;
+    limits[h] = SampleLimit(threshold);
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;
@@ -140,6 +143,7 @@ __global__ void __launch_bounds__(kCutThreads)
   __shared__ int strata_count;
   __shared__ uint16_t lowest_bin[kTailStrataMax];
   __shared__ int64_t stratum_count[kTailStrataMax];
+  __shared__ uint16_t limits[kTailStrataMax];  // of the pilots
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
   const int bins = shape.bin_count;
@@ -156,7 +160,7 @@ __global__ void __launch_bounds__(kCutThreads)
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    CutTail(shape, u, above, heavy_bin, lowest_bin, stratum_count, strata_count);
+    CutTail(shape, u, above, heavy_bin, lowest_bin, stratum_count, limits, strata_count);
   }
   __syncthreads();
   const auto class_below = [&](int bin) {
@@ -169,9 +173,11 @@ __global__ void __launch_bounds__(kCutThreads)
                   : b == heavy_bin ? kClassTie
                                    : kClassHeavy;
     u.class_of_bin[b] = static_cast<uint8_t>(c);
+    u.limit_of_bin[b] = c < kTailStrataMax ? limits[c] : c == kClassNever ? 0 : kSampleLimitAll;
   }
   if (threadIdx.x == 0) {
     u.state->tie_class = heavy_bin < bins ? class_below(heavy_bin) : kClassNever;
   }
 }
+
 }  // namespace spillway::cuda

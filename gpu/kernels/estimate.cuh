@@ -19,6 +19,20 @@ struct StratumSums {
   double variance_x;
 };
 
+// Sums over a stratum's rows: of x, x^2 and x^2 ||v||^2.
+struct StratumScalars {
+  double sx;
+  double sxx;
+  double sxxvv;
+};
+// Over 32 dimensions: of squares of sum x v and of sum x (v - o), and o . sum
+// x^2 v.
+struct StratumMoments {
+  double mean_n_sq;
+  double mean_o_sq;
+  double cross;
+};
+
 // What is known of the head, in shared memory.
 struct HeadSums {
   double max;
@@ -74,6 +88,8 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   __shared__ float4 sums[kAllSegmentsMax];     // max, sum, sum_sq, sum_sq_norm
   __shared__ double factors[kAllSegmentsMax];  // exp(max - M)
   __shared__ double slices[kEstimateThreads];
+  __shared__ StratumScalars scalars[kTailStrataMax];
+  __shared__ StratumMoments moments[kTailStrataMax][kHeadDimMax / 32];
   const UnitState& s = *u.state;
   const int group = shape.group;
   const int d = shape.head_dim;
@@ -145,16 +161,11 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   }
   norm_sq = BlockSum(norm_sq);
 
-  // A warp a stratum.
+  // Per stratum, a warp for the sums that have no dimension, then one for each
+  // 32 dimensions.
   const double o_norm_sq = norm_sq / (all * all);
-  for (int h = warp; h < strata; h += static_cast<int>(blockDim.x) / 32) {
-    StratumSums& out = head.strata[h];
-    const double r = static_cast<double>(s.drawn[h]);
-    if (s.drawn[h] < 2) {
-      const double unknown = s.drawn[h] == s.stratum_count[h] || s.drawn[h] == 0 ? 0.0 : HUGE_VAL;
-      if (lane == 0) out = {unknown, unknown, unknown};
-      continue;
-    }
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  for (int h = warp; h < strata; h += warps) {
     const SetSegments set = sets[1 + h];
     double sx = 0, sxx = 0, sxxvv = 0;
     for (int p = 0; p < phases; ++p) {
@@ -168,43 +179,54 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     sx = WarpSum(sx);
     sxx = WarpSum(sxx);
     sxxvv = WarpSum(sxxvv);
-    double mean_n_sq = 0, mean_o_sq = 0, cross = 0;
-    constexpr int kDims = 4;  // of a lane, read together
-    for (int base = lane; base < d; base += 32 * kDims) {
-      double sxv[kDims] = {}, sxxv[kDims] = {};
-      for (int p = 0; p < phases; ++p) {
-#pragma unroll 4
-        for (int j = set.begin[p]; j < set.end[p]; ++j) {
-          const float* value = partial(j) + 4 * group + g * d + base;
-          const double f = factors[j];
-#pragma unroll
-          for (int k = 0; k < kDims; ++k) {
-            if (base + 32 * k >= d) break;
-            sxv[k] += f * value[32 * k];
-            sxxv[k] += f * f * value[group * d + 32 * k];
-          }
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kDims; ++k) {
-        if (base + 32 * k >= d) break;
-        const double o = head.outputs[base + 32 * k];
-        mean_n_sq += sxv[k] * sxv[k];
-        mean_o_sq += (sxv[k] - o * sx) * (sxv[k] - o * sx);
-        cross += o * sxxv[k];
+    if (lane == 0) scalars[h] = {sx, sxx, sxxvv};
+  }
+  __syncthreads();
+  const int parts = (d + 31) / 32;
+  for (int task = warp; task < strata * parts; task += warps) {
+    const int h = task / parts;
+    const int dim = task % parts * 32 + lane;
+    const SetSegments set = sets[1 + h];
+    double sxv = 0, sxxv = 0;
+    for (int p = 0; p < phases && dim < d; ++p) {
+#pragma unroll 8
+      for (int j = set.begin[p]; j < set.end[p]; ++j) {
+        const float* value = partial(j) + 4 * group + g * d + dim;
+        const double f = factors[j];
+        sxv += f * value[0];
+        sxxv += f * f * value[group * d];
       }
     }
-    mean_n_sq = WarpSum(mean_n_sq);
-    mean_o_sq = WarpSum(mean_o_sq);
-    cross = WarpSum(cross);
-    if (lane == 0) {
-      // Rounding may leave a little below 0; sums that passed fp32's range
-      // are known to say nothing.
-      const auto settled = [](double v) { return isfinite(v) ? fmax(0.0, v) : HUGE_VAL; };
-      out.trace_n = settled((sxxvv - mean_n_sq / r) / (r - 1));
-      out.trace_o = settled((sxxvv - 2 * cross + o_norm_sq * sxx - mean_o_sq / r) / (r - 1));
-      out.variance_x = settled((sxx - sx * sx / r) / (r - 1));
+    const double o = dim < d ? head.outputs[dim] : 0;
+    const double difference = dim < d ? sxv - o * scalars[h].sx : 0;
+    const double mean_n_sq = WarpSum(sxv * sxv);
+    const double mean_o_sq = WarpSum(difference * difference);
+    const double cross = WarpSum(o * sxxv);
+    if (lane == 0) moments[h][task % parts] = {mean_n_sq, mean_o_sq, cross};
+  }
+  __syncthreads();
+  for (int h = threadIdx.x; h < strata; h += blockDim.x) {
+    StratumSums& out = head.strata[h];
+    const double r = static_cast<double>(s.drawn[h]);
+    if (s.drawn[h] < 2) {
+      const double unknown = s.drawn[h] == s.stratum_count[h] || s.drawn[h] == 0 ? 0.0 : HUGE_VAL;
+      out = {unknown, unknown, unknown};
+      continue;
     }
+    const StratumScalars& sum = scalars[h];
+    StratumMoments moment = moments[h][0];
+    for (int part = 1; part < parts; ++part) {
+      moment.mean_n_sq += moments[h][part].mean_n_sq;
+      moment.mean_o_sq += moments[h][part].mean_o_sq;
+      moment.cross += moments[h][part].cross;
+    }
+    // Rounding may leave a little below 0; sums that passed fp32's range are
+    // known to say nothing.
+    const auto settled = [](double v) { return isfinite(v) ? fmax(0.0, v) : HUGE_VAL; };
+    out.trace_n = settled((sum.sxxvv - moment.mean_n_sq / r) / (r - 1));
+    out.trace_o = settled(
+        (sum.sxxvv - 2 * moment.cross + o_norm_sq * sum.sxx - moment.mean_o_sq / r) / (r - 1));
+    out.variance_x = settled((sum.sxx - sum.sx * sum.sx / r) / (r - 1));
   }
   __syncthreads();
   if (warp == 0) {
@@ -267,9 +289,12 @@ __device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, i
 }
 
 // The unit's budgets from its heads': the most per stratum, within what
-// row_count_max leaves; and the thresholds that draw them. All threads.
-__device__ inline void SettleBudgets(const UnitRequest& u, int group, bool sampled) {
+// row_count_max leaves; and the thresholds and limits that draw them. All
+// threads.
+__device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled) {
+  __shared__ uint16_t limits[kClassCount];
   UnitState& s = *u.state;
+  const int group = shape.group;
   const int strata = s.strata;
   if (sampled) {
     for (int h = threadIdx.x; h < strata; h += blockDim.x) {
@@ -301,16 +326,24 @@ __device__ inline void SettleBudgets(const UnitRequest& u, int group, bool sampl
     __syncthreads();
   }
   bool drawing = false;
+  for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) limits[c] = 0;
+  __syncthreads();
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
     const unsigned long long drawn_threshold = s.threshold[h];
     s.drawn_threshold[h] = drawn_threshold;
     if (!sampled) continue;
     const unsigned long long threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
     s.threshold[h] = max(drawn_threshold, threshold);
-    drawing |= threshold > drawn_threshold;
+    if (threshold <= drawn_threshold) continue;
+    drawing = true;
+    limits[h] = SampleLimit(threshold);
+    if (h == s.tie_class) limits[kClassTie] = limits[h];
   }
   drawing = __syncthreads_or(drawing);
   if (threadIdx.x == 0) s.drawing = drawing;
+  for (int b = threadIdx.x; drawing && b < shape.bin_count + 2; b += blockDim.x) {
+    u.limit_of_bin[b] = limits[u.class_of_bin[b]];
+  }
 }
 
 // Budgets of phase 1. Grid (heads, units); the unit's last block settles them.
@@ -324,7 +357,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   // Else there is nothing to draw, or nothing that would be answered.
   const bool sampled = s.error_token == kNoToken && DrawnRows(s) > 0;
   if (!sampled) {
-    if (blockIdx.x == 0) SettleBudgets(u, shape.group, false);
+    if (blockIdx.x == 0) SettleBudgets(shape, u, false);
     return;
   }
   EstimateHead(shape, u, blockIdx.x, 1, head);
@@ -337,7 +370,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   __syncthreads();
   if (!last) return;
   __threadfence();
-  SettleBudgets(u, shape.group, true);
+  SettleBudgets(shape, u, true);
 }
 
 // Output and certificate. Grid (heads, units).

@@ -81,14 +81,21 @@ __device__ inline int Kind(const SampleRule& rule, int c, uint32_t token) {
   return c < rule.strata && Drawn(rule, c, token) ? 1 + c : -1;
 }
 
-// Shared memory of a filtering block: classes of bins.
-__host__ __device__ inline int FilterBytes(int bin_count) { return (bin_count + 2 + 15) / 16 * 16; }
+// Shared memory of a filtering block: limits of bins.
+__host__ __device__ inline int FilterBytes(int bin_count) {
+  return (2 * (bin_count + 2) + 15) / 16 * 16;
+}
 
 // All threads of the block; the caller synchronises.
-__device__ inline void LoadClasses(const UnitRequest& u, int bin_count, uint8_t* classes) {
+__device__ inline void LoadLimits(const UnitRequest& u, int bin_count, uint16_t* limits) {
   for (int i = threadIdx.x; i < FilterBytes(bin_count) / 16; i += blockDim.x) {
-    reinterpret_cast<uint4*>(classes)[i] = reinterpret_cast<const uint4*>(u.class_of_bin)[i];
+    reinterpret_cast<uint4*>(limits)[i] = reinterpret_cast<const uint4*>(u.limit_of_bin)[i];
   }
+}
+
+// Where a bin's class and limit are.
+__device__ inline int BinIndex(int bin, int bin_count) {
+  return bin < bin_count ? bin : bin_count + (bin & 1);
 }
 
 // The bins of a thread's tokens of a chunk.
@@ -111,12 +118,13 @@ struct ChunkBins {
   }
 };
 
-// Lists a chunk's candidates in token order, and counts them by class into
+// Lists a chunk's candidates in token order: tokens that their limits let
+// through, some of them for nothing; and counts them by class into
 // chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for
 // which of them are heavy is not known yet. All threads of the block.
 template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
-                                   const uint8_t* classes, int bin_count, int phase, int64_t chunk,
+                                   const uint16_t* limits, int bin_count, int phase, int64_t chunk,
                                    const ChunkBins<kThreads>& own_bins) {
   constexpr int kWarps = kThreads / 32;
   constexpr int kPerThread = ChunkBins<kThreads>::kPerThread;
@@ -129,9 +137,6 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   const int64_t chunk_begin = chunk * kChunkTokens;
   const int slots = static_cast<int>(min(int64_t{kChunkTokens}, u.n - chunk_begin));
   const uint16_t* bins = u.bins + chunk_begin;
-  const auto class_of = [&](int bin) {
-    return classes[bin < bin_count ? bin : bin_count + (bin & 1)];
-  };
   for (int c = threadIdx.x; c < kChunkColumns; c += kThreads) counts[c] = 0;
   if (threadIdx.x == 0) ties = {0, 0, 0, 0};
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
@@ -139,9 +144,10 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   if (first < slots) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int c = class_of(own_bins.At(i));
-      flags |= static_cast<uint32_t>(Drawn(rule, c, static_cast<uint32_t>(chunk_begin + first + i)))
-               << i;
+      const uint32_t place =
+          SamplePlace(rule.order, static_cast<uint32_t>(chunk_begin + first + i));
+      const uint32_t limit = limits[BinIndex(own_bins.At(i), bin_count)];
+      flags |= static_cast<uint32_t>((place >> kSampleLimitShift) < limit) << i;
     }
     if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
   }
@@ -163,7 +169,7 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
     const int slot = found[i];
     const auto token = static_cast<uint32_t>(chunk_begin + slot);
-    const int c = class_of(bins[slot]);
+    const int c = u.class_of_bin[BinIndex(bins[slot], bin_count)];
     const bool resident = IsResident(u.resident, token);
     u.candidates[chunk_begin + i] = Candidate::Pack(slot, c, resident);
     if (phase == 0 && c == kClassTie) {
@@ -195,7 +201,7 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
 // Grid (blocks, units). Shared memory: FilterBytes().
 __global__ void __launch_bounds__(kFilterThreads)
     FilterKernel(int phase, int bin_count, const UnitRequest* units) {
-  extern __shared__ __align__(16) uint8_t classes[];
+  extern __shared__ __align__(16) uint16_t limits[];
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
@@ -205,11 +211,11 @@ __global__ void __launch_bounds__(kFilterThreads)
   WaitForPrevious();
   LetNextBegin();
   if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
-  LoadClasses(u, bin_count, classes);
+  LoadLimits(u, bin_count, limits);
   LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
     if (chunk != blockIdx.x) bins.Load(u, chunk);
-    FilterChunk(u, rule, classes, bin_count, phase, chunk, bins);
+    FilterChunk(u, rule, limits, bin_count, phase, chunk, bins);
   }
 }
 

@@ -155,8 +155,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
     }
     ValueSums<kRows, true> values;
     FoldRows<kRows, true>(
-        fold, segment.count,
-        [&](int64_t j) { return u.sources[segment.first + j]; },
+        fold, segment.count, [&](int64_t j) { return u.sources[segment.first + j]; },
         [](int, int64_t) { return true; },
         [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); }, queries, rest,
         sums, values);

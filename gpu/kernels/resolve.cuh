@@ -70,7 +70,8 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
         const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
         if (turning != 0) {
           const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
-          if (lane == 0) split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
+          if (lane == 0)
+            split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
           break;
         }
         rank += __popc(mask);
@@ -93,8 +94,8 @@ __device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule
     const uint32_t count = u.chunk_counts[chunk];
     for (uint32_t i = lane; i < count; i += 32) {
       const Candidate candidate(u.candidates[chunk * kChunkTokens + i]);
-      const int kind = Kind(rule, candidate.c,
-                            static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot));
+      const int kind =
+          Kind(rule, candidate.c, static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot));
       if (kind < 0 || (phase == 1 && kind == 0)) continue;
       atomicAdd(&mine[kind], 1u);
       if (!candidate.resident) atomicAdd(&mine[kMissedColumn], 1u);
@@ -165,7 +166,8 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
     draw.count[h] = s.stratum_count[h];
     draw.drawn[h] = s.drawn[h];
-    draw.wanted[h] = phase == 1 ? s.budget[h] : h < s.strata
+    draw.wanted[h] = phase == 1 ? s.budget[h]
+                     : h < s.strata
                          ? PilotCount(u.pilot_count, s.rows_left, s.strata, s.stratum_count[h])
                          : 0;
     draw.drawn_threshold[h] = s.drawn_threshold[h];
@@ -283,7 +285,7 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
 // Settles a phase's draw. One block a unit.
 __global__ void __launch_bounds__(kResolveThreads)
     ResolveKernel(int phase, int bin_count, const UnitRequest* units) {
-  extern __shared__ __align__(16) uint8_t classes[];
+  extern __shared__ __align__(16) uint16_t limits[];
   __shared__ SampleRule rule;
   __shared__ DrawState draw;
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
@@ -313,7 +315,8 @@ __global__ void __launch_bounds__(kResolveThreads)
       const bool above = chunk > split.chunk;
       const bool below = chunk < split.chunk;
       if (column == 0) return count + (above ? ties.all : below ? 0 : split.heavy);
-      if (column == 1 + rule.tie_class) return count + (below ? ties.drawn : above ? 0 : split.drawn);
+      if (column == 1 + rule.tie_class)
+        return count + (below ? ties.drawn : above ? 0 : split.drawn);
       if (column == kMissedColumn) {
         return count + (above ? ties.all_missed : below ? ties.drawn_missed : split.missed);
       }
@@ -338,12 +341,16 @@ __global__ void __launch_bounds__(kResolveThreads)
     if (verdict == Verdict::kTake) break;
     if (collect) {
       // Rare: candidates beyond what was collected.
-      LoadClasses(u, bin_count, classes);
       LoadRule(u, phase, collected, rule);
+      for (int b = threadIdx.x; b < bin_count + 2; b += blockDim.x) {
+        const uint2 range = rule.ranges[u.class_of_bin[b]];
+        limits[b] = range.x <= range.y ? SampleLimit(range.y + 1ull) : 0;
+      }
+      __syncthreads();
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
         ChunkBins<kResolveThreads> bins;
         bins.Load(u, chunk);
-        FilterChunk(u, rule, classes, bin_count, phase, chunk, bins);
+        FilterChunk(u, rule, limits, bin_count, phase, chunk, bins);
       }
     }
     LoadRule(u, phase, draw.threshold, rule);

@@ -59,9 +59,9 @@ SPILLWAY_HOST_DEVICE inline SampleOrder MakeSampleOrder(uint64_t seed, int layer
                                                         int64_t visible_token_count,
                                                         uint32_t band = 0) {
   const SampleKey key = MakeSampleKey(~seed, layer, kv_head);
-  const uint64_t phi = static_cast<uint32_t>(
-      SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
-                 SplitMix64(static_cast<uint64_t>(visible_token_count))));
+  const uint64_t phi =
+      static_cast<uint32_t>(SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
+                                       SplitMix64(static_cast<uint64_t>(visible_token_count))));
   const uint64_t beyond = (uint64_t{1} << 32) - band;
   return {MakeSampleKey(seed, layer, kv_head), band, static_cast<uint32_t>(phi * band >> 32),
           static_cast<uint32_t>(phi * beyond >> 32)};

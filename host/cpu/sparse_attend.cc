@@ -190,9 +190,9 @@ int64_t SparseAttend::Drawn() const {
 }
 
 absl::Status SparseAttend::SampleTail() {
-  sampler_.emplace(scores_, strata_,
-                   MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_,
-                                   c_.spec().SampleBand(policy_.seed)));
+  sampler_.emplace(
+      scores_, strata_,
+      MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_, c_.spec().SampleBand(policy_.seed)));
   tail_.assign(strata_.counts.size(), GroupSums(group_, d_, true));
   sampled_.resize(strata_.counts.size());
   const int64_t rows_left = RowsLeft();

@@ -63,8 +63,8 @@ std::vector<std::vector<uint32_t>> TailSampler::DrawTo(std::span<const uint64_t>
     const int64_t count = scores_.block_end(b) - from;
     const uint16_t* bins = scores_.bins(from);
     const auto positions = std::make_unique_for_overwrite<uint32_t[]>(count);
-    const int64_t kept = FilterTokens(bins, static_cast<uint32_t>(from), count, order_,
-                                      limits, positions.get());
+    const int64_t kept =
+        FilterTokens(bins, static_cast<uint32_t>(from), count, order_, limits, positions.get());
     for (int64_t i = 0; i < kept; ++i) {
       const uint8_t h = strata_.of_bin[bins[positions[i]]];
       const uint32_t token = static_cast<uint32_t>(from + positions[i]);

@@ -75,8 +75,9 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
                absl::StrCat("value ", spec.softmax_scale, " is not finite and greater than 0"));
   }
   if (!(spec.sample_band_fraction >= 0 && spec.sample_band_fraction <= kSampleBandFractionMax)) {
-    checks.Add("sample_band_fraction", absl::StrCat("value ", spec.sample_band_fraction,
-                                                    " is not in [0, ", kSampleBandFractionMax, "]"));
+    checks.Add("sample_band_fraction",
+               absl::StrCat("value ", spec.sample_band_fraction, " is not in [0, ",
+                            kSampleBandFractionMax, "]"));
   }
   switch (spec.hash.kind) {
     case HashKind::kNone:

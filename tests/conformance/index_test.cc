@@ -51,7 +51,8 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
       EXPECT_EQ(a.Attend(policy, q_).attend->out, b.Attend(policy, q_).attend->out) << what;
       // Seen from before the newest tokens; drawn outside the band.
       const std::vector<int64_t> visible = {a.token_count() - 150};
-      EXPECT_EQ(a.Attend(policy, q_, visible).attend->out, b.Attend(policy, q_, visible).attend->out)
+      EXPECT_EQ(a.Attend(policy, q_, visible).attend->out,
+                b.Attend(policy, q_, visible).attend->out)
           << what;
       policy.seed = spec_.sample_band_seed + 1;
       EXPECT_EQ(a.Attend(policy, q_).attend->out, b.Attend(policy, q_).attend->out) << what;
@@ -126,8 +127,8 @@ TEST_P(Index, BytesPerTokenAreWithinTheBound) {
     const ModelSpec spec =
         MakeSpec(4, 2, d, DType::kBF16, {.kind = HashKind::kRotation, .bits_per_dim = bits});
     // bits * d / 8 for the planes, the band's rows and at most 4 for the rest.
-    const auto band =
-        static_cast<int64_t>(std::ceil(spec.sample_band_fraction * static_cast<double>(spec.row_bytes())));
+    const auto band = static_cast<int64_t>(
+        std::ceil(spec.sample_band_fraction * static_cast<double>(spec.row_bytes())));
     EXPECT_LE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8 + 4 + band));
     EXPECT_GE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8));
   }

@@ -88,8 +88,7 @@ TEST(SamplePlace, TurnsBandAndTheRestEachWithinItself) {
       seen.clear();
     }
     const double share = static_cast<double>(band) / 4294967296.0;
-    EXPECT_NEAR(static_cast<double>(in_band), 200000 * share,
-                5 * std::sqrt(200000 * share) + 1);
+    EXPECT_NEAR(static_cast<double>(in_band), 200000 * share, 5 * std::sqrt(200000 * share) + 1);
   }
 }
 
