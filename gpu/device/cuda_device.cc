@@ -28,6 +28,8 @@ using cuda::Lane;
 
 // Jobs on the GPU at once; more wait their turn.
 constexpr int kLaneCount = 2;
+// What the units of one wave take of a lane's workspace.
+constexpr int64_t kWaveBytes = int64_t{1} << 30;
 // GPU memory, at most a quarter, that codes leave to attends, so that what
 // fills the rest can be attended to.
 constexpr int64_t kWorkspaceBytes = int64_t{4} << 30;
@@ -112,7 +114,7 @@ class CudaDevice final : public Device {
 
   std::optional<DeviceMemory> memory() const override {
     // Slabs that are committed and free are as good as memory never taken.
-    return DeviceMemory{arena_limit_bytes_, arena_limit_bytes_ - arena_->free_bytes()};
+    return DeviceMemory{budget_.limit_bytes(), budget_.limit_bytes() - arena_->free_bytes()};
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {
@@ -208,7 +210,9 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->arena_ = *std::move(arena);
   device->blocks_.SetArena(device->arena_.get());
   for (int i = 0; i < kLaneCount; ++i) {
-    absl::StatusOr<std::unique_ptr<Lane>> lane = Lane::Create(&device->budget_, host_budget);
+    absl::StatusOr<std::unique_ptr<Lane>> lane =
+        Lane::Create(&device->budget_, host_budget,
+                     std::min(kWaveBytes, (limit - device->arena_limit_bytes_) / kLaneCount));
     if (!lane.ok()) return lane.status();
     device->idle_.push_back(lane->get());
     device->lanes_.push_back(*std::move(lane));

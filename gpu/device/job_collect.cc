@@ -10,12 +10,11 @@ namespace spillway::cuda {
 
 absl::Status JobRun::CollectSelections(const SparseWave& wave) {
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
-  const int heads = spec().kv_head_count;
   auto state = std::make_unique<UnitState>();
   std::vector<uint32_t> list;
-  for (size_t unit = 0; unit < wave.queries.size() * heads; ++unit) {
-    const SparseQuery& query = wave.queries[unit / heads];
-    const UnitRequest& r = wave.requests[unit];
+  for (size_t i = 0; i < wave.units.size(); ++i) {
+    const SparseUnit& unit = wave.units[i];
+    const UnitRequest& r = wave.requests[i];
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(state.get(), r.state, sizeof(UnitState),
                                                   cudaMemcpyDeviceToHost, lane_->stream()));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
@@ -51,8 +50,8 @@ absl::Status JobRun::CollectSelections(const SparseWave& wave) {
     }
     std::sort(rows.begin(), rows.end(),
               [](const Row& a, const Row& b) { return a.token < b.token; });
-    AttendWork& w = *job_->items[query.item].attend;
-    Selection& s = w.selections[query.query * heads + static_cast<int64_t>(unit % heads)];
+    AttendWork& w = *job_->items[unit.item].attend;
+    Selection& s = w.selections[unit.query * spec().kv_head_count + unit.kv_head];
     for (const Row& row : rows) {
       s.indices.push_back(row.token);
       s.log_weights.push_back(row.log_weight);
@@ -66,12 +65,11 @@ void JobRun::Collect(const SparseWave& wave) {
   const int heads = spec().kv_head_count;
   const int group = spec().group();
   const int d = spec().head_dim;
-  for (size_t unit = 0; unit < wave.queries.size() * heads; ++unit) {
-    const auto [index, query] = wave.queries[unit / heads];
-    const int kv_head = static_cast<int>(unit % heads);
+  for (size_t i = 0; i < wave.units.size(); ++i) {
+    const auto [index, query, kv_head] = wave.units[i];
     JobItem& item = job_->items[index];
     AttendWork& w = *item.attend;
-    const UnitResult& r = wave.results[unit];
+    const UnitResult& r = wave.results[i];
     if (r.error_token != kNoToken) {
       item.status.Update(NonFiniteLogitError(r.error_token, job_->layer, kv_head));
       continue;
@@ -87,8 +85,7 @@ void JobRun::Collect(const SparseWave& wave) {
       c.tail_mass = r.tail_mass[g];
       c.promise = r.promise[g];
       if (w.select_only) continue;
-      std::copy_n(wave.out + (static_cast<int64_t>(unit) * group + g) * d, d,
-                  w.out.data() + at * d);
+      std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d, w.out.data() + at * d);
       w.lse[at] = r.lse[g];
     }
   }

@@ -14,9 +14,6 @@
 namespace spillway::cuda {
 namespace {
 
-// What the units of one wave take of the workspace, unless one query's units
-// alone take more.
-constexpr int64_t kWaveBytes = int64_t{1} << 30;
 // Rows that a unit gathers to GPU memory before it folds them; more are read
 // where they lie.
 constexpr int64_t kStagingBytes = int64_t{32} << 20;
@@ -98,9 +95,9 @@ void JobRun::AddDense(const DenseRun& run) {
         segments * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
     // Runs that read their rows in place share parts; one that stages them has
     // parts of its own, each of which brings the rows over anew.
-    const bool fits = !dense_.empty() && dense_.back().staged == staged &&
-                      (!staged || t > run.begin) &&
-                      dense_.back().partial_bytes + bytes <= kPartialBytes;
+    const bool fits =
+        !dense_.empty() && dense_.back().staged == staged && (!staged || t > run.begin) &&
+        dense_.back().partial_bytes + bytes <= std::min(kPartialBytes, lane_->wave_bytes());
     if (!fits) dense_.emplace_back().staged = staged;
     dense_.back().partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
@@ -133,29 +130,35 @@ void JobRun::Split() {
       if (dense_begin < t) AddDense({i, dense_begin, t});
       dense_begin = t + 1;
       if (t == w.query_count) break;
-      AddSparse({i, t});
+      AddSparse(i, t);
     }
   }
 }
 
-void JobRun::AddSparse(const SparseQuery& query) {
-  const AttendWork& w = work(query.item);
+void JobRun::AddSparse(size_t item, int64_t query) {
+  const AttendWork& w = work(item);
   SparseWave alone;
-  alone.queries = {query};
+  alone.units = {{item, query, 0}};
   Carver pinned, workspace;
   LayOut(alone, pinned, workspace, /*fill=*/false);
-  const auto fits = [&](const SparseWave& wave) {
-    const AttendWork& other = work(wave.queries.front().item);
+  const bool by_mass = w.policy.heavy_kind == HeavyKind::kMass;
+  const bool with_mlp =
+      spec().hash.kind == HashKind::kMlp && w.policy.selector == Selector::kHamming;
+  const auto fits = [&](const SparseWave& wave, int units) {
+    const AttendWork& other = work(wave.units.front().item);
     return other.policy.selector == w.policy.selector && other.select_only == w.select_only &&
-           (other.policy.heavy_kind == HeavyKind::kMass) ==
-               (w.policy.heavy_kind == HeavyKind::kMass) &&
-           wave.workspace_bytes + workspace.bytes() <= kWaveBytes;
+           (other.policy.heavy_kind == HeavyKind::kMass) == by_mass &&
+           wave.workspace_bytes + units * workspace.bytes() <= lane_->wave_bytes();
   };
-  if (waves_.empty() || !fits(waves_.back())) {
-    waves_.emplace_back().select_only = w.select_only;
+  for (int h = 0; h < spec().kv_head_count; ++h) {
+    // MLPs take a query's heads all together.
+    const int units = with_mlp ? spec().kv_head_count : 1;
+    if (waves_.empty() || ((!with_mlp || h == 0) && !fits(waves_.back(), units))) {
+      waves_.emplace_back().select_only = w.select_only;
+    }
+    waves_.back().units.push_back({item, query, h});
+    waves_.back().workspace_bytes += workspace.bytes();
   }
-  waves_.back().queries.push_back(query);
-  waves_.back().workspace_bytes += workspace.bytes();
 }
 
 void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
@@ -165,11 +168,11 @@ void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
   ToFloat(w.q_dtype, w.q + at * DTypeBytes(w.q_dtype), width, q);
 }
 
-UnitRequest JobRun::Request(const SparseQuery& query) const {
-  const AttendWork& w = work(query.item);
+UnitRequest JobRun::Request(const SparseUnit& unit) const {
+  const AttendWork& w = work(unit.item);
   const Policy& p = w.policy;
   UnitRequest r{};
-  r.n = w.visible[query.query];
+  r.n = w.visible[unit.query];
   r.sink = p.sink_token_count;
   r.window = p.window_token_count;
   r.begin = r.sink;
@@ -190,20 +193,20 @@ UnitRequest JobRun::Request(const SparseQuery& query) const {
   return r;
 }
 
-void JobRun::Address(const SparseQuery& query, int kv_head, UnitRequest& r) const {
-  const LayerIndex& layer = index(query.item);
-  r.row_pages = layer.row_pages(kv_head);
-  if (model().has_codes()) r.code_pages = layer.code_pages(kv_head);
-  r.resident = layer.resident(kv_head);
+void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
+  const LayerIndex& layer = index(unit.item);
+  r.row_pages = layer.row_pages(unit.kv_head);
+  if (model().has_codes()) r.code_pages = layer.code_pages(unit.kv_head);
+  r.resident = layer.resident(unit.kv_head);
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = model().rotation(job_->layer).transposed;
   }
-  const uint64_t seed = work(query.item).policy.seed;
-  r.order = MakeSampleOrder(seed, job_->layer, kv_head, r.n, spec().SampleBand(seed));
+  const uint64_t seed = work(unit.item).policy.seed;
+  r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, spec().SampleBand(seed));
 }
 
 AttendShape JobRun::Shape(const SparseWave& wave) const {
-  const Policy& p = work(wave.queries.front().item).policy;
+  const Policy& p = work(wave.units.front().item).policy;
   AttendShape shape;
   shape.dtype = spec().dtype;
   shape.head_dim = spec().head_dim;
@@ -224,10 +227,9 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
 }
 
 void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fill) {
-  const int heads = spec().kv_head_count;
   const int group = spec().group();
   const int d = spec().head_dim;
-  const auto units = static_cast<int64_t>(wave.queries.size()) * heads;
+  const auto units = static_cast<int64_t>(wave.units.size());
   wave.requests = pinned.Take<UnitRequest>(units);
   wave.q = pinned.Take<float>(units * group * d);
   wave.results = pinned.Take<UnitResult>(units);
@@ -237,46 +239,44 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   query_codes_ = workspace.Take<uint32_t>(units * group * std::max(1, spec().plane_words()));
 
   const AttendShape shape = Shape(wave);
-  int64_t unit = 0;
-  for (const SparseQuery& query : wave.queries) {
-    const UnitRequest shared = Request(query);
-    for (int h = 0; h < heads; ++h, ++unit) {
-      UnitRequest r = shared;
-      if (fill) Address(query, h, r);
-      const int64_t padded = r.chunks() * kChunkTokens;
-      r.q = device_q + unit * group * d;
-      r.query_codes = query_codes_ + unit * group * spec().plane_words();
-      r.bins = workspace.Take<uint16_t>(padded);
-      r.histogram = workspace.Take<uint32_t>(shape.bin_count);
-      r.class_of_bin = workspace.Take<uint8_t>(shape.bin_count + 2);
-      r.limit_of_bin = workspace.Take<uint16_t>(shape.bin_count + 2);
-      if (shape.by_mass) {
-        r.head_bins = workspace.Take<uint16_t>(group * r.n);
-        r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
-        r.head_ties = workspace.Take<uint32_t>(group * r.chunks());
-      }
-      const int tiles = (group + 3) / 4;
-      r.query_planes =
-          workspace.Take<uint32_t>(int64_t{tiles} * 16 * std::max(1, shape.tiling.words));
-      r.sample_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
-      r.sample_logits = workspace.Take<float>(group * r.sample_token_count);
-      r.candidates = workspace.Take<uint32_t>(padded);
-      r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
-      r.chunk_ties = workspace.Take<ChunkTies>(r.chunks());
-      r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
-      r.list = workspace.Take<uint32_t>(r.n);
-      r.sources = workspace.Take<const std::byte*>(r.n);
-      r.staging_rows = std::min(r.n, kStagingBytes / shape.row_bytes);
-      r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
-      r.gather = workspace.Take<const std::byte*>(r.staging_rows);
-      r.partials = workspace.Take<float>(2 * kSegmentMax * PartialFloats(group, d));
-      r.state = workspace.Take<UnitState>(1);
-      if (!fill) continue;
-      r.result = wave.results + unit;
-      r.out = wave.select_only ? nullptr : wave.out + unit * group * d;
-      wave.requests[unit] = r;
-      ToFloats(query.item, query.query, h, wave.q + unit * group * d);
+  for (int64_t i = 0; i < units; ++i) {
+    const SparseUnit& unit = wave.units[i];
+    UnitRequest r = Request(unit);
+    if (fill) Address(unit, r);
+    const int64_t padded = r.chunks() * kChunkTokens;
+    r.q = device_q + i * group * d;
+    r.query_codes = query_codes_ + i * group * spec().plane_words();
+    r.bins = workspace.Take<uint16_t>(padded);
+    r.histogram = workspace.Take<uint32_t>(shape.bin_count);
+    r.class_of_bin = workspace.Take<uint8_t>(shape.bin_count + 2);
+    r.limit_of_bin = workspace.Take<uint16_t>(shape.bin_count + 2);
+    if (shape.by_mass) {
+      r.head_bins = workspace.Take<uint16_t>(group * r.n);
+      r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
+      r.head_ties = workspace.Take<uint32_t>(group * r.chunks());
     }
+    const int tiles = (group + 3) / 4;
+    r.query_planes =
+        workspace.Take<uint32_t>(int64_t{tiles} * 16 * std::max(1, shape.tiling.words));
+    r.sample_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
+    r.sample_logits = workspace.Take<float>(group * r.sample_token_count);
+    r.candidates = workspace.Take<uint32_t>(padded);
+    r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
+    r.chunk_ties = workspace.Take<ChunkTies>(r.chunks());
+    r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
+    r.list = workspace.Take<uint32_t>(r.n);
+    r.sources = workspace.Take<const std::byte*>(r.n);
+    r.staging_rows =
+        std::min(r.n, std::min(kStagingBytes, lane_->wave_bytes() / 4) / shape.row_bytes);
+    r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
+    r.gather = workspace.Take<const std::byte*>(r.staging_rows);
+    r.partials = workspace.Take<float>(2 * kSegmentMax * PartialFloats(group, d));
+    r.state = workspace.Take<UnitState>(1);
+    if (!fill) continue;
+    r.result = wave.results + i;
+    r.out = wave.select_only ? nullptr : wave.out + i * group * d;
+    wave.requests[i] = r;
+    ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * group * d);
   }
 }
 
@@ -334,7 +334,7 @@ Wave JobRun::View(const SparseWave& wave) const {
   w.host_units = wave.requests;
   w.host_q = wave.q;
   w.units = device_requests_;
-  w.unit_count = static_cast<int>(wave.queries.size()) * spec().kv_head_count;
+  w.unit_count = static_cast<int>(wave.units.size());
   for (int i = 0; i < w.unit_count; ++i) {
     const UnitRequest& r = wave.requests[i];
     // Rounded up, so that the wave of the next step is the same.
@@ -355,7 +355,7 @@ absl::Status JobRun::Launch(SparseWave& wave) {
   cudaStream_t stream = lane_->stream();
   if (w.shape.mlp && w.shape.selector == Selector::kHamming) {
     const int per_query = spec().query_head_count;
-    for (size_t i = 0; i < wave.queries.size(); ++i) {
+    for (size_t i = 0; i < wave.units.size() / spec().kv_head_count; ++i) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(
           LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().group(),
                          wave.q + i * per_query * spec().head_dim, per_query,
@@ -416,14 +416,16 @@ absl::Status JobRun::Launch(DensePart& part) {
     n = std::max(n, block.unit.n);
     w.segment_count_max = std::max(w.segment_count_max, block.unit.segment_count);
   }
-  if (!part.staged) {
+  if (Cancelled()) {
+    // Only what says that no token was bad.
+  } else if (!part.staged) {
     w.limit = n;
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFold(w, stream));
   } else {
     const LayerIndex& layer = index(part.blocks.front().item);
     constexpr int64_t kStageTokens = kStagePages * kPageTokenCount;
     w.segment_count_max = kStageTokens / kStagedSegmentRows;
-    for (w.first = 0; w.first < n; w.first += kStageTokens) {
+    for (w.first = 0; w.first < n && !Cancelled(); w.first += kStageTokens) {
       w.limit = w.first + kStageTokens;
       const int64_t first_page = w.first / kPageTokenCount;
       const int64_t pages =
@@ -438,6 +440,12 @@ absl::Status JobRun::Launch(DensePart& part) {
   }
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(w, stream));
   return Mark("dense");
+}
+
+bool JobRun::Cancelled() {
+  // A lane takes so many launches: enqueuing may wait for the GPU.
+  if (job_->cancel != nullptr && !job_->cancel->Check().ok()) *lane_->cancel() = 1;
+  return *lane_->cancel() != 0;
 }
 
 absl::Status JobRun::Mark(std::string_view stage) {

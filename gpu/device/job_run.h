@@ -32,14 +32,15 @@ class JobRun {
   void Collect();
 
  private:
-  // A sparse query of an item; its units are one per KV head.
-  struct SparseQuery {
+  // One KV head of a sparse query of an item.
+  struct SparseUnit {
     size_t item;
     int64_t query;
+    int kv_head;
   };
-  // Sparse queries that go through the kernels together.
+  // Units that go through the kernels together.
   struct SparseWave {
-    std::vector<SparseQuery> queries;
+    std::vector<SparseUnit> units;
     bool select_only = false;
     int64_t workspace_bytes = 0;
     // Pinned.
@@ -85,13 +86,13 @@ class JobRun {
   absl::Status Encode(size_t item, const RowCopy* copies);
   void Split();
   void AddDense(const DenseRun& run);
-  void AddSparse(const SparseQuery& query);
+  void AddSparse(size_t item, int64_t query);
   // Lays a wave's or part's memory out; with empty carvers only measures.
   void LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fill);
   void LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fill);
-  // What the units of a query share, and what each has of its own.
-  UnitRequest Request(const SparseQuery& query) const;
-  void Address(const SparseQuery& query, int kv_head, UnitRequest& request) const;
+  // What is asked of a unit, and where things of its own lie.
+  UnitRequest Request(const SparseUnit& unit) const;
+  void Address(const SparseUnit& unit, UnitRequest& request) const;
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
   AttendShape Shape(const SparseWave& wave) const;
   // The kernels' view of a wave that is laid out.
@@ -99,6 +100,8 @@ class JobRun {
   absl::Status Launch(SparseWave& wave);
   absl::Status LaunchKernels(const Wave& wave);
   absl::Status Launch(DensePart& part);
+  // Whether nobody waits for the job's attends any more. Tells the kernels.
+  bool Cancelled();
   absl::Status CollectSelections(const SparseWave& wave);
   void Collect(const SparseWave& wave);
   void Collect(const DensePart& part);

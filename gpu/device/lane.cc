@@ -25,10 +25,11 @@ GraphCache::Entry* GraphCache::Find(const Wave& wave) {
 }
 
 absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(MemoryBudget* device_budget,
-                                                   MemoryBudget* host_budget) {
+                                                   MemoryBudget* host_budget, int64_t wave_bytes) {
   auto lane = std::make_unique<Lane>();
   lane->device_budget_ = device_budget;
   lane->host_budget_ = host_budget;
+  lane->wave_bytes_ = wave_bytes;
   absl::StatusOr<Stream> stream = Stream::Create();
   if (!stream.ok()) return stream.status();
   lane->stream_ = *std::move(stream);

@@ -64,13 +64,17 @@ class GraphCache {
 // Not thread-safe; grown only while nothing runs on the stream.
 class Lane {
  public:
+  // wave_bytes: what a wave takes of the workspace, unless a unit alone takes
+  // more.
   static absl::StatusOr<std::unique_ptr<Lane>> Create(MemoryBudget* device_budget,
-                                                      MemoryBudget* host_budget);
+                                                      MemoryBudget* host_budget,
+                                                      int64_t wave_bytes);
 
   // At least as many bytes. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);
   absl::StatusOr<std::byte*> Pinned(int64_t bytes);
 
+  int64_t wave_bytes() const { return wave_bytes_; }
   GraphCache& graphs() { return graphs_; }
   cudaStream_t stream() const { return stream_.get(); }
   cudaEvent_t start() const { return start_.get(); }
@@ -81,6 +85,7 @@ class Lane {
  private:
   MemoryBudget* device_budget_ = nullptr;
   MemoryBudget* host_budget_ = nullptr;
+  int64_t wave_bytes_ = 0;
   Stream stream_;
   Event start_, done_;
   DeviceBuffer workspace_;

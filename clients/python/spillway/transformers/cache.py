@@ -399,7 +399,8 @@ class SpillwayCache(Cache):
             return
         self._check_lengths()
         self._end_prompt()
-        length = max(self.layers[0].length + tokens_to_remove, 0)
+        # Assisted decoding counts on the model's device.
+        length = max(self.layers[0].length + int(tokens_to_remove), 0)
         self._shared.store.truncate(length)
         for layer in self.layers:
             layer.length = length
