@@ -54,7 +54,7 @@ absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
   const int heads = fixture.spec().kv_head_count;
   const int64_t group = fixture.spec().group();
   std::vector<double> us;
-  std::vector<int64_t> row_counts;
+  std::vector<int64_t> row_counts, moved_counts;
   std::vector<std::vector<int64_t>> touched(heads), heavy(heads), sampled(heads);
   std::vector<std::string> order;
   std::map<std::string, std::vector<double>> stages;
@@ -72,6 +72,7 @@ absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
     const AttendWork& work = attended->work;
     us.push_back(attended->device_time_us);
     row_counts.push_back(0);
+    moved_counts.push_back(work.moved_row_count);
     for (int h = 0; h < heads; ++h) {
       row_counts.back() += work.touched_row_counts[h];
       touched[h].push_back(work.touched_row_counts[h]);
@@ -82,6 +83,7 @@ absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
   Timing timing;
   timing.us = Median(us);
   timing.row_count = Median(row_counts);
+  timing.moved_count = Median(moved_counts);
   for (int h = 0; h < heads; ++h) {
     timing.touched.push_back(Median(touched[h]));
     timing.heavy.push_back(Median(heavy[h]));

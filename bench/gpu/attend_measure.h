@@ -25,6 +25,7 @@ struct Timing {
   double us = 0;                  // of whole attends, timed without stages
   std::vector<StageTime> stages;  // in their order; measuring slows an attend
   int64_t row_count = 0;          // touched, of all KV heads
+  int64_t moved_count = 0;        // of those, rows that came over the link
   std::vector<int64_t> touched;   // [H_kv], rows
   std::vector<int64_t> heavy;     // [H_kv]
   std::vector<int64_t> sampled;   // [H_kv]

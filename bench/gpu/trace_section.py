@@ -11,7 +11,7 @@ from records import KV_HEADS, Record, label, verdict
 
 ROW_BYTES = 512
 GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/job_run.cc
-# A whole attend is to take at most FACTOR x (scoring + rows / rate + REST_US).
+# A whole attend is to take at most FACTOR x (scoring + moved rows / rate + REST_US).
 FACTOR = 1.15
 REST_US = 60
 PEERS = ("sdpa flash", "sdpa cudnn")
@@ -57,11 +57,11 @@ def _curve(rows: list[dict[str, str]], name: str) -> tuple[list[float], list[flo
 
 
 def rate_of(record: Record, link: LinkRate) -> float:
-    return link(record["rows"], KV_HEADS * record["visible"] * ROW_BYTES)
+    return link(record["moved_rows"], KV_HEADS * record["visible"] * ROW_BYTES)
 
 
 def bound_us(record: Record, link: LinkRate) -> float:
-    gather_us = record["row_bytes"] / rate_of(record, link) / 1000
+    gather_us = record["moved_rows"] * ROW_BYTES / rate_of(record, link) / 1000
     return FACTOR * (record["scoring_us"] + gather_us + REST_US)
 
 
@@ -82,9 +82,9 @@ def peer_us(peers: list[Record], name: str, tokens: int) -> float | None:
 
 def time_table(attends: list[Record], peers: list[Record], link: LinkRate) -> list[str]:
     rows = [
-        "| tokens | policy | rows read | whole attend | by query | scoring | gather | the rest "
-        "| link | bound | | " + " | ".join(PEERS) + " |",
-        "|---" * (11 + len(PEERS)) + "|",
+        "| tokens | policy | rows read | moved | whole attend | by query | scoring | gather "
+        "| the rest | link | bound | | " + " | ".join(PEERS) + " |",
+        "|---" * (12 + len(PEERS)) + "|",
     ]
     for group in groups(attends):
         tokens = group[0]["tokens"]
@@ -95,7 +95,7 @@ def time_table(attends: list[Record], peers: list[Record], link: LinkRate) -> li
         by_query = ", ".join(f"{r['us']:.0f}" for r in group)
         rows.append(
             f"| {label(tokens)} | {group[0]['name']} | {median(group, 'rows'):.0f} "
-            f"| {whole:.0f} us | {by_query} "
+            f"| {median(group, 'moved_rows'):.0f} | {whole:.0f} us | {by_query} "
             f"| {median(group, 'scoring_us'):.0f} us | {median(group, 'gather_us'):.0f} us "
             f"| {median(group, 'rest_us'):.0f} us | {rate:.1f} GB/s | {bound:.0f} us "
             f"| {verdict(whole <= bound)} "
@@ -206,17 +206,17 @@ def section(
         f"{meta['source_token_count']} tokens,",
         f"with YaRN's frequencies for {label(meta['yarn_target_length'])}; `bench/trace_data.py` "
         "says how they are made. Medians of the",
-        f"{meta['queries_per_length']} queries of a length, each a median of repetitions that "
-        "draw other samples; `by query` has them in us.",
-        "Caches are flushed before each attend; no row stays in GPU memory, so that every row is "
-        "a miss.",
+        f"{meta['queries_per_length']} queries of a length, each a median of repetitions; `by "
+        "query` has them in us. Caches are flushed",
+        "before each attend. `moved` are the rows that cross the link: sink, window and the "
+        "sample band lie in GPU memory.",
         "",
         *time_table(attends, peers, link),
         "",
-        f"`bound` is {FACTOR} x (scoring + rows read / link + {REST_US} us). `link` is what "
+        f"`bound` is {FACTOR} x (scoring + moved rows / link + {REST_US} us). `link` is what "
         f"`link.csv` has for rows of {ROW_BYTES} B",
         f"and {link.sm_count} multiprocessors (engine `{link.engine}`): sorted, at the rows' "
-        f"density (all rows read over all rows",
+        f"density (moved rows over all rows",
         f"of the layer), interpolated by its logarithm in a span of {link.density_span >> 30} GiB; "
         "or shuffled, at the layer's span,",
         "interpolated alike (`sm`, 2 %), where that is more: it needs no order. An attend's two "

@@ -149,6 +149,7 @@ void FillResult(const Job& job, const AttendWork& work, const ModelSpec& spec, D
   statistics.mutable_touched_row_counts()->Add(work.touched_row_counts.begin(),
                                                work.touched_row_counts.end());
   statistics.set_device_time_us(job.device_time_us);
+  statistics.set_moved_row_count(work.moved_row_count);
 }
 
 absl::Status FillSelection(const AttendWork& work, v1::Selection& selection) {

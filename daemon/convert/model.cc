@@ -95,6 +95,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
       spec.softmax_scale = 1;
     }
   }
+  if (model.has_sample_band_fraction()) spec.sample_band_fraction = model.sample_band_fraction();
   spec.hash = HashFromProto(model.hash_weights());
   const v1::MlpHash& mlp = model.hash_weights().mlp();
   if (mlp.has_hidden_dim() && mlp.hidden_dim() == 0) {
@@ -109,6 +110,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
       ApplyPolicy(model.default_policy(), DefaultPolicy(spec), spec, "model.default_policy.");
   if (!policy.ok()) return policy.status();
   description.policy = *std::move(policy);
+  spec.sample_band_seed = description.policy.seed;
   return description;
 }
 
@@ -122,6 +124,7 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_head_dim(spec.head_dim);
   out.set_dtype(ToProto(spec.dtype));
   out.set_softmax_scale(spec.softmax_scale);
+  out.set_sample_band_fraction(spec.sample_band_fraction);
   *out.mutable_default_policy() = ToProto(model.policy);
   if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);
   out.set_ready(model.ready());

@@ -74,6 +74,7 @@ void JobRun::Collect(const SparseWave& wave) {
       item.status.Update(NonFiniteLogitError(r.error_token, job_->layer, kv_head));
       continue;
     }
+    w.moved_row_count += r.moved_count;
     w.touched_row_counts[query * heads + kv_head] = r.touched_count;
     for (int g = 0; g < group; ++g) {
       const int64_t at = query * spec().query_head_count + kv_head * group + g;

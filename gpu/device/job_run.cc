@@ -99,6 +99,7 @@ void JobRun::AddDense(const DenseRun& run) {
         !dense_.empty() && dense_.back().staged == staged && (!staged || t > run.begin) &&
         dense_.back().partial_bytes + bytes <= std::min(kPartialBytes, lane_->wave_bytes());
     if (!fits) dense_.emplace_back().staged = staged;
+    if (!fits || !staged) w.moved_row_count += n * spec().kv_head_count;
     dense_.back().partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
       DenseBlock& block = dense_.back().blocks.emplace_back();
@@ -202,7 +203,8 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
     r.rotation_transposed = model().rotation(job_->layer).transposed;
   }
   const uint64_t seed = work(unit.item).policy.seed;
-  r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, spec().SampleBand(seed));
+  const uint32_t band = r.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
+  r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
 }
 
 AttendShape JobRun::Shape(const SparseWave& wave) const {

@@ -133,6 +133,7 @@ struct UnitState {
   Segment segments[2][kSegmentMax];
   // The phase's rows that come over the link, and where in the staging they
   // go; 0 of them if they do not fit and are read where they lie.
+  int64_t moved_count;  // of both phases, gathered or not
   int64_t gather_first;
   int64_t gather_count;
   int32_t staged;
@@ -146,6 +147,7 @@ struct UnitResult {
   int64_t heavy_count = 0;
   int64_t sampled_count = 0;
   int64_t touched_count = 0;
+  int64_t moved_count = 0;  // of those, rows that came over the link
   float lse[kGroupMax] = {};
   float relative_error[kGroupMax] = {};
   float tail_mass[kGroupMax] = {};

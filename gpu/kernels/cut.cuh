@@ -128,7 +128,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
       threshold = SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
     }
     state.threshold[h] = threshold;
-    limits[h] = SampleLimit(threshold);
+    limits[h] = SampleLimit(u.order, threshold);
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;

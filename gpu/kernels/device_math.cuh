@@ -134,13 +134,17 @@ __device__ inline int64_t MissedWindow(const UnitRequest& u) {
   return min(max(u.resident.recent_begin - (u.n - u.window), int64_t{0}), u.window);
 }
 
-// What the first look at a token tests: it may be drawn only if the upper bits
-// of its place lie below its bin's limit. Covers a threshold of at most 2^32.
+// What the first look at a token tests, cheaper than its place: a token beyond
+// the band may be drawn only if the upper bits of its hash less the phase lie
+// below its bin's limit. For thresholds of at most 2^32.
 inline constexpr int kSampleLimitShift = 17;
 inline constexpr uint16_t kSampleLimitAll = 1 << (32 - kSampleLimitShift);
-__device__ inline uint16_t SampleLimit(unsigned long long threshold) {
+__device__ inline uint16_t SampleLimit(const SampleOrder& order, unsigned long long threshold) {
+  if (threshold <= order.band) return 0;
+  // A place is u - phase, or that less the band.
   constexpr unsigned long long kUnit = 1ull << kSampleLimitShift;
-  return static_cast<uint16_t>((threshold + kUnit - 1) >> kSampleLimitShift);
+  const unsigned long long limit = (threshold + order.band + kUnit - 1) >> kSampleLimitShift;
+  return static_cast<uint16_t>(min(limit, static_cast<unsigned long long>(kSampleLimitAll)));
 }
 
 // The stratum of a tail token's bin: strata descend, lowest_bin[last] is 0.

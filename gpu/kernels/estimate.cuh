@@ -336,7 +336,7 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
     s.threshold[h] = max(drawn_threshold, threshold);
     if (threshold <= drawn_threshold) continue;
     drawing = true;
-    limits[h] = SampleLimit(threshold);
+    limits[h] = SampleLimit(u.order, threshold);
     if (h == s.tie_class) limits[kClassTie] = limits[h];
   }
   drawing = __syncthreads_or(drawing);
@@ -417,6 +417,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   result.heavy_count = static_cast<int64_t>(s.heavy_count);
   result.sampled_count = drawn;
   result.touched_count = u.n - s.tail_count + drawn;
+  result.moved_count = s.moved_count;
 }
 
 }  // namespace spillway::cuda

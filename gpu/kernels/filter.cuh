@@ -98,6 +98,12 @@ __device__ inline int BinIndex(int bin, int bin_count) {
   return bin < bin_count ? bin : bin_count + (bin & 1);
 }
 
+// The same where, unless kMass, no token is heavy whatever its bin.
+template <bool kMass>
+__device__ inline int LimitIndex(int bin, int bin_count) {
+  return kMass ? BinIndex(bin, bin_count) : min(bin, bin_count);
+}
+
 // The bins of a thread's tokens of a chunk.
 template <int kThreads>
 struct ChunkBins {
@@ -118,10 +124,25 @@ struct ChunkBins {
   }
 };
 
-// Lists a chunk's candidates in token order: tokens that their limits let
-// through, some of them for nothing; and counts them by class into
-// chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for
-// which of them are heavy is not known yet. All threads of the block.
+// A bit for each of a thread's tokens that may be listed: the band's, and
+// those that their limits let through.
+template <bool kMass, int kThreads>
+__device__ inline uint32_t FirstLook(const SampleOrder& order, const uint16_t* limits,
+                                     int bin_count, uint32_t first_token,
+                                     const ChunkBins<kThreads>& bins) {
+  uint32_t flags = 0;
+#pragma unroll
+  for (int i = 0; i < ChunkBins<kThreads>::kPerThread; ++i) {
+    const uint32_t u = TokenHash(order.key, first_token + i);
+    const uint32_t limit = limits[LimitIndex<kMass>(bins.At(i), bin_count)];
+    if (u < order.band || (u - order.phase) >> kSampleLimitShift < limit) flags |= 1u << i;
+  }
+  return flags;
+}
+
+// Lists a chunk's candidates in token order, some of them for nothing; and counts them by class
+// into chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of them are
+// heavy is not known yet. All threads of the block.
 template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
                                    const uint16_t* limits, int bin_count, int phase, int64_t chunk,
@@ -142,13 +163,9 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t flags = 0;
   if (first < slots) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const uint32_t place =
-          SamplePlace(rule.order, static_cast<uint32_t>(chunk_begin + first + i));
-      const uint32_t limit = limits[BinIndex(own_bins.At(i), bin_count)];
-      flags |= static_cast<uint32_t>((place >> kSampleLimitShift) < limit) << i;
-    }
+    const auto first_token = static_cast<uint32_t>(chunk_begin + first);
+    flags = u.by_mass ? FirstLook<true>(rule.order, limits, bin_count, first_token, own_bins)
+                      : FirstLook<false>(rule.order, limits, bin_count, first_token, own_bins);
     if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
   }
   const uint32_t count = __popc(flags);

@@ -56,25 +56,37 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
       int64_t rank = first;
       uint32_t drawn = 0;
       uint32_t missed = u.chunk_ties[its_chunk].all_missed;  // of the drawn and the heavy
-      for (uint32_t i = 0; i < count; i += 32) {
-        const Candidate candidate(i + lane < count ? candidates[i + lane] : 0);
-        const auto token = static_cast<uint32_t>(its_chunk * kChunkTokens + candidate.slot);
-        const bool tie = i + lane < count && candidate.c == kClassTie;
-        const unsigned mask = __ballot_sync(kFullWarp, tie);
-        const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
-        const bool before_split = tie && mine < skip;
-        const bool hit =
-            before_split && rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
-        drawn += __popc(__ballot_sync(kFullWarp, hit));
-        missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !candidate.resident));
-        const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
-        if (turning != 0) {
-          const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
-          if (lane == 0)
-            split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
-          break;
+      constexpr int kAhead = 8;
+      bool turned = false;
+      for (uint32_t base = 0; base < count && !turned; base += 32 * kAhead) {
+        uint32_t packed[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          const uint32_t i = base + j * 32 + lane;
+          packed[j] = i < count ? candidates[i] : Candidate::Pack(0, kClassNever, true);
         }
-        rank += __popc(mask);
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          if (turned) break;
+          const Candidate candidate(packed[j]);
+          const auto token = static_cast<uint32_t>(its_chunk * kChunkTokens + candidate.slot);
+          const bool tie = candidate.c == kClassTie;
+          const unsigned mask = __ballot_sync(kFullWarp, tie);
+          const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
+          const bool before_split = tie && mine < skip;
+          const bool hit =
+              before_split && rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
+          drawn += __popc(__ballot_sync(kFullWarp, hit));
+          missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !candidate.resident));
+          const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
+          rank += __popc(mask);
+          if (turning == 0) continue;
+          turned = true;
+          const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
+          if (lane == 0) {
+            split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
+          }
+        }
       }
     }
     __syncthreads();
@@ -231,39 +243,50 @@ __device__ inline Verdict JudgeSample(const int64_t* drawn, DrawState& s) {
 // for the kernels that follow. All threads.
 __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals,
                               const DrawState& draw) {
-  __shared__ int64_t first_of[1 + kTailStrataMax];
-  __shared__ int first_segment[2 + kTailStrataMax];
+  constexpr int kSets = 1 + kTailStrataMax;
+  static_assert(kSets <= 64);
+  __shared__ int64_t first_of[kSets];
+  __shared__ int first_segment[kSets + 1];
   __shared__ int64_t segment_rows;
   UnitState& s = *u.state;
   const int sets = 1 + draw.strata;
   const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
-  if (threadIdx.x == 0) {
-    const int64_t begin = draw.list_count;
-    int64_t end = begin + exact;
-    first_of[0] = begin;
-    for (int h = 0; h < draw.strata; ++h) {
-      first_of[1 + h] = end;
-      end += totals[1 + h];
+  const auto rows_of = [&](int set) { return set == 0 ? exact : set < sets ? totals[set] : 0; };
+  if (threadIdx.x < 32) {
+    // A lane has sets 2 lane and the next.
+    const int set = 2 * static_cast<int>(threadIdx.x);
+    const int64_t low = rows_of(set), high = rows_of(set + 1);
+    const int64_t after = draw.list_count + WarpScan(low + high);
+    const int64_t end = __shfl_sync(kFullWarp, after, 31);
+    const auto even =
+        static_cast<uint32_t>(end - draw.list_count + kSegmentsWanted - 1) / kSegmentsWanted;
+    const uint32_t rows = max(static_cast<uint32_t>(kSegmentRowsMin), (even + 31) / 32 * 32);
+    const int low_segments = static_cast<int>((static_cast<uint32_t>(low) + rows - 1) / rows);
+    const int high_segments = static_cast<int>((static_cast<uint32_t>(high) + rows - 1) / rows);
+    const int segments_after = WarpScan(low_segments + high_segments);
+    const int segments = __shfl_sync(kFullWarp, segments_after, 31);
+    if (set < sets) {
+      first_of[set] = after - high - low;
+      first_segment[set] = segments_after - high_segments - low_segments;
     }
-    if (phase == 0) s.exact_count = exact;
-    s.limited = draw.limited;
-    s.list_count = end;
-    int64_t missed = totals[kMissedColumn];
-    if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
-    s.staged = draw.gathered + missed <= u.staging_rows;
-    s.gather_first = draw.gathered;
-    s.gather_count = s.staged ? missed : 0;
-    const int64_t even = (end - begin + kSegmentsWanted - 1) / kSegmentsWanted;
-    segment_rows = max(int64_t{kSegmentRowsMin}, (even + 31) / 32 * 32);
-    const auto rows = static_cast<uint32_t>(segment_rows);
-    int segments = 0;
-    for (int set = 0; set < sets; ++set) {
-      first_segment[set] = segments;
-      const auto count = static_cast<uint32_t>(set == 0 ? exact : totals[set]);
-      segments += static_cast<int>((count + rows - 1) / rows);
+    if (set + 1 < sets) {
+      first_of[set + 1] = after - high;
+      first_segment[set + 1] = segments_after - high_segments;
     }
-    first_segment[sets] = segments;
-    s.segment_count[phase] = segments;
+    if (threadIdx.x == 0) {
+      first_segment[sets] = segments;
+      segment_rows = rows;
+      if (phase == 0) s.exact_count = exact;
+      s.limited = draw.limited;
+      s.list_count = end;
+      s.segment_count[phase] = segments;
+      int64_t missed = totals[kMissedColumn];
+      if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
+      s.staged = draw.gathered + missed <= u.staging_rows;
+      s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
+      s.gather_first = draw.gathered;
+      s.gather_count = s.staged ? missed : 0;
+    }
   }
   __syncthreads();
   for (int h = threadIdx.x; h < draw.strata; h += blockDim.x) {
@@ -344,7 +367,7 @@ __global__ void __launch_bounds__(kResolveThreads)
       LoadRule(u, phase, collected, rule);
       for (int b = threadIdx.x; b < bin_count + 2; b += blockDim.x) {
         const uint2 range = rule.ranges[u.class_of_bin[b]];
-        limits[b] = range.x <= range.y ? SampleLimit(range.y + 1ull) : 0;
+        limits[b] = range.x <= range.y ? SampleLimit(u.order, range.y + 1ull) : 0;
       }
       __syncthreads();
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {

@@ -76,6 +76,7 @@ struct AttendWork {
   std::vector<float> lse;                   // [T, H_q], natural log
   std::vector<Certificate> certificates;    // [T, H_q]
   std::vector<int64_t> touched_row_counts;  // [T, H_kv]
+  int64_t moved_row_count = 0;              // of those, rows that came over a link
   std::vector<Selection> selections;        // [T, H_kv], with select_only
 };
 

@@ -142,17 +142,8 @@ def test_client_killed_in_mid_append(
     no_leak()
 
 
-def test_client_killed_in_mid_attend(
-    client: Client, target: str, heavy: Sequence, model: Model, no_leak: Callable[[], None]
-) -> None:
-    other = client.create_sequence(model)
-    rows = np.full((2, 2, 50, 16), 3, F32)
-    other.append(0, 0, rows, rows)
-    # What two attends at once keep for the next ones is there from here on.
-    calls = [client._stubs.attention.Attend.future(long_request(heavy)) for _ in range(2)]
-    for call in calls:
-        call.result()
-    before = client.statistics().memory
+def kill_in_mid_attend(client: Client, target: str, heavy: Sequence, other: Sequence) -> None:
+    before = client.statistics().memory.other_bytes
     script = Path(__file__).with_name("attend_for_ever.py")
     process = subprocess.Popen(
         [sys.executable, script, target, heavy.name, str(QUERIES), "16", "32"],
@@ -163,12 +154,29 @@ def test_client_killed_in_mid_attend(
     assert process.stdout.readline() == "sent\n"
     # Others are served meanwhile.
     assert seconds_of_an_attend(other, (1, 4, 16), F32) < 10
-    wait_for(lambda: client.statistics().memory.other_bytes > before.other_bytes)
+    wait_for(lambda: client.statistics().memory.other_bytes > before)
     process.send_signal(signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert seconds_of_a_small_attend(heavy) < 1.0
     np.testing.assert_allclose(other.attend(0, np.zeros((1, 4, 16), F32)).out, 3, rtol=1e-5)
-    wait_for(lambda: client.statistics().memory == before)
+
+
+def test_client_killed_in_mid_attend(
+    client: Client, target: str, heavy: Sequence, model: Model, no_leak: Callable[[], None]
+) -> None:
+    other = client.create_sequence(model)
+    rows = np.full((2, 2, 50, 16), 3, F32)
+    other.append(0, 0, rows, rows)
+    kill_in_mid_attend(client, target, heavy, other)
+    # A device keeps what attends used for the next ones, each of which may
+    # meet another part of it: that settles, while a leak goes on.
+    for _ in range(4):
+        before = client.statistics().memory
+        kill_in_mid_attend(client, target, heavy, other)
+        if settles(lambda held=before: client.statistics().memory == held):  # type: ignore[misc]
+            break
+    else:
+        pytest.fail(f"{client.statistics().memory} after {before}")
     other.delete()
 
 
@@ -199,11 +207,18 @@ def append_for_ever(sequence: Sequence, rows: Any) -> None:
         sequence.append(0, start, rows, rows)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def settles(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within ten seconds."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
+    return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    assert settles(condition)
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ def merge_results(
         merged.certificate.MergeFrom(result.certificate)
         merged.statistics.touched_row_counts.extend(result.statistics.touched_row_counts)
         merged.statistics.device_time_us += result.statistics.device_time_us
+        merged.statistics.moved_row_count += result.statistics.moved_row_count
     for name in ("out", "lse"):
         tensors = [getattr(result, name) for result in results]
         joined = getattr(merged, name)

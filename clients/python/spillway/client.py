@@ -164,6 +164,7 @@ class Client:
         softmax_scale: float | None = None,
         policy: Policy | None = None,
         hash_weights: HashWeights | None = RotationHash(),
+        sample_band_fraction: float | None = None,
     ) -> Model:
         """Creates a model: the shapes and codes that sequences are made from.
 
@@ -179,6 +180,8 @@ class Client:
             policy: Default policy of its sequences.
             hash_weights: How codes are made; None: no codes, only selectors
                 `all` and `oracle` work.
+            sample_band_fraction: Share of the tokens that samples begin with
+                and whose rows a GPU keeps, [0, 0.0625]; None is 0.01.
 
         Raises:
             AlreadyExists: The id is taken.
@@ -191,6 +194,7 @@ class Client:
             head_dim=head_dim,
             dtype=dtype_number(dtype),  # type: ignore[arg-type]
             softmax_scale=softmax_scale,
+            sample_band_fraction=sample_band_fraction,
             default_policy=None if policy is None else policy.to_proto(),
         )
         if isinstance(hash_weights, RotationHash):

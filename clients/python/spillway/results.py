@@ -68,6 +68,8 @@ class Model:
         softmax_scale: Factor on q.k before the softmax.
         policy: Default policy of its sequences.
         hash_weights: How codes are made; None: no codes.
+        sample_band_fraction: Share of the tokens that samples begin with and
+            whose rows a GPU keeps.
         ready: Whether sequences can be created; False while MLP weights are
             awaited.
         row_bytes_per_token: Bytes of K and V of one token over all layers.
@@ -83,6 +85,7 @@ class Model:
     softmax_scale: float
     policy: Policy
     hash_weights: HashWeights | None
+    sample_band_fraction: float
     ready: bool
     row_bytes_per_token: int
     index_bytes_per_token: int
@@ -108,6 +111,7 @@ class Model:
             softmax_scale=message.softmax_scale,
             policy=Policy.from_proto(message.default_policy),
             hash_weights=weights,
+            sample_band_fraction=message.sample_band_fraction,
             ready=message.ready,
             row_bytes_per_token=message.row_bytes_per_token,
             index_bytes_per_token=message.index_bytes_per_token,
@@ -272,6 +276,11 @@ class AttendResult:
         """Rows read per KV head, [T, H_kv]."""
         counts = self.message.statistics.touched_row_counts
         return np.array(counts, np.int64).reshape(self.message.out.shape[0], -1)
+
+    @property
+    def moved_row_count(self) -> int:
+        """Of the rows read, those that came to the device over its link."""
+        return self.message.statistics.moved_row_count
 
     @property
     def device_time_us(self) -> float:

@@ -1,0 +1,118 @@
+// Attends of a decoding sequence are replayed as graphs: what they give must
+// not depend on that, and nothing in them may wait for the GPU.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "gpu/cuda/graph.h"
+#include "gpu/cuda/stream.h"
+#include "tests/conformance/device_bench.h"
+
+namespace spillway {
+namespace {
+
+const DeviceFactory* CudaFactory() {
+  for (const DeviceFactory& factory : DeviceFactories()) {
+    if (factory.name == "cuda") return &factory;
+  }
+  return nullptr;
+}
+
+#define SKIP_WITHOUT_GPU() \
+  if (CudaFactory() == nullptr) GTEST_SKIP() << "this machine has no CUDA GPU"
+
+struct Case {
+  std::string name;
+  Policy policy;
+};
+
+std::vector<Case> Cases(const ModelSpec& spec) {
+  Policy base = DefaultPolicy(spec);
+  base.dense_token_count = 1024;
+  std::vector<Case> cases{{"default", base}};
+  Policy policy = base;
+  policy.tail = Tail::kNone;
+  cases.push_back({"no tail", policy});
+  policy.selector = Selector::kHamming;
+  cases.push_back({"hamming", policy});
+  policy = base;
+  policy.heavy_kind = HeavyKind::kMass;
+  cases.push_back({"by mass", policy});
+  policy = base;
+  policy.selector = Selector::kOracle;
+  cases.push_back({"oracle", policy});
+  policy = base;
+  policy.row_count_max = 700;
+  cases.push_back({"limited", policy});
+  return cases;
+}
+
+void ExpectSame(const JobItem& a, const JobItem& b, const std::string& what) {
+  ASSERT_TRUE(a.status.ok()) << what << ": " << a.status;
+  ASSERT_TRUE(b.status.ok()) << what << ": " << b.status;
+  EXPECT_EQ(a.attend->out, b.attend->out) << what;
+  EXPECT_EQ(a.attend->lse, b.attend->lse) << what;
+  EXPECT_EQ(a.attend->touched_row_counts, b.attend->touched_row_counts) << what;
+}
+
+// A wave runs directly when it is new, is captured when it comes again and
+// replayed from then on. A capture that fails is the attend's error.
+TEST(Replay, DecodingGivesTheBitsOfASequenceThatIsNew) {
+  SKIP_WITHOUT_GPU();
+  const ModelSpec spec = MakeSpec(2, 4, 64, DType::kBF16);
+  const reference::Context context = reference::TraceContext(spec, 6000, 71);
+  const std::vector<float> q = reference::TraceQueries(context, 1, 73, 1.5);
+  DeviceBench bench(*CudaFactory(), spec);
+  for (const Case& c : Cases(spec)) {
+    BenchSequence decoding(bench);
+    ASSERT_TRUE(decoding.Append(context, 0, 3900).ok());
+    // Grids are made anew at 4,096 tokens; pages of rows and codes as well.
+    for (int64_t n = 3900; n < 4300; n += n < 4080 ? 37 : 3) {
+      ASSERT_TRUE(decoding.Append(context, decoding.token_count(), n + 1).ok());
+      const JobItem replayed = decoding.Attend(c.policy, q);
+      // Another device has no graph yet.
+      if (n % 5 != 0) continue;
+      DeviceBench fresh(*CudaFactory(), spec);
+      BenchSequence plain(fresh);
+      ASSERT_TRUE(plain.Append(context, 0, n + 1).ok());
+      ExpectSame(replayed, plain.Attend(c.policy, q), c.name + " at " + std::to_string(n));
+    }
+  }
+}
+
+TEST(Replay, SeveralSequencesAndModelsOnOneDevice) {
+  SKIP_WITHOUT_GPU();
+  const ModelSpec spec = MakeSpec(2, 4, 64, DType::kBF16);
+  const reference::Context one = reference::TraceContext(spec, 3000, 81);
+  const reference::Context two = reference::TraceContext(spec, 3000, 82);
+  const std::vector<float> q = reference::TraceQueries(one, 1, 83, 1.5);
+  DeviceBench bench(*CudaFactory(), spec);
+  BenchSequence a(bench), b(bench);
+  ASSERT_TRUE(a.Append(one, 0, 3000).ok());
+  ASSERT_TRUE(b.Append(two, 0, 2900).ok());
+  const Policy policy = DefaultPolicy(spec);
+  const JobItem first_a = a.Attend(policy, q);
+  const JobItem first_b = b.Attend(policy, q);
+  for (int i = 0; i < 4; ++i) {
+    ExpectSame(a.Attend(policy, q), first_a, "a");
+    ExpectSame(b.Attend(policy, q), first_b, "b");
+  }
+}
+
+TEST(Graph, ACaptureThatWaitsFails) {
+  SKIP_WITHOUT_GPU();
+  const cuda::Stream stream = cuda::Stream::Create().value();
+  const auto waiting = cuda::Graph::Capture(stream.get(), [&]() -> absl::Status {
+    return cuda::ToStatus(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
+  });
+  EXPECT_FALSE(waiting.ok());
+  // The stream is usable afterwards, and what does not wait can be captured.
+  const auto empty = cuda::Graph::Capture(stream.get(), [] { return absl::OkStatus(); });
+  ASSERT_TRUE(empty.ok()) << empty.status();
+  EXPECT_TRUE(empty->Launch(stream.get()).ok());
+  EXPECT_EQ(cudaStreamSynchronize(stream.get()), cudaSuccess);
+}
+
+}  // namespace
+}  // namespace spillway
