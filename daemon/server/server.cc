@@ -115,6 +115,9 @@ const std::string& Server::address() const { return impl_->address; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
 
 void Server::Drain(absl::Duration grace) {
+  // Keeps gRPC's own threads to the process's end: clean-up would wait up to
+  // ten seconds for the one that polls after a large write.
+  grpc_init();
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   impl_->streams.Drain();
   impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));

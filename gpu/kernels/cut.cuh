@@ -6,6 +6,10 @@
 namespace spillway::cuda {
 
 inline constexpr int kCutThreads = 1024;
+// How far beyond the pilot candidates are collected: strata of so many tokens
+// whole, of others so many times what the pilot draws.
+inline constexpr int64_t kCollectAll = 8192;
+inline constexpr unsigned long long kCollectFactor = 8;
 
 // Turns counts per bin into tokens of that bin and above, in place.
 __device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
@@ -128,7 +132,11 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
       threshold = SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
     }
     state.threshold[h] = threshold;
-    limits[h] = SampleLimit(u.order, threshold);
+    const unsigned long long wider = count <= kCollectAll ? 1ull << 32 : threshold * kCollectFactor;
+    const unsigned long long collected = min(wider, 1ull << 32);
+    limits[h] = SampleLimit(u.order, collected);
+    // All of the band are candidates.
+    state.collected[h] = max(collected, static_cast<unsigned long long>(u.order.band));
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;
@@ -143,12 +151,16 @@ __global__ void __launch_bounds__(kCutThreads)
   __shared__ int strata_count;
   __shared__ uint16_t lowest_bin[kTailStrataMax];
   __shared__ int64_t stratum_count[kTailStrataMax];
-  __shared__ uint16_t limits[kTailStrataMax];  // of the pilots
+  __shared__ uint16_t limits[kTailStrataMax];
+  __shared__ int near_bin;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
-  if (threadIdx.x == 0) heavy_bin = u.by_mass ? bins : 0;
+  if (threadIdx.x == 0) {
+    heavy_bin = u.by_mass ? bins : 0;
+    near_bin = INT16_MAX;
+  }
   __syncthreads();
   SuffixSums(above, bins);
 
@@ -166,6 +178,7 @@ __global__ void __launch_bounds__(kCutThreads)
   const auto class_below = [&](int bin) {
     return strata_count == 0 ? kClassNever : StratumOf(lowest_bin, bin);
   };
+  int nearest = INT16_MAX;
   for (int b = threadIdx.x; b < bins + 2; b += blockDim.x) {
     const int c = b == bins        ? kClassNever
                   : b == bins + 1  ? kClassHeavy
@@ -173,11 +186,16 @@ __global__ void __launch_bounds__(kCutThreads)
                   : b == heavy_bin ? kClassTie
                                    : kClassHeavy;
     u.class_of_bin[b] = static_cast<uint8_t>(c);
-    u.limit_of_bin[b] = c < kTailStrataMax ? limits[c] : c == kClassNever ? 0 : kSampleLimitAll;
+    const int limit = c < kTailStrataMax ? limits[c] : c == kClassNever ? 0 : kSampleLimitAll;
+    u.limit_of_bin[b] = static_cast<uint16_t>(limit);
+    if (limit > 0 && b < bins) nearest = min(nearest, b);
   }
   if (threadIdx.x == 0) {
     u.state->tie_class = heavy_bin < bins ? class_below(heavy_bin) : kClassNever;
   }
+  atomicMin(&near_bin, nearest);
+  __syncthreads();
+  if (threadIdx.x == 0) u.state->near_bin = near_bin;
 }
 
 }  // namespace spillway::cuda

@@ -289,8 +289,8 @@ __device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, i
 }
 
 // The unit's budgets from its heads': the most per stratum, within what
-// row_count_max leaves; and the thresholds and limits that draw them. All
-// threads.
+// row_count_max leaves; the thresholds that draw them, and, if candidates were
+// not collected so far, the limits that find them. All threads.
 __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled) {
   __shared__ uint16_t limits[kClassCount];
   UnitState& s = *u.state;
@@ -325,7 +325,7 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
     }
     __syncthreads();
   }
-  bool drawing = false;
+  bool drawing = false, beyond = false;
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) limits[c] = 0;
   __syncthreads();
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
@@ -336,12 +336,18 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
     s.threshold[h] = max(drawn_threshold, threshold);
     if (threshold <= drawn_threshold) continue;
     drawing = true;
+    beyond |= threshold > s.collected[h];
     limits[h] = SampleLimit(u.order, threshold);
     if (h == s.tie_class) limits[kClassTie] = limits[h];
   }
   drawing = __syncthreads_or(drawing);
-  if (threadIdx.x == 0) s.drawing = drawing;
-  for (int b = threadIdx.x; drawing && b < shape.bin_count + 2; b += blockDim.x) {
+  beyond = __syncthreads_or(beyond);
+  if (threadIdx.x == 0) {
+    s.drawing = drawing;
+    s.look_again = beyond;
+    if (beyond) s.near_bin = 0;
+  }
+  for (int b = threadIdx.x; beyond && b < shape.bin_count + 2; b += blockDim.x) {
     u.limit_of_bin[b] = limits[u.class_of_bin[b]];
   }
 }

@@ -98,44 +98,58 @@ __device__ inline int BinIndex(int bin, int bin_count) {
   return bin < bin_count ? bin : bin_count + (bin & 1);
 }
 
-// The same where, unless kMass, no token is heavy whatever its bin.
-template <bool kMass>
-__device__ inline int LimitIndex(int bin, int bin_count) {
-  return kMass ? BinIndex(bin, bin_count) : min(bin, bin_count);
-}
-
-// The bins of a thread's tokens of a chunk.
+// What a thread knows of its tokens of a chunk before it looks at them.
 template <int kThreads>
-struct ChunkBins {
-  static constexpr int kPerThread = kChunkTokens / kThreads;
-  uint2 pairs[kPerThread / 4];
+struct OwnTokens {
+  static constexpr int kCount = kChunkTokens / kThreads;
+  uint2 pairs[kCount / 4];  // of bins
+  uint32_t resident;        // a bit each; of tokens that exist
 
   __device__ void Load(const UnitRequest& u, int64_t chunk) {
-    // Bins are padded to whole chunks.
-    const auto* from = reinterpret_cast<const uint2*>(u.bins + chunk * kChunkTokens) +
-                       static_cast<int>(threadIdx.x) * (kPerThread / 4);
+    const int64_t first = chunk * kChunkTokens + static_cast<int>(threadIdx.x) * kCount;
+    resident = 0;
+    if (first >= u.n) return;
+      // Bins are padded to whole chunks.
 #pragma unroll
-    for (int i = 0; i < kPerThread / 4; ++i) pairs[i] = from[i];
-  }
-  // REQUIRES: i is known to the compiler.
-  __device__ int At(int i) const {
-    const uint32_t pair = i % 4 < 2 ? pairs[i / 4].x : pairs[i / 4].y;
-    return static_cast<int>(pair >> (16 * (i % 2)) & 0xFFFFu);
+    for (int i = 0; i < kCount / 4; ++i) {
+      pairs[i] = reinterpret_cast<const uint2*>(u.bins + first)[i];
+    }
+    if (u.resident.pages == nullptr) return;
+    const ResidentPage& page = u.resident.pages[first / kPageTokenCount];
+    resident = page.mask[first % kPageTokenCount / 32] >> (first % 32) & ((1u << kCount) - 1);
   }
 };
 
-// A bit for each of a thread's tokens that may be listed: the band's, and
-// those that their limits let through.
-template <bool kMass, int kThreads>
-__device__ inline uint32_t FirstLook(const SampleOrder& order, const uint16_t* limits,
-                                     int bin_count, uint32_t first_token,
-                                     const ChunkBins<kThreads>& bins) {
-  uint32_t flags = 0;
+// A bit for each of the tokens from `first` on that may be listed: the band's,
+// and those that their bins' limits let through. bins: of the tokens.
+template <int kThreads>
+__device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limits, int bin_count,
+                                     uint32_t near_bin, uint32_t first, const uint16_t* bins,
+                                     const OwnTokens<kThreads>& own) {
+  static_assert(OwnTokens<kThreads>::kCount <= 16);
+  constexpr uint32_t kHigh = 0x80008000u;
+  // Two bins at a time: bit p is of token 2 p, bit 16 + p of the next. A bin
+  // is below 2^15, or says something else and passes.
+  uint32_t near = 0;
 #pragma unroll
-  for (int i = 0; i < ChunkBins<kThreads>::kPerThread; ++i) {
-    const uint32_t u = TokenHash(order.key, first_token + i);
-    const uint32_t limit = limits[LimitIndex<kMass>(bins.At(i), bin_count)];
-    if (u < order.band || (u - order.phase) >> kSampleLimitShift < limit) flags |= 1u << i;
+  for (int p = 0; p < OwnTokens<kThreads>::kCount / 2; ++p) {
+    const uint32_t pair = p % 2 == 0 ? own.pairs[p / 2].x : own.pairs[p / 2].y;
+    near |= (((pair | kHigh) - (near_bin | near_bin << 16)) & kHigh) >> (15 - p);
+  }
+  uint32_t flags = 0;
+  if (u.resident.pages != nullptr) {
+    flags = own.resident;  // the band is resident
+  } else if (u.order.band != 0) {
+    for (int i = 0; i < OwnTokens<kThreads>::kCount; ++i) {
+      if (TokenHash(u.order.key, first + i) < u.order.band) flags |= 1u << i;
+    }
+  }
+  for (; near != 0; near &= near - 1) {
+    const int bit = __ffs(near) - 1;
+    const int i = 2 * (bit % 16) + bit / 16;
+    const uint32_t limit = limits[BinIndex(bins[i], bin_count)];
+    const uint32_t turned = TokenHash(u.order.key, first + i) - u.order.phase;
+    if (turned >> kSampleLimitShift < limit) flags |= 1u << i;
   }
   return flags;
 }
@@ -146,9 +160,9 @@ __device__ inline uint32_t FirstLook(const SampleOrder& order, const uint16_t* l
 template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
                                    const uint16_t* limits, int bin_count, int phase, int64_t chunk,
-                                   const ChunkBins<kThreads>& own_bins) {
+                                   const OwnTokens<kThreads>& own) {
   constexpr int kWarps = kThreads / 32;
-  constexpr int kPerThread = ChunkBins<kThreads>::kPerThread;
+  constexpr int kPerThread = OwnTokens<kThreads>::kCount;
   __shared__ uint32_t warp_counts[kWarps];
   __shared__ uint32_t counts[kChunkColumns];
   __shared__ ChunkTies ties;
@@ -163,9 +177,8 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t flags = 0;
   if (first < slots) {
-    const auto first_token = static_cast<uint32_t>(chunk_begin + first);
-    flags = u.by_mass ? FirstLook<true>(rule.order, limits, bin_count, first_token, own_bins)
-                      : FirstLook<false>(rule.order, limits, bin_count, first_token, own_bins);
+    flags = FirstLook(u, limits, bin_count, static_cast<uint32_t>(u.state->near_bin),
+                      static_cast<uint32_t>(chunk_begin + first), bins + first, own);
     if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
   }
   const uint32_t count = __popc(flags);
@@ -215,24 +228,60 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   __syncthreads();
 }
 
+// Counts a chunk's candidates by class anew, all that is known considered; in
+// `counts` [kChunkColumns], shared memory of the warp's own. All lanes.
+__device__ inline void CountChunk(const UnitRequest& u, const SampleRule& rule, int phase,
+                                  int64_t chunk, uint32_t* counts) {
+  const int lane = threadIdx.x % 32;
+  for (int c = lane; c < kChunkColumns; c += 32) counts[c] = 0;
+  __syncwarp();
+  const uint32_t count = u.chunk_counts[chunk];
+  for (uint32_t i = lane; i < count; i += 32) {
+    const Candidate candidate(u.candidates[chunk * kChunkTokens + i]);
+    const int kind =
+        Kind(rule, candidate.c, static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot));
+    if (kind < 0 || (phase == 1 && kind == 0)) continue;
+    atomicAdd(&counts[kind], 1u);
+    if (!candidate.resident) atomicAdd(&counts[kMissedColumn], 1u);
+  }
+  __syncwarp();
+  for (int c = lane; c < kChunkColumns; c += 32) {
+    if (c <= rule.strata || c == kMissedColumn) u.chunk_table[c * u.chunks() + chunk] = counts[c];
+  }
+  __syncwarp();
+}
+
 // Grid (blocks, units). Shared memory: FilterBytes().
 __global__ void __launch_bounds__(kFilterThreads)
     FilterKernel(int phase, int bin_count, const UnitRequest* units) {
+  constexpr int kWarps = kFilterThreads / 32;
   extern __shared__ __align__(16) uint16_t limits[];
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
+  __shared__ uint32_t warp_counts[kWarps][kChunkColumns];
   LoadRequest(units + blockIdx.y, u);
   // The kernel before does not write bins.
-  ChunkBins<kFilterThreads> bins;
-  if (blockIdx.x < u.chunks()) bins.Load(u, blockIdx.x);
+  OwnTokens<kFilterThreads> own;
+  if (phase == 0) own.Load(u, blockIdx.x);
   WaitForPrevious();
   LetNextBegin();
   if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
+  if (phase == 1 && !u.state->look_again) {
+    // A warp a chunk.
+    if (int64_t{blockIdx.x} * kWarps >= u.chunks()) return;
+    LoadRule(u, phase, u.state->threshold, rule);
+    const int warp = threadIdx.x / 32;
+    for (int64_t chunk = int64_t{blockIdx.x} * kWarps + warp; chunk < u.chunks();
+         chunk += int64_t{gridDim.x} * kWarps) {
+      CountChunk(u, rule, phase, chunk, warp_counts[warp]);
+    }
+    return;
+  }
   LoadLimits(u, bin_count, limits);
   LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    if (chunk != blockIdx.x) bins.Load(u, chunk);
-    FilterChunk(u, rule, limits, bin_count, phase, chunk, bins);
+    if (phase == 1 || chunk != blockIdx.x) own.Load(u, chunk);
+    FilterChunk(u, rule, limits, bin_count, phase, chunk, own);
   }
 }
 

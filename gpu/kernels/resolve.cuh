@@ -93,32 +93,6 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   }
 }
 
-// Counts each chunk's candidates by class anew, all that is known considered.
-// All threads of the block.
-__device__ inline void CountClasses(const UnitRequest& u, const SampleRule& rule, int phase,
-                                    uint32_t (*warp_columns)[kChunkColumns]) {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  uint32_t* mine = warp_columns[warp];
-  for (int64_t chunk = warp; chunk < u.chunks(); chunk += kResolveThreads / 32) {
-    for (int c = lane; c < kChunkColumns; c += 32) mine[c] = 0;
-    __syncwarp();
-    const uint32_t count = u.chunk_counts[chunk];
-    for (uint32_t i = lane; i < count; i += 32) {
-      const Candidate candidate(u.candidates[chunk * kChunkTokens + i]);
-      const int kind =
-          Kind(rule, candidate.c, static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot));
-      if (kind < 0 || (phase == 1 && kind == 0)) continue;
-      atomicAdd(&mine[kind], 1u);
-      if (!candidate.resident) atomicAdd(&mine[kMissedColumn], 1u);
-    }
-    __syncwarp();
-    for (int c = lane; c < kChunkColumns; c += 32) u.chunk_table[c * u.chunks() + chunk] = mine[c];
-    __syncwarp();
-  }
-  __syncthreads();
-}
-
 // chunk_table's columns of heavy tokens, strata and missed rows become what is
 // in chunks before; totals all of them. counts(column, chunk, count): what a
 // cell counts. A warp a column; all threads of the block.
@@ -329,7 +303,7 @@ __global__ void __launch_bounds__(kResolveThreads)
   }
   LoadDraw(u, phase, draw);
   LoadRule(u, phase, state.threshold, rule);
-  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
+  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = state.collected[threadIdx.x];
   if (phase == 0) {
     SplitTies(u, rule, state.heavy_skip, split);
     if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = split.heavy_from;
@@ -356,7 +330,7 @@ __global__ void __launch_bounds__(kResolveThreads)
       collect = false;
       for (int h = 0; h < draw.strata && verdict == Verdict::kDrawAgain; ++h) {
         if (draw.threshold[h] <= collected[h]) continue;
-        collected[h] = draw.threshold[h];
+        collected[h] = state.collected[h] = draw.threshold[h];
         collect = true;
       }
     }
@@ -365,19 +339,24 @@ __global__ void __launch_bounds__(kResolveThreads)
     if (collect) {
       // Rare: candidates beyond what was collected.
       LoadRule(u, phase, collected, rule);
+      if (threadIdx.x == 0) state.near_bin = 0;
       for (int b = threadIdx.x; b < bin_count + 2; b += blockDim.x) {
         const uint2 range = rule.ranges[u.class_of_bin[b]];
         limits[b] = range.x <= range.y ? SampleLimit(u.order, range.y + 1ull) : 0;
       }
       __syncthreads();
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
-        ChunkBins<kResolveThreads> bins;
-        bins.Load(u, chunk);
-        FilterChunk(u, rule, limits, bin_count, phase, chunk, bins);
+        OwnTokens<kResolveThreads> own;
+        own.Load(u, chunk);
+        FilterChunk(u, rule, limits, bin_count, phase, chunk, own);
       }
     }
     LoadRule(u, phase, draw.threshold, rule);
-    CountClasses(u, rule, phase, warp_columns);
+    const int warp = threadIdx.x / 32;
+    for (int64_t chunk = warp; chunk < u.chunks(); chunk += kResolveThreads / 32) {
+      CountChunk(u, rule, phase, chunk, warp_columns[warp]);
+    }
+    __syncthreads();
     SumColumns(
         u, rule.strata, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
