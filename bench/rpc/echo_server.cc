@@ -1,5 +1,5 @@
-// Serves the bare echo on the target given as the only argument, until its
-// standard input ends.
+// Serves the bare echo, and appends to nothing, on the target given as the
+// only argument, until its standard input ends.
 #include <unistd.h>
 
 #include <chrono>
@@ -9,6 +9,7 @@
 #include "bench/rpc/echo.grpc.pb.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
+#include "spillway/v1/attention_service.grpc.pb.h"
 
 namespace spillway::bench {
 namespace {
@@ -51,6 +52,32 @@ class StreamReactor final : public grpc::ServerBidiReactor<EchoRequest, EchoResp
   EchoResponse response_;
 };
 
+// Reads what a client appends, and drops it.
+class SinkReactor final : public grpc::ServerReadReactor<v1::AppendRequest> {
+ public:
+  SinkReactor() { StartRead(&request_); }
+
+  void OnReadDone(bool ok) override {
+    if (ok) {
+      StartRead(&request_);
+    } else {
+      Finish(grpc::Status::OK);
+    }
+  }
+
+  void OnDone() override { delete this; }
+
+ private:
+  v1::AppendRequest request_;
+};
+
+class SinkServer final : public v1::AttentionService::CallbackService {
+  grpc::ServerReadReactor<v1::AppendRequest>* Append(grpc::CallbackServerContext*,
+                                                     v1::AppendResponse*) override {
+    return new SinkReactor();
+  }
+};
+
 class EchoServer final : public EchoService::CallbackService {
   grpc::ServerUnaryReactor* Echo(grpc::CallbackServerContext* context, const EchoRequest* request,
                                  EchoResponse* response) override {
@@ -72,9 +99,11 @@ int Main(int argc, char** argv) {
     return 2;
   }
   EchoServer service;
+  SinkServer sink;
   grpc::ServerBuilder builder;
   builder.AddListeningPort(argv[1], grpc::InsecureServerCredentials());
   builder.RegisterService(&service);
+  builder.RegisterService(&sink);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
     std::cerr << "rpc_echo_server: cannot listen on " << argv[1] << '\n';

@@ -120,11 +120,7 @@ struct UnitState {
   // below `threshold`.
   unsigned long long drawn_threshold[kTailStrataMax];
   unsigned long long threshold[kTailStrataMax];
-  // Candidates are all tokens below it: most second draws need no other look
-  // at every token.
-  unsigned long long collected[kTailStrataMax];
-  int32_t look_again;  // this one does
-  int32_t near_bin;    // below it only the band's tokens are candidates
+  int32_t near_bin;  // below it only the band's tokens are candidates
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];

@@ -6,10 +6,6 @@
 namespace spillway::cuda {
 
 inline constexpr int kCutThreads = 1024;
-// How far beyond the pilot candidates are collected: strata of so many tokens
-// whole, of others so many times what the pilot draws.
-inline constexpr int64_t kCollectAll = 8192;
-inline constexpr unsigned long long kCollectFactor = 8;
 
 // Turns counts per bin into tokens of that bin and above, in place.
 __device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
@@ -132,11 +128,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
       threshold = SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
     }
     state.threshold[h] = threshold;
-    const unsigned long long wider = count <= kCollectAll ? 1ull << 32 : threshold * kCollectFactor;
-    const unsigned long long collected = min(wider, 1ull << 32);
-    limits[h] = SampleLimit(u.order, collected);
-    // All of the band are candidates.
-    state.collected[h] = max(collected, static_cast<unsigned long long>(u.order.band));
+    limits[h] = SampleLimit(u.order, threshold);
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;

@@ -289,10 +289,11 @@ __device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, i
 }
 
 // The unit's budgets from its heads': the most per stratum, within what
-// row_count_max leaves; the thresholds that draw them, and, if candidates were
-// not collected so far, the limits that find them. All threads.
+// row_count_max leaves; and the thresholds and limits that draw them. All
+// threads.
 __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled) {
   __shared__ uint16_t limits[kClassCount];
+  __shared__ int near_bin;
   UnitState& s = *u.state;
   const int group = shape.group;
   const int strata = s.strata;
@@ -325,7 +326,7 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
     }
     __syncthreads();
   }
-  bool drawing = false, beyond = false;
+  bool drawing = false;
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) limits[c] = 0;
   __syncthreads();
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
@@ -336,19 +337,22 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
     s.threshold[h] = max(drawn_threshold, threshold);
     if (threshold <= drawn_threshold) continue;
     drawing = true;
-    beyond |= threshold > s.collected[h];
     limits[h] = SampleLimit(u.order, threshold);
     if (h == s.tie_class) limits[kClassTie] = limits[h];
   }
+  if (threadIdx.x == 0) near_bin = INT16_MAX;
   drawing = __syncthreads_or(drawing);
-  beyond = __syncthreads_or(beyond);
+  int nearest = INT16_MAX;
+  for (int b = threadIdx.x; drawing && b < shape.bin_count + 2; b += blockDim.x) {
+    const uint16_t limit = limits[u.class_of_bin[b]];
+    u.limit_of_bin[b] = limit;
+    if (limit > 0 && b < shape.bin_count) nearest = min(nearest, b);
+  }
+  atomicMin(&near_bin, nearest);
+  __syncthreads();
   if (threadIdx.x == 0) {
     s.drawing = drawing;
-    s.look_again = beyond;
-    if (beyond) s.near_bin = 0;
-  }
-  for (int b = threadIdx.x; beyond && b < shape.bin_count + 2; b += blockDim.x) {
-    u.limit_of_bin[b] = limits[u.class_of_bin[b]];
+    s.near_bin = near_bin;
   }
 }
 

@@ -35,16 +35,22 @@ __device__ inline void LoadRule(const UnitRequest& u, int phase, const unsigned 
     rule.heavy_from = state.heavy_from;
   }
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
-    // In phase 1 ties are drawn as their stratum is.
-    const int h = c == kClassTie && phase == 1 ? state.tie_class : c;
+    // All read together: one way to memory and back.
+    const bool stratum = c < kTailStrataMax;
+    const unsigned long long high = stratum ? upper[c] : 0;
+    const unsigned long long low = stratum ? state.drawn_threshold[c] : 0;
     uint2 range = nothing;
-    if (h < state.strata && upper[h] > state.drawn_threshold[h]) {
-      range.x = static_cast<uint32_t>(state.drawn_threshold[h]);
-      range.y = static_cast<uint32_t>(upper[h] - 1);
+    if (c < state.strata && high > low) {
+      range = make_uint2(static_cast<uint32_t>(low), static_cast<uint32_t>(high - 1));
     } else if (phase == 0 && (c == kClassTie || c == kClassHeavy)) {
       range = all;
     }
     rule.ranges[c] = range;
+  }
+  __syncthreads();
+  // In phase 1 ties are drawn as their stratum is.
+  if (phase == 1 && threadIdx.x == 0) {
+    rule.ranges[kClassTie] = rule.tie_class < rule.strata ? rule.ranges[rule.tie_class] : nothing;
   }
   __syncthreads();
 }
@@ -254,34 +260,22 @@ __device__ inline void CountChunk(const UnitRequest& u, const SampleRule& rule, 
 // Grid (blocks, units). Shared memory: FilterBytes().
 __global__ void __launch_bounds__(kFilterThreads)
     FilterKernel(int phase, int bin_count, const UnitRequest* units) {
-  constexpr int kWarps = kFilterThreads / 32;
   extern __shared__ __align__(16) uint16_t limits[];
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
-  __shared__ uint32_t warp_counts[kWarps][kChunkColumns];
   LoadRequest(units + blockIdx.y, u);
   // The kernel before does not write bins.
-  OwnTokens<kFilterThreads> own;
-  if (phase == 0) own.Load(u, blockIdx.x);
+  OwnTokens<kFilterThreads> own, next;
+  own.Load(u, blockIdx.x);
   WaitForPrevious();
   LetNextBegin();
   if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
-  if (phase == 1 && !u.state->look_again) {
-    // A warp a chunk.
-    if (int64_t{blockIdx.x} * kWarps >= u.chunks()) return;
-    LoadRule(u, phase, u.state->threshold, rule);
-    const int warp = threadIdx.x / 32;
-    for (int64_t chunk = int64_t{blockIdx.x} * kWarps + warp; chunk < u.chunks();
-         chunk += int64_t{gridDim.x} * kWarps) {
-      CountChunk(u, rule, phase, chunk, warp_counts[warp]);
-    }
-    return;
-  }
   LoadLimits(u, bin_count, limits);
   LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    if (phase == 1 || chunk != blockIdx.x) own.Load(u, chunk);
+    next.Load(u, chunk + gridDim.x);
     FilterChunk(u, rule, limits, bin_count, phase, chunk, own);
+    own = next;
   }
 }
 

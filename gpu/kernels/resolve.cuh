@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kResolveThreads)
   }
   LoadDraw(u, phase, draw);
   LoadRule(u, phase, state.threshold, rule);
-  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = state.collected[threadIdx.x];
+  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
   if (phase == 0) {
     SplitTies(u, rule, state.heavy_skip, split);
     if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = split.heavy_from;
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kResolveThreads)
       collect = false;
       for (int h = 0; h < draw.strata && verdict == Verdict::kDrawAgain; ++h) {
         if (draw.threshold[h] <= collected[h]) continue;
-        collected[h] = state.collected[h] = draw.threshold[h];
+        collected[h] = draw.threshold[h];
         collect = true;
       }
     }

@@ -12,7 +12,10 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   const int bins = wave.shape.bin_count;
   const auto class_bytes = static_cast<size_t>(FilterBytes(bins));
   const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
-  const auto filter_blocks = static_cast<unsigned>(std::min<int64_t>(chunks, 65535));
+  // No more blocks than the GPU holds at once: each brings its tables along.
+  constexpr int64_t kFilterBlocksPerSm = 5;
+  const int64_t share = wave.sm_count * kFilterBlocksPerSm / wave.unit_count;
+  const auto filter_blocks = static_cast<unsigned>(std::min(chunks, std::max<int64_t>(1, share)));
   cudaError_t error =
       Launch<FilterKernel>({{filter_blocks, units}, kFilterThreads, class_bytes, wave.overlap},
                            stream, phase, bins, wave.units);
