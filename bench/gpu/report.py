@@ -130,8 +130,8 @@ def attend_table(attends: list[Record]) -> list[str]:
         rest = sum(stages.values()) - stages["score"] - gather
         rows.append(
             f"| {label(record['tokens'])} | {record['name']} | {record['rows']} "
-            f"| {record['moved_rows']} | {record['us']:.0f} us | {stages['score']:.0f} us | {gather:.0f} us "
-            f"| {rest:.0f} us |"
+            f"| {record['moved_rows']} | {record['us']:.0f} us "
+            f"| {stages['score']:.0f} us | {gather:.0f} us | {rest:.0f} us |"
         )
     return rows
 
