@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "bench/rpc/child_process.h"
+#include "bench/rpc/connect.h"
 #include "cli/cleanup.h"
 #include "cli/random_rows.h"
 #include "grpcpp/create_channel.h"
@@ -74,16 +75,6 @@ std::string Tail(const std::string& rows, int64_t token_count, int64_t skipped) 
                         static_cast<size_t>(token_count - skipped) * token_bytes);
   }
   return tail;
-}
-
-absl::StatusOr<std::unique_ptr<Client>> ConnectWithin(const std::string& target,
-                                                      absl::Duration patience) {
-  const absl::Time end = absl::Now() + patience;
-  while (true) {
-    absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(target);
-    if (client.ok() || !absl::IsUnavailable(client.status()) || absl::Now() > end) return client;
-    absl::SleepFor(absl::Milliseconds(20));
-  }
 }
 
 // Seconds of one append to a new sequence.

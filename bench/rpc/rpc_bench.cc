@@ -25,6 +25,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "bench/rpc/child_process.h"
+#include "bench/rpc/connect.h"
 #include "bench/rpc/echo.grpc.pb.h"
 #include "cli/cleanup.h"
 #include "cli/random_rows.h"
@@ -350,16 +351,6 @@ struct RemoveDirectory {
   std::string path;
   ~RemoveDirectory() { std::filesystem::remove_all(path); }
 };
-
-absl::StatusOr<std::unique_ptr<Client>> ConnectWithin(const std::string& target,
-                                                      absl::Duration patience) {
-  const absl::Time end = absl::Now() + patience;
-  while (true) {
-    absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(target);
-    if (client.ok() || !absl::IsUnavailable(client.status()) || absl::Now() > end) return client;
-    absl::SleepFor(absl::Milliseconds(20));
-  }
-}
 
 std::string ProcessorName() {
   std::ifstream file("/proc/cpuinfo");

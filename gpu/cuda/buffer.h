@@ -11,23 +11,53 @@
 
 namespace spillway::cuda {
 
-// Owner of GPU memory, charged to a budget. Move-only; freeing waits for the
-// GPU, so owners are kept, not made anew for every use.
-class DeviceBuffer {
+// How an owner gets memory and gives it back.
+struct DeviceAllocator {
+  static cudaError_t Allocate(void** data, size_t bytes) { return cudaMalloc(data, bytes); }
+  static cudaError_t Free(void* data) { return cudaFree(data); }
+  // What CUDA has left, for errors.
+  static int64_t FreeBytes();
+};
+struct PinnedAllocator {
+  static cudaError_t Allocate(void** data, size_t bytes) {
+    return cudaHostAlloc(data, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
+  }
+  static cudaError_t Free(void* data) { return cudaFreeHost(data); }
+  static int64_t FreeBytes();
+};
+
+// Owner of memory that is charged to a budget. Move-only; freeing waits for
+// the GPU, so owners are kept, not made anew for every use.
+template <typename Allocator>
+class Buffer {
  public:
   // RESOURCE_EXHAUSTED, from the budget or from CUDA. Contents are undefined.
-  static absl::StatusOr<DeviceBuffer> Create(int64_t bytes, MemoryBudget* budget,
-                                             std::string_view what);
-  DeviceBuffer() = default;
-  DeviceBuffer(DeviceBuffer&& o) noexcept { *this = std::move(o); }
-  DeviceBuffer& operator=(DeviceBuffer&& o) noexcept {
+  static absl::StatusOr<Buffer> Create(int64_t bytes, MemoryBudget* budget, std::string_view what) {
+    absl::StatusOr<MemoryReservation> reservation = budget->Reserve(bytes, what);
+    if (!reservation.ok()) return reservation.status();
+    void* data = nullptr;
+    const cudaError_t error = Allocator::Allocate(&data, static_cast<size_t>(bytes));
+    if (error == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      return MemoryExhausted(what, bytes, Allocator::FreeBytes());
+    }
+    SPILLWAY_CUDA_RETURN_IF_ERROR(error);
+    Buffer buffer;
+    buffer.data_ = static_cast<std::byte*>(data);
+    buffer.bytes_ = bytes;
+    buffer.reservation_ = *std::move(reservation);
+    return buffer;
+  }
+  Buffer() = default;
+  Buffer(Buffer&& o) noexcept { *this = std::move(o); }
+  Buffer& operator=(Buffer&& o) noexcept {
     std::swap(data_, o.data_);
     std::swap(bytes_, o.bytes_);
     std::swap(reservation_, o.reservation_);
     return *this;
   }
-  ~DeviceBuffer() {
-    if (data_ != nullptr) SPILLWAY_CUDA_REPORT(cudaFree(data_));
+  ~Buffer() {
+    if (data_ != nullptr) SPILLWAY_CUDA_REPORT(Allocator::Free(data_));
   }
   std::byte* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
@@ -38,29 +68,9 @@ class DeviceBuffer {
   MemoryReservation reservation_;
 };
 
-// Owner of pinned host memory that every GPU can read and write in place.
-class PinnedBuffer {
- public:
-  static absl::StatusOr<PinnedBuffer> Create(int64_t bytes, MemoryBudget* budget,
-                                             std::string_view what);
-  PinnedBuffer() = default;
-  PinnedBuffer(PinnedBuffer&& o) noexcept { *this = std::move(o); }
-  PinnedBuffer& operator=(PinnedBuffer&& o) noexcept {
-    std::swap(data_, o.data_);
-    std::swap(bytes_, o.bytes_);
-    std::swap(reservation_, o.reservation_);
-    return *this;
-  }
-  ~PinnedBuffer() {
-    if (data_ != nullptr) SPILLWAY_CUDA_REPORT(cudaFreeHost(data_));
-  }
-  std::byte* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  std::byte* data_ = nullptr;
-  int64_t bytes_ = 0;
-  MemoryReservation reservation_;
-};
+// GPU memory.
+using DeviceBuffer = Buffer<DeviceAllocator>;
+// Pinned host memory that every GPU can read and write in place.
+using PinnedBuffer = Buffer<PinnedAllocator>;
 
 }  // namespace spillway::cuda

@@ -19,6 +19,13 @@ struct Gpu {
   bool hopper = false;
 };
 
+// Pages per KV head that a dense run of many queries brings over at a time, and
+// rows of its segments.
+inline constexpr int64_t kStagePages = 64;
+inline constexpr int64_t kStagedSegmentRows = 2048;
+
+inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
 // One job on its way through a lane: rows copied and work enqueued, then, once
 // the lane's stream is done, results collected.
 class JobRun {

@@ -1,0 +1,183 @@
+// What a job puts on its lane's stream.
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "gpu/device/job_run.h"
+
+namespace spillway::cuda {
+namespace {
+
+// Blocks that gather rows; see docs/link.md: more SMs hold more addresses in
+// flight than are translated.
+constexpr int kGatherBlocks = 8;
+constexpr int64_t kReferencePagesStep = 16;
+
+// Tokens that grids are made for, of a unit of n.
+int64_t GridTokens(int64_t n) {
+  const auto sixteenth = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 16);
+  return RoundUp(n, std::max<int64_t>(kChunkTokens, sixteenth));
+}
+
+}  // namespace
+
+absl::Status JobRun::Encode(size_t item, const RowCopy* copies) {
+  LayerIndex& index = this->index(item);
+  const int64_t n = job_->items[item].append->rows->token_count();
+  if (!model().has_codes() || n < kCentreTokenCount) return absl::OkStatus();
+  EncodeWork work;
+  work.dtype = spec().dtype;
+  work.head_dim = spec().head_dim;
+  work.kv_head_count = spec().kv_head_count;
+  work.row_bytes = spec().row_bytes();
+  work.begin = index.centred() ? index.coded_token_count() : 0;
+  work.end = n;
+  work.row_pages = index.row_pages(0);
+  work.row_page_capacity = index.page_capacity();
+  work.code_pages = index.code_pages(0);
+  work.code_page_capacity = index.page_capacity();
+  work.tiling = model().tiling();
+  work.centre = index.centre();
+  if (!index.centred()) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCentre(work, kCentreTokenCount, lane_->stream()));
+  }
+  if (spec().hash.kind == HashKind::kMlp) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeMlp(work, model().mlp(job_->layer), lane_->stream()));
+  } else {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        LaunchEncodeRotation(work, model().rotation(job_->layer), lane_->stream()));
+  }
+  index.SetCoded(n);
+  return ToStatus(LaunchRowCopies(copies, copy_counts_[item], spec().row_bytes(), lane_->stream()),
+                  "bringing rows over");
+}
+Wave JobRun::View(const SparseWave& wave) const {
+  Wave w;
+  w.shape = Shape(wave);
+  w.host_units = wave.requests;
+  w.host_q = wave.q;
+  w.units = device_requests_;
+  w.unit_count = static_cast<int>(wave.units.size());
+  for (int i = 0; i < w.unit_count; ++i) {
+    const UnitRequest& r = wave.requests[i];
+    // Rounded up, so that the wave of the next step is the same.
+    w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
+    w.reference_pages_max =
+        std::max(w.reference_pages_max,
+                 RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
+    w.has_tail |= r.tail != Tail::kNone;
+  }
+  w.sm_count = gpu_.sm_count;
+  w.bulk_copies = w.overlap = gpu_.hopper;
+  w.gather_blocks = kGatherBlocks;
+  return w;
+}
+
+absl::Status JobRun::Launch(SparseWave& wave) {
+  const Wave w = View(wave);
+  cudaStream_t stream = lane_->stream();
+  if (w.shape.mlp && w.shape.selector == Selector::kHamming) {
+    const int per_query = spec().query_head_count;
+    for (size_t i = 0; i < wave.units.size() / spec().kv_head_count; ++i) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(
+          LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().group(),
+                         wave.q + i * per_query * spec().head_dim, per_query,
+                         query_codes_ + i * per_query * spec().plane_words(), stream));
+    }
+  }
+  // Events between the kernels are of one job alone.
+  absl::Status status = job_->trace
+                            ? LaunchKernels(w)
+                            : lane_->graphs().Run(w, stream, [&] { return LaunchKernels(w); });
+  if (status.ok() && wave.select_only) status = CollectSelections(wave);
+  return status;
+}
+
+absl::Status JobRun::LaunchKernels(const Wave& wave) {
+  cudaStream_t stream = lane_->stream();
+  absl::Status status = Mark("begin");
+  const auto stage = [&](std::string_view name, cudaError_t error) {
+    if (status.ok()) status = ToStatus(error, name);
+    if (status.ok()) status = Mark(name);
+  };
+  stage("query", LaunchPrepareQuery(wave, stream));
+  stage("reference", LaunchReference(wave, stream));
+  stage("score", LaunchScore(wave, stream));
+  if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
+  stage("cut", LaunchCut(wave, stream));
+  stage("pilot", LaunchSample(wave, 0, stream));
+  stage("pilot gather", LaunchGather(wave, stream));
+  stage("pilot fold", LaunchFold(wave, 0, stream));
+  if (wave.has_tail) {
+    stage("budget", LaunchBudget(wave, stream));
+    stage("sample", LaunchSample(wave, 1, stream));
+    stage("sample gather", LaunchGather(wave, stream));
+    stage("sample fold", LaunchFold(wave, 1, stream));
+  }
+  stage("finish", LaunchFinish(wave, stream));
+  return status;
+}
+
+absl::Status JobRun::Launch(DensePart& part) {
+  DenseWave w;
+  w.dtype = spec().dtype;
+  w.head_dim = spec().head_dim;
+  w.row_bytes = spec().row_bytes();
+  w.scale = static_cast<float>(spec().softmax_scale);
+  w.units = device_units_;
+  w.unit_count = static_cast<int>(part.blocks.size());
+  w.cancel = lane_->cancel();
+  cudaStream_t stream = lane_->stream();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(const_cast<DenseUnit*>(device_units_), part.units,
+                                                static_cast<size_t>(request_bytes_),
+                                                cudaMemcpyHostToDevice, stream));
+  // 0xFF in every byte: no token.
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(part.units[0].error_token, 0xFF,
+                                                sizeof(uint32_t) * part.blocks.size(), stream));
+  int64_t n = 0;
+  for (const DenseBlock& block : part.blocks) {
+    n = std::max(n, block.unit.n);
+    w.segment_count_max = std::max(w.segment_count_max, block.unit.segment_count);
+  }
+  if (Cancelled()) {
+    // Only what says that no token was bad.
+  } else if (!part.staged) {
+    w.limit = n;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFold(w, stream));
+  } else {
+    const LayerIndex& layer = index(part.blocks.front().item);
+    constexpr int64_t kStageTokens = kStagePages * kPageTokenCount;
+    w.segment_count_max = kStageTokens / kStagedSegmentRows;
+    for (w.first = 0; w.first < n && !Cancelled(); w.first += kStageTokens) {
+      w.limit = w.first + kStageTokens;
+      const int64_t first_page = w.first / kPageTokenCount;
+      const int64_t pages =
+          std::min(kStagePages, (n + kPageTokenCount - 1) / kPageTokenCount - first_page);
+      for (int h = 0; h < spec().kv_head_count; ++h) {
+        SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStagePages(
+            layer.row_pages(h) + first_page, 0, 1, pages, kPageTokenCount * spec().row_bytes(),
+            stage_ + h * kStagePages * kPageTokenCount * spec().row_bytes(), stream));
+      }
+      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFold(w, stream));
+    }
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(w, stream));
+  return Mark("dense");
+}
+
+bool JobRun::Cancelled() {
+  // A lane takes so many launches: enqueuing may wait for the GPU.
+  if (job_->cancel != nullptr && !job_->cancel->Check().ok()) *lane_->cancel() = 1;
+  return *lane_->cancel() != 0;
+}
+
+absl::Status JobRun::Mark(std::string_view stage) {
+  if (!job_->trace) return absl::OkStatus();
+  absl::StatusOr<Event> event = Event::Create(/*timing=*/true);
+  if (!event.ok()) return event.status();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(event->get(), lane_->stream()));
+  marks_.emplace_back(stage, *std::move(event));
+  return absl::OkStatus();
+}
+
+}  // namespace spillway::cuda
