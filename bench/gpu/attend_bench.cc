@@ -144,8 +144,7 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
     }
   }
   // Samples of other seeds tell of errors; what is timed is the policy's own.
-  const auto timing =
-      Time(fixture, options.repetitions, [&](int) { return request(0); });
+  const auto timing = Time(fixture, options.repetitions, [&](int) { return request(0); });
   if (!timing.ok()) return timing.status();
   Print({{"name", what.name},
          {"data", "trace"},
