@@ -21,20 +21,21 @@ uint32_t CountRows(const ResidentPage& page) {
 
 }  // namespace
 
-ResidentRowsOfLayer::ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer)
-    : model_(&model), blocks_(blocks) {
-  const ModelSpec& spec = model.spec();
-  band_ = spec.SampleBand(spec.sample_band_seed);
-  for (int h = 0; model.has_codes() && h < spec.kv_head_count; ++h) {
-    heads_.push_back({MakeSampleKey(spec.sample_band_seed, layer, h),
-                      {},
-                      PageTable(model.row_pool(), kResidentPageRows)});
+ResidentRowsOfLayer::ResidentRowsOfLayer(const ModelSpec& spec, PagePool* pool, BlockPools* blocks,
+                                         int layer)
+    : spec_(spec),
+      pool_(pool),
+      blocks_(blocks),
+      layer_(layer),
+      band_(spec.SampleBand(spec.sample_band_seed)) {
+  for (int h = 0; pool != nullptr && h < spec.kv_head_count; ++h) {
+    heads_.push_back(
+        {MakeSampleKey(spec.sample_band_seed, layer, h), {}, PageTable(pool, kResidentPageRows)});
   }
 }
 
-ResidentRowsOfLayer::ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer,
-                                         const ResidentRowsOfLayer& source, int64_t token_count)
-    : ResidentRowsOfLayer(model, blocks, layer) {
+ResidentRowsOfLayer::ResidentRowsOfLayer(const ResidentRowsOfLayer& source, int64_t token_count)
+    : ResidentRowsOfLayer(source.spec_, source.pool_, source.blocks_, source.layer_) {
   for (size_t h = 0; h < heads_.size(); ++h) {
     heads_[h].pages = source.heads_[h].pages;
     heads_[h].rows = source.heads_[h].rows.Share(source.heads_[h].row_count);
@@ -57,10 +58,9 @@ bool ResidentRowsOfLayer::Chosen(const Head& head, int64_t token) const {
 
 absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   if (heads_.empty() || token_count <= token_count_) return absl::OkStatus();
-  const ModelSpec& spec = model_->spec();
   if (!recent_) {
     absl::StatusOr<Block> recent =
-        Block::Create(blocks_->Of(spec.kv_head_count * kRecentRows * spec.row_bytes()));
+        Block::Create(blocks_->Of(spec_.kv_head_count * kRecentRows * spec_.row_bytes()));
     if (!recent.ok()) return recent.status();
     recent_ = *std::move(recent);
   }
@@ -114,13 +114,11 @@ void ResidentRowsOfLayer::Truncate(int64_t token_count) {
 }
 
 std::byte* ResidentRowsOfLayer::Row(const Head& head, int64_t rank) const {
-  return head.rows.Page(rank / kResidentPageRows) +
-         rank % kResidentPageRows * model_->spec().row_bytes();
+  return head.rows.Page(rank / kResidentPageRows) + rank % kResidentPageRows * spec_.row_bytes();
 }
 
 std::byte* ResidentRowsOfLayer::RecentRow(int kv_head, int64_t token) const {
-  return recent_.data() +
-         (kv_head * kRecentRows + token % kRecentRows) * model_->spec().row_bytes();
+  return recent_.data() + (kv_head * kRecentRows + token % kRecentRows) * spec_.row_bytes();
 }
 
 void ResidentRowsOfLayer::Fill(const LayerRows& rows, int64_t begin, int64_t end,

@@ -5,11 +5,11 @@
 
 #include "absl/status/status.h"
 #include "gpu/device/block.h"
-#include "gpu/device/model.h"
 #include "gpu/kernels/attend.h"
 #include "host/core/keyed_hash.h"
 #include "host/memory/layer_rows.h"
 #include "host/memory/page_table.h"
+#include "host/model/model_spec.h"
 
 namespace spillway::cuda {
 
@@ -18,11 +18,13 @@ namespace spillway::cuda {
 // tokens. What an attend finds here does not cross the link. Not thread-safe.
 class ResidentRowsOfLayer {
  public:
-  // Of tokens in [0, covered): which of them are resident is known.
-  ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer);
+  // pool: of kResidentPageRows rows a page; null: nothing is held. All outlive
+  // it.
+  ResidentRowsOfLayer(const ModelSpec& spec, PagePool* pool, BlockPools* blocks, int layer);
   // The first token_count tokens of another's, pages shared; without the ring.
-  ResidentRowsOfLayer(const CudaModel& model, BlockPools* blocks, int layer,
-                      const ResidentRowsOfLayer& source, int64_t token_count);
+  ResidentRowsOfLayer(const ResidentRowsOfLayer& source, int64_t token_count);
+  ResidentRowsOfLayer(ResidentRowsOfLayer&&) = default;
+  ResidentRowsOfLayer& operator=(ResidentRowsOfLayer&&) = delete;
 
   int64_t bytes() const;
   // Room for the rows of tokens up to token_count, which are chosen now.
@@ -55,9 +57,11 @@ class ResidentRowsOfLayer {
   std::byte* Row(const Head& head, int64_t rank) const;
   std::byte* RecentRow(int kv_head, int64_t token) const;
 
-  const CudaModel* model_;
-  BlockPools* blocks_;
-  uint32_t band_;
+  const ModelSpec& spec_;
+  PagePool* const pool_;
+  BlockPools* const blocks_;
+  const int layer_;
+  const uint32_t band_;
   int64_t token_count_ = 0;  // chosen from
   std::vector<Head> heads_;
   int64_t synced_pages_ = 0;  // that cannot have changed since Sync()

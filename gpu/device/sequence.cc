@@ -18,21 +18,21 @@ int64_t PagesFor(int64_t token_count) {
 LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
     : model_(&model),
       blocks_(blocks),
-      resident_(model, blocks, layer),
+      resident_(model.spec(), model.row_pool(), blocks, layer),
       mirror_(2 * model.spec().kv_head_count) {
   for (int h = 0; model.has_codes() && h < model.spec().kv_head_count; ++h) {
     codes_.emplace_back(model.code_pool(), kPageTokenCount);
   }
 }
 
-LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer,
-                       const LayerIndex& source, int64_t token_count)
+LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
+                       int64_t token_count)
     : model_(&model),
       blocks_(blocks),
       centred_(source.centred_ &&
                std::min(token_count, source.coded_token_count_) >= kCentreTokenCount),
       coded_token_count_(centred_ ? std::min(token_count, source.coded_token_count_) : 0),
-      resident_(model, blocks, layer, source.resident_, coded_token_count_),
+      resident_(source.resident_, coded_token_count_),
       mirror_(2 * model.spec().kv_head_count) {
   if (centred_) centre_ = source.centre_.Share();
   for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(coded_token_count_));
@@ -144,7 +144,7 @@ CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, const Cud
                            int64_t token_count) {
   layers.reserve(source.layers.size());
   for (int l = 0; l < model.spec().layer_count; ++l) {
-    layers.emplace_back(model, blocks, l, source.layers[l], token_count);
+    layers.emplace_back(model, blocks, source.layers[l], token_count);
   }
 }
 

@@ -18,7 +18,7 @@ class LayerIndex {
  public:
   LayerIndex(const CudaModel& model, BlockPools* blocks, int layer);
   // The first token_count tokens of another's, pages shared.
-  LayerIndex(const CudaModel& model, BlockPools* blocks, int layer, const LayerIndex& source,
+  LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
              int64_t token_count);
 
   bool centred() const { return centred_; }
