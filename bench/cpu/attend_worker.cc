@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "bench/cpu/fixture.h"
 #include "bench/mapped_file.h"
+#include "bench/trace_files.h"
 #include "nlohmann/json.hpp"
 
 namespace spillway::bench {
@@ -67,34 +68,19 @@ absl::StatusOr<Json> Answer(Fixture& fixture, const MappedFile& queries, CacheFl
 }
 
 absl::Status Serve(const std::string& directory) {
-  std::ifstream meta_file(directory + "/meta.json");
-  const Json meta = Json::parse(meta_file);
-  auto k = MappedFile::Open(directory + "/k.bf16");
-  if (!k.ok()) return k.status();
-  auto v = MappedFile::Open(directory + "/v.bf16");
-  if (!v.ok()) return v.status();
-  auto queries = MappedFile::Open(directory + "/queries.f32");
-  if (!queries.ok()) return queries.status();
-  ModelSpec spec;
-  spec.layer_count = 1;
-  spec.query_head_count = meta.at("query_head_count");
-  spec.kv_head_count = meta.at("kv_head_count");
-  spec.head_dim = meta.at("head_dim");
-  spec.dtype = DType::kBF16;
-  const int64_t tokens = meta.at("token_count");
-  if (k->bytes() != spec.kv_head_count * tokens * spec.head_dim * 2 || v->bytes() != k->bytes()) {
-    return absl::InvalidArgumentError(directory + ": the sizes of K and V are not those of meta");
-  }
-  auto fixture = Fixture::Create(spec, 0, 2 * (k->bytes() + v->bytes()) + (int64_t{1} << 30));
+  const auto files = TraceFiles::Open(directory);
+  if (!files.ok()) return files.status();
+  const auto& [meta, spec, tokens, k, v, queries] = *files;
+  auto fixture = Fixture::Create(spec, 0, 2 * (k.bytes() + v.bytes()) + (int64_t{1} << 30));
   if (!fixture.ok()) return fixture.status();
-  absl::Status status = (*fixture)->Append(k->data(), v->data(), tokens, 0, tokens);
+  absl::Status status = (*fixture)->Append(k.data(), v.data(), tokens, 0, tokens);
   if (!status.ok()) return status;
   std::cout << Json{{"device", (*fixture)->device().info().description},
                     {"thread_count", (*fixture)->device().info().thread_count}}
             << std::endl;
   CacheFlush flush;
   for (std::string line; std::getline(std::cin, line);) {
-    const absl::StatusOr<Json> answer = Answer(**fixture, *queries, flush, Json::parse(line));
+    const absl::StatusOr<Json> answer = Answer(**fixture, queries, flush, Json::parse(line));
     std::cout << (answer.ok() ? *answer : Json{{"error", answer.status().ToString()}}) << std::endl;
   }
   return absl::OkStatus();

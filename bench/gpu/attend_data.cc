@@ -1,18 +1,14 @@
 #include "bench/gpu/attend_data.h"
 
 #include <cstring>
-#include <fstream>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "host/core/keyed_hash.h"
 #include "host/cpu/kernels.h"
 #include "tbb/parallel_for.h"
 
 namespace spillway::bench {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 // A nearly normal number from a counter, cheaply: the sum of the bytes of a
 // mixed word.
@@ -53,60 +49,36 @@ std::vector<float> RandomData::Query(uint64_t seed, double spread) const {
 }
 
 absl::StatusOr<TraceData> TraceData::Open(const std::string& folder) {
-  std::ifstream file(folder + "/meta.json");
-  Json meta = Json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (!meta.is_object()) return absl::InvalidArgumentError(folder + "/meta.json is no JSON object");
-  ModelSpec spec;
-  spec.layer_count = 1;
-  spec.query_head_count = meta.at("query_head_count");
-  spec.kv_head_count = meta.at("kv_head_count");
-  spec.head_dim = meta.at("head_dim");
-  spec.dtype = DType::kBF16;
-  const std::vector<FieldError> wrong = Normalize(spec);
-  if (!wrong.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(folder, "/meta.json: ", wrong[0].field, ": ", wrong[0].description));
-  }
-  auto k = MappedFile::Open(folder + "/k.bf16");
-  if (!k.ok()) return k.status();
-  auto v = MappedFile::Open(folder + "/v.bf16");
-  if (!v.ok()) return v.status();
-  auto queries = MappedFile::Open(folder + "/queries.f32");
-  if (!queries.ok()) return queries.status();
-  TraceData data(std::move(meta), spec, *std::move(k), *std::move(v), *std::move(queries));
-  const int64_t bytes = data.token_count_ * spec.kv_head_count * spec.row_bytes() / 2;
+  absl::StatusOr<TraceFiles> files = TraceFiles::Open(folder);
+  if (!files.ok()) return files.status();
+  TraceData data(*std::move(files));
   const auto query_count = static_cast<int64_t>(data.lengths_.size()) * data.queries_per_length_;
-  if (data.k_.bytes() != bytes || data.v_.bytes() != bytes ||
-      data.queries_.bytes() != query_count * spec.query_head_count * spec.head_dim * 4) {
-    return absl::InvalidArgumentError(folder + ": the files' sizes are not those of meta.json");
+  if (data.files_.queries.bytes() !=
+      query_count * data.spec().query_head_count * data.spec().head_dim * 4) {
+    return absl::InvalidArgumentError(folder + ": the queries' size is not that of meta.json");
   }
   return data;
 }
 
-TraceData::TraceData(Json meta, ModelSpec spec, MappedFile k, MappedFile v, MappedFile queries)
-    : meta_(std::move(meta)),
-      spec_(spec),
-      k_(std::move(k)),
-      v_(std::move(v)),
-      queries_(std::move(queries)),
-      lengths_(meta_.at("lengths").get<std::vector<int64_t>>()),
-      token_count_(meta_.at("token_count")),
-      query_stride_(meta_.at("query_stride")),
-      queries_per_length_(meta_.at("queries_per_length")) {}
+TraceData::TraceData(TraceFiles files)
+    : files_(std::move(files)),
+      lengths_(meta().at("lengths").get<std::vector<int64_t>>()),
+      query_stride_(meta().at("query_stride")),
+      queries_per_length_(meta().at("queries_per_length")) {}
 
 void TraceData::Read(int64_t start, int64_t count, RowChunk& chunk) const {
-  Resize(spec_, count, chunk);
-  const int64_t bytes = spec_.row_bytes() / 2;
-  tbb::parallel_for(0, spec_.kv_head_count, [&](int h) {
-    const int64_t from = (h * token_count_ + start) * bytes;
-    std::memcpy(chunk.k.data() + h * count * bytes, k_.data() + from, count * bytes);
-    std::memcpy(chunk.v.data() + h * count * bytes, v_.data() + from, count * bytes);
+  Resize(spec(), count, chunk);
+  const int64_t bytes = spec().row_bytes() / 2;
+  tbb::parallel_for(0, spec().kv_head_count, [&](int h) {
+    const int64_t from = (h * files_.token_count + start) * bytes;
+    std::memcpy(chunk.k.data() + h * count * bytes, files_.k.data() + from, count * bytes);
+    std::memcpy(chunk.v.data() + h * count * bytes, files_.v.data() + from, count * bytes);
   });
 }
 
 std::vector<float> TraceData::Query(size_t at, int i) const {
-  const int64_t floats = int64_t{spec_.query_head_count} * spec_.head_dim;
-  const auto* const all = reinterpret_cast<const float*>(queries_.data());
+  const int64_t floats = int64_t{spec().query_head_count} * spec().head_dim;
+  const auto* const all = reinterpret_cast<const float*>(files_.queries.data());
   const float* const q = all + (static_cast<int64_t>(at) * queries_per_length_ + i) * floats;
   return {q, q + floats};
 }

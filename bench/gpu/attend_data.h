@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "bench/mapped_file.h"
+#include "bench/trace_files.h"
 #include "host/model/model_spec.h"
 #include "nlohmann/json.hpp"
 
@@ -32,14 +32,14 @@ class RandomData {
   const ModelSpec spec_;
 };
 
-// A folder that bench/trace_data.py wrote. Move-only.
+// Rows and queries of TraceFiles. Move-only.
 class TraceData {
  public:
   // INVALID_ARGUMENT where the files do not have the sizes that meta.json says.
   static absl::StatusOr<TraceData> Open(const std::string& folder);
 
-  const nlohmann::ordered_json& meta() const { return meta_; }
-  const ModelSpec& spec() const { return spec_; }
+  const nlohmann::ordered_json& meta() const { return files_.meta; }
+  const ModelSpec& spec() const { return files_.spec; }
   const std::vector<int64_t>& lengths() const { return lengths_; }
   int queries_per_length() const { return queries_per_length_; }
 
@@ -49,16 +49,10 @@ class TraceData {
   int64_t visible(size_t at, int i) const { return lengths_[at] - i * query_stride_; }
 
  private:
-  TraceData(nlohmann::ordered_json meta, ModelSpec spec, MappedFile k, MappedFile v,
-            MappedFile queries);
+  explicit TraceData(TraceFiles files);
 
-  nlohmann::ordered_json meta_;
-  ModelSpec spec_;
-  MappedFile k_;        // [H_kv][tokens][d]
-  MappedFile v_;        // the same
-  MappedFile queries_;  // [lengths][queries per length][H_q][d] fp32
+  TraceFiles files_;
   std::vector<int64_t> lengths_;
-  int64_t token_count_;
   int64_t query_stride_;
   int queries_per_length_;
 };

@@ -18,5 +18,16 @@ def label(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
 
 
+def finish_axes(axes: Any, title: str) -> None:
+    """Of a plot of attends' times by tokens, its legend outside."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("device time of one layer's attend, us")
+    axes.set_title(title)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    axes.grid(alpha=0.3)
+
+
 def verdict(met: bool) -> str:
     return "met" if met else "**missed**"

@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import trace_section
-from records import KV_HEADS, Record, label, lines, verdict
+from records import KV_HEADS, Record, finish_axes, label, lines, verdict
 
 # What the aims are stated for: 34 B of codes and factor a key at 2 bits and 128
 # dimensions, 16 B a key for 128 hash bits, and the rate of a copy within the
@@ -219,13 +219,7 @@ def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
         points = [(p["tokens"], p["us"]) for p in peers if p["name"] == name and "us" in p]
         peer = "torch: " + name.removeprefix("torch.")
         axes.plot(*zip(*points, strict=True), marker="x", linestyle=":", label=peer)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("device time of one layer's attend, us")
-    axes.set_title("8 KV heads, 4 query heads each, 128 dimensions, bf16, cold caches")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    axes.grid(alpha=0.3)
+    finish_axes(axes, "8 KV heads, 4 query heads each, 128 dimensions, bf16, cold caches")
     figure.savefig(path, dpi=150)
 
 

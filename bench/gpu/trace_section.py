@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from records import KV_HEADS, Record, label, verdict
+from records import KV_HEADS, Record, finish_axes, label, verdict
 
 ROW_BYTES = 512
 GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/job_run.cc
@@ -181,13 +181,7 @@ def plot(attends: list[Record], peers: list[Record], link: LinkRate, path: Path)
         dense = [(n, us) for n in lengths if (us := peer_us(peers, name, n)) is not None]
         if dense:
             axes.plot(*zip(*dense, strict=True), marker="x", linestyle=":", label=f"torch: {name}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("device time of one layer's attend, us")
-    axes.set_title("Data like real traces: 8 KV heads, 4 query heads each, 128 dimensions, bf16")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    axes.grid(alpha=0.3)
+    finish_axes(axes, "Data like real traces: 8 KV heads, 4 query heads each, 128 dimensions, bf16")
     figure.savefig(path, dpi=150)
 
 

@@ -10,6 +10,7 @@
 #include <iostream>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -66,7 +67,7 @@ absl::StatusOr<double> Send(v1::AttentionService::Stub& stub, const KvRows& rows
 }
 
 // The rows after `skipped` of those there are, as rows of their own.
-std::string Tail(const std::string& rows, int64_t token_count, int64_t skipped) {
+std::string Tail(std::string_view rows, int64_t token_count, int64_t skipped) {
   const size_t token_bytes = size_t{kHeadDim} * 2;
   std::string tail;
   for (size_t h = 0; h < kKvHeads; ++h) {
@@ -93,8 +94,8 @@ absl::StatusOr<double> AppendOnce(Client& client, v1::AttentionService::Stub& st
   if (!seconds.ok()) return seconds.status();
   // The same bytes once more change nothing; other bytes are refused.
   const int64_t skipped = rows.token_count - std::min<int64_t>(rows.token_count, 500);
-  const std::string k = Tail(std::string(rows.k), rows.token_count, skipped);
-  const std::string v = Tail(std::string(rows.v), rows.token_count, skipped);
+  const std::string k = Tail(rows.k, rows.token_count, skipped);
+  const std::string v = Tail(rows.v, rows.token_count, skipped);
   KvRows again = rows;
   again.token_start = skipped;
   again.token_count = rows.token_count - skipped;

@@ -270,8 +270,7 @@ void CudaDevice::Finish() {
     const auto begin = std::chrono::steady_clock::now();
     cudaError_t error = cudaErrorNotReady;
     while ((error = cudaStreamQuery(running.lane->stream())) == cudaErrorNotReady) {
-      const CancelToken* cancel = running.task.job->cancel.get();
-      if (cancel != nullptr && !cancel->Check().ok()) *running.lane->cancel() = 1;
+      running.run->Cancelled();
       if (std::chrono::steady_clock::now() - begin > kBusy) {
         std::this_thread::sleep_for(std::chrono::microseconds(20));
       }

@@ -51,6 +51,7 @@ absl::Status JobRun::Encode(size_t item, const RowCopy* copies) {
   return ToStatus(LaunchRowCopies(copies, copy_counts_[item], spec().row_bytes(), lane_->stream()),
                   "bringing rows over");
 }
+
 Wave JobRun::View(const SparseWave& wave) const {
   Wave w;
   w.shape = Shape(wave);

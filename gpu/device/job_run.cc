@@ -122,11 +122,11 @@ void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
   ToFloat(w.q_dtype, w.q + at * DTypeBytes(w.q_dtype), width, q);
 }
 
-UnitRequest JobRun::Request(const SparseUnit& unit) const {
-  const AttendWork& w = work(unit.item);
+UnitRequest JobRun::Request(size_t item, int64_t query) const {
+  const AttendWork& w = work(item);
   const Policy& p = w.policy;
   UnitRequest r{};
-  r.n = w.visible[unit.query];
+  r.n = w.visible[query];
   r.sink = p.sink_token_count;
   r.window = p.window_token_count;
   r.begin = r.sink;
@@ -194,9 +194,14 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   query_codes_ = workspace.Take<uint32_t>(units * group * std::max(1, spec().plane_words()));
 
   const AttendShape shape = Shape(wave);
+  UnitRequest shared{};
   for (int64_t i = 0; i < units; ++i) {
     const SparseUnit& unit = wave.units[i];
-    UnitRequest r = Request(unit);
+    // A query's units follow each other.
+    if (i == 0 || unit.item != wave.units[i - 1].item || unit.query != wave.units[i - 1].query) {
+      shared = Request(unit.item, unit.query);
+    }
+    UnitRequest r = shared;
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;

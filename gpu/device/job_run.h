@@ -35,6 +35,8 @@ class JobRun {
   // Everything that the GPU is to do. The caller waits for the lane's stream
   // before it ends the run, also after an error, which is of the whole job.
   absl::Status Enqueue();
+  // Whether nobody waits for the job's attends any more. Tells the kernels.
+  bool Cancelled();
   // Results and statuses of the items, once the GPU is done.
   void Collect();
 
@@ -97,8 +99,8 @@ class JobRun {
   // Lays a wave's or part's memory out; with empty carvers only measures.
   void LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fill);
   void LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fill);
-  // What is asked of a unit, and where things of its own lie.
-  UnitRequest Request(const SparseUnit& unit) const;
+  // What is asked of a query's units, and where things of a unit's own lie.
+  UnitRequest Request(size_t item, int64_t query) const;
   void Address(const SparseUnit& unit, UnitRequest& request) const;
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
   AttendShape Shape(const SparseWave& wave) const;
@@ -107,8 +109,6 @@ class JobRun {
   absl::Status Launch(SparseWave& wave);
   absl::Status LaunchKernels(const Wave& wave);
   absl::Status Launch(DensePart& part);
-  // Whether nobody waits for the job's attends any more. Tells the kernels.
-  bool Cancelled();
   absl::Status CollectSelections(const SparseWave& wave);
   void Collect(const SparseWave& wave);
   void Collect(const DensePart& part);

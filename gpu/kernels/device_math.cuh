@@ -107,15 +107,20 @@ __device__ inline void Begin(const UnitRequest* from, UnitRequest& to) {
   WaitForPrevious();
   LetNextBegin();
 }
+// How the second does: the one before it has yet to write the requests.
+__device__ inline void BeginSecond(const UnitRequest* from, UnitRequest& to) {
+  WaitForPrevious();
+  LetNextBegin();
+  LoadRequest(from, to);
+}
 
-// Address of a token's row in GPU memory, or null. Candidates alone: tokens
-// that are coded and not in the window.
+// Whether the GPU holds the row of a token that is coded and not in the window.
 __device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
   if (rows.pages == nullptr) return false;
   const uint32_t slot = token % kPageTokenCount;
   return (rows.pages[token / kPageTokenCount].mask[slot / 32] >> (slot % 32) & 1u) != 0;
 }
-// REQUIRES: IsResident().
+// Its address. REQUIRES: IsResident().
 __device__ inline const std::byte* ResidentRow(const ResidentRows& rows, int64_t row_bytes,
                                                uint32_t token) {
   const ResidentPage& page = rows.pages[token / kPageTokenCount];

@@ -27,9 +27,7 @@ __global__ void __launch_bounds__(kScoreThreads)
     ScoreHammingKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
-  WaitForPrevious();
-  LetNextBegin();
-  LoadRequest(units + blockIdx.y, u);
+  BeginSecond(units + blockIdx.y, u);
   const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
   const int warps = blockDim.x / 32;
   if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;

@@ -46,9 +46,7 @@ __device__ inline void LoadScaledQueries(const AttendShape& shape, const UnitReq
 __global__ void OracleReferenceKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
   __shared__ UnitRequest u;
-  WaitForPrevious();
-  LetNextBegin();
-  LoadRequest(units + blockIdx.y, u);
+  BeginSecond(units + blockIdx.y, u);
   float* queries = memory;
   float* logits = queries + shape.group * shape.head_dim;
   float* tile = logits + shape.group * kPageTokenCount;

@@ -13,9 +13,7 @@ template <int kPlanes, int kChunks>
 __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ uint2 planes[];
   __shared__ UnitRequest u;
-  WaitForPrevious();
-  LetNextBegin();
-  LoadRequest(units + blockIdx.y, u);
+  BeginSecond(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const ReferencePages pages = ReferencePages::Of(u.begin, u.end);
   const int64_t groups = pages.count * kGroupsPerPage;
