@@ -8,9 +8,12 @@
 // before each attend. Writes one JSON object a line.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <functional>
 #include <iostream>
+#include <iterator>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -115,6 +118,62 @@ absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Op
   return absl::OkStatus();
 }
 
+// A decode step, which appends a token and attends, beside the attend alone.
+absl::Status MeasureStep(GpuFixture& fixture, const RandomData& data, const Options& options) {
+  NamedPolicy what{"decode step, asymmetric top 256", Policy(), 1};
+  what.policy.tail = Tail::kNone;
+  if (what.name.find(options.only) == std::string::npos) return absl::OkStatus();
+  RowChunk token;
+  const auto request = [&](int seed) {
+    return AttendRequest{what.policy, data.Query(static_cast<uint64_t>(seed), what.spread),
+                         fixture.rows().token_count()};
+  };
+  const auto step = [&](int seed) {
+    AttendRequest r = request(seed);
+    data.Read(r.visible++, 1, token);
+    r.k = token.k.data();
+    r.v = token.v.data();
+    return r;
+  };
+  const auto stepped = Time(fixture, options.repetitions, [&](int i) { return step(100 + i); });
+  if (!stepped.ok()) return stepped.status();
+  const auto checked = Check(fixture, what.name, request(7));
+  if (!checked.ok()) return checked.status();
+  const auto alone = Time(fixture, options.repetitions, [&](int i) { return request(100 + i); });
+  if (!alone.ok()) return alone.status();
+  Print({{"name", what.name},
+         {"data", "random"},
+         {"tokens", fixture.rows().token_count()},
+         {"us", stepped->us},
+         {"attend_us", alone->us},
+         {"checked_error", checked->error},
+         {"stages", StageJson(*stepped)}});
+  return absl::OkStatus();
+}
+
+// Upper ends of ranges of the order of sampling, as shares of all tokens: the
+// band, and what bands beyond it would be.
+constexpr double kPlaces[] = {0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1};
+
+// Rows that are drawn with places in each range, on average, of all KV heads:
+// those of a stratum lie evenly over its first r_h / n_h.
+std::vector<double> DrawnByPlace(std::span<const Selection> selections) {
+  std::vector<double> drawn(std::size(kPlaces));
+  for (const Selection& s : selections) {
+    for (size_t i = 0; i < s.indices.size(); ++i) {
+      if (s.strata[i] < kStratumTail) continue;
+      const double rate = std::exp(-s.log_weights[i]);
+      double begin = 0;
+      for (size_t p = 0; p < drawn.size(); ++p) {
+        const double end = kPlaces[p];
+        drawn[p] += std::max(0.0, std::min(rate, end) - begin) / rate;
+        begin = end;
+      }
+    }
+  }
+  return drawn;
+}
+
 // One query of the data; every repetition draws its sample with a seed of its
 // own. exact: dense attention of that query.
 absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const NamedPolicy& what,
@@ -128,12 +187,14 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
   const int heads = fixture.spec().query_head_count;
   const double epsilon = what.policy.epsilon;
   double checked_error = 0;
+  std::vector<double> drawn;
   std::vector<double> observed, certified;                          // of all outputs
   std::vector<double> observed_sums(heads), certified_sums(heads);  // of a head's
   for (int i = 0; i < options.repetitions; ++i) {
     const auto checked = Check(fixture, what.name, request(i));
     if (!checked.ok()) return checked.status();
     checked_error = std::max(checked_error, checked->error);
+    if (i == 0) drawn = DrawnByPlace(checked->selections);
     const AttendWork& work = checked->attended.work;
     const std::vector<double> errors = RelativeErrors(fixture.spec(), work.out, exact);
     for (int h = 0; h < heads; ++h) {
@@ -164,6 +225,8 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
          {"touched_rows", timing->touched},
          {"heavy_tokens", timing->heavy},
          {"sampled_tokens", timing->sampled},
+         {"places", kPlaces},
+         {"drawn_by_place", drawn},
          {"checked_error", checked_error},
          {"outputs", observed.size()},
          {"observed_error_mean", Mean(observed)},
@@ -213,7 +276,8 @@ absl::Status RunRandom(const Options& options) {
   Normalize(spec);
   std::vector<int64_t> lengths = options.lengths;
   if (lengths.empty()) lengths = {131072, 524288, 1048576};
-  auto fixture = GpuFixture::Create(spec, lengths.back());
+  // And what the steps append.
+  auto fixture = GpuFixture::Create(spec, lengths.back() + 4 * options.repetitions);
   if (!fixture.ok()) return fixture.status();
   const RandomData data(spec);
   for (const int64_t n : lengths) {
@@ -221,6 +285,7 @@ absl::Status RunRandom(const Options& options) {
     for (const NamedPolicy& what : RandomPolicies()) {
       if (absl::Status s = MeasureRandom(**fixture, data, options, what, n); !s.ok()) return s;
     }
+    if (absl::Status s = MeasureStep(**fixture, data, options); !s.ok()) return s;
   }
   return absl::OkStatus();
 }

@@ -27,12 +27,12 @@ absl::StatusOr<Checked> Check(GpuFixture& fixture, const std::string& name,
                               const AttendRequest& request) {
   auto attended = fixture.Attend(request, Mode::kPlain);
   if (!attended.ok()) return attended.status();
-  const auto selected = fixture.Attend(request, Mode::kSelect);
+  auto selected = fixture.Attend(request, Mode::kSelect);
   if (!selected.ok()) return selected.status();
   const std::vector<double> wanted =
       SelectedAttention(fixture.spec(), fixture.rows(), request.q, selected->work.selections);
   const std::vector<double> errors = RelativeErrors(fixture.spec(), attended->work.out, wanted);
-  Checked checked{*std::move(attended)};
+  Checked checked{*std::move(attended), std::move(selected->work.selections)};
   for (const double error : errors) {
     if (!(error < kTolerance)) {
       return absl::InternalError(

@@ -13,7 +13,8 @@ namespace spillway::bench {
 // An attend whose output was compared with the rows that it names.
 struct Checked {
   GpuFixture::Attended attended;
-  double error = 0;  // the largest relative one
+  std::vector<Selection> selections;  // [H_kv]
+  double error = 0;                   // the largest relative one
 };
 
 // INTERNAL where the output is wrong. name: of the measurement, for messages.

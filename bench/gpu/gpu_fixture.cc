@@ -80,14 +80,18 @@ absl::Status GpuFixture::Initialize() {
   return absl::OkStatus();
 }
 
+absl::Status GpuFixture::PrepareAppend(int64_t count) {
+  const int64_t start = rows_->token_count();
+  if (absl::Status status = rows_->PrepareAppend(count); !status.ok()) return status;
+  return device_->PrepareAppend(*model_, *sequence_, 0, start, count);
+}
+
 absl::StatusOr<GpuFixture::Appended> GpuFixture::Append(const std::byte* k, const std::byte* v,
                                                         int64_t count) {
   const Stopwatch watch;
   const double pin_seconds = pin_seconds_;
   const int64_t start = rows_->token_count();
-  if (absl::Status status = rows_->PrepareAppend(count); !status.ok()) return status;
-  absl::Status status = device_->PrepareAppend(*model_, *sequence_, 0, start, count);
-  if (!status.ok()) return status;
+  if (absl::Status status = PrepareAppend(count); !status.ok()) return status;
   JobItem item;
   item.append = AppendWork{rows_.get(), start, count, k, v};
   const auto job = Run(std::move(item), /*trace=*/false);
@@ -97,6 +101,10 @@ absl::StatusOr<GpuFixture::Appended> GpuFixture::Append(const std::byte* k, cons
 
 absl::StatusOr<GpuFixture::Attended> GpuFixture::Attend(const AttendRequest& request, Mode mode) {
   JobItem item;
+  if (request.k != nullptr) {
+    if (absl::Status status = PrepareAppend(1); !status.ok()) return status;
+    item.append = AppendWork{rows_.get(), rows_->token_count(), 1, request.k, request.v};
+  }
   AttendWork& work = item.attend.emplace();
   work.rows = rows_.get();
   work.policy = request.policy;

@@ -18,6 +18,9 @@ struct AttendRequest {
   Policy policy;
   std::vector<float> q;
   int64_t visible = 0;
+  // One token's K and V, each [H_kv][d], that the same job appends before.
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
 };
 
 // One layer of one sequence on a CUDA device, driven without a daemon. Not
@@ -55,6 +58,7 @@ class GpuFixture {
  private:
   GpuFixture(const ModelSpec& spec, int64_t token_max);
   absl::Status Initialize();
+  absl::Status PrepareAppend(int64_t count);
   std::unique_ptr<Job> Run(JobItem item, bool trace);
 
   const ModelSpec spec_;

@@ -37,6 +37,7 @@ class LinkRate:
         density = [r for r in density if int(r["sm_count"]) == self.sm_count]
         self.density_span = int(density[0]["span_bytes"])
         spans = [r for r in rows if r["experiment"] == "spans" and r["order"] == "shuffled"]
+        self.peak = max(float(r["gb_per_s"]) for r in link if r["experiment"] == "peak")
         self._density = _curve(density, "density")
         self._span = _curve(spans, "span_bytes")
 
@@ -140,6 +141,27 @@ def error_table(attends: list[Record]) -> list[str]:
     return rows
 
 
+def stripe_table(attends: list[Record], link: LinkRate) -> list[str]:
+    rows = [
+        "| tokens | policy | places | rows drawn there | gathered | all rows there | as a stripe |",
+        "|---" * 7 + "|",
+    ]
+    for group in groups(attends):
+        places = group[0]["places"]
+        for at in range(1, 4):
+            drawn = statistics.median(r["drawn_by_place"][at] for r in group)
+            gathered = statistics.median(
+                r["drawn_by_place"][at] * ROW_BYTES / rate_of(r, link) / 1000 for r in group
+            )
+            there = (places[at] - places[at - 1]) * KV_HEADS * median(group, "visible")
+            rows.append(
+                f"| {label(group[0]['tokens'])} | {group[0]['name']} "
+                f"| {places[at - 1]:.0%} to {places[at]:.0%} | {drawn:.0f} | {gathered:.0f} us "
+                f"| {there:.0f} | {there * ROW_BYTES / link.peak / 1000:.0f} us |"
+            )
+    return rows
+
+
 def data_table(meta: Record) -> list[str]:
     rows = [
         "| | mass of the top 256 | quartiles | exp(entropy) of the rest | keys' effective "
@@ -228,6 +250,14 @@ def section(
         "A certificate promises its error with probability 1 - delta = 0.9.",
         "",
         *error_table(attends),
+        "",
+        "A stripe would keep a second copy of rows in host memory by their places in the order of "
+        "sampling, to be",
+        "read as a whole. `gathered` is what the rows drawn in a range of places take at the rate "
+        "of `link`, `as a",
+        f"stripe` what all rows of the range take at the link's peak, {link.peak:.1f} GB/s:",
+        "",
+        *stripe_table(attends, link),
         "",
         "The data, against its source:",
         "",

@@ -1,4 +1,4 @@
-// What a job puts on its lane's stream.
+// What a job's attends put on its lane's stream.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -21,37 +21,6 @@ int64_t GridTokens(int64_t n) {
 
 }  // namespace
 
-absl::Status JobRun::Encode(size_t item, const RowCopy* copies) {
-  LayerIndex& index = this->index(item);
-  const int64_t n = job_->items[item].append->rows->token_count();
-  if (!model().has_codes() || n < kCentreTokenCount) return absl::OkStatus();
-  EncodeWork work;
-  work.dtype = spec().dtype;
-  work.head_dim = spec().head_dim;
-  work.kv_head_count = spec().kv_head_count;
-  work.row_bytes = spec().row_bytes();
-  work.begin = index.centred() ? index.coded_token_count() : 0;
-  work.end = n;
-  work.row_pages = index.row_pages(0);
-  work.row_page_capacity = index.page_capacity();
-  work.code_pages = index.code_pages(0);
-  work.code_page_capacity = index.page_capacity();
-  work.tiling = model().tiling();
-  work.centre = index.centre();
-  if (!index.centred()) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCentre(work, kCentreTokenCount, lane_->stream()));
-  }
-  if (spec().hash.kind == HashKind::kMlp) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeMlp(work, model().mlp(job_->layer), lane_->stream()));
-  } else {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        LaunchEncodeRotation(work, model().rotation(job_->layer), lane_->stream()));
-  }
-  index.SetCoded(n);
-  return ToStatus(LaunchRowCopies(copies, copy_counts_[item], spec().row_bytes(), lane_->stream()),
-                  "bringing rows over");
-}
-
 Wave JobRun::View(const SparseWave& wave) const {
   Wave w;
   w.shape = Shape(wave);
@@ -68,6 +37,7 @@ Wave JobRun::View(const SparseWave& wave) const {
                  RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
     w.has_tail |= r.tail != Tail::kNone;
   }
+  w.append = step_append_;
   w.sm_count = gpu_.sm_count;
   w.bulk_copies = w.overlap = gpu_.hopper;
   w.gather_blocks = kGatherBlocks;
@@ -90,6 +60,7 @@ absl::Status JobRun::Launch(SparseWave& wave) {
   absl::Status status = job_->trace
                             ? LaunchKernels(w)
                             : lane_->graphs().Run(w, stream, [&] { return LaunchKernels(w); });
+  step_append_ = {};
   if (status.ok() && wave.select_only) status = CollectSelections(wave);
   return status;
 }
@@ -101,6 +72,7 @@ absl::Status JobRun::LaunchKernels(const Wave& wave) {
     if (status.ok()) status = ToStatus(error, name);
     if (status.ok()) status = Mark(name);
   };
+  if (wave.append.key_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
   stage("query", LaunchPrepareQuery(wave, stream));
   stage("reference", LaunchReference(wave, stream));
   stage("score", LaunchScore(wave, stream));

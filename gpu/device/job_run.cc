@@ -7,7 +7,6 @@
 
 #include "host/core/budget.h"
 #include "host/core/normal.h"
-#include "host/cpu/append_rows.h"
 #include "host/cpu/kernels.h"
 #include "host/device/results.h"
 
@@ -288,80 +287,55 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
   }
 }
 
-absl::Status JobRun::EnqueueAppends() {
-  for (JobItem& item : job_->items) {
-    if (item.append.has_value()) AppendRows(*item.append);
-  }
-  for (size_t i = 0; i < job_->items.size(); ++i) {
-    const JobItem& item = job_->items[i];
-    const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
-    if (absl::Status status = index(i).Update(rows, updates_); !status.ok()) return status;
-    const auto before = static_cast<int64_t>(copies_.size());
-    if (item.append.has_value() && rows.token_count() >= kCentreTokenCount) {
-      index(i).FillResident(rows, rows.token_count(), copies_);
+absl::Status JobRun::Reserve() {
+  // Pinned memory of all, and the largest workspace: parts follow each other.
+  Carver pinned;
+  int64_t workspace_bytes = 0;
+  const auto measure = [&](auto& parts) {
+    for (auto& part : parts) {
+      Carver workspace;
+      LayOut(part, pinned, workspace, /*fill=*/false);
+      workspace_bytes = std::max(workspace_bytes, workspace.bytes());
     }
-    copy_counts_.push_back(static_cast<int64_t>(copies_.size()) - before);
-  }
+  };
+  measure(waves_);
+  measure(dense_);
+  if (pinned.bytes() == 0) return absl::OkStatus();
+  absl::StatusOr<std::byte*> memory = lane_->Pinned(pinned.bytes());
+  if (!memory.ok()) return memory.status();
+  pinned_ = *memory;
+  memory = lane_->Workspace(workspace_bytes);
+  if (!memory.ok()) return memory.status();
+  workspace_ = *memory;
   return absl::OkStatus();
 }
 
-absl::Status JobRun::Enqueue() {
-  if (absl::Status status = EnqueueAppends(); !status.ok()) return status;
-  Split();
-  // Pinned memory of all, and the largest workspace: parts follow each other.
-  Carver pinned;
-  pinned.Take<TableUpdate>(static_cast<int64_t>(updates_.size()));
-  pinned.Take<RowCopy>(static_cast<int64_t>(copies_.size()));
-  int64_t workspace_bytes = 0;
-  for (SparseWave& wave : waves_) {
-    Carver workspace;
-    LayOut(wave, pinned, workspace, /*fill=*/false);
-    workspace_bytes = std::max(workspace_bytes, workspace.bytes());
-  }
-  for (DensePart& part : dense_) {
-    Carver workspace;
-    LayOut(part, pinned, workspace, /*fill=*/false);
-    workspace_bytes = std::max(workspace_bytes, workspace.bytes());
-  }
-  if (pinned.bytes() > 0) {
-    absl::StatusOr<std::byte*> memory = lane_->Pinned(pinned.bytes());
-    if (!memory.ok()) return memory.status();
-    pinned = Carver(*memory);
-  }
-  if (workspace_bytes > 0) {
-    absl::StatusOr<std::byte*> memory = lane_->Workspace(workspace_bytes);
-    if (!memory.ok()) return memory.status();
-    workspace_ = *memory;
-  }
-
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->start(), lane_->stream()));
-  const auto update_count = static_cast<int64_t>(updates_.size());
-  auto* const updates = pinned.Take<TableUpdate>(update_count);
-  std::copy(updates_.begin(), updates_.end(), updates);
-  auto* copies = pinned.Take<RowCopy>(static_cast<int64_t>(copies_.size()));
-  std::copy(copies_.begin(), copies_.end(), copies);
-  if (update_count > 0) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTableUpdates(updates, update_count, lane_->stream()));
-  }
-  for (size_t i = 0; i < job_->items.size(); ++i) {
-    if (job_->items[i].append.has_value()) {
-      if (absl::Status status = Encode(i, copies); !status.ok()) return status;
-      if (absl::Status status = Mark("append"); !status.ok()) return status;
+absl::Status JobRun::EnqueueAttends() {
+  Carver pinned(pinned_);
+  const auto launch = [&](auto& parts) {
+    absl::Status status = absl::OkStatus();
+    for (auto part = parts.begin(); part != parts.end() && status.ok(); ++part) {
+      Carver workspace(workspace_);
+      LayOut(*part, pinned, workspace, /*fill=*/true);
+      status = Launch(*part);
     }
-    copies += copy_counts_[i];
+    return status;
+  };
+  if (absl::Status status = launch(waves_); !status.ok()) return status;
+  return launch(dense_);
+}
+
+absl::Status JobRun::Enqueue() {
+  Split();
+  if (absl::Status status = Reserve(); !status.ok()) return status;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->start(), lane_->stream()));
+  absl::Status status = EnqueueAppends();
+  if (status.ok()) status = EnqueueAttends();
+  if (!status.ok()) {
+    for (size_t i = 0; i < job_->items.size(); ++i) index(i).ForgetTables();
+    return status;
   }
-  for (SparseWave& wave : waves_) {
-    Carver workspace(workspace_);
-    LayOut(wave, pinned, workspace, /*fill=*/true);
-    if (absl::Status status = Launch(wave); !status.ok()) return status;
-  }
-  for (DensePart& part : dense_) {
-    Carver workspace(workspace_);
-    LayOut(part, pinned, workspace, /*fill=*/true);
-    if (absl::Status status = Launch(part); !status.ok()) return status;
-  }
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->done(), lane_->stream()));
-  return absl::OkStatus();
+  return ToStatus(cudaEventRecord(lane_->done(), lane_->stream()), "cudaEventRecord");
 }
 
 }  // namespace spillway::cuda

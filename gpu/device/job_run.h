@@ -89,11 +89,19 @@ class JobRun {
   LayerIndex& index(size_t item) const;
   const AttendWork& work(size_t item) const { return *job_->items[item].attend; }
 
-  absl::Status EnqueueAppends();
-  // Encodes what was appended to an item's rows, and brings over those that
-  // the GPU is to hold.
-  absl::Status Encode(size_t item, const RowCopy* copies);
   void Split();
+  // Memory for all attends. RESOURCE_EXHAUSTED, and then nothing has changed.
+  absl::Status Reserve();
+  absl::Status EnqueueAppends();
+  // Whether an item appends few keys, which a step's append encodes.
+  bool AppendsFew(size_t item) const;
+  absl::Status UpdateTables();
+  // Encodes what was appended to an item's rows, and brings over those that
+  // the GPU is to hold. list_free: no other item's copies are on their way.
+  absl::Status Encode(size_t item, bool list_free);
+  // What is appended by the step, its lists filled; to be launched.
+  void FillStepAppend();
+  absl::Status EnqueueAttends();
   void AddDense(const DenseRun& run);
   void AddSparse(size_t item, int64_t query);
   // Lays a wave's or part's memory out; with empty carvers only measures.
@@ -119,10 +127,12 @@ class JobRun {
   Lane* const lane_;
   const Gpu gpu_;
   std::vector<TableUpdate> updates_;
-  std::vector<RowCopy> copies_;
-  std::vector<int64_t> copy_counts_;  // per item
+  std::vector<AppendedKey> keys_;
+  std::vector<RowCopy> key_copies_;
+  StepAppend step_append_;
   std::vector<SparseWave> waves_;
   std::vector<DensePart> dense_;
+  std::byte* pinned_ = nullptr;
   std::byte* workspace_ = nullptr;
   // In the workspace, of the wave or part laid out last.
   UnitRequest* device_requests_ = nullptr;

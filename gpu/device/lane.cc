@@ -42,6 +42,10 @@ absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(MemoryBudget* device_budget,
   if (!cancel.ok()) return cancel.status();
   lane->cancel_ = *std::move(cancel);
   *lane->cancel() = 0;
+  absl::StatusOr<PinnedBuffer> lists =
+      PinnedBuffer::Create(sizeof(AppendLists), host_budget, "a GPU lane");
+  if (!lists.ok()) return lists.status();
+  lane->lists_ = *std::move(lists);
   return lane;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -60,6 +61,20 @@ class GraphCache {
   std::vector<Entry> entries_;  // the latest first
 };
 
+// Pinned memory for what appends list: always there, so that an append that was
+// prepared cannot lack it.
+struct AppendLists {
+  static constexpr int kKeysMax = 1024;
+  static constexpr int kPieceMax = 4096;
+
+  AppendCounts counts;
+  std::array<AppendedKey, kKeysMax> keys;
+  std::array<RowCopy, 2 * kKeysMax> key_copies;
+  // Of the rows and pages of longer appends, a piece at a time.
+  std::array<RowCopy, kPieceMax> copies;
+  std::array<TableUpdate, kPieceMax> updates;
+};
+
 // What one job in flight uses: a stream and memory that grows with the jobs.
 // Not thread-safe; grown only while nothing runs on the stream.
 class Lane {
@@ -74,6 +89,7 @@ class Lane {
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);
   absl::StatusOr<std::byte*> Pinned(int64_t bytes);
 
+  AppendLists& lists() { return *reinterpret_cast<AppendLists*>(lists_.data()); }
   int64_t wave_bytes() const { return wave_bytes_; }
   GraphCache& graphs() { return graphs_; }
   cudaStream_t stream() const { return stream_.get(); }
@@ -91,6 +107,7 @@ class Lane {
   DeviceBuffer workspace_;
   PinnedBuffer pinned_;
   PinnedBuffer cancel_;
+  PinnedBuffer lists_;
   GraphCache graphs_;
 };
 

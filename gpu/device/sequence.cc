@@ -92,10 +92,14 @@ absl::Status LayerIndex::Grow(int64_t page_count) {
   if (!block.ok()) return block.status();
   tables_ = *std::move(block);
   capacity_ = capacity;
+  ForgetTables();
+  return absl::OkStatus();
+}
+
+void LayerIndex::ForgetTables() {
   for (auto& pages : mirror_) pages.clear();
   synced_row_pages_ = synced_code_pages_ = 0;
   tables_new_ = true;
-  return absl::OkStatus();
 }
 
 absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>& updates) {
@@ -124,6 +128,17 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
   resident_.Sync(resident_tables(), capacity_, tables_new_, updates);
   tables_new_ = false;
   return absl::OkStatus();
+}
+
+void LayerIndex::AddKeys(const LayerRows& rows, const float* transposed,
+                         std::vector<AppendedKey>& keys) const {
+  const int d = model_->spec().head_dim;
+  for (int64_t token = coded_token_count_; token < rows.token_count(); ++token) {
+    for (int h = 0; h < rows.kv_head_count(); ++h) {
+      keys.push_back({rows.Row(h, token), codes_[h].Page(token / kPageTokenCount), centre() + h * d,
+                      transposed, token % kPageTokenCount});
+    }
+  }
 }
 
 const std::byte* const* LayerIndex::row_pages(int kv_head) const {

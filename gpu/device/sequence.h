@@ -34,6 +34,11 @@ class LayerIndex {
   // Adds what the GPU's tables lack of the pages of rows and codes. Room for
   // rows was prepared, or is made now. RESOURCE_EXHAUSTED.
   absl::Status Update(const LayerRows& rows, std::vector<TableUpdate>& updates);
+  // Says that updates were handed out in vain.
+  void ForgetTables();
+  // Adds the keys that are not encoded yet.
+  void AddKeys(const LayerRows& rows, const float* transposed,
+               std::vector<AppendedKey>& keys) const;
   // Adds the copies of rows that the GPU is to hold, of tokens that are to be
   // encoded up to token_count.
   void FillResident(const LayerRows& rows, int64_t token_count, std::vector<RowCopy>& copies) {

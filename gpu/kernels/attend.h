@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gpu/kernels/append.h"
 #include "gpu/kernels/code_tiling.h"
-#include "gpu/kernels/encode.h"
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
 #include "host/device/attend.h"
@@ -253,6 +253,8 @@ struct Wave {
   bool overlap = false;
   // Whether a unit draws from its tail.
   bool has_tail = false;
+  // What is appended before the attends; no key: nothing.
+  StepAppend append;
 
   bool operator==(const Wave&) const = default;
 };
@@ -320,22 +322,5 @@ cudaError_t LaunchStagePages(const std::byte* const* from, int64_t capacity, int
                              cudaStream_t stream);
 cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream);
 cudaError_t LaunchDenseFinish(const DenseWave& wave, cudaStream_t stream);
-
-// ---- Tables --------------------------------------------------------------
-
-struct TableUpdate {
-  uint64_t* slot = nullptr;  // device
-  uint64_t value = 0;
-};
-// *slot = value for `count` updates that lie in pinned memory.
-cudaError_t LaunchTableUpdates(const TableUpdate* updates, int64_t count, cudaStream_t stream);
-
-struct RowCopy {
-  const std::byte* from = nullptr;  // pinned
-  std::byte* to = nullptr;          // device
-};
-// Copies `count` rows; the list lies in pinned memory.
-cudaError_t LaunchRowCopies(const RowCopy* copies, int64_t count, int64_t row_bytes,
-                            cudaStream_t stream);
 
 }  // namespace spillway::cuda

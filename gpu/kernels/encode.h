@@ -52,10 +52,6 @@ cudaError_t LaunchEncodeRotation(const EncodeWork& work, const RotationWeights& 
                                  cudaStream_t stream);
 cudaError_t LaunchEncodeMlp(const EncodeWork& work, const MlpWeightsView& weights,
                             cudaStream_t stream);
-// y = P x of `count` vectors, x and y [count][d]: each y_j one chain of fused
-// multiply-adds over i.
-cudaError_t LaunchRotate(const float* transposed, int head_dim, const float* x, int count, float* y,
-                         cudaStream_t stream);
 // The codes of `count` vectors of one KV head each, x [count][d], group
 // vectors a head: bits [count][hash_bits / 32].
 cudaError_t LaunchMlpCodes(const MlpWeightsView& weights, int head_dim, int group, const float* x,

@@ -367,7 +367,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
   }
   const int token = threadIdx.x;
   if (token < kTileTokens && TileRange(work, first).Has(token)) {
-    StoreFactor(work, head, first + token, Factor(length[token], dot, quantiser.step));
+    StoreFactor(work.tiling, CodePage(work, head, first),
+                static_cast<int>((first + token) % kPageTokenCount),
+                Factor(length[token], dot, quantiser.step));
   }
 }
 

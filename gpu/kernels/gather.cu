@@ -31,18 +31,4 @@ cudaError_t LaunchStagePages(const std::byte* const* from, int64_t capacity, int
   return cudaGetLastError();
 }
 
-cudaError_t LaunchRowCopies(const RowCopy* copies, int64_t count, int64_t row_bytes,
-                            cudaStream_t stream) {
-  if (count == 0) return cudaSuccess;
-  constexpr int kThreads = 128;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>((count + 3) / 4, 64));
-  return Launch<RowCopyKernel>({blocks, kThreads}, stream, copies, count, row_bytes);
-}
-
-cudaError_t LaunchTableUpdates(const TableUpdate* updates, int64_t count, cudaStream_t stream) {
-  const auto blocks = static_cast<int>(std::min<int64_t>((count + 255) / 256, 64));
-  TableUpdateKernel<<<blocks, 256, 0, stream>>>(updates, count);
-  return cudaGetLastError();
-}
-
 }  // namespace spillway::cuda

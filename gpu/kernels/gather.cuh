@@ -203,26 +203,4 @@ __global__ void StagePagesKernel(const std::byte* const* from, int64_t capacity,
   }
 }
 
-// A warp a row; grid (blocks).
-__global__ void RowCopyKernel(const RowCopy* copies, int64_t count, int64_t row_bytes) {
-  const int lane = threadIdx.x % 32;
-  const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
-  for (int64_t i = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32; i < count;
-       i += warps) {
-    const RowCopy copy = copies[i];
-    for (int j = lane; j < row_bytes / 16; j += 32) {
-      reinterpret_cast<uint4*>(copy.to)[j] = reinterpret_cast<const uint4*>(copy.from)[j];
-    }
-  }
-}
-
-// *slot = value.
-__global__ void TableUpdateKernel(const TableUpdate* updates, int64_t count) {
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const TableUpdate update = updates[i];
-    *update.slot = update.value;
-  }
-}
-
 }  // namespace spillway::cuda

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <cmath>
+
 #include "gpu/kernels/device_math.cuh"
 #include "gpu/kernels/encode.h"
+#include "host/cpu/kernels.h"
 
 // What the encoders of one key and of many share. Every rounding happens where
 // the CPU's encoder has it (host/cpu/kernels_encode.cc), so that codes are
@@ -12,6 +15,18 @@ namespace spillway::cuda {
 // The quantiser of B bits, a level being clamp(floor(y scale) + 2^(B-1), 0,
 // 2^B - 1).
 struct Quantiser {
+  static Quantiser Of(int head_dim, int bits) {
+    const float half = static_cast<float>(1 << (bits - 1));
+    Quantiser q;
+    q.step = QuantiserStep(bits);
+    q.scale = std::sqrt(static_cast<float>(head_dim)) / q.step;
+    q.low = -half;
+    q.high = half - 0.5f;
+    q.shift = kIntegerFloats + half;
+    q.middle = half - 0.5f;
+    return q;
+  }
+
   float step = 0;
   float scale = 0;  // sqrt(d) / step
   // y scale is clamped to [low, high] before its floor is taken: the same
@@ -48,11 +63,10 @@ __device__ inline uint16_t Factor(float length, float dot, float step) {
 __device__ inline std::byte* CodePage(const EncodeWork& work, int head, int64_t token) {
   return work.code_pages[head * work.code_page_capacity + token / kPageTokenCount];
 }
-__device__ inline void StoreFactor(const EncodeWork& work, int head, int64_t token,
+__device__ inline void StoreFactor(const CodeTiling& tiling, std::byte* code_page, int slot,
                                    uint16_t factor) {
-  std::byte* factors = CodePage(work, head, token) + work.tiling.factor_offset_bytes();
-  reinterpret_cast<uint16_t*>(
-      factors)[CodeTiling::factor_index(static_cast<int>(token % kPageTokenCount))] = factor;
+  std::byte* factors = code_page + tiling.factor_offset_bytes();
+  reinterpret_cast<uint16_t*>(factors)[CodeTiling::factor_index(slot)] = factor;
 }
 
 __device__ inline float Divisor(float largest) { return largest > 0 ? largest : 1.0f; }

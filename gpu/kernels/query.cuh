@@ -67,6 +67,9 @@ struct PinnedRequests {
   UnitRequest* copies;       // device
 };
 
+// A wave's first kernel may run beside a step's append, and ends after it.
+__device__ inline void EndFirst() { WaitForPrevious(); }
+
 // A unit's request from across the link, for the block and, by the first block
 // of the grid's x, for the kernels that follow. Leaves that block's request
 // for the caller to synchronise.
@@ -90,6 +93,7 @@ __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
     u.q[i] = requests.q[int64_t{blockIdx.y} * size + i];
   }
+  EndFirst();
 }
 
 // asymmetric: w = clamp(rne(y / s - 1/2), -8, 7), stored as w + 8 in planes;
@@ -139,6 +143,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   const int sum = WarpSum(weight);
   if (lane == 0) warp_sums[word] = sum;
   __syncthreads();
+  EndFirst();
   if (j != 0 || g >= shape.group) return;
   int total = 0;
   for (int w = 0; w < words; ++w) total += warp_sums[w];
@@ -198,6 +203,7 @@ __global__ void PrepareHammingKernel(AttendShape shape, PinnedRequests requests)
   }
   __syncthreads();
   if (threadIdx.x == 0) u.state->offset[0] = missing_sum;
+  EndFirst();
 }
 
 }  // namespace spillway::cuda

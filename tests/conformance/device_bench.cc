@@ -108,25 +108,37 @@ JobItem BenchSequence::RunOne(JobItem item, int layer) {
   return std::move(bench_->Run(std::move(job))->items[0]);
 }
 
+namespace {
+
+// K or V of tokens [start, start + count), [H][count][d] in the spec's dtype.
+std::vector<std::byte> Slice(const reference::Context& context, const std::vector<float>& all,
+                             int64_t start, int64_t count) {
+  const ModelSpec& spec = context.spec;
+  std::vector<float> part;
+  for (int h = 0; h < spec.kv_head_count; ++h) {
+    const auto head = all.begin() + (h * context.n + start) * spec.head_dim;
+    part.insert(part.end(), head, head + count * spec.head_dim);
+  }
+  return reference::Bytes(spec.dtype, part);
+}
+
+}  // namespace
+
+absl::Status BenchSequence::PrepareAppend(int64_t count, int layer) {
+  const int64_t start = token_count(layer);
+  absl::Status status = rows_[layer]->PrepareAppend(count);
+  if (!status.ok()) return status;
+  return bench_->device().PrepareAppend(bench_->model(), *device_sequence_, layer, start, count);
+}
+
 absl::Status BenchSequence::Append(const reference::Context& context, int64_t from, int64_t to,
                                    int64_t chunk, int layer) {
-  const ModelSpec& spec = context.spec;
   const int64_t step = chunk == 0 ? to - from : chunk;
   for (int64_t start = from; start < to; start += step) {
     const int64_t count = std::min(step, to - start);
-    const auto slice = [&](const std::vector<float>& all) {
-      std::vector<float> part;
-      for (int h = 0; h < spec.kv_head_count; ++h) {
-        const auto head = all.begin() + (h * context.n + start) * spec.head_dim;
-        part.insert(part.end(), head, head + count * spec.head_dim);
-      }
-      return reference::Bytes(spec.dtype, part);
-    };
-    const std::vector<std::byte> k = slice(context.k), v = slice(context.v);
-    absl::Status status = rows_[layer]->PrepareAppend(count);
-    if (!status.ok()) return status;
-    status =
-        bench_->device().PrepareAppend(bench_->model(), *device_sequence_, layer, start, count);
+    const std::vector<std::byte> k = Slice(context, context.k, start, count);
+    const std::vector<std::byte> v = Slice(context, context.v, start, count);
+    absl::Status status = PrepareAppend(count, layer);
     if (!status.ok()) return status;
     JobItem item;
     item.sequence = device_sequence_.get();
@@ -135,6 +147,24 @@ absl::Status BenchSequence::Append(const reference::Context& context, int64_t fr
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
+}
+
+JobItem BenchSequence::Step(const reference::Context& context, const Policy& policy,
+                            const std::vector<float>& q) {
+  const int64_t start = token_count();
+  const auto count =
+      static_cast<int64_t>(q.size()) / (context.spec.query_head_count * context.spec.head_dim);
+  const std::vector<std::byte> k = Slice(context, context.k, start, count);
+  const std::vector<std::byte> v = Slice(context, context.v, start, count);
+  std::vector<int64_t> visible;
+  for (int64_t t = 0; t < count; ++t) visible.push_back(start + t + 1);
+  JobItem item = AttendItem(policy, q, /*select_only=*/false, std::move(visible));
+  item.status = PrepareAppend(count, 0);
+  if (!item.status.ok()) return item;
+  item.append = AppendWork{rows_[0].get(), start, count, k.data(), v.data()};
+  item = RunOne(std::move(item), 0);
+  if (!item.status.ok()) rows_[0]->Truncate(start);
+  return item;
 }
 
 BenchSequence BenchSequence::Fork(int64_t token_count) {

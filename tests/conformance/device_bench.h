@@ -39,6 +39,8 @@ class DeviceBench {
   DeviceModel& model() { return *model_; }
   PagePool* row_pool() { return row_pool_.get(); }
   const ModelSpec& spec() const { return spec_; }
+  // Of everything in host memory.
+  MemoryBudget& budget() { return budget_; }
 
   // Submits and waits.
   std::unique_ptr<Job> Run(std::unique_ptr<Job> job);
@@ -60,6 +62,10 @@ class BenchSequence {
   // Appends tokens [from, to) of a context, `chunk` at a time (0: at once).
   absl::Status Append(const reference::Context& context, int64_t from, int64_t to,
                       int64_t chunk = 0, int layer = 0);
+  // A decode step: appends as many tokens of a context as there are queries and
+  // attends, in one job. As the daemon does, an error takes the append back.
+  JobItem Step(const reference::Context& context, const Policy& policy,
+               const std::vector<float>& q);
   BenchSequence Fork(int64_t token_count);
   void Truncate(int64_t token_count);
 
@@ -78,6 +84,7 @@ class BenchSequence {
  private:
   BenchSequence(DeviceBench& bench, std::unique_ptr<DeviceSequence> sequence);
   JobItem RunOne(JobItem item, int layer);
+  absl::Status PrepareAppend(int64_t count, int layer);
 
   DeviceBench* bench_;
   std::unique_ptr<DeviceSequence> device_sequence_;

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "gpu/kernels/append.h"
 #include "host/codes/mlp.h"
 #include "host/cpu/kernels.h"
 #include "tests/gpu/device_array.h"
@@ -103,6 +104,20 @@ class Layer {
     work.tiling = tiling_;
     work.centre = device_centre_->data();
     return work;
+  }
+  // The same tokens, each by itself.
+  std::vector<AppendedKey> Keys(int64_t begin, int64_t end, const float* transposed) const {
+    std::vector<AppendedKey> keys;
+    for (int64_t t = begin; t < end; ++t) {
+      for (int h = 0; h < heads_; ++h) {
+        const int64_t place = place_of_[h * pages_ + t / kPageTokenCount];
+        keys.push_back(
+            {device_rows_->data() + place * page_bytes() + t % kPageTokenCount * row_bytes(),
+             device_codes_->data() + place * tiling_.page_bytes(), device_centre_->data() + h * d_,
+             transposed, t % kPageTokenCount});
+      }
+    }
+    return keys;
   }
   std::vector<float> FetchCentre() const { return device_centre_->Fetch(); }
 
@@ -253,9 +268,46 @@ class GpuEncode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
   }
 
   void ExpectSameAsCpu(int64_t begin, int64_t end, Place rows) {
-    SCOPED_TRACE("tokens [" + std::to_string(begin) + ", " + std::to_string(end) + ")");
     layer_->Upload(rows);
     Check(LaunchEncodeRotation(layer_->Work(begin, end), {bits_, transposed_->data()}, nullptr));
+    ExpectCpusCodes(begin, end);
+  }
+
+  // As a step's append does it.
+  void ExpectStepSameAsCpu(int64_t begin, int64_t end, Place rows) {
+    layer_->Upload(rows);
+    const std::vector<AppendedKey> keys = layer_->Keys(begin, end, transposed_->data());
+    const DeviceArray<AppendedKey> list(keys, Place::kPinned);
+    // A row copied to a second place, another left alone; one of two slots set.
+    const auto row_bytes = static_cast<size_t>(layer_->row_bytes());
+    const DeviceArray<std::byte> target(std::vector<std::byte>(2 * row_bytes, kPoison));
+    const DeviceArray<uint64_t> slots(std::vector<uint64_t>{7, 7});
+    const DeviceArray<RowCopy> copies({{keys[0].row, target.data()}, {keys[0].row, nullptr}},
+                                      Place::kPinned);
+    const DeviceArray<TableUpdate> updates({{slots.data(), 9}, {nullptr, 9}}, Place::kPinned);
+    const DeviceArray<AppendCounts> counts({{1, 1}}, Place::kPinned);
+    StepAppend step;
+    step.dtype = dtype_;
+    step.head_dim = d_;
+    step.row_bytes = layer_->row_bytes();
+    step.tiling = layer_->tiling();
+    step.bits_per_dim = bits_;
+    step.keys = list.data();
+    step.key_count = static_cast<int>(keys.size());
+    step.updates = updates.data();
+    step.copies = copies.data();
+    step.counts = counts.data();
+    Check(LaunchStepAppend(step, nullptr));
+    ExpectCpusCodes(begin, end);
+    const std::vector<std::byte> copied = target.Fetch();
+    EXPECT_EQ(std::memcmp(copied.data(), layer_->Row(0, begin), row_bytes), 0);
+    EXPECT_TRUE(std::all_of(copied.begin() + static_cast<ptrdiff_t>(row_bytes), copied.end(),
+                            [](std::byte b) { return b == kPoison; }));
+    EXPECT_EQ(slots.Fetch(), (std::vector<uint64_t>{9, 7}));
+  }
+
+  void ExpectCpusCodes(int64_t begin, int64_t end) {
+    SCOPED_TRACE("tokens [" + std::to_string(begin) + ", " + std::to_string(end) + ")");
     std::vector<std::vector<std::byte>> pages = layer_->FetchCodes();
     for (int h = 0; h < kHeads; ++h) {
       for (int64_t p = 0; p < layer_->pages(); ++p) {
@@ -295,9 +347,15 @@ TEST_P(GpuEncode, ManyTokensHaveTheCpusCodes) {
 
 TEST_P(GpuEncode, FewTokensHaveTheCpusCodes) {
   ExpectSameAsCpu(0, 1, Place::kGpu);
-  ExpectSameAsCpu(123, 139, Place::kGpu);
   ExpectSameAsCpu(299, 300, Place::kPinned);
   ExpectSameAsCpu(17, 17, Place::kGpu);
+}
+
+TEST_P(GpuEncode, AStepHasTheCpusCodes) {
+  ExpectStepSameAsCpu(0, 1, Place::kGpu);
+  ExpectStepSameAsCpu(123, 139, Place::kGpu);
+  ExpectStepSameAsCpu(130, 136, Place::kPinned);
+  ExpectStepSameAsCpu(299, 300, Place::kPinned);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuEncode,
@@ -341,28 +399,6 @@ TEST(GpuCentre, IsTheDoubleSumInTokenOrder) {
                 << " dimension " << i;
           }
         }
-      }
-    }
-  }
-}
-
-TEST(GpuRotate, HasTheCpusBits) {
-  SKIP_WITHOUT_GPU();
-  constexpr int kCount = 37;
-  for (const int d : {16, 64, 80, 96, 128, 240, 256}) {
-    const Encoder encoder(d, 2, 11);
-    std::mt19937 random(d);
-    const std::vector<float> x = Normals(static_cast<size_t>(kCount) * d, 3, random);
-    const DeviceArray<float> transposed(encoder.transposed), device_x(x),
-        device_y(std::vector<float>(x.size(), NAN));
-    Check(LaunchRotate(transposed.data(), d, device_x.data(), kCount, device_y.data(), nullptr));
-    const std::vector<float> y = device_y.Fetch();
-    std::vector<float> wanted(d);
-    for (int v = 0; v < kCount; ++v) {
-      Rotate(encoder.params, x.data() + v * d, wanted.data());
-      for (int j = 0; j < d; ++j) {
-        ASSERT_EQ(std::bit_cast<uint32_t>(y[v * d + j]), std::bit_cast<uint32_t>(wanted[j]))
-            << "d " << d << " vector " << v << " dimension " << j;
       }
     }
   }

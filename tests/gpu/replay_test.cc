@@ -69,8 +69,8 @@ TEST(Replay, DecodingGivesTheBitsOfASequenceThatIsNew) {
     ASSERT_TRUE(decoding.Append(context, 0, 3900).ok());
     // Grids are made anew at 4,096 tokens; pages of rows and codes as well.
     for (int64_t n = 3900; n < 4300; n += n < 4080 ? 37 : 3) {
-      ASSERT_TRUE(decoding.Append(context, decoding.token_count(), n + 1).ok());
-      const JobItem replayed = decoding.Attend(c.policy, q);
+      ASSERT_TRUE(decoding.Append(context, decoding.token_count(), n).ok());
+      const JobItem replayed = decoding.Step(context, c.policy, q);
       // Another device has no graph yet.
       if (n % 5 != 0) continue;
       DeviceBench fresh(*CudaFactory(), spec);
@@ -97,6 +97,72 @@ TEST(Replay, SeveralSequencesAndModelsOnOneDevice) {
   for (int i = 0; i < 4; ++i) {
     ExpectSame(a.Attend(policy, q), first_a, "a");
     ExpectSame(b.Attend(policy, q), first_b, "b");
+  }
+}
+
+// Steps write pages that are new, codes that are not in order and rows that
+// stay: all as one append of everything would have it.
+TEST(Replay, StepsLeaveWhatOneAppendDoes) {
+  SKIP_WITHOUT_GPU();
+  for (const int step : {1, 3, 16}) {
+    const ModelSpec spec = MakeSpec(2, 4, 64, DType::kBF16);
+    const reference::Context context = reference::TraceContext(spec, 4000, 91);
+    const std::vector<float> q = reference::TraceQueries(context, step, 93, 1.5);
+    const std::vector<float> one = reference::TraceQueries(context, 1, 95, 1.5);
+    const Policy policy = DefaultPolicy(spec);
+    DeviceBench bench(*CudaFactory(), spec), fresh(*CudaFactory(), spec);
+    BenchSequence stepping(bench), plain(fresh);
+    ASSERT_TRUE(stepping.Append(context, 0, 2900).ok());
+    // A short one too, whose attends are dense and which becomes sparse.
+    BenchSequence young(bench), young_plain(fresh);
+    ASSERT_TRUE(young.Append(context, 0, 1000).ok());
+    for (int i = 0; i < 96 / step + 4; ++i) {
+      ASSERT_TRUE(stepping.Step(context, policy, q).status.ok());
+      ASSERT_TRUE(young.Step(context, policy, q).status.ok());
+    }
+    ASSERT_TRUE(plain.Append(context, 0, stepping.token_count()).ok());
+    ExpectSame(stepping.Attend(policy, one), plain.Attend(policy, one), "steps");
+    ASSERT_TRUE(young.Append(context, young.token_count(), 2200).ok());
+    ASSERT_TRUE(young_plain.Append(context, 0, 2200).ok());
+    ExpectSame(young.Attend(policy, one), young_plain.Attend(policy, one), "a young sequence");
+    // The band and the ring hold the rows of these tokens.
+    const JobItem attend = stepping.Attend(policy, one);
+    EXPECT_EQ(attend.attend->moved_row_count, plain.Attend(policy, one).attend->moved_row_count);
+  }
+}
+
+// An attend that finds no memory takes its append back, and the pages that the
+// append would have begun are none the wiser.
+TEST(Replay, AStepWithoutMemoryChangesNothing) {
+  SKIP_WITHOUT_GPU();
+  constexpr int kQueries = 600;
+  const ModelSpec spec = MakeSpec(2, 4, 64, DType::kBF16);
+  const reference::Context context = reference::TraceContext(spec, 6000, 97);
+  const std::vector<float> q = reference::TraceQueries(context, kQueries, 98, 1.5);
+  const std::vector<float> one = reference::TraceQueries(context, 1, 99, 1.5);
+  const Policy policy = DefaultPolicy(spec);
+  for (const int64_t n : {900, 3000, 4090}) {
+    DeviceBench bench(*CudaFactory(), spec), fresh(*CudaFactory(), spec);
+    BenchSequence sequence(bench), plain(fresh);
+    ASSERT_TRUE(sequence.Append(context, 0, n).ok());
+    ASSERT_TRUE(sequence.Step(context, policy, one).status.ok());
+    // Pages are left over; what the queries would be put in is not there.
+    {
+      BenchSequence gone(bench);
+      ASSERT_TRUE(gone.Append(context, 0, 6000).ok());
+    }
+    {
+      const auto all = bench.budget().Reserve(bench.budget().free_bytes(), "a test");
+      ASSERT_TRUE(all.ok()) << all.status();
+      const JobItem refused = sequence.Step(context, policy, q);
+      EXPECT_EQ(refused.status.code(), absl::StatusCode::kResourceExhausted) << refused.status;
+      EXPECT_EQ(sequence.token_count(), n + 1);
+    }
+    for (int i = 0; i < 10; ++i) ASSERT_TRUE(sequence.Step(context, policy, one).status.ok());
+    ASSERT_TRUE(plain.Append(context, 0, sequence.token_count()).ok());
+    ExpectSame(sequence.Attend(policy, one), plain.Attend(policy, one), std::to_string(n));
+    // Once there is memory the same step is served.
+    EXPECT_TRUE(sequence.Step(context, policy, q).status.ok());
   }
 }
 
