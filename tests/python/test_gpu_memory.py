@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import spillway
-from daemon_process import on_gpu, running_daemon
+from daemon_process import device, on_gpu, running_daemon
 from helpers import delete_model
 from spillway import Client, Model, Policy, RotationHash, Sequence, TopK
 
-pytestmark = pytest.mark.skipif(not on_gpu(), reason="codes are in GPU memory on a GPU only")
+pytestmark = pytest.mark.skipif(
+    not on_gpu() or "," in device(), reason="fills the memory of one GPU"
+)
 
 LIMIT_BYTES = 96 << 20
 HEADS = 16

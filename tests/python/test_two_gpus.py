@@ -1,0 +1,62 @@
+"""Sequences on several GPUs of one machine: $SPILLWAY_TEST_DEVICE names them all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import device, on_gpu
+from helpers import delete_model
+
+GPUS = device().split(",")
+pytestmark = pytest.mark.skipif(not on_gpu() or len(GPUS) < 2, reason="two GPUs are not there")
+
+TOKENS = 30_000
+HEADS = 4
+DIM = 128
+
+
+def used_bytes(client: spillway.Client) -> list[int]:
+    return [device.memory_used_bytes for device in client.get_server_info().devices]
+
+
+def test_sequences_spread_and_give_the_same_bits(
+    client: spillway.Client, rng: np.random.Generator
+) -> None:
+    """As many copies of a sequence as GPUs: each GPU takes one, and answers alike."""
+    info = client.get_server_info()
+    assert len(info.devices) == len(GPUS)
+    assert len({device.uuid for device in info.devices}) == len(GPUS)
+    model = client.create_model(
+        layer_count=1,
+        query_head_count=4 * HEADS,
+        kv_head_count=HEADS,
+        head_dim=DIM,
+        dtype="float32",
+    )
+    before = used_bytes(client)
+    k, v = rng.standard_normal((2, 1, HEADS, TOKENS, DIM), np.float32)
+    sequences = [client.create_sequence(model) for _ in GPUS]
+    for sequence in sequences:
+        sequence.append(0, 0, k, v)
+    taken = [now - then for now, then in zip(used_bytes(client), before, strict=True)]
+    # Codes of 2 bits a dimension, and some rows.
+    assert min(taken) >= HEADS * TOKENS * DIM // 4, taken
+    assert max(taken) < 1.5 * min(taken), taken
+
+    q = rng.standard_normal((1, 4 * HEADS, DIM), np.float32)
+    together = client.attend(0, dict.fromkeys(sequences, q))
+    first = together[sequences[0]]
+    for sequence in sequences:
+        for result in (together[sequence], sequence.attend(0, q)):
+            np.testing.assert_array_equal(result.out, first.out)
+            np.testing.assert_array_equal(result.lse, first.lse)
+    # A fork lives where its source does.
+    forks = [sequence.fork() for sequence in sequences]
+    for fork in forks:
+        np.testing.assert_array_equal(fork.attend(0, q).out, first.out)
+    dense = sequences[0].attend(0, q, spillway.Policy(selector="all")).out
+    for sequence in sequences[1:]:
+        result = sequence.attend(0, q, spillway.Policy(selector="all"))
+        np.testing.assert_array_equal(result.out, dense)
+    delete_model(client, model)
