@@ -229,8 +229,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=root / "docs" / "results" / "gpu")
     folder = parser.parse_args().results
     environment = json.loads((folder / "environment.json").read_text())
-    attends = [r for r in lines(folder / "attend.jsonl") if r["name"] != "append"]
-    appends = [r for r in lines(folder / "attend.jsonl") if r["name"] == "append"]
+    records = lines(folder / "attend.jsonl")
+    attends = [r for r in records if "rows" in r]
+    appends = [r for r in records if r["name"] == "append"]
+    steps = [r for r in records if "attend_us" in r]
     peers = lines(folder / "peers.jsonl")
     encode = lines(folder / "encode.jsonl")[0]
     decoded = folder / "huggingface.jsonl"
@@ -313,6 +315,12 @@ def main() -> None:
             f"GB/s, {r['share']:.0%} of the {r['sink_gb_per_s']:.2f} GB/s at which a server that "
             "drops them takes the same messages"
             for r in bulk
+        ),
+        "",
+        *(
+            f"- {r['name']}, {label(r['tokens'])}: {r['us']:.0f} us with the append of its token, "
+            f"{r['attend_us']:.0f} us without"
+            for r in steps
         ),
         "",
         "## The link",

@@ -37,7 +37,11 @@ class LinkRate:
         density = [r for r in density if int(r["sm_count"]) == self.sm_count]
         self.density_span = int(density[0]["span_bytes"])
         spans = [r for r in rows if r["experiment"] == "spans" and r["order"] == "shuffled"]
-        self.peak = max(float(r["gb_per_s"]) for r in link if r["experiment"] == "peak")
+        self.peak = max(
+            float(r["gb_per_s"])
+            for r in link
+            if r["experiment"] == "peak" and r["direction"] == "h2d"
+        )
         self._density = _curve(density, "density")
         self._span = _curve(spans, "span_bytes")
 
@@ -148,7 +152,7 @@ def stripe_table(attends: list[Record], link: LinkRate) -> list[str]:
     ]
     for group in groups(attends):
         places = group[0]["places"]
-        for at in range(1, 4):
+        for at in range(1, 3):
             drawn = statistics.median(r["drawn_by_place"][at] for r in group)
             gathered = statistics.median(
                 r["drawn_by_place"][at] * ROW_BYTES / rate_of(r, link) / 1000 for r in group
