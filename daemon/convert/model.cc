@@ -41,6 +41,8 @@ HashSpec HashFromProto(const v1::HashWeights& weights) {
       // 0 stands for head_dim inside; a client that sends it is refused below.
       hash.hidden_dim = weights.mlp().hidden_dim();
       hash.residual = weights.mlp().residual();
+      hash.per_query_head = weights.mlp().per_query_head();
+      hash.raw_keys = weights.mlp().raw_keys();
       break;
     case v1::HashWeights::KIND_NOT_SET:
       hash.kind = HashKind::kNone;
@@ -58,6 +60,8 @@ v1::HashWeights HashToProto(const HashSpec& hash) {
     weights.mutable_mlp()->set_hash_bits(hash.hash_bits);
     weights.mutable_mlp()->set_hidden_dim(hash.hidden_dim);
     weights.mutable_mlp()->set_residual(hash.residual);
+    weights.mutable_mlp()->set_per_query_head(hash.per_query_head);
+    weights.mutable_mlp()->set_raw_keys(hash.raw_keys);
   }
   return weights;
 }

@@ -21,7 +21,7 @@ int64_t EstimateWeightBytes(const ModelSpec& spec) {
     case HashKind::kRotation:
       return spec.layer_count * d * d * 2 * static_cast<int64_t>(sizeof(float));
     case HashKind::kMlp:
-      return int64_t{spec.layer_count} * spec.kv_head_count *
+      return int64_t{spec.layer_count} * spec.mlp_count() *
              (d * spec.hash.hidden_dim + spec.hash.hidden_dim +
               int64_t{spec.hash.hidden_dim} * spec.hash.hash_bits + spec.hash.hash_bits) *
              static_cast<int64_t>(sizeof(float));

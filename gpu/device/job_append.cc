@@ -62,7 +62,11 @@ absl::Status JobRun::Encode(size_t item, bool list_free) {
   work.centre = index.centre();
   cudaStream_t stream = lane_->stream();
   if (!index.centred()) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCentre(work, kCentreTokenCount, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        spec().hash.raw_keys
+            ? cudaMemsetAsync(work.centre, 0, sizeof(float) * work.kv_head_count * work.head_dim,
+                              stream)
+            : LaunchCentre(work, kCentreTokenCount, stream));
   }
   if (spec().hash.kind == HashKind::kMlp) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeMlp(work, model().mlp(job_->layer), stream));

@@ -51,9 +51,9 @@ absl::Status JobRun::Launch(SparseWave& wave) {
     const int per_query = spec().query_head_count;
     for (size_t i = 0; i < wave.units.size() / spec().kv_head_count; ++i) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(
-          LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().group(),
+          LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().heads_per_code(),
                          wave.q + i * per_query * spec().head_dim, per_query,
-                         query_codes_ + i * per_query * spec().plane_words(), stream));
+                         query_codes_ + i * per_query * spec().hash.hash_bits / 32, stream));
     }
   }
   // Events between the kernels are of one job alone.

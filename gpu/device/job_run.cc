@@ -175,8 +175,11 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
     shape.quantiser_step = QuantiserStep(spec().hash.bits_per_dim);
   }
   shape.mlp = spec().hash.kind == HashKind::kMlp;
-  shape.hash_bits = shape.mlp ? spec().hash.hash_bits : spec().head_dim;
-  if (p.selector == Selector::kHamming) shape.bin_count = shape.hash_bits * shape.group + 1;
+  shape.plane_bits = spec().plane_bits();
+  shape.heads_per_code = spec().heads_per_code();
+  if (p.selector == Selector::kHamming) {
+    shape.bin_count = shape.plane_bits * shape.heads_per_code + 1;
+  }
   return shape;
 }
 
@@ -190,7 +193,8 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   wave.out = pinned.Take<float>(units * group * d);
   device_requests_ = workspace.Take<UnitRequest>(units);
   auto* const device_q = workspace.Take<float>(units * group * d);
-  query_codes_ = workspace.Take<uint32_t>(units * group * std::max(1, spec().plane_words()));
+  const int query_words = spec().heads_per_code() * spec().plane_words();
+  query_codes_ = workspace.Take<uint32_t>(units * query_words);
 
   const AttendShape shape = Shape(wave);
   UnitRequest shared{};
@@ -204,7 +208,7 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;
-    r.query_codes = query_codes_ + i * group * spec().plane_words();
+    r.query_codes = query_codes_ + i * query_words;
     r.bins = workspace.Take<uint16_t>(padded);
     r.histogram = workspace.Take<uint32_t>(shape.bin_count);
     r.class_of_bin = workspace.Take<uint8_t>(shape.bin_count + 2);

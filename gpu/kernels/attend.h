@@ -60,8 +60,9 @@ struct AttendShape {
   CodeTiling tiling;
   int bits_per_dim = 0;
   float quantiser_step = 0;
-  int hash_bits = 0;  // bits that hamming compares
-  bool mlp = false;   // codes of queries are there already
+  int plane_bits = 0;      // bits of a key that hamming compares
+  int heads_per_code = 0;  // query heads that it compares each of them with
+  bool mlp = false;        // codes of queries are there already
 
   bool operator==(const AttendShape&) const = default;
 };
@@ -162,7 +163,7 @@ struct UnitRequest {
   const std::byte* const* code_pages;
   ResidentRows resident;
   const float* rotation_transposed;  // [d][d], with a rotation
-  const uint32_t* query_codes;       // [G][words], with an MLP
+  const uint32_t* query_codes;       // [heads_per_code][words], with an MLP
   float* q;                          // [G][d]
   int64_t n;                         // visible tokens
   int64_t begin;                     // candidates [begin, end)

@@ -33,7 +33,7 @@ struct RotationWeights {
   const float* transposed = nullptr;  // P^T [d][d]
 };
 
-// The MLPs of one layer; see host/codes/mlp.h.
+// The H MLPs of one layer; see host/codes/mlp.h.
 struct MlpWeightsView {
   int hidden_dim = 0;
   int hash_bits = 0;
@@ -50,10 +50,12 @@ cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream
 // Codes and factors, bit-equal to the CPU device's.
 cudaError_t LaunchEncodeRotation(const EncodeWork& work, const RotationWeights& weights,
                                  cudaStream_t stream);
+// A plane of C hash_bits bits holds C codes: the c-th of KV head h's keys is
+// that of MLP h C + c.
 cudaError_t LaunchEncodeMlp(const EncodeWork& work, const MlpWeightsView& weights,
                             cudaStream_t stream);
-// The codes of `count` vectors of one KV head each, x [count][d], group
-// vectors a head: bits [count][hash_bits / 32].
+// The codes of `count` vectors, x [count][d], group vectors an MLP: bits
+// [count][hash_bits / 32].
 cudaError_t LaunchMlpCodes(const MlpWeightsView& weights, int head_dim, int group, const float* x,
                            int count, uint32_t* bits, cudaStream_t stream);
 

@@ -19,7 +19,7 @@ cudaError_t Run(const Vectors& vectors, const MlpWeightsView& weights, int head_
   return cudaGetLastError();
 }
 
-// Vectors [begin, end) of each head.
+// Vectors [begin, end) of each of `heads` MLPs.
 template <typename Vectors>
 cudaError_t RunMlp(const Vectors& vectors, const MlpWeightsView& weights, int head_dim, int heads,
                    int64_t begin, int64_t end, cudaStream_t stream) {
@@ -40,8 +40,10 @@ cudaError_t RunMlp(const Vectors& vectors, const MlpWeightsView& weights, int he
 cudaError_t LaunchEncodeMlp(const EncodeWork& work, const MlpWeightsView& weights,
                             cudaStream_t stream) {
   if (work.end <= work.begin) return cudaSuccess;
-  return RunMlp(KeyVectors{work}, weights, work.head_dim, work.kv_head_count, work.begin, work.end,
-                stream);
+  const int words = weights.hash_bits / 32;
+  const int codes = work.tiling.words / words;
+  return RunMlp(KeyVectors{work, codes, words}, weights, work.head_dim, work.kv_head_count * codes,
+                work.begin, work.end, stream);
 }
 
 cudaError_t LaunchMlpCodes(const MlpWeightsView& weights, int head_dim, int group, const float* x,

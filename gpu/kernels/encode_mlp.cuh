@@ -8,37 +8,40 @@
 // the order that the CPU has.
 namespace spillway::cuda {
 
-// Keys of a layer as vectors of the MLP: vector t of KV head blockIdx.y is
-// token t. Blocks take aligned runs, so that each lies in one page.
+// Keys of a layer as vectors of MLP blockIdx.y: vector t is token t of the KV
+// head. Blocks take aligned runs, so that each lies in one page.
 struct KeyVectors {
   EncodeWork work;
+  int codes;  // of a key, each by its own MLP
+  int words;  // of a code
 
+  __device__ int Head() const { return static_cast<int>(blockIdx.y) / codes; }
   __device__ int64_t First(int per_block) const {
     return (work.begin / per_block + blockIdx.x) * per_block;
   }
   __device__ bool Has(int64_t token) const { return token >= work.begin && token < work.end; }
   // Elements [4 i, 4 i + 4).
   __device__ float4 Load(int64_t token, int i) const {
-    const std::byte* const* pages = work.row_pages + blockIdx.y * work.row_page_capacity;
+    const std::byte* const* pages = work.row_pages + Head() * work.row_page_capacity;
     const float4 k = LoadFour(work.dtype, RowAddress(pages, work.row_bytes, token), i);
-    const float* centre = work.centre + blockIdx.y * work.head_dim;
+    const float* centre = work.centre + Head() * work.head_dim;
     const float4 c = reinterpret_cast<const float4*>(centre)[i];
     return make_float4(k.x - c.x, k.y - c.y, k.z - c.z, k.w - c.w);
   }
   __device__ void Store(int64_t token, int word, uint32_t bits) const {
-    std::byte* page =
-        work.code_pages[blockIdx.y * work.code_page_capacity + token / kPageTokenCount];
+    std::byte* page = work.code_pages[Head() * work.code_page_capacity + token / kPageTokenCount];
+    const int first = static_cast<int>(blockIdx.y) % codes * words;
     const int slot = static_cast<int>(token % kPageTokenCount);
-    reinterpret_cast<uint32_t*>(page)[work.tiling.word_offset(0, slot, word)] = bits;
+    reinterpret_cast<uint32_t*>(page)[work.tiling.word_offset(0, slot, first + word)] = bits;
   }
 };
 
-// Queries, `group` vectors of KV head blockIdx.y.
+// Queries, `group` vectors of MLP blockIdx.y.
 struct QueryVectors {
-  const float* x;  // [H][group][d]
+  const float* x;  // [MLPs][group][d]
   int head_dim;
   int group;
-  uint32_t* bits;  // [H][group][words]
+  uint32_t* bits;  // [MLPs][group][words]
   int words;
 
   __device__ int64_t First(int per_block) const { return int64_t{blockIdx.x} * per_block; }
@@ -94,7 +97,7 @@ __device__ void LoadVectors(const Vectors& vectors, int64_t first, int dim, floa
   }
 }
 
-// A block takes kVectors vectors of one KV head, so that each weight that it
+// A block takes kVectors vectors of one MLP, so that each weight that it
 // reads serves as many; a thread takes kColumns outputs of each, blockDim.x
 // apart. blockDim.x is a multiple of 32 with blockDim.x kColumns >= hash_bits,
 // and with the residual form blockDim.x kHiddenColumns >= hidden_dim.

@@ -19,10 +19,10 @@ __device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int chun
   }
 }
 
-// Matching bits summed over the group: 2 sum c k - G sum k + sum (G - c), c_j
-// the heads whose bit j is set. Grid (blocks,
-// units); a warp takes a page. Shared memory: histogram [bin_count], query
-// planes, a PageRing a warp.
+// Matching bits summed over the group: 2 sum c k - m sum k + sum (m - c), c_j
+// the heads whose bit j is set, of m = heads_per_code. Grid (blocks, units); a
+// warp takes a page. Shared memory: histogram [bin_count], query planes, a
+// PageRing a warp.
 __global__ void __launch_bounds__(kScoreThreads)
     ScoreHammingKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) uint32_t shared[];
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   // Weights of the lane's columns 2 (lane % 4) and the next.
   const int part = lane % 4;
   const int32_t even = part == 0 ? 2 : part == 1 ? 8 : part == 2 ? 16 : 0;
-  const int32_t odd = part == 0 ? 4 : part == 1 ? -shape.group : part == 2 ? 32 : 0;
+  const int32_t odd = part == 0 ? 4 : part == 1 ? -shape.heads_per_code : part == 2 ? 32 : 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
   // Of a page the plane of signs alone, which lies as plane 0 in the ring.
   const int plane_bytes = shape.tiling.words * kPageTokenCount * 4;

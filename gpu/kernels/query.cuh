@@ -164,6 +164,7 @@ __global__ void PrepareHammingKernel(AttendShape shape, PinnedRequests requests)
   ClearUnit(shape, u);
   const int d = shape.head_dim;
   const int group = shape.group;
+  const int heads = shape.heads_per_code;
   const int words = shape.tiling.words;
   const int lane = threadIdx.x % 32;
   float* x = memory;
@@ -183,8 +184,8 @@ __global__ void PrepareHammingKernel(AttendShape shape, PinnedRequests requests)
   for (int base = 0; base < words * 32; base += blockDim.x) {
     const int j = base + threadIdx.x;
     int set = 0;
-    if (j < shape.hash_bits) {
-      for (int g = 0; g < group; ++g) {
+    if (j < shape.plane_bits) {
+      for (int g = 0; g < heads; ++g) {
         if (mlp) {
           set += u.query_codes[g * words + j / 32] >> (j % 32) & 1u;
         } else {
@@ -194,11 +195,11 @@ __global__ void PrepareHammingKernel(AttendShape shape, PinnedRequests requests)
       }
     }
     for (int row = 0; row < 16; ++row) {
-      const bool bit = row < 8 ? (set >> row & 1) != 0 : row == 8 && j < shape.hash_bits;
+      const bool bit = row < 8 ? (set >> row & 1) != 0 : row == 8 && j < shape.plane_bits;
       const uint32_t bits = __ballot_sync(kFullWarp, bit);
       if (lane == 0 && j / 32 < words) u.query_planes[row * words + j / 32] = bits;
     }
-    const int missing = WarpSum(j < shape.hash_bits ? group - set : 0);
+    const int missing = WarpSum(j < shape.plane_bits ? heads - set : 0);
     if (lane == 0) atomicAdd(&missing_sum, missing);
   }
   __syncthreads();

@@ -84,20 +84,20 @@ void Silu(float* z, int count) {
   }
 }
 
-void Output(const MlpLayer& layer, int kv_head, const float* x, float* y) {
+void Output(const MlpLayer& layer, int head, const float* x, float* y) {
   constexpr int kHiddenDimMax = 4096;
   constexpr int kPadding = HWY_MAX_BYTES / sizeof(float);
   const int d = layer.head_dim, hidden = layer.hidden_dim, bits = layer.hash_bits;
   std::array<float, kHiddenDimMax + kPadding> z;
-  Affine(x, d, layer.w1.data() + int64_t{kv_head} * d * hidden,
-         layer.b1.data() + int64_t{kv_head} * hidden, hidden, z.data());
+  Affine(x, d, layer.w1.data() + int64_t{head} * d * hidden,
+         layer.b1.data() + int64_t{head} * hidden, hidden, z.data());
   std::fill(z.begin() + hidden, z.begin() + hidden + kPadding, 0.0f);
   Silu(z.data(), hidden);
   if (layer.residual) {
     for (int i = 0; i < hidden; ++i) z[i] += x[i];
   }
-  Affine(z.data(), hidden, layer.w2.data() + int64_t{kv_head} * hidden * bits,
-         layer.b2.empty() ? nullptr : layer.b2.data() + int64_t{kv_head} * bits, bits, y);
+  Affine(z.data(), hidden, layer.w2.data() + int64_t{head} * hidden * bits,
+         layer.b2.empty() ? nullptr : layer.b2.data() + int64_t{head} * bits, bits, y);
   if (layer.residual) {
     for (int i = 0; i < bits; ++i) y[i] += z[i];
   }
@@ -128,7 +128,7 @@ absl::StatusOr<MlpWeights> LoadMlpWeights(const ModelSpec& spec,
                                           std::span<const std::byte> safetensors) {
   const absl::StatusOr<SafeTensors> file = SafeTensors::Parse(safetensors);
   if (!file.ok()) return file.status();
-  const int64_t heads = spec.kv_head_count, d = spec.head_dim;
+  const int64_t heads = spec.mlp_count(), d = spec.head_dim;
   const int64_t hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
   const bool has_b2 = file->Contains("layers.0.b2");
   MlpWeights weights;
@@ -168,13 +168,13 @@ absl::StatusOr<MlpWeights> LoadMlpWeights(const ModelSpec& spec,
   return weights;
 }
 
-void MlpOutput(const MlpLayer& layer, int kv_head, const float* x, float* y) {
-  HWY_DYNAMIC_DISPATCH(Output)(layer, kv_head, x, y);
+void MlpOutput(const MlpLayer& layer, int head, const float* x, float* y) {
+  HWY_DYNAMIC_DISPATCH(Output)(layer, head, x, y);
 }
 
-void MlpCode(const MlpLayer& layer, int kv_head, const float* x, uint32_t* words) {
+void MlpCode(const MlpLayer& layer, int head, const float* x, uint32_t* words) {
   std::array<float, kHashBitsMax> y;
-  MlpOutput(layer, kv_head, x, y.data());
+  MlpOutput(layer, head, x, y.data());
   for (int w = 0; w < layer.hash_bits / 32; ++w) {
     uint32_t word = 0;
     for (int j = 0; j < 32; ++j) word |= static_cast<uint32_t>(y[32 * w + j] > 0) << j;

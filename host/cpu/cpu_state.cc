@@ -116,10 +116,11 @@ namespace {
 constexpr int kHashBitsMax = 1024;
 
 // The mean of the first kCentreTokenCount keys of every head: fp64, token
-// order, rounded once.
+// order, rounded once. Zero for keys that are hashed as they are.
 void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& index) {
   const int d = spec.head_dim;
-  index.centre.resize(static_cast<size_t>(spec.kv_head_count) * d);
+  index.centre.assign(static_cast<size_t>(spec.kv_head_count) * d, 0.0f);
+  if (spec.hash.raw_keys) return;
   ParallelFor(0, spec.kv_head_count, [&](int h) {
     std::vector<double> sum(d, 0.0);
     std::vector<float> key(d);
@@ -135,13 +136,17 @@ void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& ind
 
 void EncodeMlpToken(const CpuModel& model, const MlpLayer& mlp, int h, const float* centre,
                     const std::byte* key, std::byte* page, int slot) {
-  const int d = model.spec().head_dim;
+  const ModelSpec& spec = model.spec();
+  const int d = spec.head_dim;
+  const int codes = spec.key_code_count();
   float x[kHeadDimMax];
   uint32_t words[kHashBitsMax / 32];
   uint8_t bits[kHashBitsMax];
-  ToFloat(model.spec().dtype, key, d, x);
+  ToFloat(spec.dtype, key, d, x);
   for (int i = 0; i < d; ++i) x[i] -= centre[i];
-  MlpCode(mlp, h, x, words);
+  for (int c = 0; c < codes; ++c) {
+    MlpCode(mlp, h * codes + c, x, words + c * spec.hash.hash_bits / 32);
+  }
   for (int j = 0; j < model.layout().dims; ++j) bits[j] = (words[j / 32] >> (j % 32)) & 1u;
   StoreCode(model.layout(), bits, page, slot);
 }

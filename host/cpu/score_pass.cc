@@ -77,30 +77,33 @@ void ScorePass::PrepareHamming() {
   const ModelSpec& spec = context_.spec();
   const int d = spec.head_dim;
   const int words = spec.plane_words();
-  const int bits = spec.hash.kind == HashKind::kMlp ? spec.hash.hash_bits : d;
-  const int group = spec.group();
+  const int bits = spec.plane_bits();
+  const int heads = spec.heads_per_code();
   score_query_.row_count = 1;
   std::vector<int> set(words * 32, 0);  // query heads whose bit is 1
   std::vector<float> rotated(d);
   std::vector<uint32_t> code(words);
-  for (int g = 0; g < group; ++g) {
+  for (int g = 0; g < spec.group(); ++g) {
     if (spec.hash.kind == HashKind::kMlp) {
-      MlpCode(context_.model->mlp(context_.layer), kv_head_, q_.raw() + g * d, code.data());
-      for (int j = 0; j < bits; ++j) set[j] += (code[j / 32] >> (j % 32)) & 1u;
+      const int key_code = g / heads;  // that the head compares its own with
+      const int mlp = kv_head_ * spec.key_code_count() + key_code;
+      MlpCode(context_.model->mlp(context_.layer), mlp, q_.raw() + g * d, code.data());
+      int* const of_code = set.data() + key_code * spec.hash.hash_bits;
+      for (int j = 0; j < spec.hash.hash_bits; ++j) of_code[j] += (code[j / 32] >> (j % 32)) & 1u;
     } else {
       Rotate(context_.model->encode_params(context_.layer), q_.raw() + g * d, rotated.data());
       // As the codes of keys have it: a zero counts as positive.
       for (int j = 0; j < bits; ++j) set[j] += rotated[j] >= 0 ? 1 : 0;
     }
   }
-  // matches = sum_j [k_j] c_j + [not k_j] (G - c_j).
+  // matches = sum_j [k_j] c_j + [not k_j] (heads - c_j).
   weights_.assign(words * 32, 0);
   score_query_.offset[0] = 0;
   for (int j = 0; j < bits; ++j) {
-    weights_[j] = static_cast<int8_t>(2 * set[j] - group);
-    score_query_.offset[0] += group - set[j];
+    weights_[j] = static_cast<int8_t>(2 * set[j] - heads);
+    score_query_.offset[0] += heads - set[j];
   }
-  bin_count_ = bits * group + 1;
+  bin_count_ = bits * heads + 1;
 }
 
 absl::Status ScorePass::PageLogits(int64_t page, float* logits) const {

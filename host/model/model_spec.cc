@@ -18,25 +18,37 @@ constexpr int kHashBitsStep = 32;
 constexpr int kHashBitsMax = 1024;
 constexpr int kHiddenDimMax = 4096;
 
-void CheckHeads(const ModelSpec& spec, FieldChecks& checks) {
+// Whether spec.group() is valid.
+bool CheckHeads(const ModelSpec& spec, FieldChecks& checks) {
   const bool query_ok =
       checks.InRange("query_head_count", spec.query_head_count, 1, kQueryHeadCountMax);
   const bool kv_ok = checks.InRange("kv_head_count", spec.kv_head_count, 1, kQueryHeadCountMax);
-  if (!query_ok || !kv_ok) return;
+  if (!query_ok || !kv_ok) return false;
   if (spec.query_head_count % spec.kv_head_count != 0) {
     checks.Add("query_head_count",
                absl::StrCat("value ", spec.query_head_count, " is not a multiple of kv_head_count ",
                             spec.kv_head_count));
-  } else if (spec.group() > kGroupMax) {
+    return false;
+  }
+  if (spec.group() > kGroupMax) {
     checks.Add("kv_head_count", absl::StrCat("query_head_count ", spec.query_head_count,
                                              " / kv_head_count ", spec.kv_head_count, " = ",
                                              spec.group(), " is not in [1, ", kGroupMax, "]"));
+    return false;
   }
+  return true;
 }
 
-void NormalizeMlp(ModelSpec& spec, FieldChecks& checks) {
+void NormalizeMlp(ModelSpec& spec, bool heads_ok, FieldChecks& checks) {
   HashSpec& hash = spec.hash;
-  checks.MultipleInRange("hash_weights.mlp.hash_bits", hash.hash_bits, kHashBitsStep, kHashBitsMax);
+  const bool bits_ok = checks.MultipleInRange("hash_weights.mlp.hash_bits", hash.hash_bits,
+                                              kHashBitsStep, kHashBitsMax);
+  if (heads_ok && bits_ok && spec.plane_bits() > kHashBitsMax) {
+    checks.Add("hash_weights.mlp.hash_bits",
+               absl::StrCat("value ", hash.hash_bits, " for each of ", spec.key_code_count(),
+                            " query heads is ", spec.plane_bits(), " bits a key, more than ",
+                            kHashBitsMax));
+  }
   if (hash.hidden_dim == 0) hash.hidden_dim = spec.head_dim;
   checks.InRange("hash_weights.mlp.hidden_dim", hash.hidden_dim, 1, kHiddenDimMax);
   if (hash.residual && (hash.hidden_dim != spec.head_dim || hash.hash_bits != spec.head_dim)) {
@@ -63,7 +75,7 @@ std::string_view DTypeName(DType t) {
 std::vector<FieldError> Normalize(ModelSpec& spec) {
   FieldChecks checks;
   checks.InRange("layer_count", spec.layer_count, 1, kLayerCountMax);
-  CheckHeads(spec, checks);
+  const bool heads_ok = CheckHeads(spec, checks);
   const bool dim_ok = checks.MultipleInRange("head_dim", spec.head_dim, kHeadDimStep, kHeadDimMax);
   if (spec.dtype > DType::kBF16) {
     checks.Add("dtype", absl::StrCat("value ", static_cast<int>(spec.dtype), " is unknown"));
@@ -87,7 +99,7 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
                      kBitsPerDimMax);
       break;
     case HashKind::kMlp:
-      NormalizeMlp(spec, checks);
+      NormalizeMlp(spec, heads_ok, checks);
       break;
     default:
       checks.Add("hash_weights",

@@ -24,11 +24,14 @@ struct HashSpec {
   // kRotation: bits per dimension, [1, 4], and the rotation's seed.
   int bits_per_dim = 2;
   uint64_t seed = 0;
-  // kMlp: code length (a multiple of 32 in [32, 1024]), hidden width, and
-  // Spotlight's residual form.
+  // kMlp: bits of an MLP's code (a multiple of 32 in [32, 1024]), hidden width,
+  // Spotlight's residual form, whether there is an MLP per query head rather
+  // than per KV head, and whether keys are hashed without being centred.
   int hash_bits = 128;
   int hidden_dim = 0;
   bool residual = false;
+  bool per_query_head = false;
+  bool raw_keys = false;
 };
 
 inline constexpr double kSampleBandFractionMax = 0.0625;
@@ -64,9 +67,17 @@ struct ModelSpec {
            : hash.kind == HashKind::kMlp    ? 1
                                             : 0;
   }
-  int plane_words() const {
-    return ((hash.kind == HashKind::kMlp ? hash.hash_bits : head_dim) + 31) / 32;
+  int plane_words() const { return (plane_bits() + 31) / 32; }
+  int plane_bits() const {
+    return hash.kind == HashKind::kMlp ? key_code_count() * hash.hash_bits : head_dim;
   }
+  // Codes of a key, one after the other in its plane: with an MLP per query
+  // head one for each of the group, else one.
+  int key_code_count() const { return hash.per_query_head ? group() : 1; }
+  // Query heads that compare the same code of a key.
+  int heads_per_code() const { return group() / key_code_count(); }
+  // MLPs of a layer; query head h uses MLP h / heads_per_code().
+  int mlp_count() const { return kv_head_count * key_code_count(); }
 };
 
 // A field that was refused and why ("value 7 is not in [1, 4]").

@@ -203,6 +203,8 @@ class Client:
         elif isinstance(hash_weights, MlpHash):
             message.hash_weights.mlp.hash_bits = hash_weights.hash_bits
             message.hash_weights.mlp.residual = hash_weights.residual
+            message.hash_weights.mlp.per_query_head = hash_weights.per_query_head
+            message.hash_weights.mlp.raw_keys = hash_weights.raw_keys
             if hash_weights.hidden_dim is not None:
                 message.hash_weights.mlp.hidden_dim = hash_weights.hidden_dim
         response = self._call(
@@ -249,9 +251,10 @@ class Client:
         Args:
             model: The model.
             path: A safetensors file with, per layer l, `layers.{l}.w1`
-                [H_kv, d, hidden], `layers.{l}.b1` [H_kv, hidden],
-                `layers.{l}.w2` [H_kv, hidden, hash_bits] and, where used,
-                `layers.{l}.b2` [H_kv, hash_bits].
+                [H, d, hidden], `layers.{l}.b1` [H, hidden],
+                `layers.{l}.w2` [H, hidden, hash_bits] and, where used,
+                `layers.{l}.b2` [H, hash_bits]. H is kv_head_count, or
+                query_head_count with `per_query_head`.
             timeout: Seconds; None is the client's.
 
         Returns:

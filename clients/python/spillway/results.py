@@ -37,17 +37,25 @@ class RotationHash:
 
 @dataclass(frozen=True)
 class MlpHash:
-    """Codes by one trained MLP per KV head and layer; see `Client.upload_hash_weights`.
+    """Codes by trained MLPs of every layer; see `Client.upload_hash_weights`.
 
     Attributes:
-        hash_bits: Bits of a code, a multiple of 32 in [32, 1024].
+        hash_bits: Bits of an MLP's code, a multiple of 32 in [32, 1024]; with
+            `per_query_head` the codes of a key, query_head_count //
+            kv_head_count of them, may have 1024 bits together.
         hidden_dim: Width of the hidden layer, in [1, 4096]; None is head_dim.
         residual: Whether each layer's input is added to its output.
+        per_query_head: Whether there is an MLP per query head, each with its
+            own code of a key, rather than one per KV head.
+        raw_keys: Whether keys are hashed as they are, not less the mean of
+            their KV head's first 1,024.
     """
 
     hash_bits: int = 128
     hidden_dim: int | None = None
     residual: bool = False
+    per_query_head: bool = False
+    raw_keys: bool = False
 
 
 HashWeights = RotationHash | MlpHash
@@ -100,7 +108,9 @@ class Model:
             weights = RotationHash(rotation.bits_per_dim, rotation.seed)
         elif kind == "mlp":
             mlp = message.hash_weights.mlp
-            weights = MlpHash(mlp.hash_bits, mlp.hidden_dim, mlp.residual)
+            weights = MlpHash(
+                mlp.hash_bits, mlp.hidden_dim, mlp.residual, mlp.per_query_head, mlp.raw_keys
+            )
         return cls(
             name=message.name,
             layer_count=message.layer_count,
