@@ -1,0 +1,272 @@
+"""Trains the hash MLPs of a layer on its traces."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from spillway.training.hash_mlp import HashMlp, Hyperplanes
+from spillway.training.ranking import (
+    intersection_over_union,
+    ranking_loss,
+    softsign,
+    true_scores,
+)
+from spillway.training.traces import Sample, Traces
+
+# The daemon's centre is the mean of so many first keys (docs/adr/0002).
+CENTRE_TOKEN_COUNT = 1024
+_JUDGED_QUERY_COUNT = 64  # of a stretch
+
+
+@dataclass(frozen=True)
+class Training:
+    """How hash functions are made and trained.
+
+    The defaults of loss and optimiser are those of Spotlight Attention (arXiv
+    2508.19740, section 4 and table 7).
+
+    Attributes:
+        hash_bits: Bits of a code, a multiple of 32.
+        hidden_dim: Width of the hidden layer; None is head_dim.
+        per_query_head: One MLP a query head, keys having a code of each, instead
+            of one a KV head.
+        raw_keys: Keys are hashed as they are, not less their head's centre.
+        step_count: Most steps of a layer.
+        query_count: Queries of a step.
+        top_sample_count: Keys of a query's top in a step.
+        other_sample_count: Other keys in a step.
+        share: Of the visible keys that are a query's top.
+        alpha: Margin of the loss.
+        beta: Factor on the difference of two scores.
+        gamma: Steepness of the soft sign.
+        learning_rate: AdamW's, after the warm-up and before the cosine.
+        weight_decay: AdamW's.
+        judge_every: Steps between two looks at the held-out stretches.
+        patience: Looks without a better result that end the training.
+        seed: Of weights and draws.
+    """
+
+    hash_bits: int = 128
+    hidden_dim: int | None = None
+    per_query_head: bool = False
+    raw_keys: bool = False
+    step_count: int = 1000
+    query_count: int = 32
+    top_sample_count: int = 32
+    other_sample_count: int = 128
+    share: float = 0.02
+    alpha: float = 3.0
+    beta: float = 1.0
+    gamma: float = 64.0
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    judge_every: int = 100
+    patience: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """A trained layer.
+
+    Attributes:
+        layer: Which.
+        iou: Of the trained codes on the held-out stretches, per query head.
+        lsh_iou: Of random hyperplanes of as many bits, per query head.
+        step_count: Steps made.
+        best_step: After which the weights were kept.
+        seconds: Time taken.
+    """
+
+    layer: int
+    iou: list[float]
+    lsh_iou: list[float]
+    step_count: int
+    best_step: int
+    seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Mean over heads of the trained codes' over LSH's."""
+        return sum(self.iou) / sum(self.lsh_iou)
+
+
+class _Layer:
+    """A layer's samples as the hash functions see them."""
+
+    def __init__(
+        self, traces: Traces, layer: int, held_out: int, training: Training, device: torch.device
+    ) -> None:
+        self.training = training
+        self.device = device
+        self.group = traces.query_head_count // traces.kv_head_count
+        samples = [traces.sample(layer, i, device) for i in range(traces.sample_count)]
+        self.learned, self.judged = samples[:-held_out], samples[-held_out:]
+
+    def keys(self, sample: Sample) -> torch.Tensor:
+        """Keys as they are ranked, [H, n, d]."""
+        keys = sample.keys
+        return keys.repeat_interleave(self.group, 0) if self.training.per_query_head else keys
+
+    def hashed(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys as they are hashed."""
+        if self.training.raw_keys:
+            return keys
+        return keys - keys[:, :CENTRE_TOKEN_COUNT].mean(1, keepdim=True)
+
+    def queries(self, sample: Sample, which: torch.Tensor) -> torch.Tensor:
+        """[H, G, Q, d]."""
+        queries = sample.queries[:, which]
+        group = 1 if self.training.per_query_head else self.group
+        return queries.unflatten(0, (-1, group))
+
+    def input_scale(self) -> torch.Tensor:
+        """Root mean square of what is hashed, [H]."""
+        sample = self.learned[0]
+        keys = self.hashed(self.keys(sample)).square().mean((1, 2))
+        every = torch.arange(len(sample.positions), device=self.device)
+        queries = self.queries(sample, every).square().mean((1, 2, 3))
+        return ((keys + queries) / 2).sqrt().clamp(min=1e-6)
+
+    def codes(
+        self, function: nn.Module, keys: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
+        of_queries = function(queries.flatten(1, 2)).unflatten(1, queries.shape[1:3])
+        return function(self.hashed(keys)), of_queries
+
+    @torch.no_grad()
+    def judge(self, function: nn.Module) -> torch.Tensor:
+        """Intersection over union on the held-out stretches, per query head [H_q]."""
+        parts = []
+        for sample in self.judged:
+            seen = sample.positions.numel()
+            # Of the later half, where there is something to find.
+            which = torch.linspace(
+                seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2)
+            ).long()
+            which = which.to(self.device)
+            keys, queries = self.keys(sample), self.queries(sample, which)
+            visible = sample.positions[which] + 1
+            y_keys, y_queries = self.codes(function, keys, queries)
+            found = intersection_over_union(
+                y_keys > 0,
+                y_queries > 0,
+                true_scores(queries, keys, visible),
+                visible,
+                self.training.share,
+            )
+            parts.append(found.flatten(0, 1))
+        return torch.cat(parts, dim=1).mean(1)
+
+    def loss(self, function: HashMlp, generator: torch.Generator) -> torch.Tensor:
+        """Of one stretch and some of its queries, both drawn."""
+        training = self.training
+        index = torch.randint(len(self.learned), (), generator=generator, device=self.device)
+        sample = self.learned[int(index)]
+        size = (min(training.query_count, len(sample.positions)),)
+        which = torch.randint(len(sample.positions), size, generator=generator, device=self.device)
+        visible = sample.positions[which] + 1
+        keys, queries = self.keys(sample), self.queries(sample, which)
+        y_keys, y_queries = self.codes(function, keys, queries)
+        estimates = torch.einsum(
+            "hgqb,hnb->hgqn", softsign(y_queries, training.gamma), softsign(y_keys, training.gamma)
+        )
+        return ranking_loss(
+            estimates,
+            true_scores(queries, keys, visible),
+            visible,
+            share=training.share,
+            top_sample_count=training.top_sample_count,
+            other_sample_count=training.other_sample_count,
+            alpha=training.alpha,
+            beta=training.beta,
+            generator=generator,
+        )
+
+
+def held_out_count(traces: Traces) -> int:
+    """The last stretches, a tenth and at least one, which are judged by."""
+    return max(1, traces.sample_count // 10)
+
+
+def train_layer(
+    traces: Traces,
+    layer: int,
+    training: Training,
+    device: torch.device,
+    on_step: Callable[[int, float, float], None] | None = None,
+) -> tuple[HashMlp, LayerResult]:
+    """Trains the MLPs of one layer, all heads beside each other.
+
+    Args:
+        traces: At least two samples; the last are held out.
+        layer: Which layer.
+        training: How.
+        device: Where.
+        on_step: Called with the step, its loss and the best held-out IoU so far.
+
+    Returns:
+        The MLPs that did best on the held-out stretches, and how well.
+    """
+    begin = time.perf_counter()
+    data = _Layer(traces, layer, held_out_count(traces), training, device)
+    generator = torch.Generator(device).manual_seed(training.seed + layer)
+    function = HashMlp.random(
+        traces.query_head_count if training.per_query_head else traces.kv_head_count,
+        traces.head_dim,
+        training.hidden_dim or traces.head_dim,
+        training.hash_bits,
+        data.input_scale(),
+        torch.Generator().manual_seed(training.seed + layer),
+    )
+    optimizer = torch.optim.AdamW(
+        function.parameters(),
+        lr=training.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=training.weight_decay,
+    )
+    warm_up = max(1, training.step_count // 100)
+
+    def rate(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 * (1 + math.cos(math.pi * step / training.step_count))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    best = data.judge(function)
+    kept = {name: value.clone() for name, value in function.state_dict().items()}
+    best_step = step = 0
+    for step in range(1, training.step_count + 1):
+        loss = data.loss(function, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(function.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % training.judge_every == 0 or step == training.step_count:
+            judged = data.judge(function)
+            if judged.mean() > best.mean():
+                best, best_step = judged, step
+                kept = {name: value.clone() for name, value in function.state_dict().items()}
+            elif step - best_step >= training.patience * training.judge_every:
+                break
+        if on_step is not None and (step % 10 == 0 or step == training.step_count):
+            on_step(step, loss.item(), best.mean().item())
+    function.load_state_dict(kept)
+    lsh = data.judge(Hyperplanes(traces.head_dim, training.hash_bits, training.seed, device))
+    result = LayerResult(
+        layer=layer,
+        iou=best.tolist(),
+        lsh_iou=lsh.tolist(),
+        step_count=step,
+        best_step=best_step,
+        seconds=time.perf_counter() - begin,
+    )
+    return function, result
