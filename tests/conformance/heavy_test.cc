@@ -33,6 +33,7 @@ class Heavy : public ::testing::TestWithParam<DeviceFactory> {
  protected:
   void Prepare(const ModelSpec& spec, std::span<const std::byte> safetensors = {}) {
     sequence_.reset();
+    kv_head_ = 0;
     spec_ = spec;
     bench_ = std::make_unique<DeviceBench>(GetParam(), spec, 0, safetensors);
     context_ = reference::TraceContext(spec, kTokens, 71);
@@ -51,7 +52,7 @@ class Heavy : public ::testing::TestWithParam<DeviceFactory> {
     const JobItem item = sequence_->Select(policy_, q_);
     EXPECT_TRUE(item.status.ok()) << item.status;
     std::set<int64_t> set;
-    const Selection& s = item.attend->selections[0];
+    const Selection& s = item.attend->selections[kv_head_];
     for (size_t i = 0; i < s.indices.size(); ++i) {
       if (s.strata[i] == kStratumHeavy) set.insert(s.indices[i]);
     }
@@ -119,6 +120,7 @@ class Heavy : public ::testing::TestWithParam<DeviceFactory> {
     }
   }
 
+  int kv_head_ = 0;  // whose set is compared
   ModelSpec spec_;
   std::unique_ptr<DeviceBench> bench_;
   Context context_;
@@ -219,44 +221,89 @@ TEST_P(Heavy, HammingByRotation) {
   }
 }
 
-TEST_P(Heavy, HammingByMlp) {
-  constexpr int kD = 64, kHidden = 48, kBits = 96;
-  std::mt19937 random(8);
-  std::normal_distribution<float> normal;
-  const auto values = [&](int count, float scale) {
-    std::vector<float> x(count);
-    for (float& e : x) e = scale * normal(random);
-    return x;
-  };
-  const std::vector<float> w1 = values(kD * kHidden, 0.3f), b1 = values(kHidden, 0.3f),
-                           w2 = values(kHidden * kBits, 0.3f);
-  SafeTensorsWriter writer;
-  writer.Add("layers.0.w1", {1, kD, kHidden}, w1);
-  writer.Add("layers.0.b1", {1, kHidden}, b1);
-  writer.Add("layers.0.w2", {1, kHidden, kBits}, w2);
-  Prepare(MakeSpec(1, kGroup, kD, DType::kF32,
-                   {.kind = HashKind::kMlp, .hash_bits = kBits, .hidden_dim = kHidden}),
-          writer.File());
-  const auto output = [&](const std::vector<double>& x) {
-    std::vector<double> y(kBits, 0.0);
-    for (int h = 0; h < kHidden; ++h) {
-      double z = b1[h];
-      for (int i = 0; i < kD; ++i) z += x[i] * w1[i * kHidden + h];
+// The hash MLPs of one layer, in fp64.
+class Mlps {
+ public:
+  Mlps(int count, int d, int hidden, int bits, uint32_t seed)
+      : count_(count), d_(d), hidden_(hidden), bits_(bits) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0, 0.3f);
+    const auto values = [&](int size) {
+      std::vector<float> x(size);
+      for (float& e : x) e = normal(random);
+      return x;
+    };
+    w1_ = values(count * d * hidden);
+    b1_ = values(count * hidden);
+    w2_ = values(count * hidden * bits);
+  }
+
+  std::vector<std::byte> File() const {
+    SafeTensorsWriter writer;
+    writer.Add("layers.0.w1", {count_, d_, hidden_}, w1_);
+    writer.Add("layers.0.b1", {count_, hidden_}, b1_);
+    writer.Add("layers.0.w2", {count_, hidden_, bits_}, w2_);
+    return writer.File();
+  }
+  // y of one of them.
+  std::vector<double> Output(int mlp, const std::vector<double>& x) const {
+    std::vector<double> y(bits_, 0.0);
+    for (int h = mlp * hidden_; h < (mlp + 1) * hidden_; ++h) {
+      double z = b1_[h];
+      for (int i = 0; i < d_; ++i) z += x[i] * w1_[(mlp * d_ + i) * hidden_ + h - mlp * hidden_];
       z /= 1 + std::exp(-z);
-      for (int j = 0; j < kBits; ++j) y[j] += z * w2[h * kBits + j];
+      for (int j = 0; j < bits_; ++j) y[j] += z * w2_[h * bits_ + j];
     }
     return y;
-  };
-  const reference::KeyValues kv = context_.Head(0);
-  const std::vector<double> centre = reference::KeyCentre(kv);
-  std::vector<std::vector<double>> keys, queries;
-  for (int64_t t = begin(); t < end(); ++t) {
-    std::vector<double> x(kv.Key(t).begin(), kv.Key(t).end());
-    for (int i = 0; i < kD; ++i) x[i] -= centre[i];
-    keys.push_back(output(x));
   }
-  for (int g = 0; g < kGroup; ++g) queries.push_back(output(QueryOf(g)));
-  ExpectTopK(HammingRanges(keys, queries, 2e-5), "mlp");
+
+ private:
+  const int count_, d_, hidden_, bits_;
+  std::vector<float> w1_, b1_, w2_;
+};
+
+TEST_P(Heavy, HammingByMlp) {
+  constexpr int kD = 64, kHidden = 48, kKvHeads = 2;
+  struct Case {
+    int group, bits;
+    bool per_query_head, raw_keys;
+  };
+  for (const auto& [group, bits, per_query_head, raw_keys] :
+       {Case{3, 96, false, false}, Case{3, 96, false, true}, Case{3, 96, true, false},
+        Case{4, 256, true, true}, Case{1, 64, true, true}}) {
+    const Mlps mlps(kKvHeads * (per_query_head ? group : 1), kD, kHidden, bits, 8);
+    Prepare(MakeSpec(kKvHeads, group, kD, DType::kF32,
+                     {.kind = HashKind::kMlp,
+                      .hash_bits = bits,
+                      .hidden_dim = kHidden,
+                      .per_query_head = per_query_head,
+                      .raw_keys = raw_keys}),
+            mlps.File());
+    for (kv_head_ = 0; kv_head_ < kKvHeads; ++kv_head_) {
+      const reference::KeyValues kv = context_.Head(kv_head_);
+      const std::vector<double> centre =
+          raw_keys ? std::vector<double>(kD, 0.0) : reference::KeyCentre(kv);
+      std::vector<BinRange> bins(end() - begin());
+      for (int q = kv_head_ * group; q < (kv_head_ + 1) * group; ++q) {
+        const int mlp = per_query_head ? q : kv_head_;
+        std::vector<std::vector<double>> keys;
+        for (int64_t t = begin(); t < end(); ++t) {
+          std::vector<double> x(kv.Key(t).begin(), kv.Key(t).end());
+          for (int i = 0; i < kD; ++i) x[i] -= centre[i];
+          keys.push_back(mlps.Output(mlp, x));
+        }
+        const std::vector<BinRange> of_head =
+            HammingRanges(keys, {mlps.Output(mlp, QueryOf(q))}, 2e-5);
+        for (size_t i = 0; i < bins.size(); ++i) {
+          bins[i].low += of_head[i].low;
+          bins[i].high += of_head[i].high;
+        }
+      }
+      ExpectTopK(bins, "mlp group " + std::to_string(group) +
+                           (per_query_head ? " per query head" : "") +
+                           (raw_keys ? " raw keys" : "") + " KV head " + std::to_string(kv_head_));
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Heavy, ::testing::ValuesIn(DeviceFactories()),

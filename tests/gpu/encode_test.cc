@@ -451,14 +451,14 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
     }
   }
 
-  // Keys [begin, end) of `heads` heads.
-  void ExpectKeys(int heads, DType dtype, int64_t begin, int64_t end, Place rows) {
+  // Keys [begin, end) of `heads` KV heads, `codes` codes each.
+  void ExpectKeys(int heads, int codes, DType dtype, int64_t begin, int64_t end, Place rows) {
     SCOPED_TRACE("tokens [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " +
-                 std::to_string(heads) + " heads");
+                 std::to_string(heads) + " heads, " + std::to_string(codes) + " codes a key");
     const MlpShape s = GetParam();
     std::mt19937 random(s.d + s.hidden + s.bits);
-    const MlpWeightsView weights = MakeWeights(heads, random);
-    Layer layer(heads, s.d, dtype, end, CodeTiling{1, s.bits / 32, false});
+    const MlpWeightsView weights = MakeWeights(heads * codes, random);
+    Layer layer(heads, s.d, dtype, end, CodeTiling{1, codes * s.bits / 32, false});
     for (int h = 0; h < heads; ++h) {
       const std::vector<float> centre = Normals(s.d, 0.5, random);
       std::copy(centre.begin(), centre.end(), layer.Centre(h));
@@ -474,8 +474,10 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
         for (int i = 0; i < s.d; ++i) x[i] -= layer.Centre(h)[i];
         const TokenCode code(layer.tiling(), pages[h * layer.pages() + t / kPageTokenCount],
                              static_cast<int>(t % kPageTokenCount));
-        ExpectCode(h, x, [&](int j) { return code.Bit(0, j); });
-        if (HasFatalFailure()) return;
+        for (int c = 0; c < codes; ++c) {
+          ExpectCode(h * codes + c, x, [&](int j) { return code.Bit(0, c * s.bits + j); });
+          if (HasFatalFailure()) return;
+        }
       }
     }
     ExpectPoisonOutside(std::move(pages), layer, begin, end);
@@ -510,9 +512,16 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
 
 TEST_P(GpuMlp, KeysHaveTheCpusBits) {
   // Few blocks and many; the limit is 128 of four tokens.
-  ExpectKeys(2, DType::kBF16, 126, 131, Place::kGpu);
-  ExpectKeys(2, DType::kF32, 130, 131, Place::kPinned);
-  ExpectKeys(9, DType::kF16, 100, 161, Place::kGpu);
+  ExpectKeys(2, 1, DType::kBF16, 126, 131, Place::kGpu);
+  ExpectKeys(2, 1, DType::kF32, 130, 131, Place::kPinned);
+  ExpectKeys(9, 1, DType::kF16, 100, 161, Place::kGpu);
+}
+
+TEST_P(GpuMlp, KeysHaveACodeOfEveryMlpOfTheirHead) {
+  // As many as a plane of 1,024 bits has room for, up to a group of 16.
+  const int codes = std::min(16, 1024 / GetParam().bits);
+  ExpectKeys(2, codes, DType::kF32, 126, 131, Place::kPinned);
+  ExpectKeys(3, codes, DType::kBF16, 100, 161, Place::kGpu);
 }
 
 TEST_P(GpuMlp, QueriesHaveTheCpusBits) {

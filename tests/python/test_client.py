@@ -132,6 +132,83 @@ def test_upload_hash_weights(client: Client, tmp_path: Path, rng: np.random.Gene
     client.delete_model(model)
 
 
+def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Generator) -> None:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    hidden, bits, tokens, heavy = 16, 128, 1500, 50
+    options = spillway.MlpHash(bits, hidden, per_query_head=True, raw_keys=True)
+    model = client.create_model(
+        layer_count=1,
+        query_head_count=6,
+        kv_head_count=2,
+        head_dim=16,
+        dtype="float32",
+        policy=Policy(
+            dense_token_count=1024, selector="hamming", heavy=TopK(count=heavy), tail="none"
+        ),
+        hash_weights=options,
+        sample_band_fraction=0,
+    )
+    assert client.get_model(model.name).hash_weights == options
+    # Of 2 KV heads the codes of 3 query heads.
+    assert model.index_bytes_per_token == 2 * 3 * bits // 8
+
+    def weights(heads: int) -> dict[str, Any]:
+        shapes = {"w1": (heads, 16, hidden), "b1": (heads, hidden), "w2": (heads, hidden, bits)}
+        return {
+            f"layers.0.{name}": rng.standard_normal(shape, F32) for name, shape in shapes.items()
+        }
+
+    path = tmp_path / "weights.safetensors"
+    save_file(weights(2), path)
+    with pytest.raises(
+        spillway.InvalidArgument, match=r"layers\.0\.w1.* \[2, 16, 16\], not \[6, 16, 16\]"
+    ):
+        client.upload_hash_weights(model, path)
+    assert not client.get_model(model.name).ready
+    uploaded = weights(6)
+    save_file(uploaded, path)
+    client.upload_hash_weights(model, path)
+
+    def code(head: int, x: Any) -> Any:
+        w1, b1, w2 = (
+            uploaded[f"layers.0.{name}"][head].astype(float) for name in ("w1", "b1", "w2")
+        )
+        z = x.astype(float) @ w1 + b1
+        return z / (1 + np.exp(-z)) @ w2 > 0
+
+    sequence = client.create_sequence(model)
+    k, v = kv(rng, 1, 2, tokens, 16)
+    k += 2  # keys that are centred have other codes
+    sequence.append(0, 0, k, v)
+    q = rng.standard_normal((1, 6, 16), F32)
+    selection = sequence.select(0, q)
+    result = sequence.attend(0, q)
+    for kv_head in range(2):
+        scores = np.sum(
+            [
+                (code(h, k[0, kv_head]) == code(h, q[0, h])).sum(-1)
+                for h in range(3 * kv_head, 3 * kv_head + 3)
+            ],
+            axis=0,
+        )
+        # Of equal scores the latest tokens are heavy; sink and window are not.
+        candidates = np.arange(64, tokens - 64)
+        best = candidates[np.lexsort((-candidates, -scores[candidates]))][:heavy]
+        span = slice(*selection.offsets[kv_head : kv_head + 2])
+        chosen = selection.indices[span][selection.strata[span] == 2]
+        # fp32 may round a bit otherwise.
+        assert len(np.intersect1d(chosen, best)) >= heavy - 1
+        rows = selection.indices[span].astype(int)
+        heads = slice(3 * kv_head, 3 * kv_head + 3)
+        out, lse = dense_attention(
+            q[:, heads], k[0, kv_head, rows][None], v[0, kv_head, rows][None]
+        )
+        np.testing.assert_allclose(result.out[:, heads], out, **TOLERANCE)
+        np.testing.assert_allclose(result.lse[:, heads], lse, **TOLERANCE)
+    sequence.delete()
+    client.delete_model(model)
+
+
 def test_sequences(client: Client, model: Model, rng: np.random.Generator) -> None:
     sequence = client.create_sequence(model, "test-sequence", policy=Policy(epsilon=0.3), ttl=60)
     assert sequence.name == "sequences/test-sequence"

@@ -143,6 +143,9 @@ BAD_SPECS = {
     "hash bits 33": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=33))},
     "hash bits 0": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=0))},
     "hash bits 1056": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=1056))},
+    "hash bits of all query heads": {
+        "hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=544, per_query_head=True))
+    },
     "hidden 0": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_dim=0))},
     "hidden 4097": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_dim=4097))},
     "residual shapes": {"hash_weights": models.HashWeights(mlp=models.MlpHash(residual=True))},

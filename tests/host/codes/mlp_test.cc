@@ -121,8 +121,8 @@ class MlpLoad : public ::testing::Test {
     spec_.hash.hash_bits = 32;
     spec_.hash.hidden_dim = 8;
   }
-  // A file of all tensors but `skip`.
-  std::vector<std::byte> File(const std::string& skip, bool b2) {
+  // A file of all tensors but `skip`, of `heads` MLPs a layer.
+  std::vector<std::byte> File(const std::string& skip, bool b2, int64_t heads = 2) {
     std::mt19937 rng(9);
     SafeTensorsWriter writer;
     for (int l = 0; l < 2; ++l) {
@@ -132,10 +132,10 @@ class MlpLoad : public ::testing::Test {
         for (const int64_t n : shape) count *= static_cast<size_t>(n);
         if (prefix + name != skip) writer.Add(prefix + name, shape, Normals(count, 1, rng));
       };
-      add("w1", {2, 16, 8});
-      add("b1", {2, 8});
-      add("w2", {2, 8, 32});
-      if (b2) add("b2", {2, 32});
+      add("w1", {heads, 16, 8});
+      add("b1", {heads, 8});
+      add("w2", {heads, 8, 32});
+      if (b2) add("b2", {heads, 32});
     }
     return writer.File();
   }
@@ -174,6 +174,15 @@ TEST_F(MlpLoad, NamesTheTensorThatIsMisshapen) {
   const auto bytes = File("", false);
   EXPECT_THAT(std::string(LoadMlpWeights(spec_, bytes).status().message()),
               HasSubstr("\"layers.0.w2\" has shape [2, 8, 32], not [2, 8, 64]"));
+}
+
+TEST_F(MlpLoad, ReadsOneForEveryQueryHead) {
+  spec_.hash.per_query_head = true;
+  const auto weights = LoadMlpWeights(spec_, File("", true, 4));
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  EXPECT_EQ(weights->layers[1].w2.size(), 4u * 8 * 32);
+  EXPECT_THAT(std::string(LoadMlpWeights(spec_, File("", true, 2)).status().message()),
+              HasSubstr("\"layers.0.w1\" has shape [2, 16, 8], not [4, 16, 8]"));
 }
 
 }  // namespace

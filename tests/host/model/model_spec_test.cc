@@ -66,6 +66,8 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"hash_weights.mlp.hash_bits", [](ModelSpec& s) { Mlp(s), s.hash.hash_bits = 48; }},
         BadCase{"hash_weights.mlp.hash_bits",
                 [](ModelSpec& s) { Mlp(s), s.hash.hash_bits = 1056; }},
+        BadCase{"hash_weights.mlp.hash_bits",
+                [](ModelSpec& s) { Mlp(s), s.hash.per_query_head = true, s.hash.hash_bits = 288; }},
         BadCase{"hash_weights.mlp.hidden_dim",
                 [](ModelSpec& s) { Mlp(s), s.hash.hidden_dim = 4097; }},
         BadCase{"hash_weights.mlp.hidden_dim",
@@ -110,6 +112,24 @@ TEST(ModelSpec, SizesOfRowsAndCodes) {
   spec.hash.hash_bits = 256;
   EXPECT_EQ(spec.plane_count(), 1);
   EXPECT_EQ(spec.plane_words(), 8);
+  EXPECT_EQ(spec.mlp_count(), 8);
+  EXPECT_EQ(spec.heads_per_code(), 4);
+  spec.hash.per_query_head = true;
+  EXPECT_THAT(Normalize(spec), IsEmpty());
+  EXPECT_EQ(spec.plane_words(), 32);
+  EXPECT_EQ(spec.mlp_count(), 32);
+  EXPECT_EQ(spec.heads_per_code(), 1);
+}
+
+TEST(ModelSpec, SaysHowManyBitsAKeyWouldHave) {
+  ModelSpec spec = LlamaSpec();
+  spec.hash.kind = HashKind::kMlp;
+  spec.hash.per_query_head = true;
+  spec.hash.hash_bits = 512;
+  EXPECT_THAT(Normalize(spec),
+              Contains(Field(&FieldError::description,
+                             "value 512 for each of 4 query heads is 2048 bits a key, more than "
+                             "1024")));
 }
 
 }  // namespace
