@@ -311,7 +311,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_command_goes_on_where_it_was(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     folder, text = tiny
     output = tmp_path / "hash.safetensors"
-    words = [
+    words: list[str | Path] = [
         *("train-hash", folder, text, "--output", output, "--tokens", "256", "--device", "cpu"),
         *("--steps", "6", "--judge-every", "3", "--hash-bits", "32", "--hidden", "8"),
     ]
