@@ -68,6 +68,24 @@ Setting Seconds(const char* key, const char* flag, const char* help, double Conf
           [=](const Config& config) { return absl::StrCat(config.*field); }};
 }
 
+Setting Share(const char* key, const char* flag, const char* help, double Config::*field,
+              bool zero) {
+  return {
+      key,
+      flag,
+      help,
+      false,
+      [=](Config& config, const std::string& text) {
+        double value = 0;
+        if (!absl::SimpleAtod(text, &value) || !(value <= 1) || !(zero ? value >= 0 : value > 0)) {
+          return Refuse(text, zero ? "a share in [0, 1]" : "a share in (0, 1]");
+        }
+        config.*field = value;
+        return absl::OkStatus();
+      },
+      [=](const Config& config) { return absl::StrCat(config.*field); }};
+}
+
 Setting Choice(const char* key, const char* flag, const char* help, std::vector<std::string> names,
                std::function<void(Config&, size_t)> set,
                std::function<std::string(const Config&)> get) {
@@ -168,6 +186,12 @@ const std::vector<Setting>& Settings() {
               &Config::ttl_seconds, 365.0 * 86400),
       Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
               &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max()),
+      Share("audit.share", "--audit-share",
+            "share of the attends that is checked against exact attention; heads whose promises "
+            "fail then try harder",
+            &Config::audit_share, /*zero=*/true),
+      Share("audit.cpu_share", "--audit-cpu-share", "share of one core that the checks may take",
+            &Config::audit_cpu_share, /*zero=*/false),
       Choice(
           "log.level", "--log-level", "trace, debug, info, warning, error or off",
           {"trace", "debug", "info", "warning", "error", "off"},

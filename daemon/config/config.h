@@ -37,6 +37,10 @@ struct Config {
   int stream_count_max = 256;
   // Messages of one Decode stream in flight.
   int decode_in_flight_max = 32;
+  // Of the attends, the share that is checked against exact attention; 0: none.
+  double audit_share = 0;
+  // Of one core, what those checks may take.
+  double audit_cpu_share = 0.1;
   std::string log_level = "info";
   LogFormat log_format = LogFormat::kText;
 };

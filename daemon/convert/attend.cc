@@ -135,6 +135,9 @@ void FillCertificate(const AttendWork& work, v1::Certificate& certificate) {
   certificate.set_epsilon(work.policy.epsilon);
   certificate.set_delta(work.policy.delta);
   certificate.set_inflation(work.policy.inflation);
+  for (const Policy& policy : work.head_policies) {
+    certificate.add_head_inflations(policy.inflation);
+  }
 }
 
 void FillResult(const Job& job, const AttendWork& work, const ModelSpec& spec, DType out_dtype,

@@ -96,6 +96,10 @@ void Engine::AttendOperation::Submit() {
       work.append = AppendWork{&RowsOf(item), item.append->start, item.append->count,
                                item.append->k, item.append->v};
     }
+    if (Auditor* const auditor = engine_->options_.auditor; auditor != nullptr) {
+      Audited& audited = audited_.emplace_back(item.work.policy);
+      audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.work);
+    }
     work.attend = std::move(item.work);
     work.attend->rows = &RowsOf(item);
     work.attend->select_only = request_.select_only;
@@ -125,6 +129,11 @@ void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const Job
 void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
   AttendOutcome outcome;
   for (size_t i = 0; i < request_.items.size(); ++i) {
+    if (!audited_.empty() && job->items[i].status.ok()) {
+      engine_->options_.auditor->Offer(request_.items[i].sequence->model, request_.layer,
+                                       audited_[i].policy, audited_[i].levels,
+                                       *job->items[i].attend);
+    }
     Settle(request_.items[i], *job, job->items[i], outcome);
   }
   outcome.job = std::move(job);

@@ -31,6 +31,13 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
   Engine* const engine_;
   AttendRequest request_;
   const Done<AttendOutcome> done_;
+  // Of each item, where attends are audited: its policy as it came, and the
+  // levels that its heads were served with.
+  struct Audited {
+    Policy policy;
+    std::vector<int> levels;
+  };
+  std::vector<Audited> audited_;
 };
 
 }  // namespace spillway

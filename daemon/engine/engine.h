@@ -11,6 +11,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/auditor.h"
 #include "daemon/engine/ordered_queues.h"
 #include "daemon/engine/registry.h"
 #include "daemon/engine/requests.h"
@@ -22,6 +23,8 @@ namespace spillway {
 struct EngineOptions {
   int64_t sequence_count_max = 65536;
   std::function<absl::Time()> clock = absl::Now;
+  // Checks attends; outlives what runs. Null: none.
+  Auditor* auditor = nullptr;
 };
 
 // Models, sequences and what is done to them. Operations on one sequence run
@@ -46,6 +49,7 @@ class Engine {
   Registry& registry() { return registry_; }
   const Registry& registry() const { return registry_; }
   const WorkCounters& work() const { return work_; }
+  const Auditor* auditor() const { return options_.auditor; }
 
   // --- Models. These may compute for long in the calling thread.
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "daemon/engine/audit_table.h"
 #include "daemon/engine/work_counters.h"
 #include "host/device/device.h"
 #include "host/memory/memory_budget.h"
@@ -24,7 +25,8 @@ class Model {
         spec(spec),
         policy(policy),
         create_time(create_time),
-        row_pool(arena, kPageTokenCount * spec.row_bytes()) {}
+        row_pool(arena, kPageTokenCount * spec.row_bytes()),
+        audits(spec) {}
 
   const std::string id;
   const std::string name;
@@ -35,6 +37,7 @@ class Model {
   // Pages of rows of all its sequences.
   PagePool row_pool;
   WorkCounters work;
+  AuditTable audits;
   // Sequences that hold memory: those listed, and deleted ones that finish
   // what is running.
   std::atomic<int64_t> sequence_count{0};

@@ -62,8 +62,9 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
   device = *std::move(opened);
   LogSystem(config, topology, *device);
   {
+    Auditor auditor({.share = config.audit_share, .cpu_share = config.audit_cpu_share});
     Engine engine(device.get(), arena->get(), &budget,
-                  {.sequence_count_max = config.sequence_count_max});
+                  {.sequence_count_max = config.sequence_count_max, .auditor = &auditor});
     absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, engine);
     if (!server.ok()) return Fail(server.status());
     LogInfo("serving", {{"address", (*server)->address()}, {"boot_id", (*server)->boot_id()}});
@@ -72,6 +73,7 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     LogInfo("draining", {{"signal", signal == SIGTERM ? "SIGTERM" : "SIGINT"},
                          {"grace_seconds", absl::StrCat(config.grace_seconds)}});
     (*server)->Drain(absl::Seconds(config.grace_seconds));
+    auditor.Stop();
   }
   // Chunks are unregistered while the device still lives.
   arena->reset();

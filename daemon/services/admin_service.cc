@@ -14,7 +14,18 @@ namespace spillway {
 namespace {
 
 constexpr int64_t kSequenceListMax = 1000;
+constexpr int64_t kHeadAuditListMax = 1000;
 constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+
+void ToProto(const HeadAudit& head, v1::HeadAudit& out) {
+  out.set_layer(head.layer);
+  out.set_kv_head(head.kv_head);
+  out.set_check_count(head.check_count);
+  out.set_violation_count(head.violation_count);
+  out.set_recent_check_count(head.recent_check_count);
+  out.set_recent_violation_count(head.recent_violation_count);
+  out.set_level(head.level);
+}
 
 void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
                 v1::MemoryStatistics& memory) {
@@ -93,6 +104,11 @@ grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContex
     out.set_index_bytes(snapshot.index_bytes);
     ToProto(sequence->work, *out.mutable_work());
   }
+  v1::AuditStatistics& audit = *response->mutable_audit();
+  if (const Auditor* const auditor = engine.auditor(); auditor != nullptr) {
+    audit.set_share(auditor->share());
+    audit.set_dropped_count(auditor->dropped_count());
+  }
   int64_t row_bytes = 0;
   for (const std::shared_ptr<Model>& model : engine.registry().ListModels("", kAll).items) {
     v1::ModelStatistics& out = *response->add_models();
@@ -101,6 +117,13 @@ grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContex
     out.set_token_count(sums[model.get()].token_count);
     out.set_free_token_count(engine.FreeTokenCount(*model));
     ToProto(model->work, *out.mutable_work());
+    for (const HeadAudit& head : model->audits.Heads()) {
+      audit.set_check_count(audit.check_count() + head.check_count);
+      audit.set_violation_count(audit.violation_count() + head.violation_count);
+      audit.set_raised_head_count(audit.raised_head_count() + (head.level > 0 ? 1 : 0));
+      if (model != asked || response->head_audits_size() >= kHeadAuditListMax) continue;
+      ToProto(head, *response->add_head_audits());
+    }
     row_bytes += model->row_pool.used_page_count() * model->row_pool.page_bytes();
   }
   FillMemory(engine, row_bytes, index_bytes, *response->mutable_memory());

@@ -134,16 +134,20 @@ UnitRequest JobRun::Request(size_t item, int64_t query) const {
   r.heavy_mass = p.heavy_mass;
   r.heavy_floor = p.heavy_floor;
   r.heavy_ceiling = p.heavy_ceiling;
-  r.tail = p.tail;
-  r.bound = p.bound;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
   r.epsilon = p.epsilon;
   r.z = NormalQuantile(1 - p.delta / 2);
-  r.bound_z = BoundQuantile(p.bound, p.delta);
-  r.inflation = p.inflation;
-  r.pilot_count = p.pilot_token_count;
   r.row_count_max = p.row_count_max;
+  SetTail(p, r);
   return r;
+}
+
+void JobRun::SetTail(const Policy& policy, UnitRequest& r) {
+  r.tail = policy.tail;
+  r.bound = policy.bound;
+  r.bound_z = BoundQuantile(policy.bound, policy.delta);
+  r.inflation = policy.inflation;
+  r.pilot_count = policy.pilot_token_count;
 }
 
 void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
@@ -205,6 +209,9 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       shared = Request(unit.item, unit.query);
     }
     UnitRequest r = shared;
+    if (!work(unit.item).head_policies.empty()) {
+      SetTail(work(unit.item).PolicyOf(unit.kv_head), r);
+    }
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;

@@ -12,14 +12,15 @@ namespace spillway {
 
 // What the parts of one attend on the CPU share.
 struct AttendContext {
-  const CpuModel* model = nullptr;
+  const ModelSpec* shapes = nullptr;
+  const CpuModel* model = nullptr;    // null: dense attention alone
   const LayerIndex* index = nullptr;  // null: the model has no codes
   int layer = 0;
   AttendWork* work = nullptr;
   const CancelToken* cancel = nullptr;  // may be null
   WorkspacePool* workspaces = nullptr;
 
-  const ModelSpec& spec() const { return model->spec(); }
+  const ModelSpec& spec() const { return *shapes; }
   absl::Status CheckCancelled() const {
     return cancel == nullptr ? absl::OkStatus() : cancel->Check();
   }

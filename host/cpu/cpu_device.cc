@@ -158,6 +158,7 @@ class CpuDevice final : public Device {
       AttendWork& work = *item.attend;
       AttendContext& c = contexts[i];
       auto& sequence = static_cast<CpuSequence&>(*item.sequence);
+      c.shapes = &model.spec();
       c.model = &model;
       c.index = sequence.layers.empty() ? nullptr : &sequence.layers[job.layer];
       c.layer = job.layer;

@@ -35,7 +35,7 @@ class SparseAttend {
  public:
   SparseAttend(const AttendContext& context, int64_t query, int kv_head)
       : c_(context),
-        policy_(context.work->policy),
+        policy_(context.work->PolicyOf(kv_head)),
         query_(query),
         kv_head_(kv_head),
         n_(context.work->visible[query]),

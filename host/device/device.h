@@ -64,12 +64,19 @@ struct AppendWork {
 struct AttendWork {
   const LayerRows* rows = nullptr;
   Policy policy;  // valid for the model
+  // [H_kv], or empty: the policy for all. They differ from it in tail, bound,
+  // inflation and pilot_token_count at most.
+  std::vector<Policy> head_policies;
   DType q_dtype = DType::kF32;
   const std::byte* q = nullptr;  // [T, H_q, d]
   int64_t query_count = 0;       // T
   std::vector<int64_t> visible;  // [T], each in [1, rows after the append]
   // Choose rows only: selections is filled, out and lse are not.
   bool select_only = false;
+
+  const Policy& PolicyOf(int kv_head) const {
+    return head_policies.empty() ? policy : head_policies[kv_head];
+  }
 
   // Filled by the device.
   std::vector<float> out;                   // [T, H_q, d]

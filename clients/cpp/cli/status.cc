@@ -41,6 +41,7 @@ Json StatusJson(const v1::GetServerInfoResponse& info,
   }
   const v1::ServerLimits& limits = info.limits();
   const v1::MemoryStatistics& memory = statistics.memory();
+  const v1::AuditStatistics& audit = statistics.audit();
   return {{"version", info.version()},
           {"boot_id", info.boot_id()},
           {"start_time", TimeJson(info.has_start_time(), info.start_time())},
@@ -62,6 +63,12 @@ Json StatusJson(const v1::GetServerInfoResponse& info,
             {"index_bytes", memory.index_bytes()},
             {"other_bytes", memory.other_bytes()}}},
           {"work", WorkJson(statistics.work())},
+          {"audit",
+           {{"share", audit.share()},
+            {"check_count", audit.check_count()},
+            {"violation_count", audit.violation_count()},
+            {"dropped_count", audit.dropped_count()},
+            {"raised_head_count", audit.raised_head_count()}}},
           {"models", std::move(models)}};
 }
 
@@ -94,6 +101,13 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
       << "; promises: exact " << FormatCount(work.exact_count()) << ", statistical "
       << FormatCount(work.statistical_count()) << ", none " << FormatCount(work.none_count())
       << '\n';
+  if (const v1::AuditStatistics& audit = statistics.audit(); audit.share() > 0) {
+    out << "audit     of " << FormatShare(audit.share(), 1)
+        << " of the attends: " << FormatCount(audit.check_count()) << " promises checked, "
+        << FormatShare(static_cast<double>(audit.violation_count()),
+                       static_cast<double>(audit.check_count()))
+        << " broken; " << FormatCount(audit.raised_head_count()) << " heads try harder\n";
+  }
   if (statistics.models().empty()) {
     out << "no models\n";
     return;

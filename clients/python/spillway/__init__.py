@@ -25,7 +25,9 @@ from spillway.policy import Policy, TopK, TopP
 from spillway.results import (
     AppendResult,
     AttendResult,
+    AuditStatistics,
     Certificate,
+    HeadAudit,
     MlpHash,
     Model,
     Pages,
@@ -42,6 +44,8 @@ from spillway.tensors import BFloat16
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditStatistics",
+    "HeadAudit",
     "Aborted",
     "AlreadyExists",
     "AppendResult",

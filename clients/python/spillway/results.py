@@ -247,8 +247,13 @@ class Certificate:
 
     @property
     def inflation(self) -> float:
-        """Inflation in force."""
+        """Inflation that the policy in force asked for."""
         return self.message.inflation
+
+    @cached_property
+    def head_inflations(self) -> npt.NDArray[np.float64]:
+        """Inflation of each KV head [H_kv], where the audit has raised that of one; else empty."""
+        return np.array(self.message.head_inflations, np.float64)
 
     def __repr__(self) -> str:
         worst = self.relative_errors.max(initial=0.0)
@@ -514,6 +519,52 @@ class SequenceStatistics:
 
 
 @dataclass(frozen=True)
+class HeadAudit:
+    """What checks against exact attention have shown of one KV head of a layer.
+
+    A check is of one query head and attend whose certificate was statistical.
+
+    Attributes:
+        layer: Layer.
+        kv_head: KV head.
+        check_count: Checks.
+        violation_count: Outputs farther from the exact one than epsilon.
+        recent_check_count: Checks since the level was last changed or confirmed.
+        recent_violation_count: Violations of these.
+        level: How hard its attends try: 0 as the policy says, then more
+            inflation, a larger pilot, the `paper` budget, and at last dense
+            attention of the layer.
+    """
+
+    layer: int
+    kv_head: int
+    check_count: int
+    violation_count: int
+    recent_check_count: int
+    recent_violation_count: int
+    level: int
+
+
+@dataclass(frozen=True)
+class AuditStatistics:
+    """The audit of all models, since the start.
+
+    Attributes:
+        share: Of the attends, what is checked; 0: no audit.
+        check_count: Checks.
+        violation_count: Outputs farther from the exact one than epsilon.
+        dropped_count: Attends that were chosen and found no room in the queue.
+        raised_head_count: KV heads above level 0 now.
+    """
+
+    share: float
+    check_count: int
+    violation_count: int
+    dropped_count: int
+    raised_head_count: int
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Memory and work of the daemon.
 
@@ -522,12 +573,17 @@ class Statistics:
         work: Work of all models.
         models: One per model.
         sequences: One per sequence of the model asked for.
+        audit: Checks of all models.
+        head_audits: Of the model asked for, KV heads that were checked, those
+            with the most violations first.
     """
 
     memory: MemoryStatistics
     work: WorkStatistics
     models: tuple[ModelStatistics, ...]
     sequences: tuple[SequenceStatistics, ...]
+    audit: AuditStatistics
+    head_audits: tuple[HeadAudit, ...]
 
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetStatisticsResponse) -> Statistics:
@@ -537,6 +593,8 @@ class Statistics:
             work=_read(WorkStatistics, message.work),
             models=tuple(_read(ModelStatistics, m) for m in message.models),
             sequences=tuple(_read(SequenceStatistics, s) for s in message.sequences),
+            audit=_read(AuditStatistics, message.audit),
+            head_audits=tuple(_read(HeadAudit, h) for h in message.head_audits),
         )
 
 

@@ -1,0 +1,155 @@
+#include "daemon/engine/auditor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "host/core/keyed_hash.h"
+#include "host/cpu/exact_attend.h"
+#include "host/policy/effort.h"
+
+namespace spillway {
+namespace {
+
+// Each holds a share of a layer's rows: an append to them copies a page.
+constexpr size_t kWaitingMax = 16;
+
+// Whether an output is farther from the exact one than its promise, [d] each.
+bool IsViolation(const float* out, const float* exact, int d, double epsilon) {
+  double error = 0, norm = 0;
+  for (int i = 0; i < d; ++i) {
+    const double difference = static_cast<double>(out[i]) - exact[i];
+    error += difference * difference;
+    norm += static_cast<double>(exact[i]) * exact[i];
+  }
+  return !(error <= epsilon * epsilon * norm);
+}
+
+}  // namespace
+
+Auditor::Auditor(const AuditOptions& options) : options_(options) {
+  if (enabled()) thread_ = std::thread([this] { Run(); });
+}
+
+std::vector<int> Auditor::Strengthen(const Model& model, int layer, AttendWork& work) const {
+  std::vector<int> levels = model.audits.Levels(layer);
+  if (levels.empty() || !enabled()) return {};
+  std::vector<Policy> policies;
+  for (const int level : levels) {
+    const Effort effort = EffortAt(work.policy, level);
+    if (effort.dense) {
+      work.policy.selector = Selector::kAll;
+      return levels;
+    }
+    policies.push_back(effort.policy);
+  }
+  work.head_policies = std::move(policies);
+  return levels;
+}
+
+bool Auditor::Chosen() {
+  const uint64_t index = offered_count_.fetch_add(1, std::memory_order_relaxed);
+  return static_cast<double>(SplitMix64(index) >> 11) * 0x1p-53 < options_.share;
+}
+
+void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy& policy,
+                    const std::vector<int>& levels, const AttendWork& work) {
+  if (!enabled() || work.select_only) return;
+  const ModelSpec& spec = model->spec;
+  const int64_t heads = spec.query_head_count;
+  const int64_t width = heads * spec.head_dim;
+  const int dense_level = DenseLevel(policy);
+  for (int64_t t = 0; t < work.query_count; ++t) {
+    if (!Chosen()) continue;
+    const auto first = work.certificates.begin() + t * heads;
+    if (std::none_of(first, first + heads, [](const Certificate& certificate) {
+          return certificate.promise == Promise::kStatistical;
+        })) {
+      // What is dense because it failed keeps its promise.
+      for (int h = 0; h < static_cast<int>(levels.size()); ++h) {
+        if (dense_level == 0 || levels[h] < dense_level) continue;
+        model->audits.Record(layer, h, levels[h], dense_level, policy.delta, spec.group(), 0);
+      }
+      continue;
+    }
+    const int64_t q_bytes = width * DTypeBytes(work.q_dtype);
+    Check check{.model = model,
+                .layer = layer,
+                .policy = policy,
+                .levels = levels,
+                .rows = work.rows->Share(work.visible[t]),
+                .q = {work.q + t * q_bytes, work.q + (t + 1) * q_bytes},
+                .q_dtype = work.q_dtype,
+                .visible = work.visible[t],
+                .out = {work.out.begin() + t * width, work.out.begin() + (t + 1) * width},
+                .certificates = {first, first + heads}};
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopped_ || queue_.size() == kWaitingMax) {
+        dropped_count_.fetch_add(1, std::memory_order_relaxed);
+        continue;
+      }
+      queue_.push_back(std::move(check));
+    }
+    wake_.notify_one();
+  }
+}
+
+void Auditor::Perform(const Check& check) const {
+  const ModelSpec& spec = check.model->spec;
+  AttendWork work;
+  work.rows = &check.rows;
+  work.q_dtype = check.q_dtype;
+  work.q = check.q.data();
+  work.visible = {check.visible};
+  const auto exact = ExactAttend(spec, check.layer, std::move(work), cancel_.get());
+  // A logit that is not finite among rows that the attend did not read.
+  if (!exact.ok()) return;
+  const int d = spec.head_dim;
+  const int level_max = DenseLevel(check.policy);
+  for (int h = 0; h < spec.kv_head_count; ++h) {
+    int64_t checks = 0, violations = 0;
+    for (int g = h * spec.group(); g < (h + 1) * spec.group(); ++g) {
+      if (check.certificates[g].promise != Promise::kStatistical) continue;
+      ++checks;
+      violations +=
+          IsViolation(check.out.data() + g * d, exact->data() + g * d, d, check.policy.epsilon);
+    }
+    if (checks == 0) continue;
+    check.model->audits.Record(check.layer, h, check.levels.empty() ? 0 : check.levels[h],
+                               level_max, check.policy.delta, checks, violations);
+  }
+}
+
+void Auditor::Run() {
+  using Clock = std::chrono::steady_clock;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return stopped_ || !queue_.empty(); });
+    if (stopped_) return;
+    const Clock::time_point begin = Clock::now();
+    {
+      const Check check = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      Perform(check);
+    }
+    const auto rest = (Clock::now() - begin) * (1 / options_.cpu_share - 1);
+    lock.lock();
+    wake_.wait_for(lock, rest, [this] { return stopped_; });
+  }
+}
+
+void Auditor::Stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  cancel_->Cancel();
+  wake_.notify_one();
+  if (thread_.joinable()) thread_.join();
+  queue_.clear();
+}
+
+}  // namespace spillway

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "host/device/device.h"
+
+namespace spillway {
+
+// Exact attention of one query over its visible rows, as the policy `all`
+// would compute it, in this thread alone: out [H_q, d]. q, q_dtype and visible
+// of the work count, for its query 0. OUT_OF_RANGE names a token whose logit is
+// not finite; CANCELLED.
+absl::StatusOr<std::vector<float>> ExactAttend(const ModelSpec& spec, int layer, AttendWork work,
+                                               const CancelToken* cancel);
+
+}  // namespace spillway

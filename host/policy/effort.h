@@ -1,0 +1,24 @@
+#pragma once
+
+#include "host/policy/policy.h"
+
+namespace spillway {
+
+// How hard a head's attends try to keep their promise: the policy at level 0,
+// then steps of more inflation, of a larger pilot, vAttention's `paper` budget
+// over a uniform tail, and at last dense attention.
+struct Effort {
+  Policy policy;
+  bool dense = false;
+};
+
+// What each level adds: a quarter to the inflation up to 4, then twice the
+// pilot up to 512 rows, then the `paper` budget with the policy's own
+// inflation, then nothing is left to chance. A policy that promises nothing
+// (no tail, or the denominator's bound) stays as it is. level >= 0; above
+// DenseLevel() as there.
+Effort EffortAt(const Policy& policy, int level);
+// The first level that is dense; 0 for a policy that promises nothing.
+int DenseLevel(const Policy& policy);
+
+}  // namespace spillway
