@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import spillway
-from spillway.results import MemoryStatistics
+from spillway.server import MemoryStatistics
 
 
 def held(client: spillway.Client) -> tuple[int, int]:

@@ -25,19 +25,16 @@ from spillway.policy import Policy, TopK, TopP
 from spillway.results import (
     AppendResult,
     AttendResult,
-    AuditStatistics,
     Certificate,
-    HeadAudit,
     MlpHash,
     Model,
     Pages,
     RotationHash,
     Selection,
     SequenceInfo,
-    ServerInfo,
-    Statistics,
 )
 from spillway.sequence import Sequence
+from spillway.server import AuditStatistics, HeadAudit, ServerInfo, Statistics
 from spillway.target import default_target
 from spillway.tensors import BFloat16
 

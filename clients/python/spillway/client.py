@@ -39,10 +39,9 @@ from spillway.results import (
     Model,
     RotationHash,
     SequenceInfo,
-    ServerInfo,
-    Statistics,
 )
 from spillway.sequence import Sequence
+from spillway.server import ServerInfo, Statistics
 from spillway.target import default_target, normalize_target
 from spillway.tensors import (
     Array,

@@ -1,0 +1,271 @@
+"""What a daemon says of itself: version, devices, limits, statistics and audits."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+from spillway._proto import admin_service_pb2
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that serves attends.
+
+    Attributes:
+        name: For example `cpu:0` or `cuda:0`.
+        description: For people.
+        thread_count: Worker threads.
+        simd_target: Instruction set in use.
+        uuid: Of a GPU, else empty.
+        memory_limit_bytes: Memory of its own that codes may take; 0: host memory.
+        memory_used_bytes: What they take now, bytes.
+    """
+
+    name: str
+    description: str
+    thread_count: int
+    simd_target: str
+    uuid: str
+    memory_limit_bytes: int
+    memory_used_bytes: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits that a client must keep.
+
+    Attributes:
+        message_bytes_max: Largest message, bytes.
+        memory_bytes_max: Everything the daemon may hold, bytes.
+        query_token_count_max: Most queries of one item.
+        sparse_query_token_count_max: Most queries of an item served sparsely.
+        attend_item_count_max: Most items of one Attend.
+        sequence_count_max: Most sequences at once.
+    """
+
+    message_bytes_max: int
+    memory_bytes_max: int
+    query_token_count_max: int
+    sparse_query_token_count_max: int
+    attend_item_count_max: int
+    sequence_count_max: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What the daemon is.
+
+    Attributes:
+        version: MAJOR.MINOR.PATCH.
+        boot_id: Random per start: another value means all sequences are gone.
+        start_time: When it started, UTC.
+        devices: Devices that serve attends.
+        limits: Limits that a client must keep.
+        page_token_count: Tokens per page of rows.
+    """
+
+    version: str
+    boot_id: str
+    start_time: datetime.datetime
+    devices: tuple[Device, ...]
+    limits: Limits
+    page_token_count: int
+
+    @classmethod
+    def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
+        """Reads a `spillway.v1.GetServerInfoResponse`."""
+        return cls(
+            version=message.version,
+            boot_id=message.boot_id,
+            start_time=message.start_time.ToDatetime(datetime.timezone.utc),
+            devices=tuple(
+                Device(
+                    d.name,
+                    d.description,
+                    d.thread_count,
+                    d.simd_target,
+                    d.uuid,
+                    d.memory_limit_bytes,
+                    d.memory_used_bytes,
+                )
+                for d in message.devices
+            ),
+            limits=_read(Limits, message.limits),
+            page_token_count=message.page_token_count,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryStatistics:
+    """Bytes held by the daemon.
+
+    Attributes:
+        limit_bytes: Limit on all that follows.
+        used_bytes: Charged against the limit now.
+        arena_committed_bytes: Obtained from the system by the arena.
+        arena_huge_page_bytes: Of those, in huge pages.
+        row_bytes: In pages that hold rows.
+        index_bytes: In pages that hold codes.
+        other_bytes: Model weights, tables, requests in flight.
+    """
+
+    limit_bytes: int
+    used_bytes: int
+    arena_committed_bytes: int
+    arena_huge_page_bytes: int
+    row_bytes: int
+    index_bytes: int
+    other_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkStatistics:
+    """Work done since the start, or since the model or sequence was created.
+
+    Attributes:
+        attend_count: Attends, one per query token, layer and sequence.
+        appended_row_count: Rows, one per token, layer and KV head.
+        touched_row_count: Rows read by attends.
+        visible_row_count: Rows that those attends could have read.
+        attend_time_us: Device time of attends, microseconds.
+        exact_count: Certificates per promise, one per attend and query head.
+        statistical_count: The same.
+        none_count: The same.
+    """
+
+    attend_count: int
+    appended_row_count: int
+    touched_row_count: int
+    visible_row_count: int
+    attend_time_us: float
+    exact_count: int
+    statistical_count: int
+    none_count: int
+
+
+@dataclass(frozen=True)
+class ModelStatistics:
+    """Work and size of a model's sequences.
+
+    Attributes:
+        model: `models/{id}`.
+        sequence_count: Its sequences.
+        token_count: Tokens over its sequences.
+        free_token_count: Tokens that still fit before admission refuses.
+        work: Work done.
+    """
+
+    model: str
+    sequence_count: int
+    token_count: int
+    free_token_count: int
+    work: WorkStatistics
+
+
+@dataclass(frozen=True)
+class SequenceStatistics:
+    """Work and size of a sequence.
+
+    Attributes:
+        sequence: `sequences/{id}`.
+        token_count: Tokens in every layer.
+        row_bytes: Bytes of the pages that hold its rows.
+        index_bytes: Bytes of the pages that hold its codes.
+        work: Work done.
+    """
+
+    sequence: str
+    token_count: int
+    row_bytes: int
+    index_bytes: int
+    work: WorkStatistics
+
+
+@dataclass(frozen=True)
+class HeadAudit:
+    """What checks against exact attention have shown of one KV head of a layer.
+
+    A check is of one query head and attend whose certificate was statistical.
+
+    Attributes:
+        layer: Layer.
+        kv_head: KV head.
+        check_count: Checks.
+        violation_count: Outputs farther from the exact one than epsilon.
+        recent_check_count: Checks since the level was last changed or confirmed.
+        recent_violation_count: Violations of these.
+        level: How hard its attends try: 0 as the policy says, then more
+            inflation, a larger pilot, the `paper` budget, and at last dense
+            attention of the layer.
+    """
+
+    layer: int
+    kv_head: int
+    check_count: int
+    violation_count: int
+    recent_check_count: int
+    recent_violation_count: int
+    level: int
+
+
+@dataclass(frozen=True)
+class AuditStatistics:
+    """The audit of all models, since the start.
+
+    Attributes:
+        share: Of the attends, what is checked; 0: no audit.
+        check_count: Checks.
+        violation_count: Outputs farther from the exact one than epsilon.
+        dropped_count: Attends that were chosen and found no room in the queue.
+        raised_head_count: KV heads above level 0 now.
+    """
+
+    share: float
+    check_count: int
+    violation_count: int
+    dropped_count: int
+    raised_head_count: int
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Memory and work of the daemon.
+
+    Attributes:
+        memory: Bytes held.
+        work: Work of all models.
+        models: One per model.
+        sequences: One per sequence of the model asked for.
+        audit: Checks of all models.
+        head_audits: Of the model asked for, KV heads that were checked, those
+            with the most violations first.
+    """
+
+    memory: MemoryStatistics
+    work: WorkStatistics
+    models: tuple[ModelStatistics, ...]
+    sequences: tuple[SequenceStatistics, ...]
+    audit: AuditStatistics
+    head_audits: tuple[HeadAudit, ...]
+
+    @classmethod
+    def from_proto(cls, message: admin_service_pb2.GetStatisticsResponse) -> Statistics:
+        """Reads a `spillway.v1.GetStatisticsResponse`."""
+        return cls(
+            memory=_read(MemoryStatistics, message.memory),
+            work=_read(WorkStatistics, message.work),
+            models=tuple(_read(ModelStatistics, m) for m in message.models),
+            sequences=tuple(_read(SequenceStatistics, s) for s in message.sequences),
+            audit=_read(AuditStatistics, message.audit),
+            head_audits=tuple(_read(HeadAudit, h) for h in message.head_audits),
+        )
+
+
+def _read(kind: Any, message: Any) -> Any:
+    """Reads the fields that the dataclass has from the message of its name."""
+    values = {name: getattr(message, name) for name in kind.__dataclass_fields__}
+    if "work" in values:
+        values["work"] = _read(WorkStatistics, values["work"])
+    return kind(**values)
