@@ -65,12 +65,13 @@ def _layers(text: str, layer_count: int) -> list[int]:
         return list(range(layer_count))
     layers: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or not (last if dash else first).isdigit():
             raise typer.BadParameter(f"{part!r} is not a layer, nor two with a dash between")
-        layers.update(range(int(first), int(last or first) + 1))
-    if max(layers) >= layer_count:
-        raise typer.BadParameter(f"layer {max(layers)} is not in [0, {layer_count - 1}]")
+        begin, end = int(first), int(last or first)
+        if not begin <= end < layer_count:
+            raise typer.BadParameter(f"layers {part} are not a part of [0, {layer_count - 1}]")
+        layers.update(range(begin, end + 1))
     return sorted(layers)
 
 
