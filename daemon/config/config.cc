@@ -51,39 +51,27 @@ Setting Integer(const char* key, const char* flag, const char* help, T Config::*
           [=](const Config& config) { return absl::StrCat(config.*field); }};
 }
 
-Setting Seconds(const char* key, const char* flag, const char* help, double Config::*field,
-                double high) {
+// wanted: what the range holds, for who is out of it.
+Setting Number(const char* key, const char* flag, const char* help, double Config::*field,
+               std::function<bool(double)> in_range, std::string wanted) {
   return {key,
           flag,
           help,
           false,
           [=](Config& config, const std::string& text) {
             double value = 0;
-            if (!absl::SimpleAtod(text, &value) || !(value >= 0 && value <= high)) {
-              return Refuse(text, absl::StrCat("a number of seconds in [0, ", high, "]"));
-            }
+            if (!absl::SimpleAtod(text, &value) || !in_range(value)) return Refuse(text, wanted);
             config.*field = value;
             return absl::OkStatus();
           },
           [=](const Config& config) { return absl::StrCat(config.*field); }};
 }
 
-Setting Share(const char* key, const char* flag, const char* help, double Config::*field,
-              bool zero) {
-  return {
-      key,
-      flag,
-      help,
-      false,
-      [=](Config& config, const std::string& text) {
-        double value = 0;
-        if (!absl::SimpleAtod(text, &value) || !(value <= 1) || !(zero ? value >= 0 : value > 0)) {
-          return Refuse(text, zero ? "a share in [0, 1]" : "a share in (0, 1]");
-        }
-        config.*field = value;
-        return absl::OkStatus();
-      },
-      [=](const Config& config) { return absl::StrCat(config.*field); }};
+Setting Seconds(const char* key, const char* flag, const char* help, double Config::*field,
+                double high) {
+  return Number(
+      key, flag, help, field, [=](double value) { return value >= 0 && value <= high; },
+      absl::StrCat("a number of seconds in [0, ", high, "]"));
 }
 
 Setting Choice(const char* key, const char* flag, const char* help, std::vector<std::string> names,
@@ -186,12 +174,16 @@ const std::vector<Setting>& Settings() {
               &Config::ttl_seconds, 365.0 * 86400),
       Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
               &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max()),
-      Share("audit.share", "--audit-share",
-            "share of the attends that is checked against exact attention; heads whose promises "
-            "fail then try harder",
-            &Config::audit_share, /*zero=*/true),
-      Share("audit.cpu_share", "--audit-cpu-share", "share of one core that the checks may take",
-            &Config::audit_cpu_share, /*zero=*/false),
+      Number(
+          "audit.share", "--audit-share",
+          "share of the attends that is checked against exact attention; heads whose promises "
+          "fail then try harder",
+          &Config::audit_share, [](double value) { return value >= 0 && value <= 1; },
+          "a share in [0, 1]"),
+      Number(
+          "audit.cpu_share", "--audit-cpu-share", "share of one core that the checks may take",
+          &Config::audit_cpu_share, [](double value) { return value > 0 && value <= 1; },
+          "a share in (0, 1]"),
       Choice(
           "log.level", "--log-level", "trace, debug, info, warning, error or off",
           {"trace", "debug", "info", "warning", "error", "off"},

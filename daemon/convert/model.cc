@@ -183,4 +183,14 @@ void ToProto(const WorkCounters& counters, v1::WorkStatistics& work) {
   work.set_none_count(counters.none_count);
 }
 
+void ToProto(const HeadAudit& head, v1::HeadAudit& out) {
+  out.set_layer(head.layer);
+  out.set_kv_head(head.kv_head);
+  out.set_check_count(head.check_count);
+  out.set_violation_count(head.violation_count);
+  out.set_recent_check_count(head.recent_check_count);
+  out.set_recent_violation_count(head.recent_violation_count);
+  out.set_level(head.level);
+}
+
 }  // namespace spillway

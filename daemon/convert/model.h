@@ -25,5 +25,6 @@ absl::StatusOr<absl::Duration> TtlFromProto(const v1::Sequence& sequence, absl::
 v1::Sequence ToProto(const Sequence& sequence);
 
 void ToProto(const WorkCounters& counters, v1::WorkStatistics& work);
+void ToProto(const HeadAudit& head, v1::HeadAudit& out);
 
 }  // namespace spillway

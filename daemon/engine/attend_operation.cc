@@ -96,7 +96,8 @@ void Engine::AttendOperation::Submit() {
       work.append = AppendWork{&RowsOf(item), item.append->start, item.append->count,
                                item.append->k, item.append->v};
     }
-    if (Auditor* const auditor = engine_->options_.auditor; auditor != nullptr) {
+    if (Auditor* const auditor = engine_->options_.auditor;
+        auditor != nullptr && auditor->enabled()) {
       Audited& audited = audited_.emplace_back(item.work.policy);
       audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.work);
     }

@@ -13,22 +13,24 @@ constexpr int64_t kLowerCheckCount = 400;
 }  // namespace
 
 AuditTable::AuditTable(const ModelSpec& spec)
-    : kv_head_count_(spec.kv_head_count), raised_counts_(spec.layer_count, 0) {}
+    : layer_count_(spec.layer_count), kv_head_count_(spec.kv_head_count) {}
 
 std::vector<int> AuditTable::Levels(int layer) const {
   const MutexLock lock(mutex_);
-  if (raised_counts_[layer] == 0) return {};
-  std::vector<int> levels(kv_head_count_);
-  for (int h = 0; h < kv_head_count_; ++h) {
-    levels[h] = heads_[static_cast<size_t>(layer) * kv_head_count_ + h].level;
-  }
+  if (heads_.empty()) return {};
+  const auto first = heads_.begin() + static_cast<ptrdiff_t>(layer) * kv_head_count_;
+  const auto last = first + kv_head_count_;
+  const auto raised = [](const HeadAudit& head) { return head.level > 0; };
+  if (std::none_of(first, last, raised)) return {};
+  std::vector<int> levels;
+  for (auto head = first; head != last; ++head) levels.push_back(head->level);
   return levels;
 }
 
 void AuditTable::Record(int layer, int kv_head, int level, int level_max, double delta,
                         int64_t check_count, int64_t violation_count) {
   const MutexLock lock(mutex_);
-  if (heads_.empty()) heads_.resize(raised_counts_.size() * kv_head_count_);
+  if (heads_.empty()) heads_.resize(static_cast<size_t>(layer_count_) * kv_head_count_);
   HeadAudit& head = heads_[static_cast<size_t>(layer) * kv_head_count_ + kv_head];
   head.layer = layer;
   head.kv_head = kv_head;
@@ -49,7 +51,6 @@ void AuditTable::Record(int layer, int kv_head, int level, int level_max, double
     return;
   }
   head.recent_check_count = head.recent_violation_count = 0;
-  raised_counts_[layer] += (head.level > 0 ? 1 : 0) - (level > 0 ? 1 : 0);
 }
 
 std::vector<HeadAudit> AuditTable::Heads() const {

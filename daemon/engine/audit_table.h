@@ -39,10 +39,10 @@ class AuditTable {
   std::vector<HeadAudit> Heads() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  const int layer_count_;
   const int kv_head_count_;
   mutable Mutex mutex_;
-  std::vector<HeadAudit> heads_ ABSL_GUARDED_BY(mutex_);    // [L][H_kv], empty at first
-  std::vector<int> raised_counts_ ABSL_GUARDED_BY(mutex_);  // per layer, heads above level 0
+  std::vector<HeadAudit> heads_ ABSL_GUARDED_BY(mutex_);  // [L][H_kv], empty at first
 };
 
 }  // namespace spillway

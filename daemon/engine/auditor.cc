@@ -33,8 +33,9 @@ Auditor::Auditor(const AuditOptions& options) : options_(options) {
 }
 
 std::vector<int> Auditor::Strengthen(const Model& model, int layer, AttendWork& work) const {
+  if (!enabled()) return {};
   std::vector<int> levels = model.audits.Levels(layer);
-  if (levels.empty() || !enabled()) return {};
+  if (levels.empty()) return {};
   std::vector<Policy> policies;
   for (const int level : levels) {
     const Effort effort = EffortAt(work.policy, level);
@@ -59,7 +60,6 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
   const ModelSpec& spec = model->spec;
   const int64_t heads = spec.query_head_count;
   const int64_t width = heads * spec.head_dim;
-  const int dense_level = DenseLevel(policy);
   for (int64_t t = 0; t < work.query_count; ++t) {
     if (!Chosen()) continue;
     const auto first = work.certificates.begin() + t * heads;
@@ -68,8 +68,9 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
         })) {
       // What is dense because it failed keeps its promise.
       for (int h = 0; h < static_cast<int>(levels.size()); ++h) {
-        if (dense_level == 0 || levels[h] < dense_level) continue;
-        model->audits.Record(layer, h, levels[h], dense_level, policy.delta, spec.group(), 0);
+        if (!EffortAt(policy, levels[h]).dense) continue;
+        model->audits.Record(layer, h, levels[h], DenseLevel(policy), policy.delta, spec.group(),
+                             0);
       }
       continue;
     }

@@ -17,16 +17,6 @@ constexpr int64_t kSequenceListMax = 1000;
 constexpr int64_t kHeadAuditListMax = 1000;
 constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
 
-void ToProto(const HeadAudit& head, v1::HeadAudit& out) {
-  out.set_layer(head.layer);
-  out.set_kv_head(head.kv_head);
-  out.set_check_count(head.check_count);
-  out.set_violation_count(head.violation_count);
-  out.set_recent_check_count(head.recent_check_count);
-  out.set_recent_violation_count(head.recent_violation_count);
-  out.set_level(head.level);
-}
-
 void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
                 v1::MemoryStatistics& memory) {
   const ArenaStatistics arena = engine.arena().statistics();
