@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from spillway.training.traces import attention_seen
 
 
 class Trace(NamedTuple):
@@ -30,22 +28,21 @@ class Trace(NamedTuple):
 def record(model: Any, tokens: torch.Tensor, positions: Sequence[int]) -> Trace:
     """Reads tokens [n] with the model's own attention and records it."""
     queries: list[torch.Tensor] = []
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     scales: set[float] = set()
 
-    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def see(
+        _layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> None:
         queries.append(query[0, :, list(positions)].transpose(0, 1).clone())
-        scales.add(kwargs["scaling"])
-        return sdpa_attention_forward(module, query, *args, **kwargs)
+        keys.append(key[0])
+        values.append(value[0])
+        scales.add(scaling)
 
-    AttentionInterface.register("recording", attend)
-    AttentionMaskInterface.register("recording", sdpa_mask)
-    model.set_attn_implementation("recording")
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(input_ids=tokens[None], past_key_values=cache, logits_to_keep=1)
+    with torch.inference_mode(), attention_seen(model, see):
+        model(input_ids=tokens[None], use_cache=False, logits_to_keep=1)
     (scaling,) = scales
-    keys = [layer.keys[0] for layer in cache.layers]
-    values = [layer.values[0] for layer in cache.layers]
     return Trace(queries, keys, values, scaling)
 
 

@@ -41,12 +41,11 @@ from spillway.tensors import BFloat16
 __version__ = "0.1.0"
 
 __all__ = [
-    "AuditStatistics",
-    "HeadAudit",
     "Aborted",
     "AlreadyExists",
     "AppendResult",
     "AttendResult",
+    "AuditStatistics",
     "BFloat16",
     "Cancelled",
     "Certificate",
@@ -55,6 +54,7 @@ __all__ = [
     "DecodeStream",
     "FailedPrecondition",
     "FieldViolation",
+    "HeadAudit",
     "InvalidArgument",
     "MlpHash",
     "Model",

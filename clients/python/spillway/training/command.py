@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +32,15 @@ from spillway.training.traces import Traces, collect, read_text
 from spillway.training.trainer import LayerResult, Training, held_out_count, train_layer
 
 console = Console()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What cannot be used is the command line's error."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _progress(what: str) -> Progress:
@@ -97,7 +108,7 @@ class _Parts:
 
     def __init__(self, folder: Path, traces: Traces, training: Training) -> None:
         self.folder = folder
-        told = [dataclasses.asdict(training), dataclasses.asdict(traces) | {"folder": ""}]
+        told = [dataclasses.asdict(training), traces.meta()]
         self.key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def _path(self, layer: int) -> Path:
@@ -123,23 +134,22 @@ class _Parts:
         part.replace(self._path(result.layer).with_suffix(".json"))
 
 
+def _means(results: list[LayerResult]) -> tuple[float, float, float]:
+    """Over layers and heads: of the trained codes, of LSH's, and their ratio."""
+    iou = [x for r in results for x in r.iou]
+    lsh = [x for r in results for x in r.lsh_iou]
+    return sum(iou) / len(iou), sum(lsh) / len(lsh), sum(iou) / sum(lsh)
+
+
 def _show(results: list[LayerResult], training: Training) -> None:
     table = Table(title=f"held-out IoU with the true top {training.share:.0%}")
     for name in ("layer", "trained", "worst head", "LSH", "trained / LSH", "steps", "seconds"):
         table.add_column(name, justify="right")
 
     def row(name: str, of: list[LayerResult], *rest: str) -> None:
-        iou = [x for r in of for x in r.iou]
-        lsh = [x for r in of for x in r.lsh_iou]
-        gain = sum(iou) / sum(lsh)
-        table.add_row(
-            name,
-            f"{sum(iou) / len(iou):.3f}",
-            f"{min(iou):.3f}",
-            f"{sum(lsh) / len(lsh):.3f}",
-            f"{gain:.2f}",
-            *rest,
-        )
+        iou, lsh, gain = _means(of)
+        worst = min(x for r in of for x in r.iou)
+        table.add_row(name, f"{iou:.3f}", f"{worst:.3f}", f"{lsh:.3f}", f"{gain:.2f}", *rest)
 
     for r in results:
         row(str(r.layer), [r], f"{r.best_step} of {r.step_count}", f"{r.seconds:.0f}")
@@ -150,8 +160,7 @@ def _show(results: list[LayerResult], training: Training) -> None:
 def _report(
     results: list[LayerResult], traces: Traces, training: Training, device: torch.device
 ) -> dict[str, Any]:
-    iou = [x for r in results for x in r.iou]
-    lsh = [x for r in results for x in r.lsh_iou]
+    iou, lsh, gain = _means(results)
     return {
         "model": traces.model,
         "sample_count": traces.sample_count,
@@ -159,9 +168,9 @@ def _report(
         "token_count": traces.token_count,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "training": dataclasses.asdict(training),
-        "iou": sum(iou) / len(iou),
-        "lsh_iou": sum(lsh) / len(lsh),
-        "gain": sum(iou) / sum(lsh),
+        "iou": iou,
+        "lsh_iou": lsh,
+        "gain": gain,
         "layers": [dataclasses.asdict(r) | {"gain": r.gain} for r in results],
     }
 
@@ -292,20 +301,17 @@ def _traces(
         return Traces.open(folder)
     loaded, tokenizer = _load(model, device)
     ids = tokenizer(read_text(texts), return_tensors="pt", verbose=False).input_ids[0]
-    with _progress("reading") as progress:
+    with _progress("reading") as progress, _refusals():
         bar = progress.add_task("")
-        try:
-            traces = collect(
-                loaded,
-                ids,
-                folder,
-                token_count=tokens,
-                sample_count=samples,
-                seed=seed,
-                on_sample=lambda done, total: progress.update(bar, completed=done, total=total),
-            )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+        traces = collect(
+            loaded,
+            ids,
+            folder,
+            token_count=tokens,
+            sample_count=samples,
+            seed=seed,
+            on_sample=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
     request.write_text(json.dumps(asked) + "\n")
     return traces
 
@@ -322,10 +328,8 @@ def _spotlight(
     layers: Annotated[int, typer.Option(min=1, help="of the model it is for")],
 ) -> None:
     """Of Spotlight Attention: a list of tensors without names, an MLP a query head."""
-    try:
+    with _refusals():
         tensors, described = import_spotlight(checkpoint, layers)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     save_hash(output, tensors, layers, described)
     console.print(f"Written: {output}: {described}")
 
@@ -336,9 +340,7 @@ def _hata(
     output: Annotated[Path, typer.Option(help="safetensors file to write")],
 ) -> None:
     """Of HATA: one matrix a KV head and layer."""
-    try:
+    with _refusals():
         tensors, layer_count, described = import_hata(folder)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     save_hash(output, tensors, layer_count, described)
     console.print(f"Written: {output}: {described}")

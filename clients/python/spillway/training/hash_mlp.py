@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -116,15 +117,7 @@ def save_hash(
     metadata = {
         "format": _FORMAT,
         "layer_count": str(layer_count),
-        "hash": json.dumps(
-            {
-                "hash_bits": described.hash_bits,
-                "hidden_dim": described.hidden_dim,
-                "residual": described.residual,
-                "per_query_head": described.per_query_head,
-                "raw_keys": described.raw_keys,
-            }
-        ),
+        "hash": json.dumps(asdict(described)),
     }
     part = path.with_name(path.name + ".part")
     save_file(dict(tensors), part, metadata=metadata)

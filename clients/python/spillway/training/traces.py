@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,10 @@ class Traces:
             raise ValueError(f"{folder} holds no traces: {_META} is not there")
         return cls(folder=folder, **json.loads(path.read_text()))
 
+    def meta(self) -> dict[str, Any]:
+        """What they are, wherever."""
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
+
     def sample(self, layer: int, index: int, device: torch.device) -> Sample:
         """Reads one sample of one layer."""
         tensors = load_file(_path(self.folder, layer, index))
@@ -93,6 +98,33 @@ def read_text(files: Sequence[Path]) -> str:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         parts.append(data.decode(errors="replace"))
     return "\n".join(parts)
+
+
+@contextmanager
+def attention_seen(model: Any, see: Callable[..., None]) -> Iterator[None]:
+    """Lets the model attend as ever, and shows what with.
+
+    Args:
+        model: A transformers model.
+        see: Called before each layer attends with the layer's index, queries
+            [1, H_q, T, d], keys and values [1, H_kv, n, d], all after the
+            positional encoding, and the factor on q.k.
+    """
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, *args: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        see(module.layer_idx, query, key, value, scaling)
+        return sdpa_attention_forward(module, query, key, value, *args, scaling=scaling, **kwargs)
+
+    AttentionInterface.register(_RECORDING, attend)
+    AttentionMaskInterface.register(_RECORDING, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_RECORDING)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def collect(
@@ -137,39 +169,31 @@ def collect(
         )
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    current: dict[str, Any] = {}
+    positions = torch.empty(0)
+    index = 0
 
-    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kw: Any) -> Any:
-        positions = current["positions"]
+    def keep(layer: int, query: torch.Tensor, key: torch.Tensor, *_: Any) -> None:
+        queries = query[0][:, positions.to(query.device)]
         save_file(
             {
                 "keys": key[0].to("cpu", torch.bfloat16).contiguous(),
-                "queries": query[0][:, positions.to(query.device)]
-                .to("cpu", torch.bfloat16)
-                .contiguous(),
+                "queries": queries.to("cpu", torch.bfloat16).contiguous(),
                 "positions": positions,
             },
-            _path(folder, module.layer_idx, current["index"]),
+            _path(folder, layer, index),
         )
-        return sdpa_attention_forward(module, query, key, *args, **kw)
 
-    AttentionInterface.register(_RECORDING, attend)
-    AttentionMaskInterface.register(_RECORDING, sdpa_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_RECORDING)
-    try:
+    with attention_seen(model, keep):
         for index in range(count):
             # The first and the last stretch, and evenly between.
             start = index * (whole - 1) // max(1, count - 1) * token_count
             kept = torch.randperm(token_count, generator=generator)[:query_count]
-            current.update(index=index, positions=kept.sort().values)
+            positions = kept.sort().values
             stretch = tokens[start : start + token_count].to(model.device)
             with torch.inference_mode():
                 model.base_model(input_ids=stretch[None], use_cache=False)
             if on_sample is not None:
                 on_sample(index + 1, count)
-    finally:
-        model.set_attn_implementation(before)
     traces = Traces(
         folder=folder,
         model=getattr(model.config, "_name_or_path", "") or model.config.model_type,
@@ -180,6 +204,5 @@ def collect(
         sample_count=count,
         token_count=token_count,
     )
-    meta = {name: value for name, value in asdict(traces).items() if name != "folder"}
-    (folder / _META).write_text(json.dumps(meta, indent=1) + "\n")
+    (folder / _META).write_text(json.dumps(traces.meta(), indent=1) + "\n")
     return traces

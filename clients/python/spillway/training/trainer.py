@@ -97,70 +97,85 @@ class LayerResult:
         return sum(self.iou) / sum(self.lsh_iou)
 
 
+class _Stretch:
+    """A sample as the hash functions see it: H heads, G query heads that share each.
+
+    Attributes:
+        keys: As they are ranked, [H, n, d].
+        hashed: As they are hashed, [H, n, d].
+        queries: [H, G, m, d].
+        positions: int64 [m].
+    """
+
+    def __init__(self, sample: Sample, training: Training) -> None:
+        group = sample.queries.shape[0] // sample.keys.shape[0]
+        self.keys, shared = sample.keys, group
+        if training.per_query_head:
+            self.keys, shared = sample.keys.repeat_interleave(group, 0), 1
+        self.hashed = self.keys
+        if not training.raw_keys:
+            self.hashed = self.keys - self.keys[:, :CENTRE_TOKEN_COUNT].mean(1, keepdim=True)
+        self.queries = sample.queries.unflatten(0, (-1, shared))
+        self.positions = sample.positions
+
+
+class _Task:
+    """Some queries of a stretch, and what they should find.
+
+    Attributes:
+        hashed: Keys as they are hashed, [H, n, d].
+        queries: [H, G, Q, d].
+        visible: int64 [Q].
+        scores: The true ones, [H, G, Q, n].
+    """
+
+    def __init__(self, stretch: _Stretch, which: torch.Tensor) -> None:
+        self.hashed = stretch.hashed
+        self.queries = stretch.queries[:, :, which]
+        self.visible = stretch.positions[which] + 1
+        self.scores = true_scores(self.queries, stretch.keys, self.visible)
+
+    def codes(self, function: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
+        of_queries = function(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
+        return function(self.hashed), of_queries
+
+
 class _Layer:
-    """A layer's samples as the hash functions see them."""
+    """A layer's stretches: those to learn from, and what is asked of those held out."""
 
     def __init__(
         self, traces: Traces, layer: int, held_out: int, training: Training, device: torch.device
     ) -> None:
         self.training = training
         self.device = device
-        self.group = traces.query_head_count // traces.kv_head_count
-        samples = [traces.sample(layer, i, device) for i in range(traces.sample_count)]
-        self.learned, self.judged = samples[:-held_out], samples[-held_out:]
+        stretches = [
+            _Stretch(traces.sample(layer, i, device), training) for i in range(traces.sample_count)
+        ]
+        self.learned = stretches[:-held_out]
+        self.judged = [self._later_half(stretch) for stretch in stretches[-held_out:]]
 
-    def keys(self, sample: Sample) -> torch.Tensor:
-        """Keys as they are ranked, [H, n, d]."""
-        keys = sample.keys
-        return keys.repeat_interleave(self.group, 0) if self.training.per_query_head else keys
-
-    def hashed(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys as they are hashed."""
-        if self.training.raw_keys:
-            return keys
-        return keys - keys[:, :CENTRE_TOKEN_COUNT].mean(1, keepdim=True)
-
-    def queries(self, sample: Sample, which: torch.Tensor) -> torch.Tensor:
-        """[H, G, Q, d]."""
-        queries = sample.queries[:, which]
-        group = 1 if self.training.per_query_head else self.group
-        return queries.unflatten(0, (-1, group))
+    def _later_half(self, stretch: _Stretch) -> _Task:
+        """Queries of the later half, where there is something to find."""
+        seen = stretch.positions.numel()
+        which = torch.linspace(seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2))
+        return _Task(stretch, which.long().to(self.device))
 
     def input_scale(self) -> torch.Tensor:
         """Root mean square of what is hashed, [H]."""
-        sample = self.learned[0]
-        keys = self.hashed(self.keys(sample)).square().mean((1, 2))
-        every = torch.arange(len(sample.positions), device=self.device)
-        queries = self.queries(sample, every).square().mean((1, 2, 3))
+        stretch = self.learned[0]
+        keys = stretch.hashed.square().mean((1, 2))
+        queries = stretch.queries.square().mean((1, 2, 3))
         return ((keys + queries) / 2).sqrt().clamp(min=1e-6)
-
-    def codes(
-        self, function: nn.Module, keys: torch.Tensor, queries: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
-        of_queries = function(queries.flatten(1, 2)).unflatten(1, queries.shape[1:3])
-        return function(self.hashed(keys)), of_queries
 
     @torch.no_grad()
     def judge(self, function: nn.Module) -> torch.Tensor:
         """Intersection over union on the held-out stretches, per query head [H_q]."""
         parts = []
-        for sample in self.judged:
-            seen = sample.positions.numel()
-            # Of the later half, where there is something to find.
-            which = torch.linspace(
-                seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2)
-            ).long()
-            which = which.to(self.device)
-            keys, queries = self.keys(sample), self.queries(sample, which)
-            visible = sample.positions[which] + 1
-            y_keys, y_queries = self.codes(function, keys, queries)
+        for task in self.judged:
+            y_keys, y_queries = task.codes(function)
             found = intersection_over_union(
-                y_keys > 0,
-                y_queries > 0,
-                true_scores(queries, keys, visible),
-                visible,
-                self.training.share,
+                y_keys > 0, y_queries > 0, task.scores, task.visible, self.training.share
             )
             parts.append(found.flatten(0, 1))
         return torch.cat(parts, dim=1).mean(1)
@@ -169,19 +184,19 @@ class _Layer:
         """Of one stretch and some of its queries, both drawn."""
         training = self.training
         index = torch.randint(len(self.learned), (), generator=generator, device=self.device)
-        sample = self.learned[int(index)]
-        size = (min(training.query_count, len(sample.positions)),)
-        which = torch.randint(len(sample.positions), size, generator=generator, device=self.device)
-        visible = sample.positions[which] + 1
-        keys, queries = self.keys(sample), self.queries(sample, which)
-        y_keys, y_queries = self.codes(function, keys, queries)
+        stretch = self.learned[int(index)]
+        count = len(stretch.positions)
+        size = (min(training.query_count, count),)
+        which = torch.randint(count, size, generator=generator, device=self.device)
+        task = _Task(stretch, which)
+        y_keys, y_queries = task.codes(function)
         estimates = torch.einsum(
             "hgqb,hnb->hgqn", softsign(y_queries, training.gamma), softsign(y_keys, training.gamma)
         )
         return ranking_loss(
             estimates,
-            true_scores(queries, keys, visible),
-            visible,
+            task.scores,
+            task.visible,
             share=training.share,
             top_sample_count=training.top_sample_count,
             other_sample_count=training.other_sample_count,
