@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 KV_HEADS = 8
+ROW_BYTES = 512
 Record = dict[str, Any]
 
 

@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import trace_section
-from records import KV_HEADS, Record, finish_axes, label, lines, verdict
+from records import KV_HEADS, ROW_BYTES, Record, finish_axes, label, lines, verdict
 
 # What the aims are stated for: 34 B of codes and factor a key at 2 bits and 128
 # dimensions, 16 B a key for 128 hash bits, and the rate of a copy within the
@@ -31,7 +31,6 @@ MEMORY_BYTES_PER_S = 4.3e12
 AIMS_US = {("hamming", 524288): 25, ("hamming", 1048576): 45}
 AIMS_US |= {("asymmetric", 524288): 50, ("asymmetric", 1048576): 95}
 STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
-ROW_BYTES = 512
 LINK_GB_PER_S = 51.4  # that multiprocessors load
 # Of a whole attend, beyond scoring and its rows' way over the link.
 BEYOND_US = {1 << 17: 40, 1 << 20: 60}

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from records import KV_HEADS, Record, finish_axes, label, verdict
+from records import KV_HEADS, ROW_BYTES, Record, finish_axes, label, verdict
 
-ROW_BYTES = 512
-GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/job_run.cc
+GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/job_launch.cc
 # A whole attend is to take at most FACTOR x (scoring + moved rows / rate + REST_US).
 FACTOR = 1.15
 REST_US = 60

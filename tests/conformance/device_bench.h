@@ -78,12 +78,14 @@ class BenchSequence {
   JobItem Select(const Policy& policy, const std::vector<float>& q,
                  std::vector<int64_t> visible = {}, int layer = 0);
 
+  // Submits a job of the item alone and waits.
+  JobItem RunOne(JobItem item, int layer = 0);
+
   int64_t token_count(int layer = 0) const { return rows_[layer]->token_count(); }
   int64_t index_bytes() const { return device_sequence_->index_bytes(); }
 
  private:
   BenchSequence(DeviceBench& bench, std::unique_ptr<DeviceSequence> sequence);
-  JobItem RunOne(JobItem item, int layer);
   absl::Status PrepareAppend(int64_t count, int layer);
 
   DeviceBench* bench_;

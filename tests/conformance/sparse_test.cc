@@ -252,9 +252,7 @@ TEST_P(Sparse, KvHeadsMayHaveTailsOfTheirOwn) {
   const auto run = [&](const Policy& policy, std::vector<Policy> of_heads) {
     JobItem item = sequence.AttendItem(policy, q, /*select_only=*/false);
     item.attend->head_policies = std::move(of_heads);
-    auto job = std::make_unique<Job>();
-    job->items.push_back(std::move(item));
-    return std::move(bench.Run(std::move(job))->items[0]);
+    return sequence.RunOne(std::move(item));
   };
   const JobItem mixed = run(DefaultPolicy(spec), policies);
   ASSERT_TRUE(mixed.status.ok()) << mixed.status;
