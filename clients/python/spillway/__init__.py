@@ -21,15 +21,14 @@ from spillway.errors import (
     Unavailable,
     VersionMismatch,
 )
-from spillway.policy import Policy, TopK, TopP
+from spillway.indices import KeyIndices, MlpHash, RotationHash
+from spillway.policy import Candidates, Policy, TopK, TopP
 from spillway.results import (
     AppendResult,
     AttendResult,
     Certificate,
-    MlpHash,
     Model,
     Pages,
-    RotationHash,
     Selection,
     SequenceInfo,
 )
@@ -48,6 +47,7 @@ __all__ = [
     "AuditStatistics",
     "BFloat16",
     "Cancelled",
+    "Candidates",
     "Certificate",
     "Client",
     "DeadlineExceeded",
@@ -56,6 +56,7 @@ __all__ = [
     "FieldViolation",
     "HeadAudit",
     "InvalidArgument",
+    "KeyIndices",
     "MlpHash",
     "Model",
     "NotFound",

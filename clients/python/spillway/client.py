@@ -31,13 +31,11 @@ from spillway.errors import (
     error_from_rpc,
     error_from_status,
 )
+from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway.policy import Policy, TopK
 from spillway.results import (
     AttendResult,
-    HashWeights,
-    MlpHash,
     Model,
-    RotationHash,
     SequenceInfo,
 )
 from spillway.sequence import Sequence
@@ -164,6 +162,7 @@ class Client:
         policy: Policy | None = None,
         hash_weights: HashWeights | None = RotationHash(),
         sample_band_fraction: float | None = None,
+        key_indices: KeyIndices | None = None,
     ) -> Model:
         """Creates a model: the shapes and codes that sequences are made from.
 
@@ -178,9 +177,10 @@ class Client:
             softmax_scale: Factor on q.k; None is 1 / sqrt(head_dim).
             policy: Default policy of its sequences.
             hash_weights: How codes are made; None: no codes, only selectors
-                `all` and `oracle` work.
+                `all`, `oracle` and those of `key_indices` work.
             sample_band_fraction: Share of the tokens that samples begin with
                 and whose rows a GPU keeps, [0, 0.0625]; None is 0.01.
+            key_indices: What else is kept of every key; None: nothing.
 
         Raises:
             AlreadyExists: The id is taken.
@@ -195,17 +195,9 @@ class Client:
             softmax_scale=softmax_scale,
             sample_band_fraction=sample_band_fraction,
             default_policy=None if policy is None else policy.to_proto(),
+            hash_weights=hash_to_proto(hash_weights),
+            key_indices=None if key_indices is None else key_indices.to_proto(),
         )
-        if isinstance(hash_weights, RotationHash):
-            message.hash_weights.rotation.bits_per_dim = hash_weights.bits_per_dim
-            message.hash_weights.rotation.seed = hash_weights.seed
-        elif isinstance(hash_weights, MlpHash):
-            message.hash_weights.mlp.hash_bits = hash_weights.hash_bits
-            message.hash_weights.mlp.residual = hash_weights.residual
-            message.hash_weights.mlp.per_query_head = hash_weights.per_query_head
-            message.hash_weights.mlp.raw_keys = hash_weights.raw_keys
-            if hash_weights.hidden_dim is not None:
-                message.hash_weights.mlp.hidden_dim = hash_weights.hidden_dim
         response = self._call(
             self._stubs.models.CreateModel,
             model_service_pb2.CreateModelRequest(model_id=model_id, model=message),
@@ -245,7 +237,7 @@ class Client:
     def upload_hash_weights(
         self, model: Model | str, path: str | Path, *, timeout: float | None = None
     ) -> Model:
-        """Uploads the MLP weights of a model created with `MlpHash`.
+        """Uploads the weights of a model created with `MlpHash` or label channels.
 
         Args:
             model: The model.
@@ -253,7 +245,12 @@ class Client:
                 [H, d, hidden], `layers.{l}.b1` [H, hidden],
                 `layers.{l}.w2` [H, hidden, hash_bits] and, where used,
                 `layers.{l}.b2` [H, hash_bits]. H is kv_head_count, or
-                query_head_count with `per_query_head`.
+                query_head_count with `per_query_head`. With two hidden layers
+                w2 is [H, hidden, hidden], b2 [H, hidden], and `w3`
+                [H, hidden, hash_bits] and `b3` follow; with `query_weights`
+                also `query_w1` and so on, H = query_head_count. With label
+                channels `layers.{l}.channels` [kv_head_count,
+                label_channel_count], int32 or int64.
             timeout: Seconds; None is the client's.
 
         Returns:
@@ -261,7 +258,7 @@ class Client:
 
         Raises:
             InvalidArgument: A tensor is missing or misshapen.
-            FailedPrecondition: The model has no MLP.
+            FailedPrecondition: The model awaits no upload.
         """
         path = Path(path)
         total = path.stat().st_size

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from spillway._proto import policy_pb2
 
-Selector = Literal["asymmetric", "hamming", "oracle", "all"]
-Tail = Literal["none", "uniform", "stratified"]
+Selector = Literal["asymmetric", "hamming", "oracle", "all", "sketch", "quest", "double_sparsity"]
+Tail = Literal["none", "uniform", "stratified", "lsh_sampling"]
 Bound = Literal["denominator", "paper", "ratio"]
 
 _SCALARS = (
@@ -22,6 +22,8 @@ _SCALARS = (
     "inflation",
     "seed",
     "row_count_max",
+    "stratum_count_max",
+    "reuse_deviations",
 )
 _ENUMS: dict[str, Any] = {
     "selector": policy_pb2.Selector,
@@ -35,7 +37,7 @@ class TopK:
     """A number of heavy tokens per KV head: exactly one of the two is set.
 
     Attributes:
-        count: Tokens, at least 1.
+        count: Tokens; 0: no heavy set.
         fraction: Share of the visible tokens, in (0, 1], rounded up.
     """
 
@@ -45,6 +47,31 @@ class TopK:
     def __post_init__(self) -> None:
         if (self.count is None) == (self.fraction is None):
             raise ValueError("TopK takes either count or fraction")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A first selection, whose finds alone the policy's selector looks at.
+
+    Twilight's two stages; what the first does not find counts as nothing in
+    the second, and in the mass of its top-p.
+
+    Attributes:
+        selector: Of the first selection; any but `all`. None: no first
+            selection, every token is a candidate.
+        fraction: Share of the visible tokens that it finds, in (0, 1], rounded
+            up; a quarter when both are None.
+        count: Tokens that it finds, instead.
+    """
+
+    selector: Selector | None
+    fraction: float | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.fraction is not None:
+            raise ValueError("Candidates takes either count or fraction")
+        _check_name("selector", self.selector, policy_pb2.Selector)
 
 
 @dataclass(frozen=True)
@@ -76,10 +103,13 @@ class Policy:
             attended densely. [1024, 2^40], default 2048.
         dense_layers: Layers that are always attended densely. Default none.
         selector: How every key gets a score: `asymmetric` (default), `hamming`,
-            `oracle` (exact logits, for evaluation) or `all` (no selection).
+            `oracle` (exact logits, for evaluation), `all` (no selection), and
+            with the model's `KeyIndices` `sketch`, `quest` and
+            `double_sparsity`.
         heavy: Size of the heavy set. Default `TopK(count=256)`.
+        candidates: A first selection; None inherits, by default there is none.
         tail: What stands in for the other tokens: `stratified` (default),
-            `uniform` or `none`.
+            `uniform`, `none`, or with `KeyIndices` `lsh_sampling`.
         bound: What sets the size of a uniform sample: `ratio` (default),
             `paper` or `denominator`; only with tail `uniform`.
         epsilon: Relative error to promise. (0, 1), default 0.1.
@@ -89,6 +119,10 @@ class Policy:
         seed: Seed of the sampling hash. Default 0.
         row_count_max: Most rows a KV head may touch in one attend, 0 for no
             limit. Default 0.
+        stratum_count_max: Most strata of tail `stratified`. [1, 48], default
+            48.
+        reuse_deviations: Lets the deviations that the last attend of the same
+            layer found set the size of the first draw. Default False.
     """
 
     sink_token_count: int | None = None
@@ -97,6 +131,7 @@ class Policy:
     dense_layers: Iterable[int] | None = None
     selector: Selector | None = None
     heavy: TopK | TopP | None = None
+    candidates: Candidates | None = None
     tail: Tail | None = None
     bound: Bound | None = None
     epsilon: float | None = None
@@ -105,14 +140,14 @@ class Policy:
     inflation: float | None = None
     seed: int | None = None
     row_count_max: int | None = None
+    stratum_count_max: int | None = None
+    reuse_deviations: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dense_layers is not None:
             object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for name, enum in _ENUMS.items():
-            value = getattr(self, name)
-            if value is not None and value not in _enum_names(enum):
-                raise ValueError(f"{name} {value!r} is not one of {_enum_names(enum)}")
+            _check_name(name, getattr(self, name), enum)
 
     def to_proto(self) -> policy_pb2.Policy:
         """Returns the message `spillway.v1.Policy`."""
@@ -139,6 +174,15 @@ class Policy:
                 value = getattr(self.heavy, name)
                 if value is not None:
                     setattr(message.top_p, name, value)
+        if self.candidates is not None:
+            message.candidates.SetInParent()
+            if self.candidates.selector is not None:
+                key = _enum_key(policy_pb2.Selector, self.candidates.selector)
+                message.candidates.selector = policy_pb2.Selector.Value(key)
+            if self.candidates.count is not None:
+                message.candidates.count = self.candidates.count
+            elif self.candidates.fraction is not None:
+                message.candidates.fraction = self.candidates.fraction
         return message
 
     @classmethod
@@ -149,7 +193,7 @@ class Policy:
         }
         for name, enum in _ENUMS.items():
             if number := getattr(message, name):
-                values[name] = enum.Name(number).split("_", 1)[1].lower()
+                values[name] = _enum_value(enum, number)
         if message.HasField("dense_layers"):
             values["dense_layers"] = tuple(message.dense_layers.layers)
         heavy = message.WhichOneof("heavy")
@@ -160,7 +204,23 @@ class Policy:
             values["heavy"] = TopP(
                 **{n: getattr(message.top_p, n) for n in names if message.top_p.HasField(n)}
             )
+        if message.HasField("candidates"):
+            number = message.candidates.selector
+            size = message.candidates.WhichOneof("size")
+            values["candidates"] = Candidates(
+                _enum_value(policy_pb2.Selector, number) if number else None,
+                **({size: getattr(message.candidates, size)} if size else {}),
+            )
         return cls(**values)
+
+
+def _check_name(name: str, value: str | None, enum: Any) -> None:
+    if value is not None and value not in _enum_names(enum):
+        raise ValueError(f"{name} {value!r} is not one of {_enum_names(enum)}")
+
+
+def _enum_value(enum: Any, number: int) -> Any:
+    return enum.Name(number).split("_", 1)[1].lower()
 
 
 def _enum_key(enum: Any, value: str) -> str:

@@ -15,49 +15,11 @@ from spillway._proto import (
     model_service_pb2,
     sequence_service_pb2,
 )
+from spillway.indices import HashWeights, KeyIndices, hash_from_proto
 from spillway.policy import Policy
 from spillway.tensors import Decoder, DTypeName, dtype_name
 
 Promise = Literal["exact", "statistical", "none"]
-
-
-@dataclass(frozen=True)
-class RotationHash:
-    """Codes by a seeded random rotation: training-free.
-
-    Attributes:
-        bits_per_dim: Bits per dimension of a key's code, in [1, 4].
-        seed: Seed of the rotations.
-    """
-
-    bits_per_dim: int = 2
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class MlpHash:
-    """Codes by trained MLPs of every layer; see `Client.upload_hash_weights`.
-
-    Attributes:
-        hash_bits: Bits of an MLP's code, a multiple of 32 in [32, 1024]; with
-            `per_query_head` the codes of a key, query_head_count //
-            kv_head_count of them, may have 1024 bits together.
-        hidden_dim: Width of the hidden layer, in [1, 4096]; None is head_dim.
-        residual: Whether each layer's input is added to its output.
-        per_query_head: Whether there is an MLP per query head, each with its
-            own code of a key, rather than one per KV head.
-        raw_keys: Whether keys are hashed as they are, not less the mean of
-            their KV head's first 1,024.
-    """
-
-    hash_bits: int = 128
-    hidden_dim: int | None = None
-    residual: bool = False
-    per_query_head: bool = False
-    raw_keys: bool = False
-
-
-HashWeights = RotationHash | MlpHash
 
 
 @dataclass(frozen=True)
@@ -75,9 +37,10 @@ class Model:
         softmax_scale: Factor on q.k before the softmax.
         policy: Default policy of its sequences.
         hash_weights: How codes are made; None: no codes.
+        key_indices: What else is kept of every key.
         sample_band_fraction: Share of the tokens that samples begin with and
             whose rows a GPU keeps.
-        ready: Whether sequences can be created; False while MLP weights are
+        ready: Whether sequences can be created; False while an upload is
             awaited.
         row_bytes_per_token: Bytes of K and V of one token over all layers.
         index_bytes_per_token: Bytes of codes of one token over all layers.
@@ -92,6 +55,7 @@ class Model:
     softmax_scale: float
     policy: Policy
     hash_weights: HashWeights | None
+    key_indices: KeyIndices
     sample_band_fraction: float
     ready: bool
     row_bytes_per_token: int
@@ -100,16 +64,6 @@ class Model:
     @classmethod
     def from_proto(cls, message: model_service_pb2.Model) -> Model:
         """Reads a `spillway.v1.Model` as the daemon returns it."""
-        weights: HashWeights | None = None
-        kind = message.hash_weights.WhichOneof("kind")
-        if kind == "rotation":
-            rotation = message.hash_weights.rotation
-            weights = RotationHash(rotation.bits_per_dim, rotation.seed)
-        elif kind == "mlp":
-            mlp = message.hash_weights.mlp
-            weights = MlpHash(
-                mlp.hash_bits, mlp.hidden_dim, mlp.residual, mlp.per_query_head, mlp.raw_keys
-            )
         return cls(
             name=message.name,
             layer_count=message.layer_count,
@@ -119,7 +73,8 @@ class Model:
             dtype=dtype_name(message.dtype),
             softmax_scale=message.softmax_scale,
             policy=Policy.from_proto(message.default_policy),
-            hash_weights=weights,
+            hash_weights=hash_from_proto(message.hash_weights),
+            key_indices=KeyIndices.from_proto(message.key_indices),
             sample_band_fraction=message.sample_band_fraction,
             ready=message.ready,
             row_bytes_per_token=message.row_bytes_per_token,

@@ -1,0 +1,111 @@
+"""What a model keeps of every key to choose rows by."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from spillway._proto import model_service_pb2
+
+
+@dataclass(frozen=True)
+class RotationHash:
+    """Codes by a seeded random rotation: training-free.
+
+    Attributes:
+        bits_per_dim: Bits per dimension of a key's code, in [1, 4].
+        seed: Seed of the rotations.
+        raw_keys: Whether keys are hashed as they are, not less the mean of
+            their KV head's first 1,024.
+    """
+
+    bits_per_dim: int = 2
+    seed: int = 0
+    raw_keys: bool = False
+
+
+@dataclass(frozen=True)
+class MlpHash:
+    """Codes by trained MLPs of every layer; see `Client.upload_hash_weights`.
+
+    Attributes:
+        hash_bits: Bits of an MLP's code, a multiple of 32 in [32, 1024]; with
+            `per_query_head` the codes of a key, query_head_count //
+            kv_head_count of them, may have 1024 bits together.
+        hidden_dim: Width of the hidden layers, in [1, 4096]; None is head_dim.
+        residual: Whether each layer's input is added to its output.
+        per_query_head: Whether there is an MLP per query head, each with its
+            own code of a key, rather than one per KV head.
+        raw_keys: Whether keys are hashed as they are, not less the mean of
+            their KV head's first 1,024.
+        hidden_layer_count: 1, or 2 as HashAttention's MLPs have.
+        query_weights: Whether queries have MLPs of their own, one per query
+            head.
+    """
+
+    hash_bits: int = 128
+    hidden_dim: int | None = None
+    residual: bool = False
+    per_query_head: bool = False
+    raw_keys: bool = False
+    hidden_layer_count: int = 1
+    query_weights: bool = False
+
+
+HashWeights = RotationHash | MlpHash
+
+
+@dataclass(frozen=True)
+class KeyIndices:
+    """What else is kept of every key, for selectors and tails that need it.
+
+    Attributes:
+        sketch: The key in 4 bits an element, for selector `sketch`.
+        quest_page_token_count: Tokens of the pages whose keys' bounds are
+            kept, 16, 32, 64 or 128, for selector `quest`; 0 for none.
+        label_channel_count: Channels that are kept of a key in 4 bits, a
+            multiple of 8 in [8, head_dim], for selector `double_sparsity`; 0
+            for none. See `Client.upload_hash_weights` for which ones.
+        lsh_table_count: LSH tables, in [1, 512], for tail `lsh_sampling`; 0
+            for none.
+        lsh_bits: Bits of a bucket's name in each, in [1, 16].
+        lsh_seed: Of their random projections.
+    """
+
+    sketch: bool = False
+    quest_page_token_count: int = 0
+    label_channel_count: int = 0
+    lsh_table_count: int = 0
+    lsh_bits: int = 0
+    lsh_seed: int = 0
+
+    def to_proto(self) -> model_service_pb2.KeyIndices:
+        """Returns the message `spillway.v1.KeyIndices`."""
+        return model_service_pb2.KeyIndices(**asdict(self))
+
+    @classmethod
+    def from_proto(cls, message: model_service_pb2.KeyIndices) -> KeyIndices:
+        """Reads a `spillway.v1.KeyIndices`."""
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+
+def hash_to_proto(weights: HashWeights | None) -> model_service_pb2.HashWeights | None:
+    """Returns the message `spillway.v1.HashWeights`; what is None stays unset."""
+    if weights is None:
+        return None
+    values = {name: value for name, value in asdict(weights).items() if value is not None}
+    message = model_service_pb2.HashWeights()
+    kind = message.rotation if isinstance(weights, RotationHash) else message.mlp
+    kind.SetInParent()
+    for name, value in values.items():
+        setattr(kind, name, value)
+    return message
+
+
+def hash_from_proto(message: model_service_pb2.HashWeights) -> HashWeights | None:
+    """Reads a `spillway.v1.HashWeights` as the daemon returns it."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return None
+    cls = RotationHash if kind == "rotation" else MlpHash
+    values = getattr(message, kind)
+    return cls(**{field.name: getattr(values, field.name) for field in fields(cls)})
