@@ -205,11 +205,11 @@ class Policy:
                 **{n: getattr(message.top_p, n) for n in names if message.top_p.HasField(n)}
             )
         if message.HasField("candidates"):
-            number = message.candidates.selector
-            size = message.candidates.WhichOneof("size")
+            first = message.candidates
+            part: Any = first.WhichOneof("size")
             values["candidates"] = Candidates(
-                _enum_value(policy_pb2.Selector, number) if number else None,
-                **({size: getattr(message.candidates, size)} if size else {}),
+                _enum_value(policy_pb2.Selector, first.selector) if first.selector else None,
+                **({part: getattr(first, part)} if part else {}),
             )
         return cls(**values)
 

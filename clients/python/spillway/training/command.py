@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from spillway.results import MlpHash
+from spillway.indices import MlpHash
 from spillway.training.hash_mlp import save_hash
 from spillway.training.published import import_hata, import_spotlight
 from spillway.training.traces import Traces, collect, read_text

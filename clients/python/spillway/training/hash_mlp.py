@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from spillway.results import MlpHash
+from spillway.indices import MlpHash
 
 _FORMAT = "spillway hash MLPs"
 

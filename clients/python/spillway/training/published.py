@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from spillway.results import MlpHash
+from spillway.indices import MlpHash
 from spillway.training.hash_mlp import HashMlp
 
 

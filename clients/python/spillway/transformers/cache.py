@@ -12,8 +12,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from spillway.client import Client
+from spillway.indices import HashWeights, RotationHash
 from spillway.policy import Policy
-from spillway.results import HashWeights, Model, RotationHash
+from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.local import causal_attention
 from spillway.transformers.rows import RowStore

@@ -15,8 +15,9 @@ import torch
 from spillway.client import Client
 from spillway.decode import DecodeStream
 from spillway.errors import AlreadyExists, SpillwayError
+from spillway.indices import HashWeights
 from spillway.policy import Policy
-from spillway.results import AttendResult, HashWeights, Model
+from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
 from spillway.tensors import DTypeName
 from spillway.transformers.support import Shapes
