@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spillway import Policy, TopK, TopP
+from spillway import Candidates, Policy, TopK, TopP
 from spillway._proto import policy_pb2
 
 
@@ -22,15 +22,24 @@ HEAVY = (
     | st.builds(TopK, fraction=FRACTIONS)
     | st.builds(TopP, maybe(FRACTIONS), maybe(COUNTS), maybe(COUNTS))
 )
+SELECTORS = st.sampled_from(
+    ["asymmetric", "hamming", "oracle", "all", "sketch", "quest", "double_sparsity"]
+)
+CANDIDATES = (
+    st.builds(Candidates, maybe(SELECTORS))
+    | st.builds(Candidates, SELECTORS, fraction=FRACTIONS)
+    | st.builds(Candidates, SELECTORS, count=COUNTS)
+)
 POLICIES = st.builds(
     Policy,
     sink_token_count=maybe(COUNTS),
     window_token_count=maybe(COUNTS),
     dense_token_count=maybe(COUNTS),
     dense_layers=maybe(st.lists(st.integers(0, 100)).map(tuple)),
-    selector=maybe(st.sampled_from(["asymmetric", "hamming", "oracle", "all"])),
+    selector=maybe(SELECTORS),
+    candidates=maybe(CANDIDATES),
     heavy=maybe(HEAVY),
-    tail=maybe(st.sampled_from(["none", "uniform", "stratified"])),
+    tail=maybe(st.sampled_from(["none", "uniform", "stratified", "lsh_sampling"])),
     bound=maybe(st.sampled_from(["denominator", "paper", "ratio"])),
     epsilon=maybe(FRACTIONS),
     delta=maybe(FRACTIONS),
@@ -38,6 +47,8 @@ POLICIES = st.builds(
     inflation=maybe(FRACTIONS),
     seed=maybe(st.integers(0, 2**64 - 1)),
     row_count_max=maybe(COUNTS),
+    stratum_count_max=maybe(st.integers(0, 2**31 - 1)),
+    reuse_deviations=maybe(st.booleans()),
 )
 
 
@@ -53,8 +64,8 @@ def test_every_field_of_the_message_is_there() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="selector 'quest' is not one of"):
-        Policy(selector="quest")
+    with pytest.raises(ValueError, match="selector 'best' is not one of"):
+        Policy(selector="best")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tail 'unspecified'"):
         Policy(tail="unspecified")  # type: ignore[arg-type]
 

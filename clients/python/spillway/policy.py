@@ -178,7 +178,7 @@ class Policy:
             message.candidates.SetInParent()
             if self.candidates.selector is not None:
                 key = _enum_key(policy_pb2.Selector, self.candidates.selector)
-                message.candidates.selector = policy_pb2.Selector.Value(key)
+                message.candidates.selector = _ENUMS["selector"].Value(key)
             if self.candidates.count is not None:
                 message.candidates.count = self.candidates.count
             elif self.candidates.fraction is not None:
