@@ -34,6 +34,7 @@ HashSpec HashFromProto(const v1::HashWeights& weights) {
         hash.bits_per_dim = weights.rotation().bits_per_dim();
       }
       hash.seed = weights.rotation().seed();
+      hash.raw_keys = weights.rotation().raw_keys();
       break;
     case v1::HashWeights::kMlp:
       hash.kind = HashKind::kMlp;
@@ -43,6 +44,10 @@ HashSpec HashFromProto(const v1::HashWeights& weights) {
       hash.residual = weights.mlp().residual();
       hash.per_query_head = weights.mlp().per_query_head();
       hash.raw_keys = weights.mlp().raw_keys();
+      if (weights.mlp().has_hidden_layer_count()) {
+        hash.hidden_layer_count = weights.mlp().hidden_layer_count();
+      }
+      hash.query_weights = weights.mlp().query_weights();
       break;
     case v1::HashWeights::KIND_NOT_SET:
       hash.kind = HashKind::kNone;
@@ -56,14 +61,37 @@ v1::HashWeights HashToProto(const HashSpec& hash) {
   if (hash.kind == HashKind::kRotation) {
     weights.mutable_rotation()->set_bits_per_dim(hash.bits_per_dim);
     weights.mutable_rotation()->set_seed(hash.seed);
+    weights.mutable_rotation()->set_raw_keys(hash.raw_keys);
   } else if (hash.kind == HashKind::kMlp) {
     weights.mutable_mlp()->set_hash_bits(hash.hash_bits);
     weights.mutable_mlp()->set_hidden_dim(hash.hidden_dim);
     weights.mutable_mlp()->set_residual(hash.residual);
     weights.mutable_mlp()->set_per_query_head(hash.per_query_head);
     weights.mutable_mlp()->set_raw_keys(hash.raw_keys);
+    weights.mutable_mlp()->set_hidden_layer_count(hash.hidden_layer_count);
+    weights.mutable_mlp()->set_query_weights(hash.query_weights);
   }
   return weights;
+}
+
+KeyIndexSpec FromProto(const v1::KeyIndices& indices) {
+  return {indices.sketch(),
+          indices.quest_page_token_count(),
+          indices.label_channel_count(),
+          indices.lsh_table_count(),
+          indices.lsh_bits(),
+          indices.lsh_seed()};
+}
+
+v1::KeyIndices ToProto(const KeyIndexSpec& spec) {
+  v1::KeyIndices indices;
+  indices.set_sketch(spec.sketch);
+  indices.set_quest_page_token_count(spec.quest_page_token_count);
+  indices.set_label_channel_count(spec.label_channel_count);
+  indices.set_lsh_table_count(spec.lsh_table_count);
+  indices.set_lsh_bits(spec.lsh_bits);
+  indices.set_lsh_seed(spec.lsh_seed);
+  return indices;
 }
 
 }  // namespace
@@ -101,6 +129,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
   }
   if (model.has_sample_band_fraction()) spec.sample_band_fraction = model.sample_band_fraction();
   spec.hash = HashFromProto(model.hash_weights());
+  spec.indices = FromProto(model.key_indices());
   const v1::MlpHash& mlp = model.hash_weights().mlp();
   if (mlp.has_hidden_dim() && mlp.hidden_dim() == 0) {
     errors.push_back({"model.hash_weights.mlp.hidden_dim", "value 0 is not in [1, 4096]"});
@@ -131,6 +160,7 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_sample_band_fraction(spec.sample_band_fraction);
   *out.mutable_default_policy() = ToProto(model.policy);
   if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);
+  if (spec.indices.any()) *out.mutable_key_indices() = ToProto(spec.indices);
   out.set_ready(model.ready());
   out.set_row_bytes_per_token(spec.row_bytes() * spec.kv_head_count * spec.layer_count);
   out.set_index_bytes_per_token(engine.IndexBytesPerToken(spec));

@@ -38,6 +38,24 @@ void ApplyHeavy(const v1::Policy& patch, Policy& policy) {
   }
 }
 
+void ApplyCandidates(const v1::Policy& patch, Policy& policy, std::vector<FieldError>& errors) {
+  if (!patch.has_candidates()) return;
+  const v1::Candidates& candidates = patch.candidates();
+  policy.candidate_selector.reset();
+  policy.candidate_count = 0;
+  policy.candidate_fraction = Policy().candidate_fraction;
+  if (candidates.selector() != v1::SELECTOR_UNSPECIFIED) {
+    ApplyEnum(candidates.selector(), v1::SELECTOR_DOUBLE_SPARSITY, "candidates.selector",
+              policy.candidate_selector.emplace(), errors);
+  }
+  if (candidates.has_count()) {
+    policy.candidate_count = candidates.count();
+    // 0 stands for the fraction inside, and must not slip in from a client.
+    if (candidates.count() == 0) errors.push_back({"candidates.count", "value 0 is less than 1"});
+  }
+  if (candidates.has_fraction()) policy.candidate_fraction = candidates.fraction();
+}
+
 template <typename Host, typename Proto>
 Proto EnumToProto(Host value) {
   return static_cast<Proto>(static_cast<int>(value) + 1);
@@ -46,8 +64,12 @@ Proto EnumToProto(Host value) {
 static_assert(static_cast<int>(Selector::kAll) + 1 == v1::SELECTOR_ALL);
 static_assert(static_cast<int>(Selector::kHamming) + 1 == v1::SELECTOR_HAMMING);
 static_assert(static_cast<int>(Selector::kOracle) + 1 == v1::SELECTOR_ORACLE);
+static_assert(static_cast<int>(Selector::kSketch) + 1 == v1::SELECTOR_SKETCH);
+static_assert(static_cast<int>(Selector::kQuest) + 1 == v1::SELECTOR_QUEST);
+static_assert(static_cast<int>(Selector::kDoubleSparsity) + 1 == v1::SELECTOR_DOUBLE_SPARSITY);
 static_assert(static_cast<int>(Tail::kUniform) + 1 == v1::TAIL_UNIFORM);
 static_assert(static_cast<int>(Tail::kStratified) + 1 == v1::TAIL_STRATIFIED);
+static_assert(static_cast<int>(Tail::kLshSampling) + 1 == v1::TAIL_LSH_SAMPLING);
 static_assert(static_cast<int>(Bound::kPaper) + 1 == v1::BOUND_PAPER);
 static_assert(static_cast<int>(Bound::kRatio) + 1 == v1::BOUND_RATIO);
 
@@ -64,9 +86,10 @@ absl::StatusOr<Policy> ApplyPolicy(const v1::Policy& patch, const Policy& base,
     policy.dense_layers.assign(patch.dense_layers().layers().begin(),
                                patch.dense_layers().layers().end());
   }
-  ApplyEnum(patch.selector(), v1::SELECTOR_ALL, "selector", policy.selector, errors);
+  ApplyEnum(patch.selector(), v1::SELECTOR_DOUBLE_SPARSITY, "selector", policy.selector, errors);
   ApplyHeavy(patch, policy);
-  ApplyEnum(patch.tail(), v1::TAIL_STRATIFIED, "tail", policy.tail, errors);
+  ApplyCandidates(patch, policy, errors);
+  ApplyEnum(patch.tail(), v1::TAIL_LSH_SAMPLING, "tail", policy.tail, errors);
   ApplyEnum(patch.bound(), v1::BOUND_RATIO, "bound", policy.bound, errors);
   if (patch.has_epsilon()) policy.epsilon = patch.epsilon();
   if (patch.has_delta()) policy.delta = patch.delta();
@@ -74,6 +97,8 @@ absl::StatusOr<Policy> ApplyPolicy(const v1::Policy& patch, const Policy& base,
   if (patch.has_inflation()) policy.inflation = patch.inflation();
   if (patch.has_seed()) policy.seed = patch.seed();
   if (patch.has_row_count_max()) policy.row_count_max = patch.row_count_max();
+  if (patch.has_stratum_count_max()) policy.stratum_count_max = patch.stratum_count_max();
+  if (patch.has_reuse_deviations()) policy.reuse_deviations = patch.reuse_deviations();
   if (patch.bound() != v1::BOUND_UNSPECIFIED && policy.tail != Tail::kUniform) {
     errors.push_back({"bound", "only with TAIL_UNIFORM"});
   }
@@ -104,6 +129,15 @@ v1::Policy ToProto(const Policy& policy) {
       out.mutable_top_p()->set_ceiling_token_count(policy.heavy_ceiling);
       break;
   }
+  if (policy.candidate_selector.has_value()) {
+    v1::Candidates& candidates = *out.mutable_candidates();
+    candidates.set_selector(EnumToProto<Selector, v1::Selector>(*policy.candidate_selector));
+    if (policy.candidate_count > 0) {
+      candidates.set_count(policy.candidate_count);
+    } else {
+      candidates.set_fraction(policy.candidate_fraction);
+    }
+  }
   out.set_tail(EnumToProto<Tail, v1::Tail>(policy.tail));
   if (policy.tail == Tail::kUniform) {
     out.set_bound(EnumToProto<Bound, v1::Bound>(policy.bound));
@@ -114,6 +148,8 @@ v1::Policy ToProto(const Policy& policy) {
   out.set_inflation(policy.inflation);
   out.set_seed(policy.seed);
   out.set_row_count_max(policy.row_count_max);
+  out.set_stratum_count_max(policy.stratum_count_max);
+  out.set_reuse_deviations(policy.reuse_deviations);
   return out;
 }
 

@@ -11,22 +11,30 @@
 namespace spillway {
 namespace {
 
-// What a device holds of a model's hash, before it exists: rotations in two
-// orders, or MLP weights, as fp32.
-int64_t EstimateWeightBytes(const ModelSpec& spec) {
-  const int64_t d = spec.head_dim;
+// Elements that a layer's hash has on a device: a rotation in two orders, or
+// MLPs.
+int64_t HashElements(const ModelSpec& spec) {
+  const int64_t d = spec.head_dim, hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
   switch (spec.hash.kind) {
     case HashKind::kNone:
       return 0;
     case HashKind::kRotation:
-      return spec.layer_count * d * d * 2 * static_cast<int64_t>(sizeof(float));
-    case HashKind::kMlp:
-      return int64_t{spec.layer_count} * spec.mlp_count() *
-             (d * spec.hash.hidden_dim + spec.hash.hidden_dim +
-              int64_t{spec.hash.hidden_dim} * spec.hash.hash_bits + spec.hash.hash_bits) *
-             static_cast<int64_t>(sizeof(float));
+      return 2 * d * d;
+    case HashKind::kMlp: {
+      const int64_t mlps = spec.mlp_count() + (spec.hash.query_weights ? spec.query_head_count : 0);
+      return mlps * ((d + 1) * hidden + (spec.hash.hidden_layer_count - 1) * (hidden + 1) * hidden +
+                     (hidden + 1) * bits);
+    }
   }
   return 0;
+}
+
+// What a device holds of a model's weights, before it exists; all is of 4 bytes.
+int64_t EstimateWeightBytes(const ModelSpec& spec) {
+  const KeyIndexSpec& indices = spec.indices;
+  const int64_t projections = int64_t{indices.lsh_table_count} * indices.lsh_bits;
+  const int64_t channels = int64_t{spec.kv_head_count} * indices.label_channel_count;
+  return spec.layer_count * 4 * (HashElements(spec) + projections * spec.head_dim + channels);
 }
 
 constexpr int64_t kModelTableBytes = 4096;
@@ -49,7 +57,7 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id
     return registry_.AddModel(*std::move(taken));  // ALREADY_EXISTS, before the work
   }
   auto model = std::make_shared<Model>(id, spec, policy, arena_, options_.clock());
-  if (spec.hash.kind != HashKind::kMlp) {
+  if (!spec.has_weights()) {
     if (absl::Status status = UploadWeights(*model, {}); !status.ok()) return status;
   }
   if (absl::Status status = registry_.AddModel(model); !status.ok()) return status;

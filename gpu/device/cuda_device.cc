@@ -73,9 +73,9 @@ class CudaDevice final : public Device {
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors) override {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
-    MlpWeights weights;
-    if (spec.hash.kind == HashKind::kMlp) {
-      absl::StatusOr<MlpWeights> loaded = LoadMlpWeights(spec, safetensors);
+    IndexWeights weights;
+    if (spec.has_weights()) {
+      absl::StatusOr<IndexWeights> loaded = LoadIndexWeights(spec, safetensors);
       if (!loaded.ok()) return loaded.status();
       weights = *std::move(loaded);
     }

@@ -18,7 +18,7 @@ CudaModel::CudaModel(const ModelSpec& spec, Arena* arena)
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& spec, Arena* arena,
                                                              MemoryBudget* budget,
-                                                             const MlpWeights& weights) {
+                                                             const IndexWeights& weights) {
   std::unique_ptr<CudaModel> model(new CudaModel(spec, arena));
   if (!model->has_codes()) return model;
   std::vector<float> all;
@@ -36,7 +36,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& sp
       }
     });
   } else {
-    for (const MlpLayer& layer : weights.layers) {
+    for (const MlpLayer& layer : weights.mlp) {
       std::array<int64_t, 4>& at = places.emplace_back();
       int i = 0;
       for (const std::vector<float>* tensor : {&layer.w1, &layer.b1, &layer.w2, &layer.b2}) {

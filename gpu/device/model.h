@@ -19,7 +19,7 @@ class CudaModel final : public DeviceModel {
   // weights: MLP layers, empty for other kinds of hash. RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<CudaModel>> Create(const ModelSpec& spec, Arena* arena,
                                                            MemoryBudget* budget,
-                                                           const MlpWeights& weights);
+                                                           const IndexWeights& weights);
 
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override { return 0; }

@@ -84,6 +84,10 @@ void Silu(float* z, int count) {
   }
 }
 
+void Linear(const float* x, int input_dim, const float* w, int output_dim, float* y) {
+  Affine(x, input_dim, w, nullptr, output_dim, y);
+}
+
 void Output(const MlpLayer& layer, int head, const float* x, float* y) {
   constexpr int kHiddenDimMax = 4096;
   constexpr int kPadding = HWY_MAX_BYTES / sizeof(float);
@@ -96,8 +100,19 @@ void Output(const MlpLayer& layer, int head, const float* x, float* y) {
   if (layer.residual) {
     for (int i = 0; i < hidden; ++i) z[i] += x[i];
   }
-  Affine(z.data(), hidden, layer.w2.data() + int64_t{head} * hidden * bits,
-         layer.b2.empty() ? nullptr : layer.b2.data() + int64_t{head} * bits, bits, y);
+  const auto at = [&](const std::vector<float>& tensor, int64_t size) {
+    return tensor.empty() ? nullptr : tensor.data() + head * size;
+  };
+  if (!layer.w3.empty()) {
+    std::array<float, kHiddenDimMax + kPadding> inner;
+    Affine(z.data(), hidden, at(layer.w2, int64_t{hidden} * hidden), at(layer.b2, hidden), hidden,
+           inner.data());
+    std::fill(inner.begin() + hidden, inner.begin() + hidden + kPadding, 0.0f);
+    Silu(inner.data(), hidden);
+    Affine(inner.data(), hidden, at(layer.w3, int64_t{hidden} * bits), at(layer.b3, bits), bits, y);
+    return;
+  }
+  Affine(z.data(), hidden, at(layer.w2, int64_t{hidden} * bits), at(layer.b2, bits), bits, y);
   if (layer.residual) {
     for (int i = 0; i < bits; ++i) y[i] += z[i];
   }
@@ -113,59 +128,129 @@ namespace spillway {
 namespace {
 
 HWY_EXPORT(Output);
+HWY_EXPORT(Linear);
 
 constexpr int kHashBitsMax = 1024;
 
-}  // namespace
+// Reads the tensors of one safetensors file; the first that is at fault ends it.
+class WeightsReader {
+ public:
+  explicit WeightsReader(const SafeTensors& file) : file_(file) {}
 
-int64_t MlpWeights::bytes() const {
-  size_t count = 0;
-  for (const MlpLayer& l : layers) count += l.w1.size() + l.b1.size() + l.w2.size() + l.b2.size();
-  return static_cast<int64_t>(count * sizeof(float));
+  const absl::Status& status() const { return status_; }
+  // layers.{l}.{prefix}w1 and so on, H = heads.
+  MlpLayer Mlp(const ModelSpec& spec, int l, const std::string& prefix, int64_t heads);
+  std::vector<uint16_t> Channels(const ModelSpec& spec, int l);
+
+ private:
+  std::vector<float> Floats(const std::string& name, std::vector<int64_t> shape) {
+    if (!status_.ok()) return {};
+    absl::StatusOr<std::vector<float>> tensor = file_.Load(name, shape);
+    status_ = tensor.status();
+    return tensor.ok() ? *std::move(tensor) : std::vector<float>();
+  }
+
+  const SafeTensors& file_;
+  absl::Status status_;
+};
+
+MlpLayer WeightsReader::Mlp(const ModelSpec& spec, int l, const std::string& prefix,
+                            int64_t heads) {
+  const int64_t d = spec.head_dim, hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
+  const auto name = [&](int layer, const char* tensor) {
+    return absl::StrCat("layers.", layer, ".", prefix, tensor);
+  };
+  const bool deep = spec.hash.hidden_layer_count == 2;
+  MlpLayer layer;
+  layer.head_dim = spec.head_dim;
+  layer.hidden_dim = spec.hash.hidden_dim;
+  layer.hash_bits = spec.hash.hash_bits;
+  layer.residual = spec.hash.residual;
+  layer.w1 = Floats(name(l, "w1"), {heads, d, hidden});
+  layer.b1 = Floats(name(l, "b1"), {heads, hidden});
+  layer.w2 = Floats(name(l, "w2"), {heads, hidden, deep ? hidden : bits});
+  // All layers have it or none: one that lacks it was forgotten.
+  const bool first_has_b2 = file_.Contains(name(0, "b2"));
+  if (deep || first_has_b2 || file_.Contains(name(l, "b2"))) {
+    layer.b2 = Floats(name(l, "b2"), {heads, deep ? hidden : bits});
+  }
+  if (deep) {
+    layer.w3 = Floats(name(l, "w3"), {heads, hidden, bits});
+    layer.b3 = Floats(name(l, "b3"), {heads, bits});
+  }
+  if (status_.ok() && !first_has_b2 && !layer.b2.empty()) {
+    status_ = absl::InvalidArgumentError(absl::StrCat("safetensors tensor \"", name(0, "b2"),
+                                                      "\" is missing, though \"", name(l, "b2"),
+                                                      "\" is there"));
+  }
+  return layer;
 }
 
-absl::StatusOr<MlpWeights> LoadMlpWeights(const ModelSpec& spec,
-                                          std::span<const std::byte> safetensors) {
+std::vector<uint16_t> WeightsReader::Channels(const ModelSpec& spec, int l) {
+  const int count = spec.indices.label_channel_count;
+  const std::string name = absl::StrCat("layers.", l, ".channels");
+  const std::vector<int64_t> shape = {spec.kv_head_count, count};
+  const absl::StatusOr<std::vector<int64_t>> loaded = file_.LoadIntegers(name, shape);
+  if (!loaded.ok()) {
+    status_ = loaded.status();
+    return {};
+  }
+  std::vector<uint16_t> channels;
+  for (int h = 0; h < spec.kv_head_count; ++h) {
+    std::vector<bool> seen(spec.head_dim, false);
+    for (int i = 0; i < count; ++i) {
+      const int64_t channel = (*loaded)[h * count + i];
+      if (channel < 0 || channel >= spec.head_dim || seen[channel]) {
+        status_ = absl::InvalidArgumentError(
+            absl::StrCat("safetensors tensor \"", name, "\" has channel ", channel, " for KV head ",
+                         h, ", which is not in [0, ", spec.head_dim, ") or is there twice"));
+        return {};
+      }
+      seen[channel] = true;
+      channels.push_back(static_cast<uint16_t>(channel));
+    }
+  }
+  return channels;
+}
+
+}  // namespace
+
+absl::StatusOr<IndexWeights> LoadIndexWeights(const ModelSpec& spec,
+                                              std::span<const std::byte> safetensors) {
   const absl::StatusOr<SafeTensors> file = SafeTensors::Parse(safetensors);
   if (!file.ok()) return file.status();
-  const int64_t heads = spec.mlp_count(), d = spec.head_dim;
-  const int64_t hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
-  const bool has_b2 = file->Contains("layers.0.b2");
-  MlpWeights weights;
-  for (int l = 0; l < spec.layer_count; ++l) {
-    MlpLayer layer{spec.head_dim,
-                   spec.hash.hidden_dim,
-                   spec.hash.hash_bits,
-                   spec.hash.residual,
-                   {},
-                   {},
-                   {},
-                   {}};
-    absl::Status status;
-    const auto load = [&](const char* name, std::vector<int64_t> shape, std::vector<float>& to) {
-      if (!status.ok()) return;
-      absl::StatusOr<std::vector<float>> tensor =
-          file->Load(absl::StrCat("layers.", l, ".", name), shape);
-      if (tensor.ok()) {
-        to = *std::move(tensor);
-      } else {
-        status = tensor.status();
+  WeightsReader reader(*file);
+  IndexWeights weights;
+  for (int l = 0; l < spec.layer_count && reader.status().ok(); ++l) {
+    if (spec.hash.kind == HashKind::kMlp) {
+      weights.mlp.push_back(reader.Mlp(spec, l, "", spec.mlp_count()));
+      if (spec.hash.query_weights) {
+        weights.query_mlp.push_back(reader.Mlp(spec, l, "query_", spec.query_head_count));
       }
-    };
-    load("w1", {heads, d, hidden}, layer.w1);
-    load("b1", {heads, hidden}, layer.b1);
-    load("w2", {heads, hidden, bits}, layer.w2);
-    const std::string b2 = absl::StrCat("layers.", l, ".b2");
-    // All layers have it or none: one that lacks it was forgotten.
-    if (has_b2 || file->Contains(b2)) load("b2", {heads, bits}, layer.b2);
-    if (!status.ok()) return status;
-    if (!has_b2 && !layer.b2.empty()) {
-      return absl::InvalidArgumentError("safetensors tensor \"layers.0.b2\" is missing, though \"" +
-                                        b2 + "\" is there");
     }
-    weights.layers.push_back(std::move(layer));
+    if (spec.indices.label_channel_count > 0 && reader.status().ok()) {
+      weights.channels.push_back(reader.Channels(spec, l));
+    }
   }
+  if (!reader.status().ok()) return reader.status();
   return weights;
+}
+
+int64_t IndexWeights::bytes() const {
+  size_t bytes = 0;
+  for (const std::vector<MlpLayer>* mlps : {&mlp, &query_mlp}) {
+    for (const MlpLayer& m : *mlps) {
+      for (const std::vector<float>* tensor : {&m.w1, &m.b1, &m.w2, &m.b2, &m.w3, &m.b3}) {
+        bytes += tensor->size() * sizeof(float);
+      }
+    }
+  }
+  for (const auto& c : channels) bytes += c.size() * sizeof(uint16_t);
+  return static_cast<int64_t>(bytes);
+}
+
+void LinearMap(const float* x, int input_dim, const float* w, int output_dim, float* y) {
+  HWY_DYNAMIC_DISPATCH(Linear)(x, input_dim, w, output_dim, y);
 }
 
 void MlpOutput(const MlpLayer& layer, int head, const float* x, float* y) {

@@ -10,10 +10,11 @@
 
 namespace spillway {
 
-// The hash MLPs of one layer, H of them (one per KV head or query head, see
-// ModelSpec::mlp_count): z = SiLU(x W1 + b1) (+ x), y = z W2 (+ b2) (+ z),
-// bit j = y_j > 0; the terms with x and z with `residual`. W is indexed
-// [in][out], as Spotlight's released weights are.
+// The hash MLPs of one layer, H of them: z = SiLU(x W1 + b1) (+ x), y = z W2
+// (+ b2) (+ z), bit j = y_j > 0; the terms with x and z with `residual`. With
+// two hidden layers (HashAttention's, github.com/xAlg-ai/HashAttention-1.0)
+// y = SiLU(z W2 + b2) W3 + b3. W is indexed [in][out], as Spotlight's released
+// weights are.
 struct MlpLayer {
   int head_dim = 0;
   int hidden_dim = 0;
@@ -21,27 +22,42 @@ struct MlpLayer {
   bool residual = false;
   std::vector<float> w1;  // [H, head_dim, hidden_dim]
   std::vector<float> b1;  // [H, hidden_dim]
-  std::vector<float> w2;  // [H, hidden_dim, hash_bits]
-  std::vector<float> b2;  // [H, hash_bits], or empty
+  std::vector<float> w2;  // [H, hidden_dim, hash_bits]; of two [H, hidden_dim, hidden_dim]
+  std::vector<float> b2;  // [H, hash_bits], or empty; of two [H, hidden_dim]
+  std::vector<float> w3;  // [H, hidden_dim, hash_bits], of two hidden layers, else empty
+  std::vector<float> b3;  // [H, hash_bits], likewise
 };
 
-struct MlpWeights {
-  std::vector<MlpLayer> layers;
+// What is uploaded for a model.
+struct IndexWeights {
+  // Per layer: the MLPs of keys (ModelSpec::mlp_count of them), and those of
+  // queries, one per query head; empty where these are hashed with the keys'.
+  std::vector<MlpLayer> mlp;
+  std::vector<MlpLayer> query_mlp;
+  // Per layer the label channels, [H_kv][label_channel_count].
+  std::vector<std::vector<uint16_t>> channels;
+
   int64_t bytes() const;
 };
 
-// Reads layers.{l}.w1, b1, w2 and, where present, b2 in the shapes above from
-// a safetensors file. INVALID_ARGUMENT names the tensor that is missing or
-// misshapen, or of which a part of the layers has none (b2). REQUIRES: a
-// normalised spec with hash.kind kMlp.
-absl::StatusOr<MlpWeights> LoadMlpWeights(const ModelSpec& spec,
-                                          std::span<const std::byte> safetensors);
+// Reads from a safetensors file what spec.has_weights() asks for, in the
+// shapes above: layers.{l}.w1, b1, w2, where present b2, with two hidden
+// layers w3 and b3; the same after query_; layers.{l}.channels, integers.
+// INVALID_ARGUMENT names the tensor that is missing or misshapen, or of which
+// a part of the layers has none (b2), or the channel that is out of range or
+// repeated. REQUIRES: a normalised spec.
+absl::StatusOr<IndexWeights> LoadIndexWeights(const ModelSpec& spec,
+                                              std::span<const std::byte> safetensors);
 
 // What the bits of MLP `head`'s code are the signs of: y, [hash_bits], for x
 // [head_dim]. Every sum runs over the input index in order, so a machine always
 // gives the same bits; instruction sets with and without fma differ where |y|
 // is tiny. Thread-safe.
 void MlpOutput(const MlpLayer& layer, int head, const float* x, float* y);
+
+// y = x W, W [input_dim][output_dim], each sum one chain of fused multiply-adds
+// over the inputs in order. Thread-safe.
+void LinearMap(const float* x, int input_dim, const float* w, int output_dim, float* y);
 
 // The code of x: words [hash_bits / 32], bit j of word w is y_{32w+j} > 0.
 void MlpCode(const MlpLayer& layer, int head, const float* x, uint32_t* words);

@@ -7,17 +7,18 @@
 namespace spillway {
 namespace {
 
-// Keeps these blocks apart from other uses of Philox under the same seed.
+// Keep blocks apart from other uses of Philox under the same seed.
 constexpr uint32_t kRotationDomain = 0x726f7461;  // "rota"
 
-// [d][d] standard normals, stored by columns.
-std::vector<double> GaussianMatrix(int d, uint64_t seed, int layer) {
+constexpr uint32_t kProjectionDomain = 0x70726f6a;  // "proj"
+
+std::vector<double> Gaussians(size_t count, uint64_t seed, int layer, uint32_t domain) {
   const std::array<uint32_t, 2> key = {static_cast<uint32_t>(seed),
                                        static_cast<uint32_t>(seed >> 32)};
-  std::vector<double> g(static_cast<size_t>(d) * d);
+  std::vector<double> g(count);
   for (size_t i = 0; i < g.size(); i += 2) {
-    const auto r = Philox4x32(
-        {static_cast<uint32_t>(i / 2), 0, static_cast<uint32_t>(layer), kRotationDomain}, key);
+    const auto r =
+        Philox4x32({static_cast<uint32_t>(i / 2), 0, static_cast<uint32_t>(layer), domain}, key);
     const uint64_t a = (uint64_t{r[1]} << 32 | r[0]) >> 11;
     const uint64_t b = (uint64_t{r[3]} << 32 | r[2]) >> 11;
     const double radius = std::sqrt(-2 * std::log(static_cast<double>(a + 1) * 0x1p-53));
@@ -58,7 +59,7 @@ std::array<uint32_t, 4> Philox4x32(std::array<uint32_t, 4> counter, std::array<u
 std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
   // Column j of `a` becomes R's column above the diagonal and, at and below
   // it, the unit vector of the j-th reflection.
-  std::vector<double> a = GaussianMatrix(d, seed, layer);
+  std::vector<double> a = Gaussians(static_cast<size_t>(d) * d, seed, layer, kRotationDomain);
   std::vector<double> sign(d);  // of R's diagonal
   bool negative = false;        // whether det(Q diag(sign)) < 0
   for (int j = 0; j < d; ++j) {
@@ -89,6 +90,14 @@ std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
     for (int i = 0; i < d; ++i) p[static_cast<size_t>(i) * d + k] = static_cast<float>(column[i]);
   }
   return p;
+}
+
+std::vector<float> MakeProjections(const ModelSpec& spec, int layer) {
+  const KeyIndexSpec& indices = spec.indices;
+  const size_t count =
+      static_cast<size_t>(spec.head_dim) * indices.lsh_table_count * indices.lsh_bits;
+  const std::vector<double> g = Gaussians(count, indices.lsh_seed, layer, kProjectionDomain);
+  return {g.begin(), g.end()};
 }
 
 }  // namespace spillway

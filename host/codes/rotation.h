@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/model/model_spec.h"
+
 namespace spillway {
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
@@ -17,5 +19,9 @@ std::array<uint32_t, 4> Philox4x32(std::array<uint32_t, 4> counter, std::array<u
 // change a last bit now and then; for that reason it is computed once on the
 // host and handed to every device. Thread-safe. REQUIRES: d >= 1.
 std::vector<float> MakeRotation(int d, uint64_t seed, int layer);
+
+// Gaussian projections of spec.indices' LSH tables, [d][lsh_table_count *
+// lsh_bits]: standard normals of the same generator, fp32. Thread-safe.
+std::vector<float> MakeProjections(const ModelSpec& spec, int layer);
 
 }  // namespace spillway

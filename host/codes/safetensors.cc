@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "host/core/half.h"
 #include "host/memory/finite.h"
 #include "host/model/model_spec.h"
 
@@ -20,7 +21,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr size_t kLengthBytes = 8;
-// The largest model has 1024 layers of 4 tensors, about 120 bytes each.
+// The largest model has 1024 layers of 13 tensors, about 120 bytes each.
 constexpr uint64_t kHeaderBytesMax = uint64_t{4} << 20;
 // {tensor: {"shape": [...]}}: what is nested deeper is no header.
 constexpr int kDepthMax = 3;
@@ -42,6 +43,9 @@ std::optional<DType> FloatType(std::string_view name) {
   if (name == "BF16") return DType::kBF16;
   return std::nullopt;
 }
+
+// Of an element of a type that LoadIntegers reads, else 0.
+int IntegerBytes(std::string_view name) { return name == "I32" ? 4 : name == "I64" ? 8 : 0; }
 
 // Elements of a shape; nothing on overflow.
 std::optional<int64_t> ElementCount(std::span<const int64_t> shape) {
@@ -88,16 +92,6 @@ absl::StatusOr<Json> ParseHeader(std::string_view text) {
   return header;
 }
 
-// Bit patterns to fp32, all exact.
-float FromHalf(uint16_t bits) {
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
-  const uint32_t magnitude = bits & 0x7fff;
-  // Exponent and mantissa in fp32's place, the bias mended by the product;
-  // subnormals come out right, and no infinities or NaNs come in.
-  const float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
-}
-
 float FromBFloat(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 std::vector<float> ToFloat(std::span<const std::byte> data, DType dtype) {
@@ -109,7 +103,7 @@ std::vector<float> ToFloat(std::span<const std::byte> data, DType dtype) {
   for (size_t i = 0; i < out.size(); ++i) {
     uint16_t bits;
     std::memcpy(&bits, data.data() + 2 * i, sizeof(bits));
-    out[i] = dtype == DType::kF16 ? FromHalf(bits) : FromBFloat(bits);
+    out[i] = dtype == DType::kF16 ? HalfToFloat(bits) : FromBFloat(bits);
   }
   return out;
 }
@@ -159,9 +153,9 @@ absl::StatusOr<SafeTensors> SafeTensors::Parse(std::span<const std::byte> file) 
     const auto dtype_name = entry["dtype"].get<std::string>();
     const auto count = ElementCount(*shape);
     if (!count) return BadTensor(name, "has a shape that overflows");
-    if (const auto dtype = FloatType(dtype_name);
-        dtype &&
-        ((end - begin) % DTypeBytes(*dtype) != 0 || (end - begin) / DTypeBytes(*dtype) != *count)) {
+    const auto dtype = FloatType(dtype_name);
+    const int64_t bytes = dtype ? DTypeBytes(*dtype) : IntegerBytes(dtype_name);
+    if (bytes > 0 && ((end - begin) % bytes != 0 || (end - begin) / bytes != *count)) {
       return BadTensor(name, absl::StrCat("has ", end - begin, " bytes for ", *count,
                                           " elements of ", dtype_name));
     }
@@ -191,8 +185,8 @@ bool SafeTensors::Contains(std::string_view name) const {
   return tensors_.contains(std::string(name));
 }
 
-absl::StatusOr<std::vector<float>> SafeTensors::Load(std::string_view name,
-                                                     std::span<const int64_t> shape) const {
+absl::StatusOr<const SafeTensors::Tensor*> SafeTensors::Find(std::string_view name,
+                                                             std::span<const int64_t> shape) const {
   const auto it = tensors_.find(std::string(name));
   if (it == tensors_.end()) return BadTensor(name, "is missing");
   const Tensor& tensor = it->second;
@@ -200,6 +194,36 @@ absl::StatusOr<std::vector<float>> SafeTensors::Load(std::string_view name,
     return BadTensor(name, absl::StrCat("has shape [", absl::StrJoin(tensor.shape, ", "),
                                         "], not [", absl::StrJoin(shape, ", "), "]"));
   }
+  return &tensor;
+}
+
+absl::StatusOr<std::vector<int64_t>> SafeTensors::LoadIntegers(
+    std::string_view name, std::span<const int64_t> shape) const {
+  const absl::StatusOr<const Tensor*> found = Find(name, shape);
+  if (!found.ok()) return found.status();
+  const Tensor& tensor = **found;
+  const size_t bytes = IntegerBytes(tensor.dtype);
+  if (bytes == 0) {
+    return BadTensor(name, absl::StrCat("has dtype ", tensor.dtype, ", not I32 or I64"));
+  }
+  std::vector<int64_t> values(tensor.data.size() / bytes);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (bytes == sizeof(int64_t)) {
+      std::memcpy(&values[i], tensor.data.data() + i * bytes, bytes);
+    } else {
+      int32_t value;
+      std::memcpy(&value, tensor.data.data() + i * bytes, bytes);
+      values[i] = value;
+    }
+  }
+  return values;
+}
+
+absl::StatusOr<std::vector<float>> SafeTensors::Load(std::string_view name,
+                                                     std::span<const int64_t> shape) const {
+  const absl::StatusOr<const Tensor*> found = Find(name, shape);
+  if (!found.ok()) return found.status();
+  const Tensor& tensor = **found;
   const auto dtype = FloatType(tensor.dtype);
   if (!dtype) {
     return BadTensor(name, absl::StrCat("has dtype ", tensor.dtype, ", not F32, F16 or BF16"));

@@ -30,6 +30,9 @@ class SafeTensors {
   // names it.
   absl::StatusOr<std::vector<float>> Load(std::string_view name,
                                           std::span<const int64_t> shape) const;
+  // The same of a tensor of I32 or I64.
+  absl::StatusOr<std::vector<int64_t>> LoadIntegers(std::string_view name,
+                                                    std::span<const int64_t> shape) const;
 
  private:
   struct Tensor {
@@ -37,6 +40,9 @@ class SafeTensors {
     std::vector<int64_t> shape;
     std::span<const std::byte> data;
   };
+  // The tensor, of this shape.
+  absl::StatusOr<const Tensor*> Find(std::string_view name, std::span<const int64_t> shape) const;
+
   absl::flat_hash_map<std::string, Tensor> tensors_;
 };
 

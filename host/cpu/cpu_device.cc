@@ -45,14 +45,14 @@ class CpuDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors) override {
-    MlpWeights weights;
-    if (spec.hash.kind == HashKind::kMlp) {
-      absl::StatusOr<MlpWeights> loaded = LoadMlpWeights(spec, safetensors);
+    IndexWeights weights;
+    if (spec.has_weights()) {
+      absl::StatusOr<IndexWeights> loaded = LoadIndexWeights(spec, safetensors);
       if (!loaded.ok()) return loaded.status();
       weights = *std::move(loaded);
     }
     return workers_.execute(
-        [&] { return std::make_unique<CpuModel>(spec, arena_, std::move(weights.layers)); });
+        [&] { return std::make_unique<CpuModel>(spec, arena_, std::move(weights)); });
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
@@ -76,8 +76,8 @@ class CpuDevice final : public Device {
   }
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
-    const CodeLayout layout = CodeLayout::Of(spec);
-    return spec.kv_head_count * (layout.page_bytes() / kPageTokenCount);
+    const int64_t page_bytes = CodeLayout::Of(spec).page_bytes() + KeySections::Of(spec).bytes();
+    return spec.kv_head_count * ((page_bytes + kPageTokenCount - 1) / kPageTokenCount);
   }
 
   // A job of a moment is served before Submit returns, one of less in the

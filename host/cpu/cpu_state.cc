@@ -6,14 +6,23 @@
 
 #include "absl/status/status.h"
 #include "host/codes/rotation.h"
+#include "host/cpu/encode_sections.h"
 #include "host/cpu/parallel.h"
 
 namespace spillway {
 
-CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MlpLayer> weights)
-    : spec_(spec), layout_(CodeLayout::Of(spec)), mlp_(std::move(weights)) {
-  if (spec.hash.kind == HashKind::kNone) return;
-  code_pool_ = std::make_unique<PagePool>(arena, layout_.page_bytes());
+CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, IndexWeights weights)
+    : spec_(spec),
+      layout_(CodeLayout::Of(spec)),
+      sections_(KeySections::Of(spec)),
+      weights_(std::move(weights)) {
+  if (!spec.has_index()) return;
+  code_pool_ = std::make_unique<PagePool>(arena, layout_.page_bytes() + sections_.bytes());
+  if (spec.indices.lsh_table_count > 0) {
+    projections_.resize(spec.layer_count);
+    ParallelFor(0, spec.layer_count,
+                [&](int layer) { projections_[layer] = MakeProjections(spec, layer); });
+  }
   if (spec.hash.kind != HashKind::kRotation) return;
   const int d = spec.head_dim;
   rotations_.resize(spec.layer_count);
@@ -31,10 +40,8 @@ CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MlpLayer> we
 int64_t CpuModel::bytes() const {
   int64_t floats = 0;
   for (const auto& r : rotations_) floats += 2 * static_cast<int64_t>(r.size());
-  for (const MlpLayer& m : mlp_) {
-    floats += static_cast<int64_t>(m.w1.size() + m.b1.size() + m.w2.size() + m.b2.size());
-  }
-  return floats * 4;
+  for (const auto& p : projections_) floats += static_cast<int64_t>(p.size());
+  return floats * 4 + weights_.bytes();
 }
 
 EncodeParams CpuModel::encode_params(int layer) const {
@@ -50,7 +57,7 @@ EncodeParams CpuModel::encode_params(int layer) const {
 }
 
 CpuSequence::CpuSequence(const CpuModel& model) {
-  if (!model.has_codes()) return;
+  if (!model.spec().has_index()) return;
   layers.resize(model.spec().layer_count);
   for (LayerIndex& layer : layers) {
     for (int h = 0; h < model.spec().kv_head_count; ++h) {
@@ -60,7 +67,7 @@ CpuSequence::CpuSequence(const CpuModel& model) {
 }
 
 CpuSequence::CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count) {
-  if (!model.has_codes()) return;
+  if (!model.spec().has_index()) return;
   layers.resize(source.layers.size());
   for (size_t l = 0; l < layers.size(); ++l) {
     const LayerIndex& from = source.layers[l];
@@ -151,10 +158,11 @@ void EncodeMlpToken(const CpuModel& model, const MlpLayer& mlp, int h, const flo
   StoreCode(model.layout(), bits, page, slot);
 }
 
-// Tokens [begin, end) of one page of one head.
+// Codes of tokens [begin, end) of one page of one head.
 void EncodePage(const CpuModel& model, int layer, int h, const LayerRows& rows, LayerIndex& index,
                 int64_t page, int begin, int end) {
   const ModelSpec& spec = model.spec();
+  if (spec.hash.kind == HashKind::kNone) return;
   const std::byte* first_row = rows.Page(h, page);
   std::byte* codes = index.codes[h].Page(page);
   const float* centre = index.centre.data() + static_cast<size_t>(h) * spec.head_dim;
@@ -199,9 +207,13 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     const int h = static_cast<int>(task / pages);
     const int64_t page = first_page + task % pages;
     const int64_t base = page * kPageTokenCount;
-    EncodePage(model, layer, h, rows, index, page,
-               static_cast<int>(std::max<int64_t>(old_count - base, 0)),
-               static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount)));
+    const int begin = static_cast<int>(std::max<int64_t>(old_count - base, 0));
+    const int end = static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount));
+    EncodePage(model, layer, h, rows, index, page, begin, end);
+    if (!model.spec().indices.any()) return;
+    EncodeSections(model, layer, h, rows.Page(h, page), begin, end,
+                   index.centre.data() + static_cast<size_t>(h) * model.spec().head_dim,
+                   index.codes[h].Page(page) + model.layout().page_bytes());
   };
   // A decode step's few keys are done before a worker would wake.
   if (n - old_count <= 4) {

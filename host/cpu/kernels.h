@@ -20,6 +20,17 @@ const char* SimdTargetName();
 // Whether the processor has what every kernel needs (AVX2 and FMA on x86).
 bool SimdSupported();
 
+// Queries of one KV head made ready for RowLogits.
+struct RowQueries {
+  int head_count = 0;
+  int head_dim = 0;
+  float scale = 1;                // softmax scale
+  const float* scaled = nullptr;  // [head][d] q * scale
+  // [head][d] q itself where every element is a bf16 number, else null: then
+  // products with bf16 keys are exact, two to a lane.
+  const uint16_t* bf16 = nullptr;
+};
+
 // ---- codes -------------------------------------------------------------
 
 struct EncodeParams {
@@ -76,9 +87,30 @@ void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_beg
 // group.
 void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
                  uint16_t* bins);
-// The same group scores from exact logits [G][stride] (natural), for the
-// oracle; of the query its references and head weights. token_count is a
-// multiple of 16; entries beyond the data are ignored by the caller.
+// Queries made ready for estimates from 4-bit elements; see host/core/sketch.h.
+struct SketchQuery {
+  int head_count = 0;
+  int channel_count = 0;      // a multiple of 8
+  const float* q = nullptr;   // [head][channel], times the softmax scale
+  float sum[kGroupMax] = {};  // of q, in order
+};
+
+// Estimated logits of the 128 keys of a page, in nats: [G][128]. section: the
+// sketch or the labels of host/codes/key_sections.h.
+void SketchLogits(const SketchQuery& query, const std::byte* section, float* logits);
+// The largest logits that the bounds of page_count pages of keys allow, for
+// each of their keys: sum_c max(q_c low_c, q_c high_c) (Quest, arXiv
+// 2406.10774, algorithm 1), in channel order.
+void BoundLogits(DType dtype, const RowQueries& queries, int page_count, const std::byte* section,
+                 float* logits);
+// Of each of a page's 128 keys, how many of its buckets are the query's:
+// counts [128]. query: [table_count]; buckets: [table_count][128].
+void CountShared(const uint16_t* query, int table_count, const std::byte* buckets,
+                 uint16_t* counts);
+
+// The same group scores from logits [G][stride] in nats, exact or estimated; of
+// the query its references and head weights. token_count is a multiple of 16;
+// entries beyond the data are ignored by the caller.
 void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int head_count,
                int token_count, uint16_t* bins, uint16_t* const* head_bins);
 
@@ -120,17 +152,6 @@ int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
 // ---- rows --------------------------------------------------------------
 
 inline constexpr int kRowBlock = 32;  // rows that a kernel call takes at most
-
-// Queries of one KV head made ready for RowLogits.
-struct RowQueries {
-  int head_count = 0;
-  int head_dim = 0;
-  float scale = 1;                // softmax scale
-  const float* scaled = nullptr;  // [head][d] q * scale
-  // [head][d] q itself where every element is a bf16 number, else null: then
-  // products with bf16 keys are exact, two to a lane.
-  const uint16_t* bf16 = nullptr;
-};
 
 // Asks for a row to be brought near.
 inline void PrefetchRow(const std::byte* row, int64_t row_bytes) {

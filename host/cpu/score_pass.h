@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "host/core/histogram.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/key_scorer.h"
 
 namespace spillway {
 
@@ -19,11 +20,15 @@ class ScorePass {
   static constexpr int64_t kBlockTokens = 16384;
   // A bin that marks a heavy token; above every score's.
   static constexpr uint16_t kHeavyBin = 0xFFFF;
+  // The bin of tokens that a first selection did not find: below every score's
+  // that is estimated, and of no mass.
+  static constexpr uint16_t kNoCandidateBin = 0;
 
   // Candidates are [begin, end), begin < end <= the layer's length.
   ScorePass(const AttendContext& context, int64_t query, int kv_head, int64_t begin, int64_t end);
 
-  // Fills the bins and the histogram by the policy's selector.
+  // Fills the bins and the histogram by the policy's selector, of its first
+  // selection's finds if it has one.
   absl::Status Score();
   // Chooses the heavy set, marks its tokens in the bins and takes them out of
   // the histogram. Returns them ascending.
@@ -42,13 +47,10 @@ class ScorePass {
   const uint16_t* bins(int64_t token) const { return workspace_->bins.data() + token - base_; }
 
  private:
-  void PrepareAsymmetric();
-  void PrepareHamming();
-  // Sets the references and head weights of the score query.
-  absl::Status FindReferences();
-  // Estimated or exact logits of a page: [G][kPageTokenCount].
-  absl::Status PageLogits(int64_t page, float* logits) const;
+  absl::Status ScoreBy(Selector selector, bool by_mass);
   absl::Status ScoreBlock(int64_t block);
+  // Puts what the first selection did not find in the lowest bin.
+  void DropOthers(int64_t block);
   void CountBlock(int64_t block);
   // Histogram set 0 is the group's, set 1 + g query head g's (top-p only).
   std::vector<uint32_t> SumHistograms(int set) const;
@@ -64,11 +66,11 @@ class ScorePass {
   const int64_t base_;  // token of bins[0], a multiple of 32
   const int64_t first_block_;
   const int64_t block_count_;
-  const bool by_mass_;
+  bool by_mass_ = false;
   int bin_count_ = kScoreBinCount;
   GroupQueries q_;
-  std::vector<int8_t> weights_;
-  ScoreQuery score_query_;
+  std::optional<KeyScorer> scorer_;
+  std::vector<std::vector<uint32_t>> candidates_;  // per block, of a first selection
   std::optional<WorkspacePool::Lease> workspace_holder_;
   SelectWorkspace* workspace_ = nullptr;
   std::vector<uint32_t> histogram_;

@@ -11,6 +11,7 @@
 #include "host/core/normal.h"
 #include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/lsh_tail.h"
 #include "host/cpu/parallel.h"
 #include "host/cpu/score_pass.h"
 #include "host/cpu/tail_sampler.h"
@@ -52,10 +53,14 @@ class SparseAttend {
   int64_t RowsLeft() const;
   void CutTail();
   std::vector<int64_t> PilotCounts() const;
-  // Folds rows into sums, with moments where it keeps them.
-  absl::Status Fold(std::span<const uint32_t> tokens, GroupSums& into) const;
+  // Folds rows into sums, with moments where it keeps them. With a tail the
+  // tokens are its own, and it weighs them.
+  absl::Status Fold(std::span<const uint32_t> tokens, GroupSums& into,
+                    const LshTail* lsh = nullptr) const;
   absl::Status FoldStrata(const std::vector<std::vector<uint32_t>>& tokens);
   absl::Status SampleTail();
+  // Adds what LSH sampling takes to the exact rows' sums.
+  absl::Status AddLshTail();
   HeadEstimate Estimate(int head) const;
   // Rows per stratum that the policy's bound asks for, the group's maximum.
   std::vector<int64_t> Budgets() const;
@@ -63,6 +68,7 @@ class SparseAttend {
   void Limit(std::vector<int64_t>& budgets) const;
   int64_t Drawn() const;
   void WriteOutput();
+  void WriteLshCertificate(int head, const HeadEstimate& estimate, Certificate& certificate) const;
   void WriteSelection();
 
   const AttendContext& c_;
@@ -82,9 +88,11 @@ class SparseAttend {
   GroupSums exact_;                             // sink, heavy, window
   std::vector<GroupSums> tail_;                 // per stratum
   bool limited_ = false;                        // row_count_max bound
+  std::vector<RowSums> exact_alone_;            // [G] before LSH sampling's
 };
 
-absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& into) const {
+absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& into,
+                                const LshTail* lsh) const {
   const LayerRows& rows = *c_.work->rows;
   const DType dtype = c_.spec().dtype;
   const bool moments = !into.value_sq.empty();
@@ -122,6 +130,7 @@ absl::Status SparseAttend::Fold(std::span<const uint32_t> tokens, GroupSums& int
         }
         return;
       }
+      if (lsh != nullptr) lsh->Weigh(at, m, pointers, logits);
       if (moments) {
         FoldRowsMoments(dtype, pointers, next, m, group_, d_, logits, part.sums.data(),
                         part.value.data(), part.value_sq.data());
@@ -166,9 +175,10 @@ int64_t SparseAttend::RowsLeft() const {
 void SparseAttend::CutTail() {
   const std::vector<uint32_t>& histogram = scores_.histogram();
   const int64_t tail = std::accumulate(histogram.begin(), histogram.end(), int64_t{0});
-  if (tail == 0 || policy_.tail == Tail::kNone) return;
+  if (tail == 0 || policy_.tail == Tail::kNone || policy_.tail == Tail::kLshSampling) return;
   if (policy_.tail == Tail::kStratified) {
-    strata_ = CutStrata(histogram, std::max<int64_t>(1, static_cast<int64_t>(heavy_.size())));
+    strata_ = CutStrata(histogram, std::max<int64_t>(1, static_cast<int64_t>(heavy_.size())),
+                        policy_.stratum_count_max);
     if (static_cast<int64_t>(strata_.counts.size()) * 2 * kStratumRowsMin <= RowsLeft()) return;
   }
   strata_.of_bin.assign(histogram.size(), 0);
@@ -302,6 +312,30 @@ std::vector<int64_t> SparseAttend::Budgets() const {
   return budgets;
 }
 
+absl::Status SparseAttend::AddLshTail() {
+  const LshTail tail(c_, scores_, q_, kv_head_);
+  GroupSums sums(group_, d_, false);
+  absl::Status status = Fold(tail.tokens(), sums, &tail);
+  if (!status.ok()) return status;
+  exact_alone_ = exact_.sums;
+  for (int g = 0; g < group_; ++g) {
+    const size_t at = static_cast<size_t>(g) * d_;
+    MergeSums(exact_.sums[g], {exact_.value.data() + at, size_t(d_)}, {}, sums.sums[g],
+              {sums.value.data() + at, size_t(d_)}, {});
+  }
+  sampled_.push_back(tail.tokens());
+  return absl::OkStatus();
+}
+
+void SparseAttend::WriteLshCertificate(int head, const HeadEstimate& estimate,
+                                       Certificate& certificate) const {
+  const RowSums& alone = exact_alone_[head];
+  certificate.promise = Promise::kNone;
+  certificate.relative_error = std::numeric_limits<float>::infinity();
+  certificate.tail_mass = static_cast<float>(
+      1 - alone.sum * std::exp(double{alone.max} - estimate.max) / estimate.denominator);
+}
+
 void SparseAttend::WriteOutput() {
   AttendWork& work = *c_.work;
   const int query_heads = c_.spec().query_head_count;
@@ -324,6 +358,10 @@ void SparseAttend::WriteOutput() {
     certificate.visible_token_count = n_;
     certificate.heavy_token_count = static_cast<int64_t>(heavy_.size());
     certificate.sampled_token_count = drawn;
+    if (policy_.tail == Tail::kLshSampling) {
+      WriteLshCertificate(g, e, certificate);
+      continue;
+    }
     if (drawn == tail_count) {
       certificate.promise = Promise::kExact;
       certificate.relative_error = 0;
@@ -389,8 +427,10 @@ absl::Status SparseAttend::Run() {
   if (!status.ok()) return status;
   if (!strata_.counts.empty()) {
     status = SampleTail();
-    if (!status.ok()) return status;
+  } else if (policy_.tail == Tail::kLshSampling) {
+    status = AddLshTail();
   }
+  if (!status.ok()) return status;
   WriteOutput();
   if (c_.work->select_only) WriteSelection();
   return absl::OkStatus();

@@ -136,8 +136,8 @@ class Device {
   virtual absl::Status RegisterMemory(std::span<std::byte> chunk) = 0;
   virtual void UnregisterMemory(std::span<std::byte> chunk) = 0;
 
-  // safetensors: the MLP weights when spec.hash.kind is kMlp, else empty; not
-  // kept. INVALID_ARGUMENT names the tensor that is missing or misshapen.
+  // safetensors: the weights when spec.has_weights(), else empty; not kept.
+  // INVALID_ARGUMENT names the tensor that is missing or misshapen.
   virtual absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors) = 0;
 

@@ -17,6 +17,10 @@ constexpr int kBitsPerDimMax = 4;
 constexpr int kHashBitsStep = 32;
 constexpr int kHashBitsMax = 1024;
 constexpr int kHiddenDimMax = 4096;
+constexpr int kHiddenLayerCountMax = 2;
+constexpr int kLabelChannelStep = 8;
+constexpr int kLshTableCountMax = 512;
+constexpr int kLshBitsMax = 16;
 
 // Whether spec.group() is valid.
 bool CheckHeads(const ModelSpec& spec, FieldChecks& checks) {
@@ -51,10 +55,37 @@ void NormalizeMlp(ModelSpec& spec, bool heads_ok, FieldChecks& checks) {
   }
   if (hash.hidden_dim == 0) hash.hidden_dim = spec.head_dim;
   checks.InRange("hash_weights.mlp.hidden_dim", hash.hidden_dim, 1, kHiddenDimMax);
+  checks.InRange("hash_weights.mlp.hidden_layer_count", hash.hidden_layer_count, 1,
+                 kHiddenLayerCountMax);
+  if (hash.residual && hash.hidden_layer_count > 1) {
+    checks.Add("hash_weights.mlp.residual", "only with one hidden layer");
+  }
   if (hash.residual && (hash.hidden_dim != spec.head_dim || hash.hash_bits != spec.head_dim)) {
     checks.Add("hash_weights.mlp.residual",
                absl::StrCat("needs hidden_dim = head_dim = hash_bits, which are ", hash.hidden_dim,
                             ", ", spec.head_dim, " and ", hash.hash_bits));
+  }
+}
+
+void CheckIndices(const ModelSpec& spec, FieldChecks& checks) {
+  const KeyIndexSpec& indices = spec.indices;
+  const int page = indices.quest_page_token_count;
+  if (page != 0 && page != 16 && page != 32 && page != 64 && page != 128) {
+    checks.Add("key_indices.quest_page_token_count",
+               absl::StrCat("value ", page, " is not 0, 16, 32, 64 or 128"));
+  }
+  if (indices.label_channel_count != 0) {
+    checks.MultipleInRange("key_indices.label_channel_count", indices.label_channel_count,
+                           kLabelChannelStep, spec.head_dim);
+  }
+  if (indices.lsh_table_count != 0) {
+    checks.InRange("key_indices.lsh_table_count", indices.lsh_table_count, 1, kLshTableCountMax);
+    checks.InRange("key_indices.lsh_bits", indices.lsh_bits, 1, kLshBitsMax);
+    if (spec.hash.raw_keys) {
+      checks.Add("key_indices.lsh_table_count", "needs centred keys; hash_weights have raw_keys");
+    }
+  } else if (indices.lsh_bits != 0) {
+    checks.Add("key_indices.lsh_bits", "only with lsh_table_count");
   }
 }
 
@@ -105,6 +136,7 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
       checks.Add("hash_weights",
                  absl::StrCat("kind ", static_cast<int>(spec.hash.kind), " is unknown"));
   }
+  CheckIndices(spec, checks);
   return checks.Take();
 }
 

@@ -21,17 +21,35 @@ enum class HashKind : uint8_t { kNone, kRotation, kMlp };
 
 struct HashSpec {
   HashKind kind = HashKind::kRotation;
+  // Whether keys are hashed without being centred.
+  bool raw_keys = false;
   // kRotation: bits per dimension, [1, 4], and the rotation's seed.
   int bits_per_dim = 2;
   uint64_t seed = 0;
-  // kMlp: bits of an MLP's code (a multiple of 32 in [32, 1024]), hidden width,
-  // Spotlight's residual form, whether there is an MLP per query head rather
-  // than per KV head, and whether keys are hashed without being centred.
+  // kMlp: bits of an MLP's code (a multiple of 32 in [32, 1024]), width and
+  // number (1 or 2) of the hidden layers, Spotlight's residual form, whether
+  // there is an MLP per query head rather than per KV head, and whether
+  // queries have MLPs of their own, then one per query head.
   int hash_bits = 128;
   int hidden_dim = 0;
+  int hidden_layer_count = 1;
   bool residual = false;
   bool per_query_head = false;
-  bool raw_keys = false;
+  bool query_weights = false;
+};
+
+// What is kept of every key beside its codes; 0: nothing.
+struct KeyIndexSpec {
+  bool sketch = false;             // the key in 4 bits an element
+  int quest_page_token_count = 0;  // 16, 32, 64, 128: bounds of so many keys
+  int label_channel_count = 0;     // channels in 4 bits, a multiple of 8
+  int lsh_table_count = 0;         // buckets of a key, [1, 512]
+  int lsh_bits = 0;                // of a bucket's name, [1, 16]
+  uint64_t lsh_seed = 0;
+
+  bool any() const {
+    return sketch || quest_page_token_count > 0 || label_channel_count > 0 || lsh_table_count > 0;
+  }
 };
 
 inline constexpr double kSampleBandFractionMax = 0.0625;
@@ -45,6 +63,7 @@ struct ModelSpec {
   DType dtype = DType::kBF16;
   double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
   HashSpec hash;
+  KeyIndexSpec indices;
   // Share of the tokens whose rows a device may keep close for sampling, in
   // [0, kSampleBandFractionMax], and the seed that picks them: samples of policies with this
   // seed begin with them.
@@ -76,8 +95,15 @@ struct ModelSpec {
   int key_code_count() const { return hash.per_query_head ? group() : 1; }
   // Query heads that compare the same code of a key.
   int heads_per_code() const { return group() / key_code_count(); }
-  // MLPs of a layer; query head h uses MLP h / heads_per_code().
+  // MLPs of a layer; query head h uses MLP h / heads_per_code(), or with query
+  // weights MLP h of those.
   int mlp_count() const { return kv_head_count * key_code_count(); }
+  // Whether a device keeps anything of the keys.
+  bool has_index() const { return hash.kind != HashKind::kNone || indices.any(); }
+  // Whether weights must be uploaded.
+  bool has_weights() const {
+    return hash.kind == HashKind::kMlp || indices.label_channel_count > 0;
+  }
 };
 
 // A field that was refused and why ("value 7 is not in [1, 4]").

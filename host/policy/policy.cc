@@ -39,29 +39,52 @@ void CheckDenseLayers(const Policy& policy, const ModelSpec& spec, FieldChecks& 
   }
 }
 
-void CheckSelector(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
-  switch (policy.selector) {
+void CheckSelector(std::string_view field, Selector selector, const ModelSpec& spec,
+                   FieldChecks& checks) {
+  const auto needs = [&](bool there, std::string_view what) {
+    if (!there) checks.Add(field, std::string(what));
+  };
+  switch (selector) {
     case Selector::kAsymmetric:
-      if (spec.hash.kind != HashKind::kRotation) {
-        checks.Add("selector", "SELECTOR_ASYMMETRIC needs a model with a rotation");
-      }
-      return;
+      return needs(spec.hash.kind == HashKind::kRotation,
+                   "SELECTOR_ASYMMETRIC needs a model with a rotation");
     case Selector::kHamming:
-      if (spec.hash.kind == HashKind::kNone) {
-        checks.Add("selector", "SELECTOR_HAMMING needs a model with a rotation or an MLP");
-      }
-      return;
+      return needs(spec.hash.kind != HashKind::kNone,
+                   "SELECTOR_HAMMING needs a model with a rotation or an MLP");
+    case Selector::kSketch:
+      return needs(spec.indices.sketch, "SELECTOR_SKETCH needs a model with key_indices.sketch");
+    case Selector::kQuest:
+      return needs(spec.indices.quest_page_token_count > 0,
+                   "SELECTOR_QUEST needs a model with key_indices.quest_page_token_count");
+    case Selector::kDoubleSparsity:
+      return needs(spec.indices.label_channel_count > 0,
+                   "SELECTOR_DOUBLE_SPARSITY needs a model with key_indices.label_channel_count");
     case Selector::kOracle:
     case Selector::kAll:
       return;
   }
-  checks.Add("selector", absl::StrCat("value ", static_cast<int>(policy.selector), " is unknown"));
+  checks.Add(field, absl::StrCat("value ", static_cast<int>(selector), " is unknown"));
+}
+
+void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
+  if (!policy.candidate_selector.has_value()) return;
+  if (*policy.candidate_selector == Selector::kAll) {
+    checks.Add("candidates.selector", "SELECTOR_ALL finds nothing; leave candidates unset");
+  } else {
+    CheckSelector("candidates.selector", *policy.candidate_selector, spec, checks);
+  }
+  if (policy.selector == Selector::kHamming) {
+    checks.Add("candidates",
+               "needs a selector that estimates logits; SELECTOR_HAMMING counts bits");
+  }
+  checks.InRange("candidates.count", policy.candidate_count, 0, kHeavyCountMax);
+  checks.Positive("candidates.fraction", policy.candidate_fraction, 1, true);
 }
 
 void CheckHeavy(const Policy& policy, FieldChecks& checks) {
   switch (policy.heavy_kind) {
     case HeavyKind::kCount:
-      checks.InRange("top_k.count", policy.heavy_count, 1, kHeavyCountMax);
+      checks.InRange("top_k.count", policy.heavy_count, 0, kHeavyCountMax);
       return;
     case HeavyKind::kFraction:
       checks.Positive("top_k.fraction", policy.heavy_fraction, 1, true);
@@ -92,9 +115,21 @@ int64_t HeavyCountMin(const Policy& policy) {
   return 1;
 }
 
-void CheckTail(const Policy& policy, FieldChecks& checks) {
-  if (policy.tail > Tail::kStratified) {
+void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
+  if (policy.tail > Tail::kLshSampling) {
     checks.Add("tail", absl::StrCat("value ", static_cast<int>(policy.tail), " is unknown"));
+  }
+  if (policy.tail == Tail::kLshSampling) {
+    if (spec.indices.lsh_table_count == 0) {
+      checks.Add("tail", "TAIL_LSH_SAMPLING needs a model with key_indices.lsh_table_count");
+    }
+    if (policy.row_count_max != 0) {
+      checks.Add("row_count_max", "TAIL_LSH_SAMPLING takes what it finds and knows no limit");
+    }
+  }
+  checks.InRange("stratum_count_max", policy.stratum_count_max, 1, kTailStrataMax);
+  if (policy.reuse_deviations && policy.tail != Tail::kStratified) {
+    checks.Add("reuse_deviations", "only with TAIL_STRATIFIED");
   }
   if (policy.bound > Bound::kRatio) {
     checks.Add("bound", absl::StrCat("value ", static_cast<int>(policy.bound), " is unknown"));
@@ -125,6 +160,12 @@ void CheckRowCountMax(const Policy& policy, FieldChecks& checks) {
 
 }  // namespace
 
+int64_t Policy::CandidateCount(int64_t n) const {
+  return candidate_count > 0
+             ? candidate_count
+             : static_cast<int64_t>(std::ceil(candidate_fraction * static_cast<double>(n)));
+}
+
 bool Policy::IsDenseLayer(int layer) const {
   return std::find(dense_layers.begin(), dense_layers.end(), layer) != dense_layers.end();
 }
@@ -154,7 +195,11 @@ Policy DefaultPolicy(const ModelSpec& spec) {
       policy.selector = Selector::kHamming;
       break;
     case HashKind::kNone:
-      policy.selector = Selector::kAll;
+      // The estimate that is best, of what there is.
+      policy.selector = spec.indices.sketch                       ? Selector::kSketch
+                        : spec.indices.label_channel_count > 0    ? Selector::kDoubleSparsity
+                        : spec.indices.quest_page_token_count > 0 ? Selector::kQuest
+                                                                  : Selector::kAll;
       break;
   }
   return policy;
@@ -167,9 +212,10 @@ std::vector<FieldError> Validate(const Policy& policy, const ModelSpec& spec) {
   checks.InRange("dense_token_count", policy.dense_token_count, kDenseTokenCountMin,
                  kDenseTokenCountMax);
   CheckDenseLayers(policy, spec, checks);
-  CheckSelector(policy, spec, checks);
+  CheckSelector("selector", policy.selector, spec, checks);
   CheckHeavy(policy, checks);
-  CheckTail(policy, checks);
+  CheckCandidates(policy, spec, checks);
+  CheckTail(policy, spec, checks);
   CheckRowCountMax(policy, checks);
   return checks.Take();
 }

@@ -1,15 +1,25 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "host/device/attend.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {
 
-enum class Selector : uint8_t { kAsymmetric, kHamming, kOracle, kAll };
+enum class Selector : uint8_t {
+  kAsymmetric,
+  kHamming,
+  kOracle,
+  kAll,
+  kSketch,
+  kQuest,
+  kDoubleSparsity,
+};
 enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
-enum class Tail : uint8_t { kNone, kUniform, kStratified };
+enum class Tail : uint8_t { kNone, kUniform, kStratified, kLshSampling };
 enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
 
 // How one attend chooses its rows and how sure it must be, every field
@@ -26,6 +36,10 @@ struct Policy {
   double heavy_mass = 0.95;      // kMass, (0, 1]
   int64_t heavy_floor = 64;      // kMass
   int64_t heavy_ceiling = 4096;  // kMass
+  // A first selection, whose finds alone the selector looks at.
+  std::optional<Selector> candidate_selector;
+  int64_t candidate_count = 0;       // 0: by fraction
+  double candidate_fraction = 0.25;  // (0, 1]
   Tail tail = Tail::kStratified;
   Bound bound = Bound::kRatio;  // kUniform only
   double epsilon = 0.1;
@@ -34,10 +48,14 @@ struct Policy {
   double inflation = 1.25;
   uint64_t seed = 0;
   int64_t row_count_max = 0;  // 0: no limit
+  int32_t stratum_count_max = kTailStrataMax;
+  bool reuse_deviations = false;
 
   bool IsDenseLayer(int layer) const;
   // Tokens that a selector by count or fraction calls heavy among n visible.
   int64_t HeavyCount(int64_t n) const;
+  // Tokens that the first selection finds among n visible.
+  int64_t CandidateCount(int64_t n) const;
   // Whether queries of a layer with n visible tokens are attended densely:
   // by the policy's word, or because nothing is left for a tail.
   bool IsDense(int layer, int64_t query_count, int64_t n) const;

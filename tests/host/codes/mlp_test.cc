@@ -145,16 +145,16 @@ class MlpLoad : public ::testing::Test {
 TEST_F(MlpLoad, ReadsAllLayers) {
   for (const bool b2 : {false, true}) {
     const auto bytes = File("", b2);
-    const auto weights = LoadMlpWeights(spec_, bytes);
+    const auto weights = LoadIndexWeights(spec_, bytes);
     ASSERT_TRUE(weights.ok()) << weights.status();
-    ASSERT_EQ(weights->layers.size(), 2u);
-    EXPECT_EQ(weights->layers[1].w1.size(), 2u * 16 * 8);
-    EXPECT_EQ(weights->layers[1].b2.size(), b2 ? 64u : 0u);
-    EXPECT_NE(weights->layers[0].w1, weights->layers[1].w1);
+    ASSERT_EQ(weights->mlp.size(), 2u);
+    EXPECT_EQ(weights->mlp[1].w1.size(), 2u * 16 * 8);
+    EXPECT_EQ(weights->mlp[1].b2.size(), b2 ? 64u : 0u);
+    EXPECT_NE(weights->mlp[0].w1, weights->mlp[1].w1);
     EXPECT_EQ(weights->bytes(), 4 * 2 * (256 + 16 + 512 + (b2 ? 64 : 0)));
-    EXPECT_EQ(weights->layers[0].head_dim, 16);
-    EXPECT_EQ(weights->layers[0].hidden_dim, 8);
-    EXPECT_EQ(weights->layers[0].hash_bits, 32);
+    EXPECT_EQ(weights->mlp[0].head_dim, 16);
+    EXPECT_EQ(weights->mlp[0].hidden_dim, 8);
+    EXPECT_EQ(weights->mlp[0].hash_bits, 32);
   }
 }
 
@@ -162,7 +162,7 @@ TEST_F(MlpLoad, NamesTheTensorThatIsMissing) {
   for (const char* name :
        {"layers.0.w1", "layers.1.b1", "layers.1.w2", "layers.0.b2", "layers.1.b2"}) {
     const auto bytes = File(name, true);
-    const absl::Status status = LoadMlpWeights(spec_, bytes).status();
+    const absl::Status status = LoadIndexWeights(spec_, bytes).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr(name));
     EXPECT_THAT(std::string(status.message()), HasSubstr("missing"));
@@ -172,16 +172,16 @@ TEST_F(MlpLoad, NamesTheTensorThatIsMissing) {
 TEST_F(MlpLoad, NamesTheTensorThatIsMisshapen) {
   spec_.hash.hash_bits = 64;
   const auto bytes = File("", false);
-  EXPECT_THAT(std::string(LoadMlpWeights(spec_, bytes).status().message()),
+  EXPECT_THAT(std::string(LoadIndexWeights(spec_, bytes).status().message()),
               HasSubstr("\"layers.0.w2\" has shape [2, 8, 32], not [2, 8, 64]"));
 }
 
 TEST_F(MlpLoad, ReadsOneForEveryQueryHead) {
   spec_.hash.per_query_head = true;
-  const auto weights = LoadMlpWeights(spec_, File("", true, 4));
+  const auto weights = LoadIndexWeights(spec_, File("", true, 4));
   ASSERT_TRUE(weights.ok()) << weights.status();
-  EXPECT_EQ(weights->layers[1].w2.size(), 4u * 8 * 32);
-  EXPECT_THAT(std::string(LoadMlpWeights(spec_, File("", true, 2)).status().message()),
+  EXPECT_EQ(weights->mlp[1].w2.size(), 4u * 8 * 32);
+  EXPECT_THAT(std::string(LoadIndexWeights(spec_, File("", true, 2)).status().message()),
               HasSubstr("\"layers.0.w1\" has shape [2, 16, 8], not [4, 16, 8]"));
 }
 
