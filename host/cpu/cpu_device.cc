@@ -161,6 +161,10 @@ class CpuDevice final : public Device {
       c.shapes = &model.spec();
       c.model = &model;
       c.index = sequence.layers.empty() ? nullptr : &sequence.layers[job.layer];
+      // Queries side by side would write the same.
+      if (work.policy.reuse_deviations && work.query_count == 1 && !work.select_only) {
+        c.rates = &sequence.rates[job.layer];
+      }
       c.layer = job.layer;
       c.work = &work;
       c.cancel = job.cancel.get();

@@ -57,6 +57,8 @@ EncodeParams CpuModel::encode_params(int layer) const {
 }
 
 CpuSequence::CpuSequence(const CpuModel& model) {
+  rates.assign(model.spec().layer_count,
+               std::vector<std::vector<double>>(model.spec().kv_head_count));
   if (!model.spec().has_index()) return;
   layers.resize(model.spec().layer_count);
   for (LayerIndex& layer : layers) {
@@ -66,12 +68,13 @@ CpuSequence::CpuSequence(const CpuModel& model) {
   }
 }
 
-CpuSequence::CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count) {
+CpuSequence::CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count)
+    : CpuSequence(model) {
   if (!model.spec().has_index()) return;
-  layers.resize(source.layers.size());
   for (size_t l = 0; l < layers.size(); ++l) {
     const LayerIndex& from = source.layers[l];
     LayerIndex& to = layers[l];
+    to.codes.clear();
     const int64_t count = std::min(token_count, from.token_count);
     to.centred = from.centred && count >= kCentreTokenCount;
     to.token_count = to.centred ? count : 0;
@@ -100,6 +103,9 @@ void LayerIndex::Truncate(int64_t length) {
 
 void CpuSequence::Truncate(int64_t token_count) {
   for (LayerIndex& layer : layers) layer.Truncate(token_count);
+  for (auto& layer : rates) {
+    for (std::vector<double>& head : layer) head.clear();
+  }
 }
 
 absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count) {

@@ -70,6 +70,9 @@ class CpuSequence final : public DeviceSequence {
   absl::Status PrepareAppend(int layer, int64_t start, int64_t count);
 
   std::vector<LayerIndex> layers;  // empty for a model without an index
+  // [layer][kv_head]: per stratum the share of it that an attend's budgets
+  // asked for once they were known; see Policy::reuse_deviations.
+  std::vector<std::vector<std::vector<double>>> rates;
 };
 
 // Indexes what an append has added to a layer: all of it once the centre can

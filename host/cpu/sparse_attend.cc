@@ -62,9 +62,19 @@ class SparseAttend {
   // Adds what LSH sampling takes to the exact rows' sums.
   absl::Status AddLshTail();
   HeadEstimate Estimate(int head) const;
-  // Rows per stratum that the policy's bound asks for, the group's maximum.
-  std::vector<int64_t> Budgets() const;
-  std::vector<int64_t> HeadBudgets(const HeadEstimate& estimate) const;
+  // Rows per stratum that the policy's bound asks for, the group's maximum,
+  // of a stratum at least `least`.
+  std::vector<int64_t> Budgets(std::span<const int64_t> least) const;
+  std::vector<int64_t> HeadBudgets(const HeadEstimate& estimate,
+                                   std::span<const int64_t> least) const;
+  // Raises the pilot to what the last attend would have drawn, if that is known.
+  void RaisePilot(std::vector<int64_t>& pilots) const;
+  // Whether the estimates of all query heads are within epsilon.
+  bool IsWithinEpsilon() const;
+  // Draws what the pilot shows to be needed.
+  absl::Status DrawBudgets();
+  // Remembers what this attend's pilot should have been.
+  void KeepRates() const;
   void Limit(std::vector<int64_t>& budgets) const;
   int64_t Drawn() const;
   void WriteOutput();
@@ -211,6 +221,7 @@ absl::Status SparseAttend::SampleTail() {
     return absl::OkStatus();
   }
   std::vector<int64_t> wanted = PilotCounts();
+  if (c_.rates != nullptr) RaisePilot(wanted);
   std::vector<std::vector<uint32_t>> pilot;
   for (;;) {
     pilot = sampler_->Draw(wanted);
@@ -228,7 +239,40 @@ absl::Status SparseAttend::SampleTail() {
   }
   absl::Status status = FoldStrata(pilot);
   if (!status.ok()) return status;
-  std::vector<int64_t> budgets = Budgets();
+  if (c_.rates == nullptr || !IsWithinEpsilon()) status = DrawBudgets();
+  if (c_.rates != nullptr && status.ok()) KeepRates();
+  return status;
+}
+
+void SparseAttend::RaisePilot(std::vector<int64_t>& pilots) const {
+  const std::vector<double>& rates = (*c_.rates)[kv_head_];
+  for (size_t h = 0; h < std::min(pilots.size(), rates.size()); ++h) {
+    const double wanted = std::ceil(rates[h] * static_cast<double>(strata_.counts[h]));
+    pilots[h] = std::max(pilots[h], static_cast<int64_t>(wanted));
+  }
+  const int64_t total = std::accumulate(pilots.begin(), pilots.end(), int64_t{0});
+  if (total > RowsLeft()) pilots = PilotCounts();
+}
+
+bool SparseAttend::IsWithinEpsilon() const {
+  for (int g = 0; g < group_; ++g) {
+    if (!(RelativeError(Estimate(g), z_) <= policy_.epsilon)) return false;
+  }
+  return true;
+}
+
+void SparseAttend::KeepRates() const {
+  const std::vector<int64_t> budgets = Budgets(PilotCounts());
+  std::vector<double>& rates = (*c_.rates)[kv_head_];
+  rates.clear();
+  for (size_t h = 0; h < budgets.size(); ++h) {
+    rates.push_back(static_cast<double>(budgets[h]) / static_cast<double>(strata_.counts[h]));
+  }
+}
+
+absl::Status SparseAttend::DrawBudgets() {
+  const int64_t rows_left = RowsLeft();
+  std::vector<int64_t> budgets = Budgets(sampler_->counts());
   if (std::accumulate(budgets.begin(), budgets.end(), int64_t{0}) > rows_left) {
     limited_ = true;
     Limit(budgets);
@@ -278,9 +322,9 @@ HeadEstimate SparseAttend::Estimate(int head) const {
   return EstimateHead(exact_.sums[head], {exact_.value.data() + at, size_t(d_)}, strata);
 }
 
-std::vector<int64_t> SparseAttend::HeadBudgets(const HeadEstimate& e) const {
+std::vector<int64_t> SparseAttend::HeadBudgets(const HeadEstimate& e,
+                                               std::span<const int64_t> least) const {
   const size_t count = strata_.counts.size();
-  const std::span<const int64_t> drawn = sampler_->counts();
   // Nothing can be said of the error without reading every row.
   if (!(e.norm_sq_unbiased > 0) || !std::isfinite(e.variance)) return strata_.counts;
   std::vector<int64_t> budgets(count);
@@ -292,21 +336,21 @@ std::vector<int64_t> SparseAttend::HeadBudgets(const HeadEstimate& e) const {
         std::sqrt(e.norm_sq_unbiased),          e.denominator};
     budgets[0] = FinitePopulation(UniformBudget(policy_.bound, tail, policy_.epsilon,
                                                 BoundQuantile(policy_.bound, policy_.delta)),
-                                  strata_.counts[0], drawn[0]);
+                                  strata_.counts[0], least[0]);
     return budgets;
   }
   std::vector<NeymanStratum> strata(count);
   for (size_t h = 0; h < count; ++h) {
-    strata[h] = {strata_.counts[h], drawn[h], policy_.inflation * std::sqrt(e.trace_o[h])};
+    strata[h] = {strata_.counts[h], least[h], policy_.inflation * std::sqrt(e.trace_o[h])};
   }
   NeymanAllot(strata, policy_.epsilon * policy_.epsilon * e.norm_sq_unbiased / (z_ * z_), budgets);
   return budgets;
 }
 
-std::vector<int64_t> SparseAttend::Budgets() const {
+std::vector<int64_t> SparseAttend::Budgets(std::span<const int64_t> least) const {
   std::vector<int64_t> budgets(strata_.counts.size(), 0);
   for (int g = 0; g < group_; ++g) {
-    const std::vector<int64_t> head = HeadBudgets(Estimate(g));
+    const std::vector<int64_t> head = HeadBudgets(Estimate(g), least);
     for (size_t h = 0; h < budgets.size(); ++h) budgets[h] = std::max(budgets[h], head[h]);
   }
   return budgets;
