@@ -105,10 +105,11 @@ class CudaDevice final : public Device {
   }
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
-    const cuda::CodeTiling tiling = cuda::CodeTiling::Of(spec);
-    const double band = spec.hash.kind == HashKind::kNone ? 0 : spec.sample_band_fraction;
+    const int64_t page_bytes =
+        cuda::CodeTiling::Of(spec).page_bytes() + KeySections::Of(spec).bytes();
+    const double band = spec.has_index() ? spec.sample_band_fraction : 0;
     return spec.kv_head_count *
-           (int64_t{tiling.page_bytes()} / kPageTokenCount +
+           ((page_bytes + kPageTokenCount - 1) / kPageTokenCount +
             static_cast<int64_t>(std::ceil(band * static_cast<double>(spec.row_bytes()))));
   }
 

@@ -31,7 +31,9 @@ absl::Status InPieces(std::span<const T> all, std::array<T, kCount>& list, bool 
 
 bool JobRun::AppendsFew(size_t item) const {
   const LayerIndex& layer = index(item);
-  if (spec().hash.kind != HashKind::kRotation || !layer.centred()) return false;
+  if (spec().hash.kind != HashKind::kRotation || spec().indices.any() || !layer.centred()) {
+    return false;
+  }
   const int64_t count = job_->items[item].append->rows->token_count() - layer.coded_token_count();
   const auto keys = static_cast<int64_t>(keys_.size());
   return count <= kFewTokens && keys + count * spec().kv_head_count <= AppendLists::kKeysMax;
@@ -70,10 +72,11 @@ absl::Status JobRun::Encode(size_t item, bool list_free) {
   }
   if (spec().hash.kind == HashKind::kMlp) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeMlp(work, model().mlp(job_->layer), stream));
-  } else {
+  } else if (spec().hash.kind == HashKind::kRotation) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         LaunchEncodeRotation(work, model().rotation(job_->layer), stream));
   }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeSections(work, model().sections(job_->layer), stream));
   std::vector<RowCopy> copies;
   index.FillResident(rows, rows.token_count(), copies);
   index.SetCoded(rows.token_count());
@@ -111,7 +114,7 @@ absl::Status JobRun::EnqueueAppends() {
     const JobItem& item = job_->items[i];
     const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
     if (absl::Status status = index(i).Update(rows, updates_); !status.ok()) return status;
-    if (!item.append.has_value() || !model().has_codes()) continue;
+    if (!item.append.has_value() || !spec().has_index()) continue;
     if (rows.token_count() < kCentreTokenCount) continue;
     if (!AppendsFew(i)) {
       longer.push_back(i);

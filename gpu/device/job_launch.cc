@@ -36,7 +36,9 @@ Wave JobRun::View(const SparseWave& wave) const {
         std::max(w.reference_pages_max,
                  RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
     w.has_tail |= r.tail != Tail::kNone;
+    w.lsh_tail |= r.tail == Tail::kLshSampling;
   }
+  w.first = FirstShape(wave);
   w.append = step_append_;
   w.sm_count = gpu_.sm_count;
   w.bulk_copies = w.overlap = gpu_.hopper;
@@ -47,11 +49,14 @@ Wave JobRun::View(const SparseWave& wave) const {
 absl::Status JobRun::Launch(SparseWave& wave) {
   const Wave w = View(wave);
   cudaStream_t stream = lane_->stream();
-  if (w.shape.mlp && w.shape.selector == Selector::kHamming) {
+  const bool hamming = w.shape.selector == Selector::kHamming ||
+                       (w.first && w.first->selector == Selector::kHamming);
+  if (w.shape.mlp && hamming) {
     const int per_query = spec().query_head_count;
+    const int heads_per_mlp = spec().hash.query_weights ? 1 : spec().heads_per_code();
     for (size_t i = 0; i < wave.units.size() / spec().kv_head_count; ++i) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(
-          LaunchMlpCodes(model().mlp(job_->layer), spec().head_dim, spec().heads_per_code(),
+          LaunchMlpCodes(model().query_mlp(job_->layer), spec().head_dim, heads_per_mlp,
                          wave.q + i * per_query * spec().head_dim, per_query,
                          query_codes_ + i * per_query * spec().hash.hash_bits / 32, stream));
     }
@@ -73,15 +78,28 @@ absl::Status JobRun::LaunchKernels(const Wave& wave) {
     if (status.ok()) status = Mark(name);
   };
   if (wave.append.key_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
+  if (wave.first) {
+    Wave first = wave;
+    first.shape = *wave.first;
+    first.first.reset();
+    stage("first query", LaunchPrepareQuery(first, stream));
+    stage("first reference", LaunchReference(first, stream));
+    stage("first score", LaunchScore(first, stream));
+    stage("candidates", LaunchCandidates(first, stream));
+  }
   stage("query", LaunchPrepareQuery(wave, stream));
   stage("reference", LaunchReference(wave, stream));
   stage("score", LaunchScore(wave, stream));
+  if (wave.first) stage("drop", LaunchDropOthers(wave, stream));
   if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
   stage("cut", LaunchCut(wave, stream));
   stage("pilot", LaunchSample(wave, 0, stream));
   stage("pilot gather", LaunchGather(wave, stream));
   stage("pilot fold", LaunchFold(wave, 0, stream));
-  if (wave.has_tail) {
+  if (wave.lsh_tail) {
+    stage("LSH sample", LaunchLshSample(wave, stream));
+    stage("sample fold", LaunchFold(wave, 1, stream));
+  } else if (wave.has_tail) {
     stage("budget", LaunchBudget(wave, stream));
     stage("sample", LaunchSample(wave, 1, stream));
     stage("sample gather", LaunchGather(wave, stream));

@@ -96,10 +96,14 @@ void JobRun::AddSparse(size_t item, int64_t query) {
   LayOut(alone, pinned, workspace, /*fill=*/false);
   const bool by_mass = w.policy.heavy_kind == HeavyKind::kMass;
   const bool with_mlp =
-      spec().hash.kind == HashKind::kMlp && w.policy.selector == Selector::kHamming;
+      spec().hash.kind == HashKind::kMlp && (w.policy.selector == Selector::kHamming ||
+                                             w.policy.candidate_selector == Selector::kHamming);
+  const bool lsh = w.policy.tail == Tail::kLshSampling;
   const auto fits = [&](const SparseWave& wave, int units) {
     const AttendWork& other = work(wave.units.front().item);
-    return other.policy.selector == w.policy.selector && other.select_only == w.select_only &&
+    return other.policy.selector == w.policy.selector &&
+           other.policy.candidate_selector == w.policy.candidate_selector &&
+           (other.policy.tail == Tail::kLshSampling) == lsh && other.select_only == w.select_only &&
            (other.policy.heavy_kind == HeavyKind::kMass) == by_mass &&
            wave.workspace_bytes + units * workspace.bytes() <= lane_->wave_bytes();
   };
@@ -135,6 +139,8 @@ UnitRequest JobRun::Request(size_t item, int64_t query) const {
   r.heavy_floor = p.heavy_floor;
   r.heavy_ceiling = p.heavy_ceiling;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
+  r.candidate_count = p.CandidateCount(r.n);
+  r.stratum_count_max = p.stratum_count_max;
   r.epsilon = p.epsilon;
   r.z = NormalQuantile(1 - p.delta / 2);
   r.row_count_max = p.row_count_max;
@@ -153,11 +159,18 @@ void JobRun::SetTail(const Policy& policy, UnitRequest& r) {
 void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   const LayerIndex& layer = index(unit.item);
   r.row_pages = layer.row_pages(unit.kv_head);
-  if (model().has_codes()) r.code_pages = layer.code_pages(unit.kv_head);
+  if (spec().has_index()) r.code_pages = layer.code_pages(unit.kv_head);
   r.resident = layer.resident(unit.kv_head);
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = model().rotation(job_->layer).transposed;
   }
+  const SectionWeights weights = model().sections(job_->layer);
+  if (weights.channels != nullptr) {
+    r.channels = weights.channels + unit.kv_head * weights.sections.label_channels;
+  }
+  r.projections = weights.projections;
+  if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
+  if (ReusesDeviations(work(unit.item))) r.rates = layer.rates(unit.kv_head);
   const uint64_t seed = work(unit.item).policy.seed;
   const uint32_t band = r.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
@@ -171,7 +184,6 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
   shape.group = spec().group();
   shape.row_bytes = spec().row_bytes();
   shape.scale = static_cast<float>(spec().softmax_scale);
-  shape.selector = p.selector;
   shape.by_mass = p.heavy_kind == HeavyKind::kMass;
   shape.tiling = model().tiling();
   shape.bits_per_dim = spec().hash.bits_per_dim;
@@ -181,9 +193,26 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
   shape.mlp = spec().hash.kind == HashKind::kMlp;
   shape.plane_bits = spec().plane_bits();
   shape.heads_per_code = spec().heads_per_code();
-  if (p.selector == Selector::kHamming) {
-    shape.bin_count = shape.plane_bits * shape.heads_per_code + 1;
-  }
+  const SectionWeights weights = model().sections(job_->layer);
+  shape.sections = weights.sections;
+  shape.section_offset = weights.offset;
+  shape.lsh_bits = weights.lsh_bits;
+  SetSelector(p.selector, shape);
+  return shape;
+}
+
+void JobRun::SetSelector(Selector selector, AttendShape& shape) {
+  shape.selector = selector;
+  shape.bin_count =
+      selector == Selector::kHamming ? shape.plane_bits * shape.heads_per_code + 1 : kScoreBinCount;
+}
+
+std::optional<AttendShape> JobRun::FirstShape(const SparseWave& wave) const {
+  const Policy& p = work(wave.units.front().item).policy;
+  if (!p.candidate_selector.has_value()) return std::nullopt;
+  AttendShape shape = Shape(wave);
+  shape.by_mass = false;
+  SetSelector(*p.candidate_selector, shape);
   return shape;
 }
 
@@ -201,6 +230,9 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   query_codes_ = workspace.Take<uint32_t>(units * query_words);
 
   const AttendShape shape = Shape(wave);
+  const std::optional<AttendShape> first = FirstShape(wave);
+  const int bins_max = std::max(shape.bin_count, first ? first->bin_count : 0);
+  const bool lsh = work(wave.units.front().item).policy.tail == Tail::kLshSampling;
   UnitRequest shared{};
   for (int64_t i = 0; i < units; ++i) {
     const SparseUnit& unit = wave.units[i];
@@ -217,9 +249,14 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     r.q = device_q + i * group * d;
     r.query_codes = query_codes_ + i * query_words;
     r.bins = workspace.Take<uint16_t>(padded);
-    r.histogram = workspace.Take<uint32_t>(shape.bin_count);
-    r.class_of_bin = workspace.Take<uint8_t>(shape.bin_count + 2);
-    r.limit_of_bin = workspace.Take<uint16_t>(shape.bin_count + 2);
+    r.histogram = workspace.Take<uint32_t>(bins_max);
+    r.class_of_bin = workspace.Take<uint8_t>(bins_max + 2);
+    r.limit_of_bin = workspace.Take<uint16_t>(bins_max + 2);
+    if (first) r.candidate_mask = workspace.Take<uint32_t>(padded / 32);
+    if (lsh) {
+      r.query_buckets = workspace.Take<uint16_t>(group * shape.sections.tables);
+      r.takers = workspace.Take<uint16_t>(padded);
+    }
     if (shape.by_mass) {
       r.head_bins = workspace.Take<uint16_t>(group * r.n);
       r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
@@ -298,7 +335,17 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
   }
 }
 
+bool JobRun::ReusesDeviations(const AttendWork& work) {
+  // Queries side by side would write the same.
+  return work.policy.reuse_deviations && work.query_count == 1 && !work.select_only;
+}
+
 absl::Status JobRun::Reserve() {
+  for (size_t i = 0; i < job_->items.size(); ++i) {
+    const JobItem& item = job_->items[i];
+    if (!item.attend.has_value() || !item.status.ok() || !ReusesDeviations(*item.attend)) continue;
+    if (absl::Status status = index(i).PrepareRates(lane_->stream()); !status.ok()) return status;
+  }
   // Pinned memory of all, and the largest workspace: parts follow each other.
   Carver pinned;
   int64_t workspace_bytes = 0;

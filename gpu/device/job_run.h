@@ -114,6 +114,11 @@ class JobRun {
   void Address(const SparseUnit& unit, UnitRequest& request) const;
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
   AttendShape Shape(const SparseWave& wave) const;
+  // Of its first selection, if it has one.
+  std::optional<AttendShape> FirstShape(const SparseWave& wave) const;
+  static void SetSelector(Selector selector, AttendShape& shape);
+  // Whether an attend sets its first draw by the last one's deviations.
+  static bool ReusesDeviations(const AttendWork& work);
   // The kernels' view of a wave that is laid out.
   Wave View(const SparseWave& wave) const;
   absl::Status Launch(SparseWave& wave);

@@ -6,6 +6,7 @@
 #include "absl/status/statusor.h"
 #include "gpu/cuda/buffer.h"
 #include "gpu/kernels/encode.h"
+#include "gpu/kernels/sections.h"
 #include "host/codes/mlp.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
@@ -24,13 +25,18 @@ class CudaModel final : public DeviceModel {
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override { return 0; }
 
-  bool has_codes() const { return spec_.hash.kind != HashKind::kNone; }
   const CodeTiling& tiling() const { return tiling_; }
+  // Of an index page: codes and the sections behind them.
+  int64_t page_bytes() const { return tiling_.page_bytes() + sections_.bytes(); }
   PagePool* code_pool() const { return code_pool_.get(); }
   // Of kResidentPageRows rows a page.
   PagePool* row_pool() const { return row_pool_.get(); }
   RotationWeights rotation(int layer) const;
-  MlpWeightsView mlp(int layer) const;
+  MlpWeightsView mlp(int layer) const { return mlp_[layer]; }
+  MlpWeightsView query_mlp(int layer) const {
+    return spec_.hash.query_weights ? query_mlp_[layer] : mlp_[layer];
+  }
+  SectionWeights sections(int layer) const;
 
  private:
   CudaModel(const ModelSpec& spec, Arena* arena);
@@ -39,8 +45,13 @@ class CudaModel final : public DeviceModel {
   const CodeTiling tiling_;
   std::unique_ptr<PagePool> code_pool_;
   std::unique_ptr<PagePool> row_pool_;
-  DeviceBuffer weights_;  // rotations transposed [L][d][d], or all MLPs' tensors
+  const KeySections sections_;
+  DeviceBuffer weights_;                 // everything below
+  std::vector<const float*> rotations_;  // transposed [d][d], per layer
   std::vector<MlpWeightsView> mlp_;
+  std::vector<MlpWeightsView> query_mlp_;
+  std::vector<const float*> projections_;
+  std::vector<const uint16_t*> channels_;
 };
 
 }  // namespace spillway::cuda

@@ -20,7 +20,7 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
       blocks_(blocks),
       resident_(model.spec(), model.row_pool(), blocks, layer),
       mirror_(2 * model.spec().kv_head_count) {
-  for (int h = 0; model.has_codes() && h < model.spec().kv_head_count; ++h) {
+  for (int h = 0; model.spec().has_index() && h < model.spec().kv_head_count; ++h) {
     codes_.emplace_back(model.code_pool(), kPageTokenCount);
   }
 }
@@ -53,6 +53,7 @@ void LayerIndex::Truncate(int64_t token_count) {
   coded_token_count_ = std::min(coded_token_count_, token_count);
   for (PageTable& table : codes_) table.Truncate(coded_token_count_);
   resident_.Truncate(coded_token_count_);
+  rates_known_ = false;
   // A page that is written next may be replaced first, if a fork shares it.
   synced_row_pages_ = std::min(synced_row_pages_, token_count / kPageTokenCount);
   synced_code_pages_ = std::min(synced_code_pages_, coded_token_count_ / kPageTokenCount);
@@ -79,6 +80,20 @@ absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
     resident_.Truncate(coded_token_count_);
   }
   return status;
+}
+
+absl::Status LayerIndex::PrepareRates(cudaStream_t stream) {
+  const int64_t bytes =
+      int64_t{model_->spec().kv_head_count} * kRateDoubles * static_cast<int64_t>(sizeof(double));
+  if (!rates_) {
+    absl::StatusOr<Block> block = Block::Create(blocks_->Of(bytes));
+    if (!block.ok()) return block.status();
+    rates_ = *std::move(block);
+  }
+  if (rates_known_) return absl::OkStatus();
+  rates_known_ = true;
+  return ToStatus(cudaMemsetAsync(rates_.data(), 0, static_cast<size_t>(bytes), stream),
+                  "cudaMemsetAsync");
 }
 
 absl::Status LayerIndex::Grow(int64_t page_count) {

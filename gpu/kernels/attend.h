@@ -4,9 +4,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "gpu/kernels/append.h"
 #include "gpu/kernels/code_tiling.h"
+#include "host/codes/key_sections.h"
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
 #include "host/device/attend.h"
@@ -63,6 +65,9 @@ struct AttendShape {
   int plane_bits = 0;      // bits of a key that hamming compares
   int heads_per_code = 0;  // query heads that it compares each of them with
   bool mlp = false;        // codes of queries are there already
+  KeySections sections;    // behind the codes of index pages
+  int64_t section_offset = 0;
+  int lsh_bits = 0;
 
   bool operator==(const AttendShape&) const = default;
 };
@@ -110,6 +115,9 @@ struct UnitState {
   int32_t tie_class;            // of the bin's tokens that are not heavy
   int32_t head_bin[kGroupMax];  // by mass, per query head
   int64_t head_skip[kGroupMax];
+  // First selection: as the heavy set's.
+  int32_t candidate_bin;
+  int64_t candidate_skip;
   // Tail.
   int32_t strata;
   int64_t stratum_count[kTailStrataMax];  // n_h
@@ -124,8 +132,10 @@ struct UnitState {
   int32_t near_bin;  // below it only the band's tokens are candidates
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
-  int64_t budget[kTailStrataMax];
+  int64_t budget[kTailStrataMax];  // of the pilot, then what the bound asks for
+  int32_t head_within[kGroupMax];  // whether the pilot's estimate is within epsilon
   uint32_t heads_done;
+  uint32_t heads_finished;
   // Rows: the list holds the exact rows, then each phase's draws by stratum.
   int64_t exact_count;
   int64_t list_count;
@@ -185,6 +195,12 @@ struct UnitRequest {
   int64_t window;
   int64_t row_count_max;  // 0: none
   SampleOrder order;
+  int32_t stratum_count_max;
+  int64_t candidate_count;   // that a first selection finds
+  const uint16_t* channels;  // [label_channels], of the KV head
+  const float* projections;  // [d][tables * lsh_bits]
+  const float* centre;       // [d]
+  double* rates;             // RateDoubles, see Policy::reuse_deviations; or null
 
   uint16_t* bins;             // [n], by token
   uint16_t* head_bins;        // [G][n], by mass only
@@ -194,6 +210,9 @@ struct UnitRequest {
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
   uint32_t* head_ties;        // [G][chunks], by mass only
   uint32_t* query_planes;     // [head tiles][16][words]
+  uint32_t* candidate_mask;   // [chunks * kChunkTokens / 32], with a first selection
+  uint16_t* query_buckets;    // [G][tables], with LSH sampling
+  uint16_t* takers;           // [n] a bit a query head, likewise
   float* sample_logits;       // [G][sample_token_count]
   int64_t sample_token_count;
   uint32_t* candidates;       // [chunks][kChunkTokens], see Candidate
@@ -212,6 +231,10 @@ struct UnitRequest {
 
   SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
 };
+
+// Shares of the strata that the last attend should have drawn; their number
+// comes first.
+inline constexpr int kRateDoubles = 1 + kTailStrataMax;
 
 // Pages that the references are taken from: every step-th from the first
 // candidate's on.
@@ -239,6 +262,8 @@ SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
 
 struct Wave {
   AttendShape shape;
+  // Of the first selection, if there is one: differs in what concerns scores.
+  std::optional<AttendShape> first;
   const UnitRequest* host_units = nullptr;  // pinned
   const float* host_q = nullptr;            // pinned, [units][G][d]
   UnitRequest* units = nullptr;             // device, filled by LaunchPrepareQuery
@@ -254,6 +279,8 @@ struct Wave {
   bool overlap = false;
   // Whether a unit draws from its tail.
   bool has_tail = false;
+  // Whether units sample by LSH instead: all or none.
+  bool lsh_tail = false;
   // What is appended before the attends; no key: nothing.
   StepAppend append;
 
@@ -261,16 +288,22 @@ struct Wave {
 };
 
 // Launchers, in the order of an attend. The first reads the requests and the
-// queries in pinned memory.
+// queries in pinned memory; after a first selection it must not overlap.
 cudaError_t LaunchPrepareQuery(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream);
+// Of a first selection, after its scores: finds the candidates.
+cudaError_t LaunchCandidates(const Wave& wave, cudaStream_t stream);
+// After the second's: takes what is no candidate out of them.
+cudaError_t LaunchDropOthers(const Wave& wave, cudaStream_t stream);
 // By mass: finds each head's set and marks the union's tokens.
 cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
 // The heavy threshold, the strata and the pilot's thresholds.
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of phase 0 (exact rows and pilot) or 1.
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
+// Finds and lists what LSH sampling takes.
+cudaError_t LaunchLshSample(const Wave& wave, cudaStream_t stream);
 // Copies what the list has of rows in host memory to the staging.
 cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
 // Sums over the phase's segments.

@@ -1,45 +1,9 @@
 #pragma once
 
-#include "gpu/kernels/device_math.cuh"
+#include "gpu/kernels/bin_sums.cuh"
 
 // The heavy threshold, the tail's strata and the pilots, from one histogram.
 namespace spillway::cuda {
-
-inline constexpr int kCutThreads = 1024;
-
-// Turns counts per bin into tokens of that bin and above, in place.
-__device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
-  __shared__ uint32_t warp_sums[kCutThreads / 32];
-  const int per_thread = (bin_count + kCutThreads - 1) / kCutThreads;
-  // Thread 0 has the highest bins.
-  const int end = bin_count - static_cast<int>(threadIdx.x) * per_thread;
-  const int begin = max(end - per_thread, 0);
-  uint32_t sum = 0;
-  for (int b = begin; b < end; ++b) sum += counts[b];
-  const int lane = threadIdx.x % 32;
-  const uint32_t scan = WarpScan(sum);
-  if (lane == 31) warp_sums[threadIdx.x / 32] = scan;
-  __syncthreads();
-  uint32_t above = scan - sum;
-  for (int w = 0; w < static_cast<int>(threadIdx.x) / 32; ++w) above += warp_sums[w];
-  for (int b = end - 1; b >= begin; --b) {
-    above += counts[b];
-    counts[b] = above;
-  }
-  __syncthreads();
-}
-
-// The largest bin at which the tail's tokens of that bin and above number at
-// least `wanted`, or -1; at() does not ascend.
-template <typename At>
-__device__ inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
-  int low = -1, high = bin_count;  // at(low) reaches, at(high) does not
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (at(middle) >= wanted ? low : high) = middle;
-  }
-  return low;
-}
 
 // The strata, the pilots' thresholds and what else is known of the tail. One
 // warp; every lane computes the same.
@@ -68,7 +32,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     rows_left = max(u.row_count_max - u.sink - u.window - heavy_total, int64_t{0});
   }
   int strata = 0;
-  if (tail > 0 && u.tail != Tail::kNone) {
+  if (tail > 0 && (u.tail == Tail::kUniform || u.tail == Tail::kStratified)) {
     if (u.tail == Tail::kStratified) {
       const int64_t k = max(int64_t{1}, heavy_total);
       // Lane i knows where edge k 2^(i + 1) falls; tails are shorter than 2^31.
@@ -78,7 +42,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
       const int64_t own_reached = own_bin < 0 ? 0 : tail_at(own_bin);
       int64_t closed = 0;  // tail tokens in closed strata
       int edge = 0;
-      for (bool last = false; !last && edge < 32;) {
+      for (bool last = u.stratum_count_max == 1; !last && edge < 32;) {
         const int bin = __shfl_sync(kFullWarp, own_bin, edge);
         const int64_t reached = __shfl_sync(kFullWarp, own_reached, edge);
         if (bin < 0 || reached == tail) break;
@@ -88,7 +52,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
         }
         closed = reached;
         ++strata;
-        last = (tail - reached) * 10 < tail || strata + 1 == kTailStrataMax;
+        last = (tail - reached) * 10 < tail || strata + 1 == u.stratum_count_max;
         const unsigned beyond = __ballot_sync(kFullWarp, own_edge > k + reached);
         edge = beyond == 0 ? 32 : __ffs(beyond) - 1;
       }
@@ -119,14 +83,26 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     state.list_count = 0;
   }
   __syncwarp();
+  // A pilot is as large as the last attend's budgets, if these are known.
+  const auto pilot = [&](int h, bool raised) {
+    const int64_t count = stratum_count[h];
+    const int64_t least = PilotCount(u.pilot_count, rows_left, strata, count);
+    if (!raised || h >= u.rates[0]) return least;
+    return max(least, static_cast<int64_t>(ceil(u.rates[1 + h] * static_cast<double>(count))));
+  };
+  bool raised = u.rates != nullptr;
+  if (raised) {
+    int64_t total = 0;
+    for (int h = threadIdx.x; h < strata; h += 32) total += pilot(h, true);
+    raised = WarpSum(total) <= rows_left;
+  }
   for (int h = threadIdx.x; h < strata; h += 32) {
     const int64_t count = stratum_count[h];
     state.stratum_count[h] = count;
     state.drawn_threshold[h] = 0;
-    unsigned long long threshold = 0;
-    if (rows_left != 0) {
-      threshold = SampleThreshold(PilotCount(u.pilot_count, rows_left, strata, count), count);
-    }
+    state.budget[h] = pilot(h, raised);
+    const unsigned long long threshold =
+        rows_left != 0 ? SampleThreshold(state.budget[h], count) : 0;
     state.threshold[h] = threshold;
     limits[h] = SampleLimit(u.order, threshold);
     state.drawn[h] = 0;

@@ -152,6 +152,11 @@ __device__ inline uint16_t SampleLimit(const SampleOrder& order, unsigned long l
   return static_cast<uint16_t>(min(limit, static_cast<unsigned long long>(kSampleLimitAll)));
 }
 
+// Where a bin's class and limit are.
+__device__ inline int BinIndex(int bin, int bin_count) {
+  return bin < bin_count ? bin : bin_count + (bin & 1);
+}
+
 // The stratum of a tail token's bin: strata descend, lowest_bin[last] is 0.
 __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;

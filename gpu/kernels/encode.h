@@ -40,8 +40,10 @@ struct MlpWeightsView {
   bool residual = false;
   const float* w1 = nullptr;  // [H][d][hidden]
   const float* b1 = nullptr;  // [H][hidden]
-  const float* w2 = nullptr;  // [H][hidden][bits]
-  const float* b2 = nullptr;  // [H][bits], may be null
+  const float* w2 = nullptr;  // [H][hidden][bits]; of two hidden layers [H][hidden][hidden]
+  const float* b2 = nullptr;  // [H][bits], may be null; of two [H][hidden]
+  const float* w3 = nullptr;  // [H][hidden][bits], of two hidden layers, else null
+  const float* b3 = nullptr;  // [H][bits], likewise
 };
 
 // Launchers; nothing waits. centre: the mean of each head's first token_count

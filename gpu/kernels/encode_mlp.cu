@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "gpu/kernels/encode_mlp.cuh"
+#include "gpu/kernels/launch.cuh"
 
 namespace spillway::cuda {
 namespace {
@@ -13,10 +14,10 @@ cudaError_t Run(const Vectors& vectors, const MlpWeightsView& weights, int head_
                 int64_t begin, int64_t end, int threads, cudaStream_t stream) {
   const int64_t blocks = (end + kVectors - 1) / kVectors - begin / kVectors;
   const dim3 grid(static_cast<unsigned>(blocks), heads);
-  MlpKernel<kVectors, kColumns>
-      <<<grid, threads, MlpSharedBytes<kVectors, kColumns>(head_dim, threads), stream>>>(
-          vectors, weights, head_dim);
-  return cudaGetLastError();
+  const int inner = weights.w3 == nullptr ? 0 : weights.hidden_dim;
+  const size_t shared = MlpSharedBytes<kVectors, kColumns>(head_dim, inner, threads);
+  return Launch<MlpKernel<kVectors, kColumns, Vectors>>({grid, threads, shared}, stream, vectors,
+                                                        weights, head_dim);
 }
 
 // Vectors [begin, end) of each of `heads` MLPs.

@@ -67,10 +67,12 @@ inline constexpr int kHiddenColumns = kColumns < 2 ? kColumns : 2;
 template <int kColumns>
 inline constexpr int kMlpThreadsMax = kColumns == 2 ? 128 : 256;
 
-// Shared memory of MlpKernel: x [kVectors][d] and a chunk of z.
+// Shared memory of MlpKernel: x [kVectors][d] and a chunk of z; with two hidden
+// layers all of the first one, too.
 template <int kVectors, int kColumns>
-constexpr int MlpSharedBytes(int head_dim, int threads) {
-  return kVectors * (head_dim + threads * kHiddenColumns<kColumns>)*static_cast<int>(sizeof(float));
+constexpr int MlpSharedBytes(int head_dim, int inner_dim, int threads) {
+  return kVectors * (head_dim + inner_dim +
+                     threads * kHiddenColumns<kColumns>)*static_cast<int>(sizeof(float));
 }
 
 // x [kVectors][d] of a block's vectors, 0 where there is none.
@@ -94,6 +96,23 @@ __device__ void LoadVectors(const Vectors& vectors, int64_t first, int dim, floa
       const int at = base + n * blockDim.x;
       if (at < pieces) reinterpret_cast<float4*>(x)[at] = piece[n];
     }
+  }
+}
+
+// SiLU(x W + b) of a block's vectors x [kVectors][dim], to out
+// [kVectors][width]; both in shared memory. The caller synchronises.
+template <int kVectors>
+__device__ void HiddenLayer(const float* w, const float* b, int dim, int width, const float* x,
+                            float* out) {
+  for (int column = threadIdx.x; column < width; column += blockDim.x) {
+    float sum[1][kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) sum[0][v] = b[column];
+    MatrixColumns<1, 16>(w, dim, width, column, 0).MultiplyAdd(x, dim, sum);
+#pragma unroll 2
+    for (int v = 0; v < kVectors; ++v) out[v * width + column] = sum[0][v];
+#pragma unroll 2
+    for (int v = 0; v < kVectors; ++v) out[v * width + column] = Silu(out[v * width + column]);
   }
 }
 
@@ -121,6 +140,19 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
   const float* b2 = weights.b2 == nullptr ? nullptr : weights.b2 + head * bits;
 
   LoadVectors<kVectors>(vectors, first, dim, x);
+  if (weights.w3 != nullptr) {
+    // The first of two hidden layers; the other is as if it stood alone.
+    float* const inner = z;
+    z += kVectors * hidden;
+    __syncthreads();
+    HiddenLayer<kVectors>(w1, b1, dim, hidden, x, inner);
+    x = inner;
+    dim = hidden;
+    w1 = weights.w2 + head * hidden * hidden;
+    b1 = weights.b2 + head * hidden;
+    w2 = weights.w3 + head * hidden * bits;
+    b2 = weights.b3 + head * bits;
+  }
   float y[kColumns][kVectors];
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {

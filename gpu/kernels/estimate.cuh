@@ -252,16 +252,24 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   __syncthreads();
 }
 
-// Rows per stratum that one head's bound asks for, into budgets. All threads;
-// the caller synchronises.
-__device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, int64_t* budgets) {
+// Estimated relative error at confidence 1 - delta.
+__device__ inline double RelativeErrorOf(const UnitRequest& u, const HeadSums& head) {
+  if (head.variance == 0) return 0;
+  return head.norm_sq_unbiased > 0 ? u.z * sqrt(head.variance / head.norm_sq_unbiased) : HUGE_VAL;
+}
+
+// Rows per stratum that one head's bound asks for, least(h) at least, into
+// budgets. All threads; the caller synchronises.
+template <typename Least>
+__device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, Least least,
+                                   int64_t* budgets) {
   __shared__ NeymanStratum neyman[kTailStrataMax];
   __shared__ int64_t allotted[kTailStrataMax];
   const UnitState& s = *u.state;
   const int strata = s.strata;
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
     neyman[h].token_count = s.stratum_count[h];
-    neyman[h].floor = s.drawn[h];
+    neyman[h].floor = least(h);
     neyman[h].deviation = u.inflation * sqrt(head.strata[h].trace_o);
     allotted[h] = s.stratum_count[h];
   }
@@ -371,7 +379,9 @@ __global__ void __launch_bounds__(kEstimateThreads)
     return;
   }
   EstimateHead(shape, u, blockIdx.x, 1, head);
-  HeadBudgets(u, head, s.head_budget[blockIdx.x]);
+  HeadBudgets(
+      u, head, [&](int h) { return s.drawn[h]; }, s.head_budget[blockIdx.x]);
+  if (threadIdx.x == 0) s.head_within[blockIdx.x] = RelativeErrorOf(u, head) <= u.epsilon;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -380,7 +390,40 @@ __global__ void __launch_bounds__(kEstimateThreads)
   __syncthreads();
   if (!last) return;
   __threadfence();
-  SettleBudgets(shape, u, true);
+  // A pilot that was made large enough is all that is drawn.
+  bool within = u.rates != nullptr;
+  for (int g = 0; g < shape.group; ++g) {
+    within &= *static_cast<const volatile int32_t*>(&s.head_within[g]) != 0;
+  }
+  SettleBudgets(shape, u, !within);
+}
+
+// What this attend's pilot should have been, for the next one. All threads of
+// a head's block; the last one's settle it.
+__device__ inline void KeepRates(const AttendShape& shape, const UnitRequest& u,
+                                 const HeadSums& head) {
+  __shared__ bool last;
+  UnitState& s = *u.state;
+  HeadBudgets(
+      u, head,
+      [&](int h) { return PilotCount(u.pilot_count, s.rows_left, s.strata, s.stratum_count[h]); },
+      s.head_budget[blockIdx.x]);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&s.heads_finished, 1) + 1 == static_cast<uint32_t>(shape.group);
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int h = threadIdx.x; h < s.strata; h += blockDim.x) {
+    int64_t most = 0;
+    for (int g = 0; g < shape.group; ++g) {
+      most = max(most, *static_cast<const volatile int64_t*>(&s.head_budget[g][h]));
+    }
+    u.rates[1 + h] = static_cast<double>(most) / static_cast<double>(s.stratum_count[h]);
+  }
+  if (threadIdx.x == 0) u.rates[0] = s.strata;
 }
 
 // Output and certificate. Grid (heads, units).
@@ -396,13 +439,18 @@ __global__ void __launch_bounds__(kEstimateThreads)
   if (u.out != nullptr && threadIdx.x < d) {
     u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x]);
   }
+  if (u.rates != nullptr && s.strata > 0) KeepRates(shape, u, head);
   if (threadIdx.x >= 32) return;
   const int64_t drawn = DrawnRows(s);
   if (threadIdx.x != 0) return;
   UnitResult& result = *u.result;
   result.lse[g] = static_cast<float>(head.max + log(head.denominator));
   const auto tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
-  if (drawn == s.tail_count) {
+  if (u.tail == Tail::kLshSampling) {
+    result.promise[g] = Promise::kNone;
+    result.relative_error[g] = INFINITY;
+    result.tail_mass[g] = tail_mass;
+  } else if (drawn == s.tail_count) {
     result.promise[g] = Promise::kExact;
     result.relative_error[g] = 0;
     result.tail_mass[g] = tail_mass;
@@ -411,11 +459,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
     result.relative_error[g] = INFINITY;
     result.tail_mass[g] = NAN;
   } else {
-    double error = 0;
-    if (head.variance != 0) {
-      error =
-          head.norm_sq_unbiased > 0 ? u.z * sqrt(head.variance / head.norm_sq_unbiased) : HUGE_VAL;
-    }
+    const double error = RelativeErrorOf(u, head);
     const bool bounded = u.tail == Tail::kStratified || u.bound != Bound::kDenominator;
     result.relative_error[g] = static_cast<float>(error);
     result.tail_mass[g] = tail_mass;

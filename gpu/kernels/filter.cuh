@@ -99,11 +99,6 @@ __device__ inline void LoadLimits(const UnitRequest& u, int bin_count, uint16_t*
   }
 }
 
-// Where a bin's class and limit are.
-__device__ inline int BinIndex(int bin, int bin_count) {
-  return bin < bin_count ? bin : bin_count + (bin & 1);
-}
-
 // What a thread knows of its tokens of a chunk before it looks at them.
 template <int kThreads>
 struct OwnTokens {

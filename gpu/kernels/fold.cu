@@ -17,12 +17,15 @@ LaunchShape Folding(dim3 grid, int head_dim, int row_capacity, bool overlap) {
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
   const dim3 grid(kSegmentMax, wave.unit_count);
   const int d = wave.shape.head_dim;
+  const bool lsh = wave.lsh_tail && phase == 1;
+  const auto fold = [&]<int kRows, bool kLsh>() {
+    return Launch<FoldKernel<kRows, kLsh>>(Folding(grid, d, kRows, wave.overlap), stream,
+                                           wave.shape, phase, wave.units);
+  };
   if (wave.shape.group <= 4) {
-    return Launch<FoldKernel<4>>(Folding(grid, d, 4, wave.overlap), stream, wave.shape, phase,
-                                 wave.units);
+    return lsh ? fold.template operator()<4, true>() : fold.template operator()<4, false>();
   }
-  return Launch<FoldKernel<16>>(Folding(grid, d, 16, wave.overlap), stream, wave.shape, phase,
-                                wave.units);
+  return lsh ? fold.template operator()<16, true>() : fold.template operator()<16, false>();
 }
 
 cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {

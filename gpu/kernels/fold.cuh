@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/rows.cuh"
 #include "host/core/exp.h"
+#include "host/core/lsh_weight.h"
 
 // Softmax sums over rows. A block takes a segment tile by tile: rows into
 // shared memory as fp32, a thread per (row, query row) for the logits, a
@@ -39,12 +40,14 @@ __host__ __device__ inline int FoldFloats(int head_dim, int row_capacity) {
 }
 
 // Folds `count` rows, row_at(i) being their addresses. visible(r, i): whether
-// query row r sees row i; bad(i): told of a seen logit that is not finite.
+// query row r sees row i; bad(i): told of a seen logit that is not finite;
+// weigh(r, i, k, l): what is put in a seen logit's place, k the row's key.
 // queries: [kRows][d], scaled. The block has a thread per dimension.
-template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad>
+template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad, typename Weigh>
 __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
-                                Visible visible, Bad bad, const float* queries, float* memory,
-                                SegmentSums<kRows>& sums, ValueSums<kRows, kMoments>& values) {
+                                Visible visible, Bad bad, Weigh weigh, const float* queries,
+                                float* memory, SegmentSums<kRows>& sums,
+                                ValueSums<kRows, kMoments>& values) {
   const int d = shape.head_dim;
   const int tile_rows = TileRows(d);
   const int stride = TileStride(2 * d);
@@ -73,6 +76,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       if (visible(r, at + row)) {
         l = Dot(k, queries + r * d, d);
         if (!isfinite(l)) bad(at + row);
+        l = weigh(r, at + row, k, l);
       }
       weights[row * kRows + r] = l;
     }
@@ -128,9 +132,29 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
   }
 }
 
-// Segments of a sparse attend's phase. Grid (blocks, units); a thread per
-// dimension, at least 128. Shared memory: FoldFloats().
-template <int kRows>
+// A logit beside which every other weighs all.
+inline constexpr float kNotTaken = -1e30f;
+
+// The logit of a row that LSH sampling took, less the log of its chance.
+__device__ inline float LshLogit(const AttendShape& shape, const UnitRequest& u, int head,
+                                 uint32_t token, const float* key, float logit) {
+  if ((u.takers[token] >> head & 1) == 0) return kNotTaken;
+  const float* q = u.q + head * shape.head_dim;
+  double dot = 0, key_sq = 0, query_sq = 0;
+  for (int i = 0; i < shape.head_dim; ++i) {
+    const double k = key[i] - u.centre[i];
+    dot += k * q[i];
+    key_sq += k * k;
+    query_sq += double{q[i]} * q[i];
+  }
+  return logit - static_cast<float>(LshLogWeight(dot, sqrt(query_sq), sqrt(key_sq), shape.lsh_bits,
+                                                 shape.sections.tables));
+}
+
+// Segments of a sparse attend's phase; kLsh: rows of an LSH sample. Grid
+// (blocks, units); a thread per dimension, at least 128. Shared memory:
+// FoldFloats().
+template <int kRows, bool kLsh>
 __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
   __shared__ SegmentSums<kRows> sums;
@@ -157,8 +181,11 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
     FoldRows<kRows, true>(
         fold, segment.count, [&](int64_t j) { return u.sources[segment.first + j]; },
         [](int, int64_t) { return true; },
-        [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); }, queries, rest,
-        sums, values);
+        [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); },
+        [&](int r, int64_t j, const float* k, float l) {
+          return kLsh ? LshLogit(shape, u, r, u.list[segment.first + j], k, l) : l;
+        },
+        queries, rest, sums, values);
     __syncthreads();
     float* out = u.partials + (int64_t{phase} * kSegmentMax + i) * PartialFloats(shape.group, d);
     if (threadIdx.x < shape.group) {
@@ -213,8 +240,8 @@ __global__ void DenseFoldKernel(DenseWave wave) {
         fold, min(u.segment_rows, limit - first),
         [&](int64_t j) { return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j); },
         [&](int r, int64_t j) { return first + j < u.visible[r]; },
-        [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); }, queries,
-        rest, sums, values);
+        [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); },
+        [](int, int64_t, const float*, float l) { return l; }, queries, rest, sums, values);
     __syncthreads();
     float* out = u.partials + s * u.query_rows * (2 + d);
     if (threadIdx.x < u.query_rows) {

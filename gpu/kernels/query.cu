@@ -7,7 +7,7 @@ cudaError_t LaunchPrepareQuery(const Wave& wave, cudaStream_t stream) {
   const AttendShape& shape = wave.shape;
   const PinnedRequests requests{wave.host_units, wave.host_q, wave.units};
   const auto units = static_cast<unsigned>(wave.unit_count);
-  const bool overlap = wave.overlap && wave.append.key_count > 0;
+  const bool overlap = wave.overlap && wave.append.key_count > 0 && !wave.first;
   switch (shape.selector) {
     case Selector::kAsymmetric: {
       const auto heads = static_cast<unsigned>((shape.group + 3) / 4 * 4);

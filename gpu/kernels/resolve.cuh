@@ -152,10 +152,7 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
     draw.count[h] = s.stratum_count[h];
     draw.drawn[h] = s.drawn[h];
-    draw.wanted[h] = phase == 1 ? s.budget[h]
-                     : h < s.strata
-                         ? PilotCount(u.pilot_count, s.rows_left, s.strata, s.stratum_count[h])
-                         : 0;
+    draw.wanted[h] = h < s.strata ? s.budget[h] : 0;
     draw.drawn_threshold[h] = s.drawn_threshold[h];
     draw.threshold[h] = s.threshold[h];
   }

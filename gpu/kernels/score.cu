@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/hamming.cuh"
 #include "gpu/kernels/launch.cuh"
-#include "gpu/kernels/oracle.cuh"
+#include "gpu/kernels/logits.cuh"
 #include "gpu/kernels/reference.cuh"
 #include "gpu/kernels/score.cuh"
 
@@ -10,7 +10,6 @@ namespace spillway::cuda {
 namespace {
 
 constexpr int kReferenceThreads = 128;
-constexpr int kOracleThreads = 128;
 
 // Blocks per unit: `per_sm` on every SM shared among the units, no more than
 // there is work for.
@@ -87,21 +86,40 @@ cudaError_t ForShape(const CodeTiling& tiling, F f) {
   }
 }
 
-size_t OracleBytes(const Wave& wave) {
-  const AttendShape& s = wave.shape;
-  return sizeof(float) * (s.group * s.head_dim + s.group * kPageTokenCount +
-                          TileRows(s.head_dim) * TileStride(s.head_dim));
+// Calls f<source of logits>() of a selector that scores by them.
+template <typename F>
+cudaError_t ForSource(const AttendShape& shape, F f) {
+  switch (shape.selector) {
+    case Selector::kSketch:
+    case Selector::kDoubleSparsity:
+      return shape.group <= 4 ? f.template operator()<SketchEstimates<4>>()
+                              : f.template operator()<SketchEstimates<16>>();
+    case Selector::kQuest:
+      return f.template operator()<BoundEstimates>();
+    default:
+      return f.template operator()<ExactLogits>();
+  }
 }
+
+bool ScoresByLogits(Selector selector) {
+  return selector != Selector::kAsymmetric && selector != Selector::kHamming;
+}
+
+// Blocks an SM that score by logits.
+constexpr int kLogitBlocks = 8;
 
 }  // namespace
 
 cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream) {
   if (wave.shape.selector == Selector::kHamming) return cudaSuccess;
   cudaError_t error = cudaSuccess;
-  if (wave.shape.selector == Selector::kOracle) {
-    const dim3 grid(BlocksPerUnit(wave, 4, wave.reference_pages_max), wave.unit_count);
-    error = Launch<OracleReferenceKernel>({grid, kOracleThreads, OracleBytes(wave), wave.overlap},
-                                          stream, wave.shape, wave.units);
+  if (ScoresByLogits(wave.shape.selector)) {
+    const dim3 grid(BlocksPerUnit(wave, kLogitBlocks, wave.reference_pages_max), wave.unit_count);
+    error = ForSource(wave.shape, [&]<typename Source>() {
+      return Launch<LogitReferenceKernel<Source>>(
+          {grid, kLogitThreads, Source::Bytes(wave.shape), wave.overlap}, stream, wave.shape,
+          wave.units);
+    });
   } else {
     error = ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
       return LaunchReferenceOf<kPlanes, kChunks>(wave, stream);
@@ -115,10 +133,13 @@ cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream) {
 
 cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream) {
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
-  if (wave.shape.selector == Selector::kOracle) {
-    const dim3 grid(BlocksPerUnit(wave, 4, pages), wave.unit_count);
-    return Launch<ScoreOracleKernel>({grid, kOracleThreads, OracleBytes(wave), wave.overlap},
-                                     stream, wave.shape, wave.units);
+  if (ScoresByLogits(wave.shape.selector)) {
+    const dim3 grid(BlocksPerUnit(wave, kLogitBlocks, pages), wave.unit_count);
+    return ForSource(wave.shape, [&]<typename Source>() {
+      const size_t bytes = sizeof(uint32_t) * kScoreBinCount + Source::Bytes(wave.shape);
+      return Launch<ScoreLogitsKernel<Source>>({grid, kLogitThreads, bytes, wave.overlap}, stream,
+                                               wave.shape, wave.units);
+    });
   }
   if (wave.shape.selector == Selector::kHamming) {
     const CodeTiling& tiling = wave.shape.tiling;

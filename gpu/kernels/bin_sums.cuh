@@ -1,0 +1,44 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+
+// Sums of a histogram from its highest bin down, by one block.
+namespace spillway::cuda {
+
+inline constexpr int kCutThreads = 1024;
+
+// Turns counts per bin into tokens of that bin and above, in place.
+__device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
+  __shared__ uint32_t warp_sums[kCutThreads / 32];
+  const int per_thread = (bin_count + kCutThreads - 1) / kCutThreads;
+  // Thread 0 has the highest bins.
+  const int end = bin_count - static_cast<int>(threadIdx.x) * per_thread;
+  const int begin = max(end - per_thread, 0);
+  uint32_t sum = 0;
+  for (int b = begin; b < end; ++b) sum += counts[b];
+  const int lane = threadIdx.x % 32;
+  const uint32_t scan = WarpScan(sum);
+  if (lane == 31) warp_sums[threadIdx.x / 32] = scan;
+  __syncthreads();
+  uint32_t above = scan - sum;
+  for (int w = 0; w < static_cast<int>(threadIdx.x) / 32; ++w) above += warp_sums[w];
+  for (int b = end - 1; b >= begin; --b) {
+    above += counts[b];
+    counts[b] = above;
+  }
+  __syncthreads();
+}
+
+// The largest bin at which the tail's tokens of that bin and above number at
+// least `wanted`, or -1; at() does not ascend.
+template <typename At>
+__device__ inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
+  int low = -1, high = bin_count;  // at(low) reaches, at(high) does not
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (at(middle) >= wanted ? low : high) = middle;
+  }
+  return low;
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,144 @@
+#pragma once
+
+#include "gpu/kernels/buckets.cuh"
+#include "gpu/kernels/device_math.cuh"
+#include "host/core/lsh_weight.h"
+
+// MagicPIG's sample of the tail: what shares enough LSH buckets with a query
+// head, of every query head its own. It takes the place of a second phase's
+// draw, as one stratum that is drawn whole; folding weighs its rows.
+namespace spillway::cuda {
+
+inline constexpr int kLshThreads = 256;
+
+// Buckets of the unit's query heads. Grid (1, units). Shared memory: [d].
+__global__ void __launch_bounds__(kLshThreads)
+    LshQueryKernel(AttendShape shape, const UnitRequest* units) {
+  extern __shared__ float x[];
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.y, u);
+  const int tables = shape.sections.tables;
+  for (int g = 0; g < shape.group; ++g) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < shape.head_dim; i += blockDim.x)
+      x[i] = u.q[g * shape.head_dim + i];
+    __syncthreads();
+    for (int table = threadIdx.x; table < tables; table += blockDim.x) {
+      u.query_buckets[g * tables + table] = BucketName(u.projections, tables * shape.lsh_bits,
+                                                       shape.lsh_bits, table, x, shape.head_dim);
+    }
+  }
+}
+
+// Which query heads take each token, and how many tokens of each chunk are
+// taken. Grid (chunks, units). Shared memory: the query's buckets.
+__global__ void __launch_bounds__(kLshThreads)
+    LshCountKernel(AttendShape shape, const UnitRequest* units) {
+  extern __shared__ uint16_t buckets[];
+  __shared__ uint32_t total;
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.y, u);
+  const int tables = shape.sections.tables;
+  const int group = shape.group;
+  for (int i = threadIdx.x; i < group * tables; i += blockDim.x) buckets[i] = u.query_buckets[i];
+  const int64_t offset = shape.section_offset + shape.sections.buckets();
+  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    uint32_t taken = 0;
+    const int64_t to = min((chunk + 1) * kChunkTokens, u.n);
+    for (int64_t t = chunk * kChunkTokens + threadIdx.x; t < to; t += blockDim.x) {
+      const int c = u.class_of_bin[BinIndex(u.bins[t], shape.bin_count)];
+      const bool heavy = c == kClassHeavy || (c == kClassTie && t >= u.state->heavy_from);
+      uint32_t takers = 0;
+      if (!heavy && t >= u.begin && t < u.end) {
+        const auto* names =
+            reinterpret_cast<const uint16_t*>(u.code_pages[t / kPageTokenCount] + offset) +
+            t % kPageTokenCount;
+        uint32_t once = 0;  // heads with one bucket in common so far
+        for (int table = 0; table < tables; ++table) {
+          const uint16_t name = names[int64_t{table} * kPageTokenCount];
+          for (int g = 0; g < group; ++g) {
+            const uint32_t same = static_cast<uint32_t>(name == buckets[g * tables + table]) << g;
+            takers |= once & same;
+            once |= same;
+          }
+        }
+      }
+      static_assert(kLshSharedMin == 2);
+      u.takers[t] = static_cast<uint16_t>(takers);
+      taken += takers != 0;
+    }
+    taken = WarpSum(taken);
+    if (threadIdx.x % 32 == 0 && taken > 0) atomicAdd(&total, taken);
+    __syncthreads();
+    if (threadIdx.x == 0) u.chunk_counts[chunk] = total;
+    __syncthreads();
+  }
+}
+
+// The sample's size, its place in the list and its segments; chunk_counts
+// become the tokens before. Grid (units), one warp.
+__global__ void LshResolveKernel(const UnitRequest* units) {
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.x, u);
+  UnitState& s = *u.state;
+  const int lane = threadIdx.x;
+  int64_t total = 0;
+  for (int64_t base = 0; base < u.chunks(); base += 32) {
+    const int64_t chunk = base + lane;
+    const uint32_t count = chunk < u.chunks() ? u.chunk_counts[chunk] : 0;
+    const uint32_t scan = WarpScan(count);
+    if (chunk < u.chunks()) u.chunk_counts[chunk] = static_cast<uint32_t>(total + scan - count);
+    total += __shfl_sync(kFullWarp, scan, 31);
+  }
+  const int64_t even = (total + kSegmentsWanted - 1) / kSegmentsWanted;
+  const int64_t rows = max(int64_t{kSegmentRowsMin}, (even + 31) / 32 * 32);
+  const int segments = static_cast<int>((total + rows - 1) / rows);
+  for (int i = lane; i < segments; i += 32) {
+    s.segments[1][i] = {1, static_cast<int32_t>(min(rows, total - i * rows)),
+                        s.list_count + i * rows};
+  }
+  __syncwarp();
+  if (lane != 0) return;
+  s.segment_count[1] = segments;
+  s.strata = total > 0 ? 1 : 0;
+  s.stratum_count[0] = total;
+  s.drawn[0] = total;
+  s.stratum_first[0] = s.list_count;
+  s.list_count += total;
+}
+
+// Lists the sample. One warp walks a chunk in token order; grid (chunks,
+// units).
+__global__ void LshPlaceKernel(int64_t row_bytes, const UnitRequest* units) {
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.y, u);
+  UnitState& s = *u.state;
+  const int lane = threadIdx.x;
+  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+    int64_t place = s.stratum_first[0] + u.chunk_counts[chunk];
+    unsigned long long missed = 0;
+    const int64_t to = min((chunk + 1) * kChunkTokens, u.n);
+    for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
+      const int64_t t = base + lane;
+      const bool taken = t < to && u.takers[t] != 0;
+      const auto token = static_cast<uint32_t>(t);
+      const unsigned all = __ballot_sync(kFullWarp, taken);
+      const bool resident = taken && IsResident(u.resident, token);
+      if (taken) {
+        const int64_t at = place + __popc(all & ((1u << lane) - 1));
+        u.list[at] = token;
+        u.sources[at] = resident ? ResidentRow(u.resident, row_bytes, token)
+                                 : RowAddress(u.row_pages, row_bytes, token);
+      }
+      place += __popc(all);
+      missed += __popc(__ballot_sync(kFullWarp, taken && !resident));
+    }
+    if (lane == 0 && missed > 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&s.moved_count), missed);
+    }
+  }
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/kernels/encode.h"
+#include "host/codes/key_sections.h"
+
+namespace spillway::cuda {
+
+// What the sections behind the codes of index pages need; see KeySections.
+// Pointers are device addresses.
+struct SectionWeights {
+  KeySections sections;
+  int64_t offset = 0;  // of the sections in an index page
+  int lsh_bits = 0;
+  const uint16_t* channels = nullptr;  // [H][label_channels]
+  const float* projections = nullptr;  // [d][tables * lsh_bits]
+
+  bool operator==(const SectionWeights&) const = default;
+};
+
+// Indexes tokens [work.begin, work.end) beside their codes, bit-equal to the
+// CPU device's; the centre is known. Nothing waits.
+cudaError_t LaunchEncodeSections(const EncodeWork& work, const SectionWeights& weights,
+                                 cudaStream_t stream);
+
+}  // namespace spillway::cuda
