@@ -4,101 +4,16 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <map>
 #include <string>
 #include <vector>
 
-#include "host/core/normal.h"
-#include "tests/conformance/device_bench.h"
-#include "tests/reference/tail.h"
+#include "tests/conformance/expect_weighted.h"
 
 namespace spillway {
 namespace {
 
 using reference::Context;
-
-// The selection of (query, KV head) as exact rows and strata.
-struct Parts {
-  std::vector<uint32_t> exact;
-  std::vector<reference::SampledTokens> strata;
-};
-
-Parts Split(const Selection& selection) {
-  Parts parts;
-  std::map<int, reference::SampledTokens> strata;
-  std::map<int, double> weight;
-  for (size_t i = 0; i < selection.indices.size(); ++i) {
-    if (selection.strata[i] < kStratumTail) {
-      EXPECT_EQ(selection.log_weights[i], 0);
-      parts.exact.push_back(selection.indices[i]);
-      continue;
-    }
-    strata[selection.strata[i]].tokens.push_back(selection.indices[i]);
-    weight[selection.strata[i]] = std::exp(selection.log_weights[i]);
-  }
-  for (auto& [id, s] : strata) {
-    s.token_count = std::llround(weight[id] * static_cast<double>(s.tokens.size()));
-    parts.strata.push_back(s);
-  }
-  return parts;
-}
-
-void ExpectWeighted(const Context& context, const std::vector<float>& q, const Policy& policy,
-                    const JobItem& attend, const JobItem& select, const std::string& what) {
-  ASSERT_TRUE(attend.status.ok()) << what << ": " << attend.status;
-  ASSERT_TRUE(select.status.ok()) << what << ": " << select.status;
-  const ModelSpec& spec = context.spec;
-  const AttendWork& work = *attend.attend;
-  const double z = NormalQuantile(1 - policy.delta / 2);
-  for (int h = 0; h < spec.query_head_count; ++h) {
-    const int kv_head = h / spec.group();
-    const reference::KeyValues kv = context.Head(kv_head);
-    for (int64_t t = 0; t < work.query_count; ++t) {
-      const int64_t n = work.visible[t];
-      const Selection& s = select.attend->selections[t * spec.kv_head_count + kv_head];
-      ASSERT_TRUE(std::is_sorted(s.indices.begin(), s.indices.end(), std::less_equal<>())) << what;
-      ASSERT_EQ(s.indices.size(), s.log_weights.size());
-      ASSERT_EQ(s.indices.size(), s.strata.size());
-      ASSERT_LT(s.indices.back(), n);
-      for (size_t i = 0; i < s.indices.size(); ++i) {
-        const int64_t token = s.indices[i];
-        EXPECT_EQ(s.strata[i] == kStratumSink, token < policy.sink_token_count);
-        EXPECT_EQ(s.strata[i] == kStratumWindow, token >= n - policy.window_token_count);
-      }
-      EXPECT_EQ(work.touched_row_counts[t * spec.kv_head_count + kv_head],
-                static_cast<int64_t>(s.indices.size()));
-      const std::vector<double> query = reference::Query(spec, q, t, h);
-      const reference::Attention wanted =
-          reference::WeightedAttention(kv, query, spec.softmax_scale, s.indices, s.log_weights);
-      ASSERT_LT(reference::RelativeDistance(OutputOf(spec, work, t, h), wanted.out), 2e-5)
-          << what << " query " << t << " head " << h;
-      const int64_t at = t * spec.query_head_count + h;
-      ASSERT_NEAR(work.lse[at], wanted.lse, 5e-5) << what;
-
-      const Parts parts = Split(s);
-      const Certificate& c = work.certificates[at];
-      EXPECT_EQ(c.visible_token_count, n);
-      EXPECT_EQ(c.heavy_token_count, std::count(s.strata.begin(), s.strata.end(), kStratumHeavy));
-      EXPECT_EQ(c.heavy_token_count + c.sampled_token_count + policy.sink_token_count +
-                    policy.window_token_count,
-                static_cast<int64_t>(s.indices.size()));
-      if (c.promise == Promise::kExact || parts.strata.empty()) continue;
-      const reference::Estimate e = reference::EstimateOutput(
-          kv, reference::Logits(kv, query, spec.softmax_scale, n), parts.exact, parts.strata);
-      const double error = z * std::sqrt(e.variance / e.norm_sq_unbiased);
-      EXPECT_NEAR(c.relative_error, error, 2e-3 * error) << what;
-      EXPECT_NEAR(c.tail_mass, 1 - e.exact_denominator / e.denominator, 1e-4) << what;
-      const bool may_promise =
-          policy.tail == Tail::kStratified || policy.bound != Bound::kDenominator;
-      if (policy.row_count_max == 0 && std::fabs(error - policy.epsilon) > 0.01 * error) {
-        EXPECT_EQ(c.promise,
-                  may_promise && error <= policy.epsilon ? Promise::kStatistical : Promise::kNone)
-            << what << " error " << error;
-      }
-    }
-  }
-}
 
 std::vector<std::pair<std::string, Policy>> Policies(const ModelSpec& spec) {
   std::vector<std::pair<std::string, Policy>> policies;

@@ -20,22 +20,36 @@ inline std::vector<std::byte> RawSafeTensors(const std::string& header, const st
   return file;
 }
 
-// Writes well-formed files of F32 tensors.
+// Writes well-formed files of F32, I32 and I64 tensors.
 class SafeTensorsWriter {
  public:
   void Add(const std::string& name, const std::vector<int64_t>& shape,
            const std::vector<float>& values) {
-    std::string list;
-    for (const int64_t n : shape) list += (list.empty() ? "" : ",") + std::to_string(n);
-    const size_t begin = data_.size();
-    data_.append(reinterpret_cast<const char*>(values.data()), 4 * values.size());
-    header_ += (header_.empty() ? "" : ",") + ("\"" + name + "\":{\"dtype\":\"F32\",\"shape\":[") +
-               list + "],\"data_offsets\":[" + std::to_string(begin) + "," +
-               std::to_string(data_.size()) + "]}";
+    Append("F32", name, shape, values.data(), sizeof(float) * values.size());
+  }
+  void Add(const std::string& name, const std::vector<int64_t>& shape,
+           const std::vector<int32_t>& values) {
+    Append("I32", name, shape, values.data(), sizeof(int32_t) * values.size());
+  }
+  void Add(const std::string& name, const std::vector<int64_t>& shape,
+           const std::vector<int64_t>& values) {
+    Append("I64", name, shape, values.data(), sizeof(int64_t) * values.size());
   }
   std::vector<std::byte> File() const { return RawSafeTensors("{" + header_ + "}", data_); }
 
  private:
+  void Append(const std::string& dtype, const std::string& name, const std::vector<int64_t>& shape,
+              const void* values, size_t bytes) {
+    std::string list;
+    for (const int64_t n : shape) list += (list.empty() ? "" : ",") + std::to_string(n);
+    const size_t begin = data_.size();
+    data_.append(static_cast<const char*>(values), bytes);
+    header_ += (header_.empty() ? "" : ",") +
+               ("\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[") + list +
+               "],\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(data_.size()) +
+               "]}";
+  }
+
   std::string header_, data_;
 };
 

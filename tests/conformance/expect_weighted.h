@@ -1,0 +1,16 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tests/conformance/device_bench.h"
+
+namespace spillway {
+
+// Expects of an attend that it is weighted attention over the rows that the
+// same request selects, and that its certificate is what those rows say.
+void ExpectWeighted(const reference::Context& context, const std::vector<float>& q,
+                    const Policy& policy, const JobItem& attend, const JobItem& select,
+                    const std::string& what);
+
+}  // namespace spillway

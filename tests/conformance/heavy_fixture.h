@@ -1,0 +1,164 @@
+// A sequence whose heavy set is compared with one recomputed in fp64.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "tests/conformance/device_bench.h"
+#include "tests/reference/ranking.h"
+
+namespace spillway {
+
+// Ranges of matching bits from outputs whose signs are the bits; one closer to
+// zero than the tolerance may be either.
+inline std::vector<reference::BinRange> HammingRanges(
+    const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& queries,
+    double tolerance) {
+  std::vector<reference::BinRange> bins;
+  for (const std::vector<double>& key : keys) {
+    reference::BinRange range;
+    for (const std::vector<double>& query : queries) {
+      for (size_t j = 0; j < key.size(); ++j) {
+        const bool open = std::fabs(key[j]) < tolerance || std::fabs(query[j]) < tolerance;
+        const bool match = (key[j] > 0) == (query[j] > 0);
+        range.low += match && !open;
+        range.high += match || open;
+      }
+    }
+    bins.push_back(range);
+  }
+  return bins;
+}
+
+class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
+ protected:
+  static constexpr int64_t kTokens = 6000;
+  // fp32 against fp64: where scores come closer to a bin's border than this, or
+  // a coordinate to a quantiser's, either side is right.
+  static constexpr double kScoreTolerance = 1e-4;
+  static constexpr double kCoordinateTolerance = 1e-5;
+  static constexpr reference::BinRange kAnyBin = {0, 4095};
+
+  void Prepare(const ModelSpec& spec, std::span<const std::byte> safetensors = {}) {
+    sequence_.reset();
+    kv_head_ = 0;
+    spec_ = spec;
+    bench_ = std::make_unique<DeviceBench>(GetParam(), spec, 0, safetensors);
+    context_ = reference::TraceContext(spec, kTokens, 71);
+    q_ = reference::TraceQueries(context_, 1, 72, 1.5);
+    sequence_ = std::make_unique<BenchSequence>(*bench_);
+    ASSERT_TRUE(sequence_->Append(context_, 0, kTokens).ok());
+    open_max_ = 0;
+    policy_ = DefaultPolicy(spec);
+    policy_.tail = Tail::kNone;
+  }
+
+  int64_t begin() const { return policy_.sink_token_count; }
+  int64_t end() const { return kTokens - policy_.window_token_count; }
+  std::vector<double> QueryOf(int g) const { return reference::Query(spec_, q_, 0, g); }
+
+  std::set<int64_t> DeviceSet() {
+    const JobItem item = sequence_->Select(policy_, q_);
+    EXPECT_TRUE(item.status.ok()) << item.status;
+    std::set<int64_t> set;
+    const Selection& s = item.attend->selections[kv_head_];
+    for (size_t i = 0; i < s.indices.size(); ++i) {
+      if (s.strata[i] == kStratumHeavy) set.insert(s.indices[i]);
+    }
+    return set;
+  }
+
+  // bins: of tokens, begin() first.
+  void ExpectTopK(const std::vector<reference::BinRange>& bins, const std::string& what) {
+    for (const int64_t k : {1, 37, 256, 1000}) {
+      policy_.heavy_kind = HeavyKind::kCount;
+      policy_.heavy_count = k;
+      ExpectSet(bins, k, what + " k " + std::to_string(k));
+    }
+    policy_.heavy_kind = HeavyKind::kFraction;
+    for (const double fraction : {0.0101, 0.08}) {
+      policy_.heavy_fraction = fraction;
+      ExpectSet(bins, static_cast<int64_t>(std::ceil(fraction * kTokens)), what + " fraction");
+    }
+  }
+
+  void ExpectSet(const std::vector<reference::BinRange>& bins, int64_t k, const std::string& what) {
+    const std::set<int64_t> got = DeviceSet();
+    EXPECT_EQ(static_cast<int64_t>(got.size()), k) << what;
+    const std::vector<reference::Membership> wanted = reference::TopK(bins, k);
+    int64_t open = 0;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      const bool in = got.count(begin() + static_cast<int64_t>(i)) > 0;
+      if (wanted[i] == reference::Membership::kOpen) {
+        ++open;
+      } else {
+        ASSERT_EQ(in, wanted[i] == reference::Membership::kIn) << what << " token " << begin() + i;
+      }
+    }
+    // About one token in a hundred is undecided.
+    EXPECT_LT(open, static_cast<int64_t>(bins.size() / 50 + open_max_) + k / 10) << what;
+  }
+
+  // Each head's set by mass; the union is heavy. Tokens that fp32 may place
+  // otherwise (uncertain) can move a head's threshold, so those runs count the
+  // difference instead. candidates: of a first selection, begin() first; empty:
+  // all.
+  void ExpectTopP(const std::vector<std::vector<double>>& logits, const std::string& what,
+                  const std::vector<bool>& candidates = {}) {
+    policy_.heavy_kind = HeavyKind::kMass;
+    for (const auto& [mass, floor, ceiling] :
+         {std::tuple(0.5, 64, 4096), std::tuple(0.2, 1, 4096), std::tuple(0.9, 64, 100),
+          std::tuple(0.01, 500, 600)}) {
+      policy_.heavy_mass = mass;
+      policy_.heavy_floor = floor;
+      policy_.heavy_ceiling = ceiling;
+      std::set<int64_t> wanted;
+      for (const std::vector<double>& l : logits) {
+        std::vector<int> bins;
+        for (double s : reference::HeadScores(l, begin(), end())) {
+          bins.push_back(reference::ScoreBin(s));
+        }
+        // What was not found counts as nothing.
+        for (size_t i = 0; i < candidates.size(); ++i) {
+          if (!candidates[i]) bins[i] = 0;
+        }
+        for (int64_t i : reference::ExactTopP(bins, mass, floor, ceiling)) {
+          wanted.insert(begin() + i);
+        }
+      }
+      const std::set<int64_t> got = DeviceSet();
+      std::vector<int64_t> difference;
+      std::set_symmetric_difference(got.begin(), got.end(), wanted.begin(), wanted.end(),
+                                    std::back_inserter(difference));
+      EXPECT_LE(difference.size(), 2 + wanted.size() / 100 + open_max_)
+          << what << " mass " << mass << " wanted " << wanted.size() << " got " << got.size();
+    }
+  }
+
+  // The group's bins from logits [G][kTokens].
+  std::vector<reference::BinRange> GroupBins(const std::vector<std::vector<double>>& logits) const {
+    std::vector<reference::BinRange> bins;
+    for (double s : reference::GroupScores(logits, begin(), end())) {
+      bins.push_back(reference::RangeOf(s, kScoreTolerance));
+    }
+    return bins;
+  }
+
+  int kv_head_ = 0;      // whose set is compared
+  size_t open_max_ = 0;  // undecided tokens beyond the few that are expected
+  ModelSpec spec_;
+  std::unique_ptr<DeviceBench> bench_;
+  reference::Context context_;
+  std::vector<float> q_;
+  std::unique_ptr<BenchSequence> sequence_;
+  Policy policy_;
+};
+
+}  // namespace spillway

@@ -1,0 +1,52 @@
+// Models with indices of the keys beside the codes.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/conformance/device_bench.h"
+#include "tests/host/codes/safetensors_file.h"
+
+namespace spillway {
+
+// A model and the file with the label channels that it asks for.
+struct IndexedModel {
+  ModelSpec spec;
+  std::vector<std::vector<int>> channels;  // [H_kv][label_channel_count]
+  std::vector<std::byte> file;
+
+  // A valid one; random channels, in random order.
+  IndexedModel(int kv_head_count, int group, int head_dim, DType dtype, const KeyIndexSpec& indices,
+               HashSpec hash = {})
+      : spec(MakeSpec(kv_head_count, group, head_dim, dtype, hash)) {
+    spec.indices = indices;
+    Normalize(spec);
+    std::mt19937 random(head_dim + 7 * indices.label_channel_count);
+    std::vector<int32_t> all;
+    for (int h = 0; h < kv_head_count; ++h) {
+      std::vector<int>& chosen = channels.emplace_back(head_dim);
+      std::iota(chosen.begin(), chosen.end(), 0);
+      std::shuffle(chosen.begin(), chosen.end(), random);
+      chosen.resize(indices.label_channel_count);
+      all.insert(all.end(), chosen.begin(), chosen.end());
+    }
+    SafeTensorsWriter writer;
+    writer.Add("layers.0.channels", {kv_head_count, indices.label_channel_count}, all);
+    file = writer.File();
+  }
+};
+
+// All of them.
+inline KeyIndexSpec EveryIndex(int quest_page_token_count = 32) {
+  return {.sketch = true,
+          .quest_page_token_count = quest_page_token_count,
+          .label_channel_count = 16,
+          .lsh_table_count = 40,
+          .lsh_bits = 6,
+          .lsh_seed = 9};
+}
+
+}  // namespace spillway
