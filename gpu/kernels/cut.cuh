@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(kCutThreads)
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
   if (threadIdx.x == 0) {
-    heavy_bin = u.by_mass ? bins : 0;
+    // Of no tokens to call heavy the highest bin's first.
+    heavy_bin = u.by_mass ? bins : u.heavy_count == 0 ? bins - 1 : 0;
     near_bin = INT16_MAX;
   }
   __syncthreads();
