@@ -67,8 +67,9 @@ class SparseAttend {
   std::vector<int64_t> Budgets(std::span<const int64_t> least) const;
   std::vector<int64_t> HeadBudgets(const HeadEstimate& estimate,
                                    std::span<const int64_t> least) const;
-  // Raises the pilot to what the last attend would have drawn, if that is known.
-  void RaisePilot(std::vector<int64_t>& pilots) const;
+  // Raises the pilot to what the last attend would have drawn. Whether that is
+  // known and row_count_max leaves it.
+  bool RaisePilot(std::vector<int64_t>& pilots) const;
   // Whether the estimates of all query heads are within epsilon.
   bool IsWithinEpsilon() const;
   // Draws what the pilot shows to be needed.
@@ -221,7 +222,7 @@ absl::Status SparseAttend::SampleTail() {
     return absl::OkStatus();
   }
   std::vector<int64_t> wanted = PilotCounts();
-  if (c_.rates != nullptr) RaisePilot(wanted);
+  const bool raised = RaisePilot(wanted);
   std::vector<std::vector<uint32_t>> pilot;
   for (;;) {
     pilot = sampler_->Draw(wanted);
@@ -239,19 +240,22 @@ absl::Status SparseAttend::SampleTail() {
   }
   absl::Status status = FoldStrata(pilot);
   if (!status.ok()) return status;
-  if (c_.rates == nullptr || !IsWithinEpsilon()) status = DrawBudgets();
+  if (!raised || !IsWithinEpsilon()) status = DrawBudgets();
   if (c_.rates != nullptr && status.ok()) KeepRates();
   return status;
 }
 
-void SparseAttend::RaisePilot(std::vector<int64_t>& pilots) const {
+bool SparseAttend::RaisePilot(std::vector<int64_t>& pilots) const {
+  if (c_.rates == nullptr || (*c_.rates)[kv_head_].empty()) return false;
   const std::vector<double>& rates = (*c_.rates)[kv_head_];
   for (size_t h = 0; h < std::min(pilots.size(), rates.size()); ++h) {
     const double wanted = std::ceil(rates[h] * static_cast<double>(strata_.counts[h]));
     pilots[h] = std::max(pilots[h], static_cast<int64_t>(wanted));
   }
   const int64_t total = std::accumulate(pilots.begin(), pilots.end(), int64_t{0});
-  if (total > RowsLeft()) pilots = PilotCounts();
+  if (total <= RowsLeft()) return true;
+  pilots = PilotCounts();
+  return false;
 }
 
 bool SparseAttend::IsWithinEpsilon() const {

@@ -202,8 +202,12 @@ TEST_P(LshSampling, WeighsWhatSharesTwoBuckets) {
       const int64_t all = 4 * (c.tokens - 68 - heavy);
       EXPECT_LT(sampled, all + 1) << name;
       // By one bit a table all share some, by sixteen few do.
-      if (c.bits > 1) EXPECT_LT(sampled, all * 9 / 10) << name;
-      if (c.bits < 16) EXPECT_GT(sampled, all / 1000) << name;
+      if (c.bits > 1) {
+        EXPECT_LT(sampled, all * 9 / 10) << name;
+      }
+      if (c.bits < 16) {
+        EXPECT_GT(sampled, all / 1000) << name;
+      }
     }
   }
 }

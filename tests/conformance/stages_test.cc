@@ -1,1 +1,202 @@
+// Selections of two stages, and what policies say about strata.
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tests/conformance/expect_weighted.h"
+#include "tests/conformance/methods_fixture.h"
+
+namespace spillway {
+namespace {
+
+using reference::BinRange;
+using reference::Membership;
+
+std::string Name(Selector selector) {
+  constexpr const char* kNames[] = {"asymmetric", "hamming", "oracle",         "all",
+                                    "sketch",     "quest",   "double sparsity"};
+  return kNames[static_cast<int>(selector)];
+}
+
+class Stages : public MethodsTest {
+ protected:
+  void PrepareAll() {
+    Prepare(IndexedModel(2, 2, 64, DType::kBF16, EveryIndex(16), {.bits_per_dim = 2, .seed = 5}));
+  }
+  void SetStages(Selector first, Selector second) {
+    policy_.candidate_selector = first;
+    policy_.selector = second;
+  }
+  std::vector<Membership> Candidates(Selector first) const {
+    return reference::TopK(RankedBy(first).bins, policy_.CandidateCount(kTokens));
+  }
+  // Bins of the second selection: of what the first did not find the lowest.
+  static std::vector<BinRange> SecondBins(const std::vector<Membership>& found,
+                                          std::vector<BinRange> bins) {
+    for (size_t i = 0; i < bins.size(); ++i) {
+      if (found[i] != Membership::kIn) bins[i].low = 0;
+      if (found[i] == Membership::kOut) bins[i].high = 0;
+    }
+    return bins;
+  }
+};
+
+TEST_P(Stages, TheSecondLooksAtWhatTheFirstFound) {
+  PrepareAll();
+  for (const Selector first : {Selector::kAsymmetric, Selector::kHamming, Selector::kQuest,
+                               Selector::kDoubleSparsity, Selector::kSketch}) {
+    for (const Selector second : {Selector::kSketch, Selector::kOracle, Selector::kAsymmetric}) {
+      if (first == second) continue;
+      SetStages(first, second);
+      for (const int64_t count : {0, 600}) {  // 0: a quarter
+        policy_.candidate_count = count;
+        kv_head_ = count > 0 ? 1 : 0;
+        const std::string what = Name(first) + ", then " + Name(second);
+        ASSERT_TRUE(Validate(policy_, spec_).empty()) << what;
+        const std::vector<Membership> found = Candidates(first);
+        const Ranked ranked = RankedBy(second);
+        open_max_ = 60;
+        ExpectTopK(SecondBins(found, ranked.bins), what);
+        std::vector<bool> candidates;
+        for (const Membership m : found) candidates.push_back(m != Membership::kOut);
+        open_max_ = std::count(found.begin(), found.end(), Membership::kOpen);
+        ExpectTopP(ranked.logits, what, candidates);
+      }
+    }
+  }
+}
+
+// With all tokens as candidates there is but one stage.
+TEST_P(Stages, AFirstThatFindsAllChangesNothing) {
+  PrepareAll();
+  policy_.tail = Tail::kStratified;
+  for (const HeavyKind kind : {HeavyKind::kCount, HeavyKind::kMass}) {
+    policy_.heavy_kind = kind;
+    policy_.candidate_selector.reset();
+    policy_.selector = Selector::kSketch;
+    const JobItem one = sequence_->Attend(policy_, q_);
+    SetStages(Selector::kQuest, Selector::kSketch);
+    policy_.candidate_fraction = 1;
+    const JobItem two = sequence_->Attend(policy_, q_);
+    ASSERT_TRUE(one.status.ok() && two.status.ok()) << one.status << two.status;
+    EXPECT_EQ(one.attend->out, two.attend->out);
+    EXPECT_EQ(one.attend->lse, two.attend->lse);
+    policy_.candidate_fraction = 0.02;
+    EXPECT_NE(one.attend->out, sequence_->Attend(policy_, q_).attend->out);
+  }
+}
+
+// Rows and weights of a selection's tail, by stratum: each row stands for
+// n_h / r_h tokens.
+std::map<int, double> TokensByStratum(const Selection& s) {
+  std::map<int, double> tokens;
+  for (size_t i = 0; i < s.indices.size(); ++i) {
+    if (s.strata[i] >= kStratumTail) tokens[s.strata[i]] += std::exp(double{s.log_weights[i]});
+  }
+  return tokens;
+}
+
+// Expects that the rows of every stratum stand for a whole number of tokens, and
+// all rows for all tokens.
+void ExpectCovers(const Selection& s, int64_t tail, const std::string& what) {
+  double sum = 0;
+  for (const auto& [stratum, tokens] : TokensByStratum(s)) {
+    EXPECT_NEAR(tokens, std::round(tokens), 1e-5 * tokens + 1e-3) << what << " " << stratum;
+    sum += tokens;
+  }
+  EXPECT_NEAR(sum, static_cast<double>(tail), 1e-5 * static_cast<double>(tail)) << what;
+}
+
+TEST_P(Stages, TheTailCoversWhatTheFirstDidNotFind) {
+  PrepareAll();
+  for (const Selector first : {Selector::kAsymmetric, Selector::kHamming, Selector::kQuest}) {
+    SetStages(first, Selector::kSketch);
+    policy_.candidate_count = 500;
+    for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
+      policy_.tail = tail;
+      const std::string what = Name(first);
+      const JobItem select = sequence_->Select(policy_, q_);
+      ExpectWeighted(context_, q_, policy_, sequence_->Attend(policy_, q_), select, what);
+      const std::vector<Membership> found = [&] {
+        kv_head_ = 0;
+        return Candidates(first);
+      }();
+      const Selection& s = select.attend->selections[0];
+      ExpectCovers(s, end() - begin() - policy_.heavy_count, what);
+      int64_t others = 0;
+      for (size_t i = 0; i < s.indices.size(); ++i) {
+        others += s.strata[i] >= kStratumTail && found[s.indices[i] - begin()] == Membership::kOut;
+      }
+      EXPECT_GT(others, 0) << what;
+    }
+  }
+}
+
+TEST_P(Stages, StratumCountMax) {
+  PrepareAll();
+  policy_.tail = Tail::kStratified;
+  policy_.heavy_count = 64;
+  for (const Selector selector : {Selector::kAsymmetric, Selector::kHamming, Selector::kSketch}) {
+    policy_.selector = selector;
+    const auto strata = [&](int max) {
+      policy_.stratum_count_max = max;
+      EXPECT_TRUE(Validate(policy_, spec_).empty()) << max;
+      const JobItem select = sequence_->Select(policy_, q_);
+      EXPECT_TRUE(select.status.ok()) << select.status;
+      ExpectWeighted(context_, q_, policy_, sequence_->Attend(policy_, q_), select,
+                     Name(selector) + " strata " + std::to_string(max));
+      std::vector<std::map<int, double>> all;
+      for (const Selection& s : select.attend->selections) {
+        ExpectCovers(s, end() - begin() - policy_.heavy_count, Name(selector));
+        all.push_back(TokensByStratum(s));
+      }
+      return all;
+    };
+    const auto free = strata(kTailStrataMax);
+    for (const int max : {1, 2, 3}) {
+      const auto limited = strata(max);
+      for (int h = 0; h < spec_.kv_head_count; ++h) {
+        ASSERT_GT(free[h].size(), 3u) << Name(selector);
+        ASSERT_EQ(limited[h].size(), static_cast<size_t>(max)) << Name(selector);
+        // All but the last end where they would without a limit.
+        for (int s = kStratumTail; s < kStratumTail + max - 1; ++s) {
+          EXPECT_NEAR(limited[h].at(s), free[h].at(s), 1e-3 + 1e-5 * free[h].at(s));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Stages, NoHeavySet) {
+  PrepareAll();
+  policy_.heavy_count = 0;
+  for (const Tail tail : {Tail::kNone, Tail::kUniform, Tail::kStratified}) {
+    policy_.tail = tail;
+    for (const Selector selector :
+         {Selector::kAsymmetric, Selector::kHamming, Selector::kQuest, Selector::kOracle}) {
+      policy_.selector = selector;
+      ASSERT_TRUE(Validate(policy_, spec_).empty());
+      const JobItem select = sequence_->Select(policy_, q_);
+      const std::string what = Name(selector) + " tail " + std::to_string(static_cast<int>(tail));
+      ExpectWeighted(context_, q_, policy_, sequence_->Attend(policy_, q_), select, what);
+      for (const Selection& s : select.attend->selections) {
+        EXPECT_EQ(std::count(s.strata.begin(), s.strata.end(), kStratumHeavy), 0) << what;
+        if (tail == Tail::kNone) {
+          EXPECT_EQ(static_cast<int64_t>(s.indices.size()), kTokens - (end() - begin())) << what;
+        } else {
+          ExpectCovers(s, end() - begin(), what);
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Stages, ::testing::ValuesIn(DeviceFactories()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace spillway
