@@ -170,7 +170,7 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   }
   r.projections = weights.projections;
   if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
-  if (ReusesDeviations(work(unit.item))) r.rates = layer.rates(unit.kv_head);
+  if (ReusesDeviations(job_->items[unit.item])) r.rates = layer.rates(unit.kv_head);
   const uint64_t seed = work(unit.item).policy.seed;
   const uint32_t band = r.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
@@ -335,15 +335,20 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
   }
 }
 
-bool JobRun::ReusesDeviations(const AttendWork& work) {
-  // Queries side by side would write the same.
-  return work.policy.reuse_deviations && work.query_count == 1 && !work.select_only;
+bool JobRun::ReusesDeviations(const JobItem& item) {
+  const AttendWork& work = *item.attend;
+  const int64_t length =
+      item.append.has_value() ? item.append->start + item.append->count : work.rows->token_count();
+  // Queries side by side would write the same, and what is seen from before
+  // the newest tokens is no step of the sequence.
+  return work.policy.reuse_deviations && work.query_count == 1 && !work.select_only &&
+         work.visible[0] == length;
 }
 
 absl::Status JobRun::Reserve() {
   for (size_t i = 0; i < job_->items.size(); ++i) {
     const JobItem& item = job_->items[i];
-    if (!item.attend.has_value() || !item.status.ok() || !ReusesDeviations(*item.attend)) continue;
+    if (!item.attend.has_value() || !item.status.ok() || !ReusesDeviations(item)) continue;
     if (absl::Status status = index(i).PrepareRates(lane_->stream()); !status.ok()) return status;
   }
   // Pinned memory of all, and the largest workspace: parts follow each other.

@@ -118,7 +118,7 @@ class JobRun {
   std::optional<AttendShape> FirstShape(const SparseWave& wave) const;
   static void SetSelector(Selector selector, AttendShape& shape);
   // Whether an attend sets its first draw by the last one's deviations.
-  static bool ReusesDeviations(const AttendWork& work);
+  static bool ReusesDeviations(const JobItem& item);
   // The kernels' view of a wave that is laid out.
   Wave View(const SparseWave& wave) const;
   absl::Status Launch(SparseWave& wave);

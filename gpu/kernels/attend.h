@@ -124,6 +124,7 @@ struct UnitState {
   int32_t drawing;                        // whether the phase draws anything
   int64_t tail_count;
   int64_t rows_left;  // that row_count_max leaves for the tail
+  int32_t raised;     // the last attend's budgets set the pilot
   int32_t limited;    // row_count_max bound
   // Sampling: drawn are hashes below `drawn_threshold`; a phase adds those
   // below `threshold`.

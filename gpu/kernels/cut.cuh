@@ -90,12 +90,13 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     if (!raised || h >= u.rates[0]) return least;
     return max(least, static_cast<int64_t>(ceil(u.rates[1 + h] * static_cast<double>(count))));
   };
-  bool raised = u.rates != nullptr;
+  bool raised = u.rates != nullptr && u.rates[0] > 0;
   if (raised) {
     int64_t total = 0;
     for (int h = threadIdx.x; h < strata; h += 32) total += pilot(h, true);
     raised = WarpSum(total) <= rows_left;
   }
+  if (threadIdx.x == 0) state.raised = raised;
   for (int h = threadIdx.x; h < strata; h += 32) {
     const int64_t count = stratum_count[h];
     state.stratum_count[h] = count;

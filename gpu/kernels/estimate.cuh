@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   if (!last) return;
   __threadfence();
   // A pilot that was made large enough is all that is drawn.
-  bool within = u.rates != nullptr;
+  bool within = s.raised != 0;
   for (int g = 0; g < shape.group; ++g) {
     within &= *static_cast<const volatile int32_t*>(&s.head_within[g]) != 0;
   }
@@ -460,7 +460,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
     result.tail_mass[g] = NAN;
   } else {
     const double error = RelativeErrorOf(u, head);
-    const bool bounded = u.tail == Tail::kStratified || u.bound != Bound::kDenominator;
+    const bool bounded = BoundsTheError(u.tail, u.bound);
     result.relative_error[g] = static_cast<float>(error);
     result.tail_mass[g] = tail_mass;
     result.promise[g] =

@@ -423,7 +423,7 @@ void SparseAttend::WriteOutput() {
       continue;
     }
     const double error = RelativeError(e, z_);
-    const bool bounded = policy_.tail == Tail::kStratified || policy_.bound != Bound::kDenominator;
+    const bool bounded = BoundsTheError(policy_.tail, policy_.bound);
     certificate.relative_error = static_cast<float>(error);
     certificate.tail_mass = static_cast<float>(1 - e.exact_denominator / e.denominator);
     certificate.promise =

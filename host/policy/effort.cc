@@ -9,10 +9,7 @@ constexpr double kInflationStep = 1.25;
 constexpr double kInflationMax = 4;
 constexpr int32_t kPilotMax = 512;
 
-bool Promises(const Policy& policy) {
-  return policy.tail == Tail::kStratified ||
-         (policy.tail == Tail::kUniform && policy.bound != Bound::kDenominator);
-}
+bool Promises(const Policy& policy) { return BoundsTheError(policy.tail, policy.bound); }
 
 // Whether there was a step left to make.
 bool Raise(const Policy& base, Effort& effort) {

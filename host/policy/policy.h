@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "host/core/host_device.h"
 #include "host/device/attend.h"
 #include "host/model/model_spec.h"
 
@@ -21,6 +22,12 @@ enum class Selector : uint8_t {
 enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
 enum class Tail : uint8_t { kNone, kUniform, kStratified, kLshSampling };
 enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
+
+// Whether a tail's estimate bounds the output's error: what certificates may
+// promise, and what the audit may raise.
+SPILLWAY_HOST_DEVICE constexpr bool BoundsTheError(Tail tail, Bound bound) {
+  return tail == Tail::kStratified || (tail == Tail::kUniform && bound != Bound::kDenominator);
+}
 
 // How one attend chooses its rows and how sure it must be, every field
 // resolved. Ranges and meanings stand in proto/spillway/v1/policy.proto.

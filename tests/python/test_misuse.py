@@ -179,7 +179,7 @@ BAD_POLICIES = {
     "dense layer < 0": ("dense_layers", policy(dense_layers=policies.LayerList(layers=[-1]))),
     "dense layer twice": ("dense_layers", policy(dense_layers=policies.LayerList(layers=[1, 1]))),
     "selector": ("selector", policy(selector=77)),
-    "top_k 0": ("top_k", policy(top_k=policies.HeavyTopK(count=0))),
+    "top_k -1": ("top_k", policy(top_k=policies.HeavyTopK(count=-1))),
     "top_k large": ("top_k", policy(top_k=policies.HeavyTopK(count=2**31))),
     "fraction 0": ("top_k", policy(top_k=policies.HeavyTopK(fraction=0.0))),
     "fraction 1.5": ("top_k", policy(top_k=policies.HeavyTopK(fraction=1.5))),
