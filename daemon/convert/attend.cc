@@ -102,6 +102,19 @@ absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Seque
   return work;
 }
 
+absl::Status CheckSelectable(const AttendWork& work) {
+  if (work.query_count != 1) {
+    return InvalidField("item.q.shape",
+                        absl::StrCat(work.query_count, " queries, not exactly one"));
+  }
+  if (work.policy.tail == Tail::kLshSampling) {
+    return InvalidField("item.policy.tail",
+                        "TAIL_LSH_SAMPLING weighs a row for each query head on its own; only "
+                        "attends take it");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype) {
   if (asked == v1::DTYPE_UNSPECIFIED) return q_dtype;
   if (asked == v1::DTYPE_F32) return DType::kF32;

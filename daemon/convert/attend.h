@@ -21,6 +21,9 @@ absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec);
 // Everything but the item's sequence name.
 absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence);
+// What Select and FetchPages ask of their item, whose rows all query heads
+// share: one query, and a tail of one weight a row.
+absl::Status CheckSelectable(const AttendWork& work);
 // The dtype of out: q's, or f32 where asked.
 absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype);
 

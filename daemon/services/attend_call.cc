@@ -115,11 +115,7 @@ class SelectCall final : public UnaryCall {
     if (!item.ok()) {
       return End(services_.status.ToGrpc(item.status(), "item."));
     }
-    if (item->work.query_count != 1) {
-      End(InvalidField("item.q.shape",
-                       absl::StrCat(item->work.query_count, " queries, not exactly one")));
-      return;
-    }
+    if (absl::Status status = CheckSelectable(item->work); !status.ok()) return End(status);
     absl::Status layer = CheckLayer(request.layer(), item->sequence->model->spec);
     if (!layer.ok()) return End(layer);
     AttendRequest work;

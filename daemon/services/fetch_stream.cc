@@ -38,10 +38,7 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
   if (!item.ok()) return item.status();
   model_ = item->sequence->model;
   if (absl::Status status = CheckLayer(request.layer(), model_->spec); !status.ok()) return status;
-  if (item->work.query_count != 1) {
-    return InvalidField("item.q.shape",
-                        absl::StrCat(item->work.query_count, " queries, not exactly one"));
-  }
+  if (absl::Status status = CheckSelectable(item->work); !status.ok()) return status;
   AttendRequest work;
   work.layer = request.layer();
   work.cancel = cancel_;

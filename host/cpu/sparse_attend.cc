@@ -43,6 +43,9 @@ class SparseAttend {
         group_(context.spec().group()),
         d_(context.spec().head_dim),
         z_(NormalQuantile(1 - policy_.delta / 2)),
+        rates_(context.rates != nullptr && policy_.tail == Tail::kStratified
+                   ? &(*context.rates)[kv_head]
+                   : nullptr),
         scores_(context, query, kv_head, policy_.sink_token_count, n_ - policy_.window_token_count),
         exact_(group_, d_, false) {}
 
@@ -90,6 +93,9 @@ class SparseAttend {
   const int group_;
   const int d_;
   const double z_;
+  // Of this KV head; null: neither read nor written. A head's own policy may
+  // have another tail than the attend's.
+  std::vector<double>* const rates_;
   ScorePass scores_;
   std::vector<uint32_t> heavy_;
   Strata strata_;
@@ -241,15 +247,14 @@ absl::Status SparseAttend::SampleTail() {
   absl::Status status = FoldStrata(pilot);
   if (!status.ok()) return status;
   if (!raised || !IsWithinEpsilon()) status = DrawBudgets();
-  if (c_.rates != nullptr && status.ok()) KeepRates();
+  if (rates_ != nullptr && status.ok()) KeepRates();
   return status;
 }
 
 bool SparseAttend::RaisePilot(std::vector<int64_t>& pilots) const {
-  if (c_.rates == nullptr || (*c_.rates)[kv_head_].empty()) return false;
-  const std::vector<double>& rates = (*c_.rates)[kv_head_];
-  for (size_t h = 0; h < std::min(pilots.size(), rates.size()); ++h) {
-    const double wanted = std::ceil(rates[h] * static_cast<double>(strata_.counts[h]));
+  if (rates_ == nullptr || rates_->empty()) return false;
+  for (size_t h = 0; h < std::min(pilots.size(), rates_->size()); ++h) {
+    const double wanted = std::ceil((*rates_)[h] * static_cast<double>(strata_.counts[h]));
     pilots[h] = std::max(pilots[h], static_cast<int64_t>(wanted));
   }
   const int64_t total = std::accumulate(pilots.begin(), pilots.end(), int64_t{0});
@@ -267,10 +272,9 @@ bool SparseAttend::IsWithinEpsilon() const {
 
 void SparseAttend::KeepRates() const {
   const std::vector<int64_t> budgets = Budgets(PilotCounts());
-  std::vector<double>& rates = (*c_.rates)[kv_head_];
-  rates.clear();
+  rates_->clear();
   for (size_t h = 0; h < budgets.size(); ++h) {
-    rates.push_back(static_cast<double>(budgets[h]) / static_cast<double>(strata_.counts[h]));
+    rates_->push_back(static_cast<double>(budgets[h]) / static_cast<double>(strata_.counts[h]));
   }
 }
 

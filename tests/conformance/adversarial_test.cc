@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/conformance/device_bench.h"
+#include "tests/conformance/method_models.h"
 
 namespace spillway {
 namespace {
@@ -16,8 +16,9 @@ using reference::Context;
 class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
  protected:
   Adversarial()
-      : spec_(MakeSpec(1, 2, 64, DType::kF32)),
-        bench_(GetParam(), spec_),
+      : model_(1, 2, 64, DType::kF32, EveryIndex(16)),
+        spec_(model_.spec),
+        bench_(GetParam(), spec_, 0, model_.file),
         sequence_(bench_),
         context_(reference::TraceContext(spec_, 4096, 61)),
         q_(reference::TraceQueries(context_, 1, 62, 1.5)) {}
@@ -26,7 +27,9 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
     std::vector<std::pair<std::string, Policy>> policies;
     for (const auto& [selector, name] :
          {std::pair(Selector::kAll, "all"), std::pair(Selector::kAsymmetric, "asymmetric"),
-          std::pair(Selector::kHamming, "hamming"), std::pair(Selector::kOracle, "oracle")}) {
+          std::pair(Selector::kHamming, "hamming"), std::pair(Selector::kOracle, "oracle"),
+          std::pair(Selector::kSketch, "sketch"), std::pair(Selector::kQuest, "quest"),
+          std::pair(Selector::kDoubleSparsity, "double sparsity")}) {
       Policy policy = DefaultPolicy(spec_);
       policy.selector = selector;
       policies.push_back({name, policy});
@@ -36,6 +39,12 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
       policy.heavy_kind = HeavyKind::kMass;
       policies.push_back({std::string(name) + " top-p", policy});
     }
+    Policy staged = DefaultPolicy(spec_);
+    staged.selector = Selector::kSketch;
+    staged.candidate_selector = Selector::kQuest;
+    policies.push_back({"two stages", staged});
+    staged.heavy_kind = HeavyKind::kMass;
+    policies.push_back({"two stages top-p", staged});
     return policies;
   }
 
@@ -49,7 +58,8 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
     for (float x : item.attend->lse) ASSERT_TRUE(std::isfinite(x)) << what;
   }
 
-  const ModelSpec spec_;
+  const IndexedModel model_;
+  const ModelSpec& spec_;
   DeviceBench bench_;
   BenchSequence sequence_;
   Context context_;
@@ -73,8 +83,9 @@ TEST_P(Adversarial, OneKeyDominatesBy1e30) {
       const JobItem select = sequence.Select(policy, q_);
       const std::vector<uint32_t>& rows = select.attend->selections[0].indices;
       const bool found = std::find(rows.begin(), rows.end(), at) != rows.end();
-      // Hamming sees no lengths; the others cannot miss it.
-      if (policy.selector != Selector::kHamming) {
+      // Hamming sees no lengths, double sparsity not all channels; the others
+      // cannot miss it.
+      if (policy.selector != Selector::kHamming && policy.selector != Selector::kDoubleSparsity) {
         EXPECT_TRUE(found) << name << " at " << at;
       }
       if (!found) continue;
@@ -215,6 +226,26 @@ TEST_P(Adversarial, CancelledAndExpired) {
     }
     // Nothing of it stays.
     EXPECT_TRUE(sequence_.Attend(policy, q_).status.ok()) << name;
+  }
+}
+
+// What LSH sampling does not take is not looked at; what it takes is finite.
+TEST_P(Adversarial, LshSamplingStaysFinite) {
+  Policy policy = DefaultPolicy(spec_);
+  policy.tail = Tail::kLshSampling;
+  for (int64_t t = 0; t < context_.n; ++t) {
+    const float factor = std::exp2(static_cast<float>(t * 7919 % 160) - 80);
+    for (float& x : Key(t)) x *= factor;
+  }
+  for (float& x : q_) x *= 1e-6f;
+  ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
+  for (policy.heavy_count = 0; policy.heavy_count <= 256; policy.heavy_count += 256) {
+    const JobItem item = sequence_.Attend(policy, q_);
+    ExpectFinite(item, "spread");
+    for (const Certificate& c : item.attend->certificates) {
+      EXPECT_GE(c.tail_mass, 0);
+      EXPECT_LE(c.tail_mass, 1);
+    }
   }
 }
 

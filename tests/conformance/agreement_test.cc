@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/conformance/device_bench.h"
+#include "tests/conformance/method_models.h"
 
 namespace spillway {
 namespace {
@@ -64,6 +64,53 @@ TEST_P(Agreement, OnTheHeavySet) {
         EXPECT_EQ(x.attend->selections[i].indices, y.attend->selections[i].indices)
             << name << ", d " << d << ", bits " << bits << ", group " << group;
         EXPECT_EQ(x.attend->selections[i].strata, y.attend->selections[i].strata) << name;
+      }
+    }
+  }
+}
+
+// Estimates from sketches, labels and bounds, and LSH buckets.
+TEST_P(Agreement, OnOtherIndices) {
+  for (const auto& [d, group, page] : {std::tuple(64, 1, 16), std::tuple(80, 3, 32),
+                                       std::tuple(128, 4, 64), std::tuple(256, 16, 128)}) {
+    const IndexedModel model(2, group, d, DType::kBF16, EveryIndex(page));
+    const ModelSpec& spec = model.spec;
+    DeviceBench first(DeviceFactories().front(), spec, 0, model.file);
+    DeviceBench other(GetParam(), spec, 0, model.file);
+    const Context context = reference::TraceContext(spec, 5001, d);
+    const std::vector<float> q = reference::TraceQueries(context, 2, d + 1, 1.5);
+    BenchSequence a(first), b(other);
+    ASSERT_TRUE(a.Append(context, 0, context.n).ok());
+    ASSERT_TRUE(b.Append(context, 0, context.n, 1000).ok());
+    for (const Selector selector :
+         {Selector::kSketch, Selector::kQuest, Selector::kDoubleSparsity}) {
+      for (const bool staged : {false, true}) {
+        Policy policy = DefaultPolicy(spec);
+        policy.selector = selector;
+        if (staged) policy.candidate_selector = Selector::kAsymmetric;
+        policy.tail = Tail::kNone;
+        const std::string what = "selector " + std::to_string(static_cast<int>(selector)) + ", d " +
+                                 std::to_string(d) + (staged ? ", of candidates" : "");
+        for (const HeavyKind kind : {HeavyKind::kCount, HeavyKind::kFraction, HeavyKind::kMass}) {
+          policy.heavy_kind = kind;
+          policy.heavy_mass = 0.7;
+          const JobItem x = a.Select(policy, q), y = b.Select(policy, q);
+          ASSERT_TRUE(x.status.ok()) << x.status;
+          ASSERT_TRUE(y.status.ok()) << y.status;
+          for (size_t i = 0; i < x.attend->selections.size(); ++i) {
+            EXPECT_EQ(x.attend->selections[i].indices, y.attend->selections[i].indices) << what;
+            EXPECT_EQ(x.attend->selections[i].strata, y.attend->selections[i].strata) << what;
+          }
+        }
+        policy.heavy_kind = HeavyKind::kCount;
+        policy.tail = Tail::kLshSampling;
+        const JobItem x = a.Attend(policy, q), y = b.Attend(policy, q);
+        ASSERT_TRUE(x.status.ok()) << x.status;
+        ASSERT_TRUE(y.status.ok()) << y.status;
+        EXPECT_EQ(x.attend->touched_row_counts, y.attend->touched_row_counts) << what;
+        for (size_t i = 0; i < x.attend->out.size(); ++i) {
+          ASSERT_NEAR(x.attend->out[i], y.attend->out[i], 1e-4) << what;
+        }
       }
     }
   }

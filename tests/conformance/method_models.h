@@ -34,7 +34,7 @@ struct IndexedModel {
       all.insert(all.end(), chosen.begin(), chosen.end());
     }
     SafeTensorsWriter writer;
-    writer.Add("layers.0.channels", {kv_head_count, indices.label_channel_count}, all);
+    writer.AddIntegers("layers.0.channels", {kv_head_count, indices.label_channel_count}, all);
     file = writer.File();
   }
 };

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/conformance/device_bench.h"
@@ -136,6 +137,24 @@ TEST_P(Reuse, OtherAttendsNeitherReadNorWrite) {
       EXPECT_EQ(a.attend->selections[i].indices, b.attend->selections[i].indices) << what;
     }
     if (round == 0) ExpectSame(sequence.Attend(policy_, q), sequence.Attend(plain_, q), "first");
+  }
+}
+
+// As the audit asks for it: a head that is served by another tail.
+TEST_P(Reuse, AHeadOfAnotherTailDoesNotReuse) {
+  Policy uniform = policy_;
+  uniform.tail = Tail::kUniform;
+  uniform.bound = Bound::kPaper;
+  BenchSequence sequence = Sequence(kTokens), other = Sequence(kTokens);
+  for (int i = 0; i < 4; ++i) {
+    const std::vector<float> q = Queries(340 + i);
+    const auto run = [&](BenchSequence& s, const Policy& policy) {
+      JobItem item = s.AttendItem(policy, q, /*select_only=*/false);
+      // First a stratified one, so that there is something to mistake.
+      if (i > 0) item.attend->head_policies.assign(spec_.kv_head_count, uniform);
+      return s.RunOne(std::move(item));
+    };
+    ExpectSame(run(sequence, policy_), run(other, plain_), "attend " + std::to_string(i));
   }
 }
 

@@ -112,8 +112,19 @@ def policy(**fields: Any) -> policies.Policy:
     return policies.Policy(**fields)
 
 
+def candidates(**size: Any) -> policies.Policy:
+    return policy(
+        candidates=policies.Candidates(selector=policies.SELECTOR_HAMMING, **size),
+    )
+
+
 NO_HASH: dict[str, Any] = {"hash_weights": None}
 MLP = models.HashWeights(mlp=models.MlpHash())
+
+
+def indices(**fields: Any) -> dict[str, Any]:
+    return {"key_indices": models.KeyIndices(**fields)}
+
 
 BAD_SPECS = {
     "no layers": {"layer_count": 0},
@@ -149,6 +160,34 @@ BAD_SPECS = {
     "hidden 0": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_dim=0))},
     "hidden 4097": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_dim=4097))},
     "residual shapes": {"hash_weights": models.HashWeights(mlp=models.MlpHash(residual=True))},
+    "no hidden layers": {
+        "hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_layer_count=0))
+    },
+    "three hidden layers": {
+        "hash_weights": models.HashWeights(mlp=models.MlpHash(hidden_layer_count=3))
+    },
+    "residual of two": {
+        "hash_weights": models.HashWeights(
+            mlp=models.MlpHash(hash_bits=16, residual=True, hidden_layer_count=2)
+        )
+    },
+    "pages of 8": indices(quest_page_token_count=8),
+    "pages of 48": indices(quest_page_token_count=48),
+    "pages of 256": indices(quest_page_token_count=256),
+    "pages of -16": indices(quest_page_token_count=-16),
+    "12 channels": indices(label_channel_count=12),
+    "more channels than dimensions": indices(label_channel_count=24),
+    "-8 channels": indices(label_channel_count=-8),
+    "513 tables": indices(lsh_table_count=513, lsh_bits=8),
+    "-1 tables": indices(lsh_table_count=-1, lsh_bits=8),
+    "names of no bits": indices(lsh_table_count=75),
+    "names of 17 bits": indices(lsh_table_count=75, lsh_bits=17),
+    "bits without tables": indices(lsh_bits=8),
+    "tables of raw keys": {
+        "hash_weights": models.HashWeights(rotation=models.RotationHash(raw_keys=True)),
+        **indices(lsh_table_count=75, lsh_bits=8),
+    },
+    "sketch without one": {"default_policy": policy(selector=policies.SELECTOR_SKETCH)},
     "sliding": {"traits": models.ModelTraits(sliding_window_token_count=4096)},
     "soft cap": {"traits": models.ModelTraits(logit_softcap=50.0)},
     "latent": {"traits": models.ModelTraits(latent_attention=True)},
@@ -217,6 +256,42 @@ BAD_POLICIES = {
     "inflation NaN": ("inflation", policy(inflation=math.nan)),
     "row_count_max": ("row_count_max", policy(row_count_max=64 + 64 + 256 + 15)),
     "row_count_max < 0": ("row_count_max", policy(row_count_max=-1)),
+    "no sketch": ("selector", policy(selector=policies.SELECTOR_SKETCH)),
+    "no bounds": ("selector", policy(selector=policies.SELECTOR_QUEST)),
+    "no labels": ("selector", policy(selector=policies.SELECTOR_DOUBLE_SPARSITY)),
+    "candidates without a sketch": (
+        "candidates.selector",
+        policy(candidates=policies.Candidates(selector=policies.SELECTOR_SKETCH)),
+    ),
+    "all candidates": (
+        "candidates.selector",
+        policy(candidates=policies.Candidates(selector=policies.SELECTOR_ALL)),
+    ),
+    "unknown candidates": (
+        "candidates.selector",
+        policy(candidates=policies.Candidates(selector=77)),  # type: ignore[arg-type]
+    ),
+    "candidates for hamming": (
+        "candidates",
+        policy(
+            selector=policies.SELECTOR_HAMMING,
+            candidates=policies.Candidates(selector=policies.SELECTOR_ASYMMETRIC),
+        ),
+    ),
+    "no candidates": ("candidates.count", candidates(count=0)),
+    "negative candidates": ("candidates.count", candidates(count=-1)),
+    "many candidates": ("candidates.count", candidates(count=2**31)),
+    "candidates fraction 0": ("candidates.fraction", candidates(fraction=0.0)),
+    "candidates fraction 1.5": ("candidates.fraction", candidates(fraction=1.5)),
+    "candidates fraction NaN": ("candidates.fraction", candidates(fraction=math.nan)),
+    "no tables": ("tail", policy(tail=policies.TAIL_LSH_SAMPLING)),
+    "strata 0": ("stratum_count_max", policy(stratum_count_max=0)),
+    "strata 49": ("stratum_count_max", policy(stratum_count_max=49)),
+    "strata < 0": ("stratum_count_max", policy(stratum_count_max=-1)),
+    "reuse without strata": (
+        "reuse_deviations",
+        policy(reuse_deviations=True, tail=policies.TAIL_UNIFORM),
+    ),
 }
 
 
@@ -635,6 +710,47 @@ def test_select_takes_one_query(scene: Scene) -> None:
     stubs, two = scene.client._stubs.attention, item(scene, q=tensor((2, 4, 16)))
     refuse(lambda: stubs.Select(attention.SelectRequest(item=two)), INVALID)
     refuse(lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=two))), INVALID)
+
+
+@pytest.fixture
+def lsh_sequence(scene: Scene) -> Iterator[Sequence]:
+    """Of a model with LSH tables, by whose sampling it is attended."""
+    model = scene.client.create_model(
+        layer_count=2,
+        query_head_count=4,
+        kv_head_count=2,
+        head_dim=16,
+        dtype="float32",
+        key_indices=spillway.KeyIndices(lsh_table_count=20, lsh_bits=4),
+        policy=spillway.Policy(tail="lsh_sampling"),
+    )
+    sequence = scene.client.create_sequence(model)
+    sequence.append(0, 0, scene.k, scene.v)
+    yield sequence
+    sequence.delete()
+    scene.client.delete_model(model)
+
+
+def test_no_rows_of_lsh_sampling(scene: Scene, lsh_sequence: Sequence) -> None:
+    stubs = scene.client._stubs.attention
+    asked = item(scene, sequence=lsh_sequence.name)
+    for call in (
+        lambda: stubs.Select(attention.SelectRequest(item=asked)),
+        lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=asked))),
+    ):
+        error = refuse(call, INVALID)
+        assert ["item.policy.tail"] == [violation.field for violation in error.fields]
+        assert "TAIL_LSH_SAMPLING" in error.message
+    (result,) = stubs.Attend(attention.AttendRequest(items=[asked])).results
+    assert result.status.code == 0
+    # Nor where a policy of the request's own asks for it, but with another.
+    other = item(scene, sequence=lsh_sequence.name, policy=policy(tail=policies.TAIL_NONE))
+    stubs.Select(attention.SelectRequest(item=other))
+    assert list(stubs.FetchPages(attention.FetchPagesRequest(item=other)))
+    limit = policy(row_count_max=1000)
+    limited = item(scene, sequence=lsh_sequence.name, policy=limit)
+    error = refuse(lambda: stubs.Attend(attention.AttendRequest(items=[limited])), INVALID)
+    assert "row_count_max" in error.fields[0].field
 
 
 def chosen(

@@ -27,12 +27,12 @@ class SafeTensorsWriter {
            const std::vector<float>& values) {
     Append("F32", name, shape, values.data(), sizeof(float) * values.size());
   }
-  void Add(const std::string& name, const std::vector<int64_t>& shape,
-           const std::vector<int32_t>& values) {
+  void AddIntegers(const std::string& name, const std::vector<int64_t>& shape,
+                   const std::vector<int32_t>& values) {
     Append("I32", name, shape, values.data(), sizeof(int32_t) * values.size());
   }
-  void Add(const std::string& name, const std::vector<int64_t>& shape,
-           const std::vector<int64_t>& values) {
+  void AddIntegers(const std::string& name, const std::vector<int64_t>& shape,
+                   const std::vector<int64_t>& values) {
     Append("I64", name, shape, values.data(), sizeof(int64_t) * values.size());
   }
   std::vector<std::byte> File() const { return RawSafeTensors("{" + header_ + "}", data_); }

@@ -37,6 +37,10 @@ TEST_P(BadSpec, NamesTheField) {
 }
 
 void Mlp(ModelSpec& s) { s.hash.kind = HashKind::kMlp; }
+void Lsh(ModelSpec& s, int tables, int bits) {
+  s.indices.lsh_table_count = tables;
+  s.indices.lsh_bits = bits;
+}
 
 INSTANTIATE_TEST_SUITE_P(
     ModelSpec, BadSpec,
@@ -76,6 +80,37 @@ INSTANTIATE_TEST_SUITE_P(
                 [](ModelSpec& s) { Mlp(s), s.hash.residual = true, s.hash.hash_bits = 64; }},
         BadCase{"hash_weights.mlp.residual",
                 [](ModelSpec& s) { Mlp(s), s.hash.residual = true, s.hash.hidden_dim = 64; }},
+        BadCase{
+            "hash_weights.mlp.residual",
+            [](ModelSpec& s) { Mlp(s), s.hash.residual = true, s.hash.hidden_layer_count = 2; }},
+        BadCase{"hash_weights.mlp.hidden_layer_count",
+                [](ModelSpec& s) { Mlp(s), s.hash.hidden_layer_count = 0; }},
+        BadCase{"hash_weights.mlp.hidden_layer_count",
+                [](ModelSpec& s) { Mlp(s), s.hash.hidden_layer_count = 3; }},
+        BadCase{"key_indices.quest_page_token_count",
+                [](ModelSpec& s) { s.indices.quest_page_token_count = 8; }},
+        BadCase{"key_indices.quest_page_token_count",
+                [](ModelSpec& s) { s.indices.quest_page_token_count = 48; }},
+        BadCase{"key_indices.quest_page_token_count",
+                [](ModelSpec& s) { s.indices.quest_page_token_count = 256; }},
+        BadCase{"key_indices.quest_page_token_count",
+                [](ModelSpec& s) { s.indices.quest_page_token_count = -16; }},
+        BadCase{"key_indices.label_channel_count",
+                [](ModelSpec& s) { s.indices.label_channel_count = 12; }},
+        BadCase{"key_indices.label_channel_count",
+                [](ModelSpec& s) { s.indices.label_channel_count = 136; }},
+        BadCase{"key_indices.label_channel_count",
+                [](ModelSpec& s) { s.indices.label_channel_count = -8; }},
+        BadCase{"key_indices.lsh_table_count", [](ModelSpec& s) { Lsh(s, 513, 8); }},
+        BadCase{"key_indices.lsh_table_count", [](ModelSpec& s) { Lsh(s, -1, 8); }},
+        BadCase{"key_indices.lsh_bits", [](ModelSpec& s) { Lsh(s, 75, 0); }},
+        BadCase{"key_indices.lsh_bits", [](ModelSpec& s) { Lsh(s, 75, 17); }},
+        BadCase{"key_indices.lsh_bits", [](ModelSpec& s) { Lsh(s, 75, -1); }},
+        BadCase{"key_indices.lsh_bits", [](ModelSpec& s) { Lsh(s, 0, 8); }},
+        BadCase{"key_indices.lsh_table_count",
+                [](ModelSpec& s) { Lsh(s, 75, 8), s.hash.raw_keys = true; }},
+        BadCase{"key_indices.lsh_table_count",
+                [](ModelSpec& s) { Mlp(s), Lsh(s, 75, 8), s.hash.raw_keys = true; }},
         BadCase{"hash_weights", [](ModelSpec& s) { s.hash.kind = static_cast<HashKind>(9); }}));
 
 TEST(ModelSpec, FillsInDefaults) {
@@ -130,6 +165,69 @@ TEST(ModelSpec, SaysHowManyBitsAKeyWouldHave) {
               Contains(Field(&FieldError::description,
                              "value 512 for each of 4 query heads is 2048 bits a key, more than "
                              "1024")));
+}
+
+TEST(ModelSpec, TheEdgesOfTheIndicesRangesAreInside) {
+  for (const int page : {0, 16, 32, 64, 128}) {
+    for (const int channels : {0, 8, 128}) {
+      for (const auto& [tables, bits] : {std::pair(0, 0), std::pair(1, 1), std::pair(512, 16)}) {
+        for (const HashKind kind : {HashKind::kNone, HashKind::kRotation, HashKind::kMlp}) {
+          ModelSpec spec = LlamaSpec();
+          spec.hash.kind = kind;
+          spec.indices = {true, page, channels, tables, bits, 7};
+          EXPECT_THAT(Normalize(spec), IsEmpty());
+        }
+      }
+    }
+  }
+}
+
+TEST(ModelSpec, AnMlpMayHaveTwoHiddenLayersAndQueriesTheirOwn) {
+  ModelSpec spec = LlamaSpec();
+  Mlp(spec);
+  spec.hash.hash_bits = 32;
+  spec.hash.hidden_layer_count = 2;
+  spec.hash.per_query_head = spec.hash.query_weights = spec.hash.raw_keys = true;
+  EXPECT_THAT(Normalize(spec), IsEmpty());
+  EXPECT_EQ(spec.plane_bits(), 128);
+}
+
+TEST(ModelSpec, SaysTheValueAndTheLimit) {
+  const auto description = [](void (*change)(ModelSpec&)) {
+    ModelSpec spec = LlamaSpec();
+    change(spec);
+    const std::vector<FieldError> errors = Normalize(spec);
+    EXPECT_EQ(errors.size(), 1u);
+    return errors.empty() ? "" : errors[0].description;
+  };
+  EXPECT_EQ(description([](ModelSpec& s) { s.indices.quest_page_token_count = 48; }),
+            "value 48 is not 0, 16, 32, 64 or 128");
+  EXPECT_EQ(description([](ModelSpec& s) { s.indices.label_channel_count = 136; }),
+            "value 136 is not a multiple of 8 in [8, 128]");
+  EXPECT_EQ(description([](ModelSpec& s) { Lsh(s, 513, 8); }), "value 513 is not in [1, 512]");
+  EXPECT_EQ(description([](ModelSpec& s) { Lsh(s, 75, 17); }), "value 17 is not in [1, 16]");
+  EXPECT_EQ(description([](ModelSpec& s) { Mlp(s), s.hash.hidden_layer_count = 3; }),
+            "value 3 is not in [1, 2]");
+}
+
+TEST(ModelSpec, KnowsWhatItKeepsAndAwaits) {
+  ModelSpec spec = LlamaSpec();
+  spec.hash.kind = HashKind::kNone;
+  EXPECT_FALSE(spec.has_index());
+  EXPECT_FALSE(spec.has_weights());
+  for (const auto& [indices, weights] :
+       {std::pair(KeyIndexSpec{.sketch = true}, false),
+        std::pair(KeyIndexSpec{.quest_page_token_count = 16}, false),
+        std::pair(KeyIndexSpec{.label_channel_count = 8}, true),
+        std::pair(KeyIndexSpec{.lsh_table_count = 1, .lsh_bits = 1}, false)}) {
+    spec.indices = indices;
+    EXPECT_TRUE(indices.any());
+    EXPECT_TRUE(spec.has_index());
+    EXPECT_EQ(spec.has_weights(), weights);
+  }
+  spec.indices = {};
+  Mlp(spec);
+  EXPECT_TRUE(spec.has_weights());
 }
 
 }  // namespace
