@@ -170,7 +170,9 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   }
   r.projections = weights.projections;
   if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
-  if (ReusesDeviations(job_->items[unit.item])) r.rates = layer.rates(unit.kv_head);
+  if (ReusesDeviations(job_->items[unit.item]) && r.tail == Tail::kStratified) {
+    r.rates = layer.rates(unit.kv_head);
+  }
   const uint64_t seed = work(unit.item).policy.seed;
   const uint32_t band = r.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
