@@ -188,7 +188,9 @@ def train_hash(
     layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "",
     hash_bits: Annotated[int, typer.Option(min=32, max=1024, help="a multiple of 32")] = 128,
     hidden: Annotated[int, typer.Option(min=0, max=4096, help="0: head_dim")] = 0,
+    hidden_layers: Annotated[int, typer.Option(min=1, max=2, help="of an MLP")] = 1,
     per_query_head: Annotated[bool, typer.Option(help="an MLP a query head")] = False,
+    query_weights: Annotated[bool, typer.Option(help="queries have MLPs of their own")] = False,
     raw_keys: Annotated[bool, typer.Option(help="hash keys without centring them")] = False,
     steps: Annotated[int, typer.Option(min=1, help="most, of a layer")] = 1000,
     queries: Annotated[int, typer.Option(min=1, help="of a step")] = 32,
@@ -214,7 +216,9 @@ def train_hash(
     training = Training(
         hash_bits=hash_bits,
         hidden_dim=hidden or None,
+        hidden_layer_count=hidden_layers,
         per_query_head=per_query_head,
+        query_weights=query_weights,
         raw_keys=raw_keys,
         step_count=steps,
         query_count=queries,
@@ -260,7 +264,9 @@ def train_hash(
     described = MlpHash(
         hash_bits=hash_bits,
         hidden_dim=hidden or traces.head_dim,
+        hidden_layer_count=hidden_layers,
         per_query_head=per_query_head,
+        query_weights=query_weights,
         raw_keys=raw_keys,
     )
     tensors = {name: tensor for part, _ in done for name, tensor in part.items()}

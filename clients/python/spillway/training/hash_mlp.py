@@ -22,8 +22,14 @@ _FORMAT = "spillway hash MLPs"
 class HashMlp(nn.Module):
     """One MLP a head: z = SiLU(x W1 + b1) (+ x), y = z W2 (+ b2) (+ z), bit j = y_j > 0.
 
-    The terms with x and z are those of the residual form. Parameters: w1
-    [H, d, hidden], b1 [H, hidden], w2 [H, hidden, b] and, if given, b2 [H, b].
+    The terms with x and z are those of the residual form. With two hidden
+    layers y = SiLU(z W2 + b2) W3 + b3, as HashAttention's MLPs have it
+    (github.com/xAlg-ai/HashAttention-1.0). Parameters: w1 [H, d, hidden], b1
+    [H, hidden], w2 [H, hidden, b] and, if given, b2 [H, b]; of two hidden
+    layers w2 [H, hidden, hidden], b2 [H, hidden], w3 [H, hidden, b], b3 [H, b].
+
+    Attributes:
+        queries: What hashes queries, one MLP a query head; None: this does.
     """
 
     def __init__(
@@ -33,13 +39,19 @@ class HashMlp(nn.Module):
         w2: torch.Tensor,
         b2: torch.Tensor | None = None,
         residual: bool = False,
+        w3: torch.Tensor | None = None,
+        b3: torch.Tensor | None = None,
+        queries: HashMlp | None = None,
     ) -> None:
         super().__init__()
         self.w1 = nn.Parameter(w1)
         self.b1 = nn.Parameter(b1)
         self.w2 = nn.Parameter(w2)
         self.b2 = None if b2 is None else nn.Parameter(b2)
+        self.w3 = None if w3 is None else nn.Parameter(w3)
+        self.b3 = None if b3 is None else nn.Parameter(b3)
         self.residual = residual
+        self.queries = queries
 
     @classmethod
     def random(
@@ -50,6 +62,7 @@ class HashMlp(nn.Module):
         hash_bits: int,
         input_scale: torch.Tensor,
         generator: torch.Generator,
+        hidden_layer_count: int = 1,
     ) -> HashMlp:
         """Gaussian weights, the first divided by the inputs' size, [H]."""
 
@@ -57,15 +70,29 @@ class HashMlp(nn.Module):
             made = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
             return made.to(input_scale.device)
 
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, device=input_scale.device)
+
+        first = normal(head_count, head_dim, hidden_dim) / input_scale[:, None, None]
+        if hidden_layer_count == 1:
+            return cls(
+                first, zeros(head_count, hidden_dim), normal(head_count, hidden_dim, hash_bits)
+            )
         return cls(
-            normal(head_count, head_dim, hidden_dim) / input_scale[:, None, None],
-            torch.zeros(head_count, hidden_dim, device=input_scale.device),
-            normal(head_count, hidden_dim, hash_bits),
+            first,
+            zeros(head_count, hidden_dim),
+            normal(head_count, hidden_dim, hidden_dim),
+            zeros(head_count, hidden_dim),
+            w3=normal(head_count, hidden_dim, hash_bits),
+            b3=zeros(head_count, hash_bits),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [H, n, b] of x [H, n, d]."""
         z = functional.silu(torch.baddbmm(self.b1[:, None], x, self.w1))
+        if self.w3 is not None and self.b2 is not None and self.b3 is not None:
+            z = functional.silu(torch.baddbmm(self.b2[:, None], z, self.w2))
+            return torch.baddbmm(self.b3[:, None], z, self.w3)
         if self.residual:
             z = z + x
         y = torch.bmm(z, self.w2)
@@ -73,14 +100,13 @@ class HashMlp(nn.Module):
             y = y + self.b2[:, None]
         return y + z if self.residual else y
 
-    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
-        """What a file holds of them, float32 on the CPU."""
-        parts = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
-        return {
-            f"layers.{layer}.{name}": part.detach().float().cpu().contiguous()
-            for name, part in parts.items()
-            if part is not None
+    def tensors(self, layer: int, prefix: str = "") -> dict[str, torch.Tensor]:
+        """What a file holds of them, float32 on the CPU; of queries' own after `query_`."""
+        made = {
+            f"layers.{layer}.{prefix}{name}": part.detach().float().cpu().contiguous()
+            for name, part in self.named_parameters(recurse=False)
         }
+        return made | (self.queries.tensors(layer, "query_") if self.queries else {})
 
 
 class Hyperplanes(nn.Module):

@@ -33,9 +33,11 @@ class Training:
 
     Attributes:
         hash_bits: Bits of a code, a multiple of 32.
-        hidden_dim: Width of the hidden layer; None is head_dim.
+        hidden_dim: Width of the hidden layers; None is head_dim.
+        hidden_layer_count: 1, or 2 as HashAttention's MLPs have.
         per_query_head: One MLP a query head, keys having a code of each, instead
             of one a KV head.
+        query_weights: Queries have MLPs of their own, one a query head.
         raw_keys: Keys are hashed as they are, not less their head's centre.
         step_count: Most steps of a layer.
         query_count: Queries of a step.
@@ -54,7 +56,9 @@ class Training:
 
     hash_bits: int = 128
     hidden_dim: int | None = None
+    hidden_layer_count: int = 1
     per_query_head: bool = False
+    query_weights: bool = False
     raw_keys: bool = False
     step_count: int = 1000
     query_count: int = 32
@@ -137,7 +141,11 @@ class _Task:
 
     def codes(self, function: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
-        of_queries = function(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
+        own = function.queries if isinstance(function, HashMlp) else None
+        if own is not None:
+            of_queries = own(self.queries.flatten(0, 1)).unflatten(0, self.queries.shape[:2])
+        else:
+            of_queries = function(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
         return function(self.hashed), of_queries
 
 
@@ -148,6 +156,7 @@ class _Layer:
         self, traces: Traces, layer: int, held_out: int, training: Training, device: torch.device
     ) -> None:
         self.training = training
+        self.index = layer
         self.device = device
         stretches = [
             _Stretch(traces.sample(layer, i, device), training) for i in range(traces.sample_count)
@@ -161,12 +170,30 @@ class _Layer:
         which = torch.linspace(seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2))
         return _Task(stretch, which.long().to(self.device))
 
-    def input_scale(self) -> torch.Tensor:
-        """Root mean square of what is hashed, [H]."""
-        stretch = self.learned[0]
+    def random_function(self, traces: Traces) -> HashMlp:
+        """What training begins with."""
+        training, stretch = self.training, self.learned[0]
+        generator = torch.Generator().manual_seed(training.seed + self.index)
+
+        def random(mean_square: torch.Tensor) -> HashMlp:
+            """For inputs of as many heads and of this size."""
+            return HashMlp.random(
+                len(mean_square),
+                traces.head_dim,
+                training.hidden_dim or traces.head_dim,
+                training.hash_bits,
+                mean_square.sqrt().clamp(min=1e-6),
+                generator,
+                training.hidden_layer_count,
+            )
+
         keys = stretch.hashed.square().mean((1, 2))
-        queries = stretch.queries.square().mean((1, 2, 3))
-        return ((keys + queries) / 2).sqrt().clamp(min=1e-6)
+        queries = stretch.queries.square().mean((2, 3))
+        if not training.query_weights:
+            return random((keys + queries.mean(1)) / 2)
+        function = random(keys)
+        function.queries = random(queries.flatten())
+        return function
 
     @torch.no_grad()
     def judge(self, function: nn.Module) -> torch.Tensor:
@@ -233,14 +260,7 @@ def train_layer(
     begin = time.perf_counter()
     data = _Layer(traces, layer, held_out_count(traces), training, device)
     generator = torch.Generator(device).manual_seed(training.seed + layer)
-    function = HashMlp.random(
-        traces.query_head_count if training.per_query_head else traces.kv_head_count,
-        traces.head_dim,
-        training.hidden_dim or traces.head_dim,
-        training.hash_bits,
-        data.input_scale(),
-        torch.Generator().manual_seed(training.seed + layer),
-    )
+    function = data.random_function(traces)
     optimizer = torch.optim.AdamW(
         function.parameters(),
         lr=training.learning_rate,
