@@ -174,9 +174,7 @@ class _Block:
         """Exact outputs [L, Q, H_q, d] over the same bfloat16 rows."""
         store, key = self.bench.store, self.key(DEFAULT_INDEX, EXACT) | {"kept": "outputs"}
         if not store.has(key):
-            with rows_in_daemon(
-                self.bench, self.recording, DEFAULT_INDEX, self.layers
-            ) as sequence:
+            with rows_in_daemon(self.bench, self.recording, DEFAULT_INDEX, self.layers) as sequence:
                 outs = [
                     np.concatenate([out for out, _, _ in self._answers(sequence, EXACT, layer)])
                     for layer in self.layers

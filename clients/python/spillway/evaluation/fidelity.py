@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from spillway.evaluation import intervals, results, summary
 from spillway.evaluation.attends import Outcome, measure
-from spillway.evaluation.methods import OURS, Method, chosen, registry
+from spillway.evaluation.methods import OURS, chosen, registry
 from spillway.evaluation.workbench import Workbench
 
 REFERENCE_EPSILON = 0.1

@@ -53,32 +53,28 @@ class Promise:
 
 def promises() -> list[Promise]:
     """Every bound and tail, with an oracle's ranks and with ranks that can be had."""
-    made = [
-        Promise(f"{bound}-{name}", "uniform", bound, ranks, selector, DEFAULT_INDEX)
-        for bound in ("denominator", "paper", "ratio")
-        for name, ranks, selector in (
-            ("oracle", "oracle", "oracle"),
-            ("codes", "2-bit codes", "asymmetric"),
-            ("lsh", "LSH", "hamming"),
-        )
-    ]
-    made += [
-        Promise("stratified-oracle", "stratified", None, "oracle", "oracle", DEFAULT_INDEX),
-        Promise("stratified-lsh", "stratified", None, "LSH", "hamming", DEFAULT_INDEX),
-    ]
-    made += [
-        Promise(
-            f"stratified-{bits}",
-            "stratified",
-            None,
-            f"{bits}-bit codes",
-            "asymmetric",
-            DEFAULT_INDEX if bits == 2 else Index(RotationHash(bits_per_dim=bits)),
-        )
-        for bits in (1, 2, 3, 4)
-    ]
     sketch = Index(key_indices=KeyIndices(sketch=True))
-    made.append(Promise("stratified-sketch", "stratified", None, "4-bit keys", "sketch", sketch))
+    tails: tuple[tuple[str, Bound | None], ...] = (
+        ("denominator", "denominator"),
+        ("paper", "paper"),
+        ("ratio", "ratio"),
+        ("stratified", None),
+    )
+    ranks: tuple[tuple[str, str, Selector, Index], ...] = (
+        ("oracle", "oracle", "oracle", DEFAULT_INDEX),
+        ("sketch", "4-bit keys", "sketch", sketch),
+        ("codes", "2-bit codes", "asymmetric", DEFAULT_INDEX),
+        ("lsh", "LSH", "hamming", DEFAULT_INDEX),
+    )
+    made = [
+        Promise(f"{tail}-{name}", "uniform" if bound else tail, bound, label, selector, index)
+        for tail, bound in tails
+        for name, label, selector, index in ranks
+    ]
+    for bits in (1, 3, 4):
+        index = Index(RotationHash(bits_per_dim=bits))
+        label, name = f"{bits}-bit codes", f"stratified-{bits}-bits"
+        made.append(Promise(name, "stratified", None, label, "asymmetric", index))
     return made
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spillway.evaluation.attends import Case
@@ -14,12 +15,23 @@ from spillway.policy import Bound, Candidates, Policy, Selector, TopK, TopP
 from spillway.transformers.support import Shapes
 
 OURS = "ours"
+OUR_BASE = "our 2-bit codes"
+OTHER_BASES = "all tokens"
 EPSILONS = (0.025, 0.05, 0.1, 0.2, 0.4)
 SHARES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 MASSES = (0.5, 0.7, 0.85, 0.95, 0.98, 0.99, 0.999)
-# What vAttention's authors call heavy and base rate, shares of the tokens.
+# Heavy set and pilot (their base rate) of vAttention where its epsilon is the knob, of the tokens.
 HEAVY_SHARE = 0.02
 PILOT_SHARE = 0.01
+# As vAttention's authors tuned it, out of their search grids: by the density aimed at, heavy
+# share, base rate, and epsilon = delta.
+VATTENTION_TUNED = {
+    "2 %": (0.01, 0.005, 0.2),
+    "5 %": (0.025, 0.01, 0.1),
+    "10 %": (0.05, 0.025, 0.05),
+    "15 %": (0.1, 0.04, 0.05),
+    "20 %": (0.1, 0.05, 0.025),
+}
 # Tables and bits of a bucket's name, from few rows to many; (75, 8) and (150, 10) are the authors'.
 LSH_TABLES = ((50, 10), (150, 10), (75, 8), (150, 8), (300, 8))
 
@@ -95,11 +107,9 @@ def bases(setting: Setting, shapes: Shapes) -> list[Base]:
         made.append(Base("mlp", "Spotlight MLP", "hamming", index_of_file(setting.mlp)))
     if setting.hashattention is not None:
         made.append(
-            Base(
-                "hashattention", "HashAttention", "hamming", index_of_file(setting.hashattention)
-            )
+            Base("hashattention", "HashAttention", "hamming", index_of_file(setting.hashattention))
         )
-    made.append(Base("codes", "our 2-bit codes", "asymmetric", DEFAULT_INDEX))
+    made.append(Base("codes", OUR_BASE, "asymmetric", DEFAULT_INDEX))
     return made
 
 
@@ -114,16 +124,24 @@ def top_p(mass: float) -> TopP:
     return TopP(mass=mass, floor_token_count=1, ceiling_token_count=1 << 30)
 
 
-def vattention(selector: Selector, bound: Bound, epsilon: float, delta: float, n: int) -> Policy:
+def vattention(
+    selector: Selector,
+    bound: Bound,
+    epsilon: float,
+    delta: float,
+    token_count: int,
+    heavy_share: float = HEAVY_SHARE,
+    pilot_share: float = PILOT_SHARE,
+) -> Policy:
     """vAttention: a heavy set, and a uniform sample whose size a bound sets."""
     return Policy(
         selector=selector,
-        heavy=TopK(fraction=HEAVY_SHARE),
+        heavy=TopK(fraction=heavy_share),
         tail="uniform",
         bound=bound,
         epsilon=epsilon,
         delta=delta,
-        pilot_token_count=max(16, math.ceil(PILOT_SHARE * n)),
+        pilot_token_count=max(16, math.ceil(pilot_share * token_count)),
     )
 
 
@@ -135,105 +153,97 @@ def magicpig(tables: int, bits: int) -> Case:
 
 def registry(setting: Setting, shapes: Shapes) -> list[Method]:
     """Every method that can be measured in a setting."""
-    made: list[Method] = []
-
-    def add(
-        name: str,
-        label: str,
-        base: str,
-        kind: str,
-        knob: str,
-        practical: bool,
-        values: Sequence[float],
-        case: Callable[[float], Case],
-    ) -> None:
-        points = tuple(Point(f"{value:g}", case(value)) for value in values)
-        made.append(Method(name, label, base, kind, knob, practical, points))
-
-    n = setting.token_count
+    made = []
     for base in bases(setting, shapes):
-        practical = base.name != "oracle"
-        index, sketched, selector = base.index, with_sketch(base.index), base.selector
-        suffix = "oracle" if base.name == "oracle" else base.label
+        made += _on_base(base, setting.token_count)
+    return [*made, _twilight_alone(), _magicpig(), *(_ours(bits) for bits in (2, 3, 4))]
 
-        def plain(share: float, index: Index = index, selector: Selector = selector) -> Case:
-            heavy = TopK(fraction=share)
-            return Case(index, Policy(selector=selector, heavy=heavy, tail="none"))
 
-        def pruned(mass: float, index: Index = sketched, selector: Selector = selector) -> Case:
-            first = Candidates(selector, fraction=0.25)
-            heavy = top_p(mass)
-            policy = Policy(selector="sketch", candidates=first, heavy=heavy, tail="none")
-            return Case(index, policy)
+def _on_base(base: Base, token_count: int) -> list[Method]:
+    """Top-k, top-p of an oracle, Twilight and vAttention by one ranking."""
+    selector, practical = base.selector, base.name != "oracle"
+    label = base.label if practical else "oracle"
 
-        def sampled(epsilon: float, index: Index = index, selector: Selector = selector) -> Case:
-            return Case(index, vattention(selector, "denominator", epsilon, 0.1, n))
+    def method(name: str, label: str, kind: str, knob: str, points: Iterable[Point]) -> Method:
+        return Method(name, label, base.label, kind, knob, practical, tuple(points))
 
-        def proven(epsilon: float, index: Index = index, selector: Selector = selector) -> Case:
-            return Case(index, vattention(selector, "paper", epsilon, 0.1, n))
+    def point(value: object, policy: Policy, index: Index = base.index) -> Point:
+        return Point(str(value), Case(index, policy))
 
-        def massed(mass: float, index: Index = index) -> Case:
-            return Case(index, Policy(selector="oracle", heavy=top_p(mass), tail="none"))
-
-        if practical:
-            add(base.name, f"{suffix} top-k", base.label, "top-k", "share", True, SHARES, plain)
-        else:
-            name = "oracle-top-k"
-            add(name, "oracle top-k", base.label, "top-k", "share", False, SHARES, plain)
-            name = "oracle-top-p"
-            add(name, "oracle top-p", base.label, "top-p", "mass", False, MASSES, massed)
-        add(
+    made = [
+        method(
+            base.name if practical else "oracle-top-k",
+            f"{label} top-k",
+            "top-k",
+            "share",
+            (point(x, _dropped(selector, TopK(fraction=x))) for x in SHARES),
+        ),
+        method(
             f"twilight-{base.name}",
-            f"Twilight on {suffix}",
-            base.label,
+            f"Twilight on {label}",
             "Twilight",
             "mass",
-            practical,
-            MASSES,
-            pruned,
-        )
-        add(
+            (point(x, _pruned(selector, x), with_sketch(base.index)) for x in MASSES),
+        ),
+        method(
             f"vattention-{base.name}",
-            f"vAttention on {suffix}",
-            base.label,
+            f"vAttention on {label}",
             "vAttention",
-            "epsilon",
-            practical,
-            EPSILONS[::-1],
-            sampled,
-        )
-        if not practical:
-            add(
+            "density",
+            (
+                point(density, vattention(selector, "denominator", both, both, token_count, *sizes))
+                for density, (*sizes, both) in VATTENTION_TUNED.items()
+            ),
+        ),
+    ]
+    if not practical:
+        made += [
+            method(
+                "oracle-top-p",
+                "oracle top-p",
+                "top-p",
+                "mass",
+                (point(x, _dropped(selector, top_p(x))) for x in MASSES),
+            ),
+            method(
                 "vattention-paper-oracle",
-                "vAttention on oracle, its lemmas' bound",
-                base.label,
-                "vAttention, lemmas",
+                "vAttention on oracle, by its lemmas",
+                "its lemmas",
                 "epsilon",
-                False,
-                EPSILONS[::-1],
-                proven,
-            )
-    made.append(_twilight_alone())
-    made.append(_magicpig())
-    made += [_ours(bits) for bits in (2, 3, 4)]
+                (
+                    point(x, vattention(selector, "paper", x, 0.1, token_count))
+                    for x in EPSILONS[::-1]
+                ),
+            ),
+        ]
     return made
+
+
+def _dropped(selector: Selector, heavy: TopK | TopP) -> Policy:
+    """The heavy set alone."""
+    return Policy(selector=selector, heavy=heavy, tail="none")
+
+
+def _pruned(selector: Selector, mass: float) -> Policy:
+    """Twilight: a quarter of the tokens by a first selector, pruned by 4-bit keys."""
+    first = Candidates(selector, fraction=0.25)
+    return dataclasses.replace(_dropped("sketch", top_p(mass)), candidates=first)
 
 
 def _twilight_alone() -> Method:
     index = Index(key_indices=KeyIndices(sketch=True))
     points = tuple(
-        Point(f"{mass:g}", Case(index, Policy(selector="sketch", heavy=top_p(mass), tail="none")))
-        for mass in MASSES
+        Point(f"{mass:g}", Case(index, _dropped("sketch", top_p(mass)))) for mass in MASSES
     )
     label = "Twilight on all tokens"
-    return Method("twilight", label, "4-bit keys", "Twilight", "mass", True, points)
+    return Method("twilight", label, OTHER_BASES, "Twilight", "mass", True, points)
 
 
 def _magicpig() -> Method:
     points = tuple(
         Point(f"K {bits}, L {tables}", magicpig(tables, bits)) for tables, bits in LSH_TABLES
     )
-    return Method("magicpig", "MagicPIG", "LSH tables", "MagicPIG", "K, L", True, points)
+    return Method("magicpig", "MagicPIG", OTHER_BASES, "MagicPIG", "K, L", True, points)
 
 
 def _ours(bits: int) -> Method:
@@ -242,8 +252,9 @@ def _ours(bits: int) -> Method:
         Point(f"{epsilon:g}", Case(index, Policy(epsilon=epsilon))) for epsilon in EPSILONS[::-1]
     )
     name = OURS if bits == 2 else f"{OURS}-{bits}-bits"
+    kind = OURS if bits == 2 else f"{OURS}, {bits} bits"
     label = "ours (default)" if bits == 2 else f"ours, {bits} bits"
-    return Method(name, label, "our 2-bit codes", "ours", "epsilon", True, points)
+    return Method(name, label, OUR_BASE, kind, "epsilon", True, points)
 
 
 def chosen(methods: Sequence[Method], names: str) -> list[Method]:

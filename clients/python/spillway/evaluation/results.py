@@ -83,7 +83,7 @@ def write(bench: Workbench, section: str, parameters: Mapping[str, Any], found: 
     }
     path = bench.setting.output / f"{section}.json"
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(_rounded(told), indent=1) + "\n")
+    part.write_text(_dump(_rounded(told)) + "\n")
     part.replace(path)
     return path
 
@@ -102,7 +102,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with four digits, so that files stay small; lists of numbers stay on a line."""
+    """Floats with four digits, so that files stay small; what is not finite is null."""
     if isinstance(value, Mapping):
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -112,6 +112,18 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, np.integer):
         return int(value)
     return value
+
+
+def _dump(value: Any, indent: str = "") -> str:
+    """JSON with a line an entry, but what holds no dictionary on one line."""
+    deeper = indent + " "
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(key)}: {_dump(item, deeper)}" for key, item in value.items()]
+        return "{\n" + deeper + f",\n{deeper}".join(entries) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        entries = [_dump(item, deeper) for item in value]
+        return "[\n" + deeper + f",\n{deeper}".join(entries) + f"\n{indent}]"
+    return json.dumps(value)
 
 
 def _processor() -> str:

@@ -43,5 +43,5 @@ class Store:
         """Keeps arrays; all of them or, when interrupted, none."""
         path = self._path(parameters)
         part = path.with_suffix(".part.npz")
-        np.savez_compressed(part, **arrays)
+        np.savez_compressed(part, **arrays)  # type: ignore[arg-type]
         part.replace(path)

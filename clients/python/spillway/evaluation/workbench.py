@@ -196,7 +196,8 @@ class Workbench:
         folder.mkdir(exist_ok=True)
         if index.rotation_seed is not None:
             assert isinstance(index.hash_weights, MlpHash)
-            path = folder / f"rotations-{digest([index.described(), vars(self.shapes)])}.safetensors"
+            name = digest([index.described(), vars(self.shapes)])
+            path = folder / f"rotations-{name}.safetensors"
             if not path.exists():
                 write_rotations(path, index.hash_weights, self.shapes, index.rotation_seed)
             return path
