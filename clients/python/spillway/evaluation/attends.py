@@ -69,15 +69,19 @@ class Outcome:
 
 @contextmanager
 def rows_in_daemon(
-    bench: Workbench, recording: Recording, index: Index, layers: Iterable[int]
+    bench: Workbench,
+    recording: Recording,
+    index: Index,
+    layers: Iterable[int],
+    token_count: int | None = None,
 ) -> Iterator[DaemonSequence]:
-    """A sequence with a recording's rows of some layers."""
+    """A sequence with a recording's rows of some layers, of the first tokens or all."""
     model = bench.daemon_model(index, recording.scaling)
     sequence = bench.client.create_sequence(model, ttl=0)
     try:
         for layer in layers:
             seen = recording.layer(layer)
-            keys, values = seen.keys, seen.values
+            keys, values = seen.keys[:, :token_count], seen.values[:, :token_count]
             if index.ungrouped:
                 group = bench.shapes.query_head_count // bench.shapes.kv_head_count
                 keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
@@ -137,7 +141,8 @@ class _Block:
         self.bench = bench
         self.recording = recording
         self.layers = layers
-        chosen = recording.spread if at == "spread" else recording.run
+        count = bench.setting.query_count
+        chosen = recording.spread(count) if at == "spread" else recording.run
         self._queries = [recording.positions.index(position) for position in chosen]
         self.visible = [position + 1 for position in chosen]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,8 @@ from spillway.training.traces import attention_seen
 
 # Consecutive queries at the end, for what two steps have in common.
 RUN_LENGTH = 32
+# Queries that are kept of a stretch's last eighth.
+GRID_SIZE = 256
 _META = "recording.json"
 
 
@@ -44,7 +47,7 @@ class Recording:
         layer_count: Transformer layers.
         tokens: Token ids [n].
         positions: Of the queries that were kept, ascending.
-        spread: Which of these are spread over the last eighth.
+        grid: Those of these that are spread evenly, ascending.
         scaling: Factor on q.k.
     """
 
@@ -53,8 +56,13 @@ class Recording:
     layer_count: int
     tokens: torch.Tensor
     positions: tuple[int, ...]
-    spread: tuple[int, ...]
+    grid: tuple[int, ...]
     scaling: float
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """So many of the grid's positions, the last among them."""
+        chosen = np.linspace(len(self.grid) - 1, 0, min(count, len(self.grid))).round()
+        return tuple(self.grid[int(i)] for i in reversed(chosen))
 
     @property
     def run(self) -> tuple[int, ...]:
@@ -73,16 +81,17 @@ class Recording:
             return queries
 
 
-def spread_positions(token_count: int, query_count: int) -> tuple[int, ...]:
+def grid_of(token_count: int) -> tuple[int, ...]:
     """Positions evenly over the last eighth, the last token's among them."""
-    step = max(1, token_count // 8 // query_count)
-    return tuple(token_count - 1 - step * i for i in reversed(range(query_count)))
+    last = token_count // 8
+    step = max(1, last // GRID_SIZE)
+    return tuple(range(token_count - 1, token_count - 1 - last, -step))[:GRID_SIZE][::-1]
 
 
 def record(
     load: Callable[[], Any],
     tokens: torch.Tensor,
-    spread: Sequence[int],
+    grid: Sequence[int],
     folder: Path,
     name: str,
 ) -> Recording:
@@ -91,14 +100,14 @@ def record(
     Args:
         load: Loads the model, when it is needed.
         tokens: Token ids [n].
-        spread: Positions whose queries are kept beside those of the last tokens.
+        grid: Positions whose queries are kept beside those of the last tokens.
         folder: Of all recordings.
         name: Names this one: equal for equal models, tokens and positions.
     """
     folder = folder / name
     meta = folder / _META
     first = max(0, len(tokens) - RUN_LENGTH)
-    positions = tuple(sorted({*spread, *range(first, len(tokens))}))
+    positions = tuple(sorted({*grid, *range(first, len(tokens))}))
     if not meta.exists():
         folder.mkdir(parents=True, exist_ok=True)
         told = _read(load(), tokens, positions, folder)
@@ -112,7 +121,7 @@ def record(
         layer_count=told["layer_count"],
         tokens=tokens,
         positions=positions,
-        spread=tuple(spread),
+        grid=tuple(grid),
         scaling=told["scaling"],
     )
 

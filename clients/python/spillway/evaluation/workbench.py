@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from spillway.client import Client, connect
 from spillway.evaluation import calibration, language
 from spillway.evaluation.indexing import Index, create_model, write_channels, write_rotations
-from spillway.evaluation.recording import Recording, record, spread_positions
+from spillway.evaluation.recording import Recording, grid_of, record
 from spillway.evaluation.serving import running_daemon
 from spillway.evaluation.setting import Setting
 from spillway.evaluation.store import Store, digest
@@ -121,25 +121,26 @@ class Workbench:
     def recordings(self) -> list[Recording]:
         """The evaluated stretches, the last of the text."""
         count = self.setting.token_count
-        spread = spread_positions(count, self.setting.query_count)
         made = []
         for stretch in range(self.setting.stretch_count):
             start = self.first_token + stretch * count
-            made.append(self._record(self.tokens[start : start + count], spread, self.factor))
+            made.append(
+                self._record(self.tokens[start : start + count], grid_of(count), self.factor)
+            )
         return made
 
-    def _record(self, tokens: torch.Tensor, spread: Sequence[int], factor: float) -> Recording:
+    def _record(self, tokens: torch.Tensor, grid: Sequence[int], factor: float) -> Recording:
         key = {
             "model": self.setting.model,
             "device": torch.device(self.setting.device).type,
             "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
-            "spread": list(spread),
+            "grid": list(grid),
             "factor": factor,
         }
         folder, name = self.setting.work / "recordings", digest(key)
         if not (folder / name / "recording.json").exists():
             self.console.print(f"The model reads {len(tokens):,} tokens densely, this once ...")
-        return record(lambda: self.load(factor), tokens, spread, folder, name)
+        return record(lambda: self.load(factor), tokens, grid, folder, name)
 
     @cached_property
     def calibration(self) -> Recording:
