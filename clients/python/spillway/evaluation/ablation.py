@@ -56,10 +56,10 @@ def variants(head_dim: int) -> list[Variant]:
         lsh = Case(stacked_rotations(128, head_dim, raw), Policy(selector="hamming"))
         made.append(Variant("centring", f"LSH of 128 bits, {label}", lsh))
     for count in (1, 2, 4, 8):
-        stacked = stacked_rotations(count * head_dim, head_dim)
-        label = f"{count} by Hamming distance"
-        made.append(Variant("stacked rotations", label, Case(stacked, Policy(selector="hamming"))))
-    made.append(Variant("stacked rotations", "1, 2-bit codes", Case(bits(2), Policy())))
+        width = max(32, count * head_dim // 32 * 32)
+        hamming = Case(stacked_rotations(width, head_dim), Policy(selector="hamming"))
+        made.append(Variant("stacked rotations", f"{width} bits, Hamming", hamming))
+    made.append(Variant("stacked rotations", "2-bit codes", Case(bits(2), Policy())))
     for count in (1, 2, 3, 4, 48):
         label = "all" if count == 48 else str(count)
         made.append(Variant("strata", label, Case(DEFAULT_INDEX, Policy(stratum_count_max=count))))

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from spillway.errors import SpillwayError
-from spillway.evaluation import fidelity, guarantee, report
+from spillway.evaluation import ablation, fidelity, guarantee, perplexity, report, retrieval
 from spillway.evaluation.indexing import NotServedError
 from spillway.evaluation.setting import Setting
 from spillway.evaluation.workbench import Workbench
@@ -136,8 +136,35 @@ def _guarantee(
     guarantee.run(bench, promises, _numbers(epsilons), _numbers(deltas), seeds)
 
 
-app.command("fidelity")(_section(_fidelity))
-app.command("guarantee")(_section(_guarantee))
+def _retrieval(
+    bench: Workbench,
+    rankings: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+) -> None:
+    """IoU with the true top and captured mass, per ranking and code length."""
+    retrieval.run(bench, rankings)
+
+
+def _ablation(
+    bench: Workbench,
+    parts: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+) -> None:
+    """What each part of the default policy is for."""
+    ablation.run(bench, parts)
+
+
+def _perplexity(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    tokens: Annotated[int, typer.Option(min=32, help="decoded of a stretch")] = 256,
+    budgets: Annotated[int, typer.Option(min=1, help="points of a method's curve")] = 3,
+) -> None:
+    """Next tokens against dense attention's: agreement, divergence, perplexity."""
+    perplexity.run(bench, methods, tokens, budgets)
+
+
+for _run in (_fidelity, _guarantee, _retrieval, _ablation, _perplexity):
+    app.command(_run.__name__[1:])(_section(_run))
+app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity))
 
 
 @app.command("report")

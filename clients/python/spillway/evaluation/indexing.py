@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from spillway.client import Client
 from spillway.indices import HashWeights, KeyIndices, MlpHash, RotationHash
-from spillway.policy import Policy
+from spillway.policy import Candidates, Policy, TopK, TopP
 from spillway.results import Model
 from spillway.training.hash_mlp import HashMlp, Hyperplanes, describe_hash, save_hash
 from spillway.transformers.support import Shapes
@@ -155,6 +155,12 @@ def check_policy(client: Client, model: Model, policy: Policy) -> None:
 
 
 def _equal(wanted: Any, got: Any) -> bool:
+    """Whether what is set of one is so in the other."""
+    if isinstance(wanted, (TopK, TopP, Candidates)):
+        set_of = {name: value for name, value in vars(wanted).items() if value is not None}
+        return type(got) is type(wanted) and all(
+            _equal(value, getattr(got, name)) for name, value in set_of.items()
+        )
     if isinstance(wanted, float):
         return got is not None and abs(wanted - got) <= 1e-9
     return bool(wanted == got)

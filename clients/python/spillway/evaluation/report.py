@@ -9,7 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from spillway.evaluation import claims, fidelity_plots, guarantee_plots, results
+from spillway.evaluation import (
+    ablation_plots,
+    claims,
+    fidelity_plots,
+    guarantee_plots,
+    perplexity_plots,
+    results,
+    retrieval_plots,
+)
 
 Told = dict[str, Any]
 
@@ -154,9 +162,141 @@ def _guarantee(told: Told) -> list[str]:
     ]
 
 
+def _retrieval(told: Told) -> list[str]:
+    share = f"{100 * told['parameters']['share']:g} %"
+
+    def cell(scores: Told) -> str:
+        return f"{scores['mean']:.3f} ({between(scores['interval'])})"
+
+    rows = [
+        (
+            ranking["label"],
+            "-" if ranking["bytes_per_key"] is None else f"{ranking['bytes_per_key']:g}",
+            cell(ranking["iou_group"]),
+            cell(ranking["iou_head"]),
+            cell(ranking["mass"]),
+            f"{ranking['mass']['worst']['mean']:.2f} ({ranking['mass']['worst']['layer']}, "
+            f"{ranking['mass']['worst']['head']})",
+        )
+        for ranking in told["found"]["rankings"]
+    ]
+    header = "ranking|bytes a key|IoU, group|IoU, head|mass|least mass (layer, head)"
+    return [
+        f"The {share} of the visible keys that a ranking finds for a KV head, beside the true top "
+        f"{share}: of the group (by the sum of its heads' softmax weights), and of each query head "
+        "alone, which a set that a group shares cannot reach. Mass: the softmax weight of a query "
+        "head that the set captures. Sink included, no window.",
+        "",
+        *table(header.split("|"), rows),
+    ]
+
+
+def _ablation(told: Told) -> list[str]:
+    found, parameters = told["found"], told["parameters"]
+    rows = [
+        (
+            f"{variant['part']}: {variant['label']}",
+            f"{variant['rows']['mean']:,.0f}",
+            f"{variant['error']['mean']:.4f} ({between(variant['error']['interval'])})",
+            f"{percent(variant['violations']['share'])} "
+            f"({span(variant['violations']['interval'])})",
+            _worst(variant["violations"]["worst"]),
+        )
+        for variant in found["variants"]
+    ]
+    what = f"beyond epsilon {parameters['epsilon']:g}"
+    lines = [
+        "The default policy with one thing changed, at delta "
+        f"{parameters['delta']:g} of error {parameters['epsilon']:g}.",
+        "",
+        *table(("variant", "rows", "error", what, "worst (layer, head)"), rows),
+    ]
+    if found.get("bands"):
+        lines += ["", *_bands(found["bands"])]
+    if found.get("group"):
+        points = [
+            (
+                {"sum": "one set by the sum of scores", "union": "union of each head's own set"}[
+                    rule["rule"]
+                ],
+                f"{point['count']}",
+                f"{point['rows']:,.0f}",
+                f"{point['error']:.4f} ({between(point['interval'])})",
+            )
+            for rule in found["group"]
+            for point in rule["points"]
+        ]
+        header = ("heavy set of 2-bit codes, no tail", "heavy tokens", "rows of a group", "error")
+        lines += ["", *table(header, points)]
+    return lines
+
+
+def _bands(bands: list[Told]) -> list[str]:
+    def cell(scores: Told) -> str:
+        if scores["mean"] is None:
+            return "-"
+        return f"{scores['mean']:.3f} ({between(scores['interval'])})"
+
+    rows = [
+        (
+            band["label"],
+            f"{band['error']:.4f}",
+            *(cell(band[f"{name}_{lag}"]) for name in ("cosines", "shared") for lag in (1, 8)),
+        )
+        for band in bands
+    ]
+    return [
+        "Whether consecutive steps repeat each other's error: the cosine of their error vectors "
+        "(0: independent, 1: the same), and the share of a step's sampled tokens that the other "
+        "sampled too, 1 and 8 steps apart.",
+        "",
+        *table(
+            ("samples", "error", "cosine, 1", "cosine, 8", "shared, 1", "shared, 8"),
+            rows,
+        ),
+    ]
+
+
+def _worst(worst: Told) -> str:
+    return f"{percent(worst['share'])} ({worst['layer']}, {worst['head']})"
+
+
+def _perplexity(told: Told) -> list[str]:
+    dense = told["found"]["dense"]
+    rows = []
+    for method in told["found"]["methods"]:
+        for point in method["points"]:
+            ratio = point["perplexity_ratio"]
+            rows.append(
+                (
+                    method["label"],
+                    f"{method['knob']} {point['value']}",
+                    f"{point['rows']['mean']:,.0f}",
+                    percent(point["rows"]["share"]),
+                    f"{100 * point['agreement']['mean']:.1f} % "
+                    f"({span(point['agreement']['interval'])})",
+                    f"{point['divergence']['mean']:.4f} "
+                    f"({between(point['divergence']['interval'])})",
+                    f"{ratio['mean']:.4f} ({between(ratio['interval'])})",
+                )
+            )
+    header = "method|knob|rows|of the visible|same next token|KL|perplexity over dense"
+    return [
+        f"The last {told['parameters']['token_count']} tokens of each stretch, each given, every "
+        "layer sparse, K/V of what they decode included; dense is exact attention over the same "
+        f"bfloat16 rows, with perplexity {dense['perplexity']:.3f} over {dense['token_count']:,} "
+        f"tokens. {told['parameters']['intervals']}",
+        "",
+        *table(header.split("|"), rows),
+    ]
+
+
 _SECTIONS: dict[
     str, tuple[str, Callable[[Told], list[str]], Callable[[Told, Path], list[Path]]]
 ] = {
     "fidelity": ("Fidelity", _fidelity, fidelity_plots.draw),
     "guarantee": ("Guarantee", _guarantee, guarantee_plots.draw),
+    "retrieval": ("Retrieval", _retrieval, retrieval_plots.draw),
+    "ablation": ("Ablation", _ablation, ablation_plots.draw),
+    "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),
 }
