@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from spillway.evaluation import ablation, intervals, language, perplexity, resul
 from spillway.evaluation.attends import EXACT, Case, Outcome, measure, rows_in_daemon
 from spillway.evaluation.calibration import choose_channels
 from spillway.evaluation.command import app
-from spillway.evaluation.decoding import step
+from spillway.evaluation.decoding import Row, step
 from spillway.evaluation.fidelity import at_equal_rows
 from spillway.evaluation.indexing import (
     DEFAULT_INDEX,
@@ -30,6 +31,7 @@ from spillway.evaluation.methods import chosen, registry
 from spillway.evaluation.recording import grid_of
 from spillway.evaluation.retrieval import score, true_tops
 from spillway.evaluation.setting import Setting
+from spillway.evaluation.tasks import TASKS, needle_at, sized
 from spillway.evaluation.workbench import Workbench
 from spillway.policy import Policy
 from spillway.transformers.support import Shapes
@@ -64,7 +66,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     LlamaForCausalLM(config).save_pretrained(folder)
     draws = torch.randint(100, (4000,), generator=torch.Generator().manual_seed(2))
     text = folder / "text.txt"
-    text.write_text(" ".join(words[i] for i in draws.tolist()))
+    text.write_text(" ".join(words[i] + "." * (i % 10 == 0) for i in draws.tolist()))
     return folder, text
 
 
@@ -174,12 +176,11 @@ def test_steps_are_the_model_own_decoding(bench: Workbench) -> None:
 
     def logits(policy: Policy, at_once: int) -> torch.Tensor:
         with rows_in_daemon(bench, recording, DEFAULT_INDEX, (0, 1), start) as sequence:
-            pieces = [
-                step(
-                    bench.load(), bench.client, sequence, policy, tokens[i : i + at_once], start + i
-                )
-                for i in range(0, len(tokens), at_once)
-            ]
+            pieces = []
+            for i in range(0, len(tokens), at_once):
+                some = tokens[None, i : i + at_once]
+                rows = [Row(sequence, policy)]
+                pieces += step(bench.load(), bench.client, rows, some, start + i)
         return torch.cat([piece.logits for piece in pieces])
 
     # K/V are bfloat16 in the daemon.
@@ -305,6 +306,37 @@ def test_channels_are_those_that_matter(bench: Workbench) -> None:
     products = seen.queries[:, 2:, None].abs() * seen.keys[1].float().abs()[None, None]
     wanted = products.sum(1).mean((0, 1)).topk(8).indices.sort().values
     assert channels[1, 1].tolist() == wanted.tolist()
+
+
+def test_tasks_fit_and_are_scored(bench: Workbench) -> None:
+    text = "The grass is green. " * 2000
+    sentences = text.split(". ")
+    for name, maker in TASKS.items():
+        task = sized(maker, "7", sentences, lambda task: len(task.context.split()), 1500)
+        assert task == sized(maker, "7", sentences, lambda task: len(task.context.split()), 1500)
+        assert 1300 < len(task.context.split()) <= 1500, name
+        assert task.score(" ".join(task.answers).upper()) == 1
+        assert task.score("nothing") == 0
+        for answer in task.answers:
+            assert answer in task.context, name
+        assert len(set(task.answers)) == len(task.answers)
+    first, last = (needle_at(depth)(random.Random(0), sentences, 100) for depth in (0, 1))
+    assert first.context.index("magic numbers for") < 300
+    assert last.context.rstrip(".").endswith(last.answers[0])
+    chain = TASKS["variable_tracking"](random.Random(0), sentences, 100)
+    at = [chain.context.index(f"VAR {name} =") for name in chain.answers]
+    assert at == sorted(at)
+
+
+def test_needle_from_end_to_end(tiny: tuple[Path, Path], target: str, tmp_path: Path) -> None:
+    options = ("--lengths", "2300", "--depths", ".5,1", "--samples", "1", "--methods", "ours,codes")
+    told = evaluate(tiny, target, tmp_path, "needle", *options)
+    dense, ours, codes = told["found"]["methods"]
+    assert dense["row_share"] == 1
+    assert 0 < codes["row_share"] < 1
+    assert codes["label"].endswith("share 0.04")
+    assert [cell["cell"] for cell in ours["by_cell"]] == ["0.5", "1"]
+    assert (tmp_path / "needle.png").exists()
 
 
 def test_true_tops_and_scores() -> None:

@@ -11,7 +11,17 @@ import typer
 from rich.console import Console
 
 from spillway.errors import SpillwayError
-from spillway.evaluation import ablation, fidelity, guarantee, perplexity, report, retrieval
+from spillway.evaluation import (
+    ablation,
+    fidelity,
+    guarantee,
+    needle,
+    perplexity,
+    presets,
+    report,
+    retrieval,
+)
+from spillway.evaluation.asking import ASKED
 from spillway.evaluation.indexing import NotServedError
 from spillway.evaluation.setting import Setting
 from spillway.evaluation.workbench import Workbench
@@ -162,7 +172,46 @@ def _perplexity(
     perplexity.run(bench, methods, tokens, budgets)
 
 
-for _run in (_fidelity, _guarantee, _retrieval, _ablation, _perplexity):
+def _lengths(text: str) -> list[int]:
+    """Lengths in tokens with commas between."""
+    return [int(number) for number in _numbers(text)]
+
+
+def _needle(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="name or name=budget, commas between")] = ASKED,
+    lengths: Annotated[str, typer.Option(help="in tokens")] = "4096,8192",
+    depths: Annotated[str, typer.Option(help="0: the beginning, 1: the end")] = "0,.25,.5,.75,1",
+    samples: Annotated[int, typer.Option(min=1, help="of a depth and length")] = 2,
+) -> None:
+    """Needles in a haystack: depth by length, beside dense attention."""
+    needle.run_needle(bench, methods, _lengths(lengths), _numbers(depths), samples)
+
+
+def _ruler(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="name or name=budget, commas between")] = ASKED,
+    lengths: Annotated[str, typer.Option(help="in tokens; YaRN beyond the model's")] = "4096,8192",
+    tasks: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="of a task and length")] = 5,
+) -> None:
+    """Tasks after RULER: single and multi key, variable tracking, common words."""
+    needle.run_ruler(bench, methods, _lengths(lengths), tasks, samples)
+
+
+def _all(
+    bench: Workbench,
+    preset: Annotated[str, typer.Option(help="small, for minutes on two cores, or full")] = "full",
+) -> None:
+    """Every section, by a preset of their own options."""
+    if preset not in presets.PRESETS:
+        raise ValueError(f"no preset {preset!r}; there are {', '.join(presets.PRESETS)}")
+    for run, options in presets.PRESETS[preset]:
+        run(bench, **options)
+    report.show(bench.setting.output, console)
+
+
+for _run in (_fidelity, _guarantee, _retrieval, _ablation, _perplexity, _needle, _ruler, _all):
     app.command(_run.__name__[1:])(_section(_run))
 app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity))
 

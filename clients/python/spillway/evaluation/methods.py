@@ -241,9 +241,9 @@ def _twilight_alone() -> Method:
 
 def _magicpig() -> Method:
     points = tuple(
-        Point(f"K {bits}, L {tables}", magicpig(tables, bits)) for tables, bits in LSH_TABLES
+        Point(f"K{bits} L{tables}", magicpig(tables, bits)) for tables, bits in LSH_TABLES
     )
-    return Method("magicpig", "MagicPIG", OTHER_BASES, "MagicPIG", "K, L", True, points)
+    return Method("magicpig", "MagicPIG", OTHER_BASES, "MagicPIG", "tables", True, points)
 
 
 def _ours(bits: int) -> Method:

@@ -13,7 +13,7 @@ import torch
 
 from spillway.evaluation import intervals, results
 from spillway.evaluation.attends import EXACT, rows_in_daemon
-from spillway.evaluation.decoding import step
+from spillway.evaluation.decoding import Row, Steps, step
 from spillway.evaluation.indexing import DEFAULT_INDEX, Index, check_policy, policy_told
 from spillway.evaluation.methods import Method, Point, chosen, registry
 from spillway.evaluation.recording import Recording
@@ -144,29 +144,22 @@ class _Forced:
         layers = range(self.recording.layer_count)
         return rows_in_daemon(self.bench, self.recording, index, layers, self.start)
 
-    def _tokens(self) -> torch.Tensor:
-        return self.recording.tokens[self.start : self.start + self.token_count]
+    def _steps(self, sequence: DaemonSequence, policy: Policy) -> Steps:
+        tokens = self.recording.tokens[self.start : self.start + self.token_count]
+        rows = [Row(sequence, policy)]
+        return step(self.bench.load(), self.bench.client, rows, tokens[None], self.start)[0]
 
     def _dense_logits(self) -> torch.Tensor:
         """Log-probabilities by exact attention over the same bfloat16 rows."""
         if self._dense is None:
             with self._prefix(DEFAULT_INDEX) as sequence:
-                steps = step(
-                    self.bench.load(),
-                    self.bench.client,
-                    sequence,
-                    EXACT,
-                    self._tokens(),
-                    self.start,
-                )
-            self._dense = torch.log_softmax(steps.logits, dim=-1)
+                logits = self._steps(sequence, EXACT).logits
+            self._dense = torch.log_softmax(logits, dim=-1)
         return self._dense
 
     def _decode(self, sequence: DaemonSequence, policy: Policy) -> Arrays:
         dense = self._dense_logits()
-        steps = step(
-            self.bench.load(), self.bench.client, sequence, policy, self._tokens(), self.start
-        )
+        steps = self._steps(sequence, policy)
         log = torch.log_softmax(steps.logits, dim=-1)
         following = self.recording.tokens[self.start + 1 : self.start + 1 + self.token_count]
         return {

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from spillway.evaluation import (
     ablation_plots,
     claims,
     fidelity_plots,
     guarantee_plots,
+    needle_plots,
     perplexity_plots,
     results,
     retrieval_plots,
+    style,
 )
 
 Told = dict[str, Any]
@@ -37,18 +40,31 @@ def make(folder: Path, console: Console) -> None:
         written += files
         lines += ["", f"## {title}", "", _head(told), "", *write(told)]
         lines += [f"\n![{file.stem}]({file.name})" for file in files]
-    lines += ["", "## What the papers claim, and what was seen here", "", *claims.table(found)]
+    seen = claims.seen(found)
+    if seen:
+        lines += ["", "## What is claimed, and what was seen here", ""]
+        lines += table(("claim", "seen here"), seen, numbers=False)
     path = folder / "README.md"
     path.write_text("\n".join(lines) + "\n")
     names = ", ".join(os.path.relpath(file) for file in (path, *written))
     console.print(f"Written: {names}", soft_wrap=True)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table, its first column on the left."""
+def show(folder: Path, console: Console) -> None:
+    """Prints what is claimed and what was seen, as a short table."""
+    shown = Table(title="what is claimed, and what was seen here", show_lines=True)
+    for column in ("claim", "seen here"):
+        shown.add_column(column)
+    for row in claims.seen(results.read(folder)):
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = True) -> list[str]:
+    """A Markdown table, all but its first column on the right if they are numbers."""
     return [
         "| " + " | ".join(header) + " |",
-        "|---|" + "---:|" * (len(header) - 1),
+        "|---|" + ("---:|" if numbers else "---|") * (len(header) - 1),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
 
@@ -70,17 +86,21 @@ def between(interval: Sequence[float]) -> str:
 
 def _head(told: Told) -> str:
     """Where and how a section was measured."""
-    hardware, setting, text = told["hardware"], told["setting"], told["text"]
-    yarn = f", YaRN x{setting['yarn_factor']:g}" if setting["yarn_factor"] > 1 else ""
-    files = ", ".join(file["name"] for file in text["files"])
-    queries = setting["query_count"] * setting["stretch_count"]
+    hardware, setting = told["hardware"], told["setting"]
+    if "lengths" not in told["parameters"]:
+        queries = setting["query_count"] * setting["stretch_count"]
+        what = (
+            f" from token {told['text']['first_token']:,} on, {queries} query positions, "
+            f"{len(setting['layers'])} layers"
+        )
+    else:
+        what = ", YaRN beyond the model's own length"
     return (
-        f"{told['model']['name']}, {setting['stretch_count']} x {setting['token_count']:,} tokens "
-        f"of {files} from token {text['first_token']:,} on{yarn}, {queries} query positions, "
-        f"{len(setting['layers'])} layers. Model on {hardware['model_device']}, daemon "
-        f"{told['versions']['daemon']} on {'; '.join(hardware['daemon_devices'])} "
-        f"({hardware['processor']}, {hardware['core_count']} cores), {told['date']}: "
-        f"`{told['command']}`. {told['intervals']}"
+        f"{told['model']['name']}, {style.text_of(told)}{what}. Model on "
+        f"{hardware['model_device']}, daemon {told['versions']['daemon']} on "
+        f"{'; '.join(hardware['daemon_devices'])} ({hardware['processor']}, "
+        f"{hardware['core_count']} cores), {told['date']}: `{told['command']}`. "
+        f"{told['intervals']}"
     )
 
 
@@ -291,6 +311,32 @@ def _perplexity(told: Told) -> list[str]:
     ]
 
 
+def _asked(told: Told) -> list[str]:
+    parameters = told["parameters"]
+    columns = [(n, cell) for cell in parameters["cells"] for n in parameters["lengths"]]
+    rows = []
+    for method in told["found"]["methods"]:
+        scores = {(e["length"], e["cell"]): e["score"] for e in method["by_cell"]}
+        rows.append(
+            (
+                method["label"],
+                f"{100 * method['score']:.0f} % ({span(method['interval'])})",
+                f"{100 * method['less_than_dense']:+.0f} "
+                f"({between([100 * bound for bound in method['less_interval']])})",
+                percent(method["row_share"]),
+                *(f"{100 * scores[column]:.0f}" for column in columns),
+            )
+        )
+    names = [f"{cell.replace('_', ' ')}, {n:,}" for n, cell in columns]
+    header = ("method", "all", "to dense", "rows", *names)
+    return [
+        f"{parameters['sample_count']} tasks a cell, share of the wanted answers in percent. "
+        f"{parameters['intervals']}",
+        "",
+        *table(header, rows),
+    ]
+
+
 _SECTIONS: dict[
     str, tuple[str, Callable[[Told], list[str]], Callable[[Told, Path], list[Path]]]
 ] = {
@@ -299,4 +345,6 @@ _SECTIONS: dict[
     "retrieval": ("Retrieval", _retrieval, retrieval_plots.draw),
     "ablation": ("Ablation", _ablation, ablation_plots.draw),
     "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),
+    "needle": ("Needle", _asked, needle_plots.draw_needle),
+    "ruler": ("Tasks after RULER", _asked, needle_plots.draw_ruler),
 }

@@ -44,19 +44,23 @@ def make_figure(width: float, height: float, title: str) -> Figure:
 
 def save(figure: Figure, told: dict[str, Any], path: Path) -> Path:
     """Writes a picture with the small print: what of, where and when."""
-    hardware, setting = told["hardware"], told["setting"]
-    device = hardware["model_device"]
-    where = hardware["processor"] if device == "cpu" else device
-    yarn = f", YaRN x{setting['yarn_factor']:g}" if setting["yarn_factor"] > 1 else ""
-    stretches = "" if setting["stretch_count"] == 1 else f"{setting['stretch_count']} x "
-    files = ", ".join(file["name"] for file in told["text"]["files"])
-    text = (
-        f"{told['model']['name']}, {stretches}{setting['token_count']:,} tokens of {files}{yarn}; "
-        f"{where}, {told['date']}"
-    )
+    hardware = told["hardware"]
+    where = hardware["model_device"]
+    where = hardware["processor"] if where == "cpu" else where
+    text = f"{told['model']['name']}, {text_of(told)}; {where}, {told['date']}"
     figure.text(0.004, 0.004, text, fontsize=7, color="gray")
     figure.savefig(path, dpi=110)
     return path
+
+
+def text_of(told: dict[str, Any]) -> str:
+    """What the model read."""
+    setting = told["setting"]
+    files = ", ".join(file["name"] for file in told["text"]["files"])
+    if "lengths" in told["parameters"]:
+        return f"tasks made of {files}"
+    yarn = f", YaRN x{setting['yarn_factor']:g}" if setting["yarn_factor"] > 1 else ""
+    return f"{setting['stretch_count']} x {setting['token_count']:,} tokens of {files}{yarn}"
 
 
 def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
