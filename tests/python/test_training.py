@@ -332,6 +332,46 @@ def test_the_command_goes_on_where_it_was(tiny: tuple[Path, Path], tmp_path: Pat
     assert report["layers"][2]["seconds"] == json.loads(kept)["seconds"]
 
 
+def test_the_command_trains_hashattention(
+    tiny: tuple[Path, Path], tmp_path: Path, client: spillway.Client
+) -> None:
+    folder, text = tiny
+    output = tmp_path / "hash.safetensors"
+    made = train(
+        *("train-hash", folder, text, "--output", output, "--tokens", "256", "--device", "cpu"),
+        *("--steps", "6", "--judge-every", "3", "--method", "hashattention"),
+    )
+    assert made.returncode == 0, made.stderr
+    described = describe_hash(output)
+    assert described == spillway.MlpHash(
+        hash_bits=32,
+        hidden_dim=128,
+        per_query_head=True,
+        raw_keys=True,
+        hidden_layer_count=2,
+        query_weights=True,
+    )
+    model = client.create_model(
+        layer_count=3, query_head_count=4, kv_head_count=2, head_dim=16, hash_weights=described
+    )
+    assert client.upload_hash_weights(model, output).ready
+    delete_model(client, model)
+
+
+def test_classification_tells_the_top_from_the_others(traces: Traces) -> None:
+    training = Training(
+        method="hashattention",
+        hash_bits=32,
+        hidden_dim=64,
+        per_query_head=True,
+        raw_keys=True,
+        step_count=60,
+        learning_rate=3e-3,
+    )
+    _, result = train_layer(traces, 0, training, torch.device("cpu"))
+    assert sum(result.iou) > 2 * sum(result.lsh_iou)
+
+
 def test_the_command_says_what_is_wrong(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     folder, text = tiny
     words = ("train-hash", folder, text, "--output", tmp_path / "x.safetensors", "--steps", "1")

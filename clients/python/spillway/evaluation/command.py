@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,12 +98,16 @@ def _section(run: Callable[..., None]) -> Callable[..., None]:
 
     def command(**options: Any) -> None:
         setting = _setting(**{p.name: options.pop(p.name) for p in shared})
+        # A daemon that was started here ends with it, however it is ended.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             with Workbench(setting, console) as bench:
                 run(bench, **options)
         except (NotServedError, SpillwayError, ValueError, FileNotFoundError) as error:
             console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
             raise typer.Exit(1) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
         report.make(setting.output, console)
 
     arguments = [p for p in shared if p.default is inspect.Parameter.empty]

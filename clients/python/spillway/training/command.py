@@ -29,7 +29,13 @@ from spillway.indices import MlpHash
 from spillway.training.hash_mlp import save_hash
 from spillway.training.published import import_hata, import_spotlight
 from spillway.training.traces import Traces, collect, read_text
-from spillway.training.trainer import LayerResult, Training, held_out_count, train_layer
+from spillway.training.trainer import (
+    LayerResult,
+    Method,
+    Training,
+    held_out_count,
+    train_layer,
+)
 
 console = Console()
 
@@ -186,7 +192,10 @@ def train_hash(
     tokens: Annotated[int, typer.Option(min=256, help="of a stretch of text")] = 8192,
     samples: Annotated[int, typer.Option(min=2, help="most stretches")] = 8,
     layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "",
-    hash_bits: Annotated[int, typer.Option(min=32, max=1024, help="a multiple of 32")] = 128,
+    method: Annotated[Method, typer.Option(help="whose MLPs and loss")] = "spotlight",
+    hash_bits: Annotated[
+        int | None, typer.Option(min=32, max=1024, help="a multiple of 32; 128, hashattention 32")
+    ] = None,
     hidden: Annotated[int, typer.Option(min=0, max=4096, help="0: head_dim")] = 0,
     per_query_head: Annotated[bool, typer.Option(help="an MLP a query head")] = False,
     raw_keys: Annotated[bool, typer.Option(help="hash keys without centring them")] = False,
@@ -202,16 +211,23 @@ def train_hash(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Trains hash functions for `Selector hamming` by Spotlight Attention's ranking loss.
+    """Trains hash functions for `Selector hamming`, as Spotlight Attention or HashAttention do.
 
     The model reads the text in stretches; its queries and keys are what is
     trained on, the last tenth of the stretches what is judged by. An
     interrupted training goes on where it was when it is started again alike.
     """
+    if hash_bits is None:
+        hash_bits = 32 if method == "hashattention" else 128
     if hash_bits % 32:
         raise typer.BadParameter(f"{hash_bits} is not a multiple of 32", param_hint="--hash-bits")
     where = _device(device)
+    if method == "hashattention":
+        # As published: keys as they are, an MLP a query head, 128 wide.
+        per_query_head = raw_keys = True
+        hidden = hidden or 128
     training = Training(
+        method=method,
         hash_bits=hash_bits,
         hidden_dim=hidden or None,
         per_query_head=per_query_head,
@@ -262,6 +278,8 @@ def train_hash(
         hidden_dim=hidden or traces.head_dim,
         per_query_head=per_query_head,
         raw_keys=raw_keys,
+        hidden_layer_count=2 if method == "hashattention" else 1,
+        query_weights=method == "hashattention",
     )
     tensors = {name: tensor for part, _ in done for name, tensor in part.items()}
     save_hash(output, tensors, traces.layer_count, described)

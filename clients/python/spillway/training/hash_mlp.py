@@ -83,6 +83,70 @@ class HashMlp(nn.Module):
         }
 
 
+class ThreeLayerMlp(nn.Module):
+    """One MLP a head: y = SiLU(SiLU(x W1 + b1) W2 + b2) W3 + b3."""
+
+    def __init__(
+        self,
+        head_count: int,
+        head_dim: int,
+        hidden_dim: int,
+        hash_bits: int,
+        input_scale: torch.Tensor,
+        generator: torch.Generator,
+    ) -> None:
+        """Gaussian weights, the first divided by the inputs' size, [H]."""
+        super().__init__()
+        device = input_scale.device
+        widths = (head_dim, hidden_dim, hidden_dim, hash_bits)
+        weights = [
+            torch.randn(head_count, rows, columns, generator=generator) / math.sqrt(rows)
+            for rows, columns in zip(widths, widths[1:], strict=False)
+        ]
+        made = [weight.to(device) for weight in weights]
+        made[0] = made[0] / input_scale[:, None, None]
+        self.weights = nn.ParameterList(made)
+        self.biases = nn.ParameterList(
+            [torch.zeros(head_count, width, device=device) for width in widths[1:]]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [H, n, b] of x [H, n, d]."""
+        last = len(self.weights) - 1
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias[:, None], x, weight)
+            x = x if i == last else functional.silu(x)
+        return x
+
+    def tensors(self, layer: int, prefix: str = "") -> dict[str, torch.Tensor]:
+        """What a file holds of them, float32 on the CPU."""
+        found = {}
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True), 1):
+            for name, part in ((f"w{i}", weight), (f"b{i}", bias)):
+                kept = part.detach().float().cpu().contiguous()
+                found[f"layers.{layer}.{prefix}{name}"] = kept
+        return found
+
+
+class HashAttentionMlps(nn.Module):
+    """HashAttention's pair (arXiv 2412.14468): keys and queries have MLPs of their own."""
+
+    def __init__(self, of_keys: ThreeLayerMlp, of_queries: ThreeLayerMlp) -> None:
+        super().__init__()
+        self.of_keys = of_keys
+        self.of_queries = of_queries
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [H, n, b] of keys [H, n, d]."""
+        made = self.of_keys(x)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
+        """What a file holds of them, float32 on the CPU."""
+        return self.of_keys.tensors(layer) | self.of_queries.tensors(layer, "query_")
+
+
 class Hyperplanes(nn.Module):
     """LSH: the signs of x R, the columns of R [d, b] being those of random rotations."""
 
