@@ -1,6 +1,9 @@
 # Everything that a checkout offers; each target does the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup venv build demo test test-cpp test-python bench lint format proto asan tsan package gpu-test clean
+# Of eval-small; any Llama-family model and any text.
+EVAL_OUTPUT ?= build/evaluation
+
+.PHONY: help setup venv build demo test test-cpp test-python bench eval-small lint format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -44,6 +47,11 @@ test-python: build venv ## Python tests against the release daemon
 
 bench: build venv ## benchmarks and plots
 	$(PYTHON) bench/run.py
+
+eval-small: setup venv ## methods compared on a real model, in minutes; MODEL=, TEXT=, EVAL_OUTPUT=
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd
+	scripts/eval-small.sh $(call quote,$(EVAL_OUTPUT)) $(call quote,$(MODEL)) $(call quote,$(TEXT))
 
 lint: setup venv proto ## formatting, ruff, mypy, API compatibility
 	@clang-format --dry-run -Werror $(CPP_FILES)

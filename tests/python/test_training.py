@@ -40,12 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 DIM = 32
 KV_HEADS = 2
 GROUP = 3
-# One MLP a KV head, one a query head, and HashAttention's form.
-FORMS: dict[str, dict[str, Any]] = {
-    "shared": {},
-    "per query head": {"per_query_head": True},
-    "HashAttention": {"per_query_head": True, "hidden_layer_count": 2, "query_weights": True},
-}
+SHAPES = [False, True]  # of per_query_head
 
 
 def make_traces(folder: Path, sample_count: int = 4, n: int = 1536, m: int = 256) -> Traces:
@@ -141,9 +136,9 @@ def test_intersection_over_union(bits: int) -> None:
                 assert found[h, g, t] == pytest.approx(len(taken & wanted) / len(taken | wanted))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_training_finds_more_than_hyperplanes(traces: Traces, form: str) -> None:
-    training = Training(hash_bits=64, step_count=200, judge_every=50, **FORMS[form])
+@pytest.mark.parametrize("per_query_head", SHAPES)
+def test_training_finds_more_than_hyperplanes(traces: Traces, per_query_head: bool) -> None:
+    training = Training(hash_bits=64, step_count=200, judge_every=50, per_query_head=per_query_head)
     seen: list[int] = []
     function, result = train_layer(
         traces, 0, training, torch.device("cpu"), lambda step, loss, iou: seen.append(step)
@@ -151,8 +146,7 @@ def test_training_finds_more_than_hyperplanes(traces: Traces, form: str) -> None
     assert seen[-1] == result.step_count
     assert len(result.iou) == len(result.lsh_iou) == KV_HEADS * GROUP
     assert result.gain > 1.25, result
-    heads = KV_HEADS * (GROUP if training.per_query_head else 1)
-    assert function.w1.shape == (heads, DIM, DIM)
+    assert function.w1.shape == (KV_HEADS * (GROUP if per_query_head else 1), DIM, DIM)
     # The same again.
     again = train_layer(traces, 0, training, torch.device("cpu"))[1]
     assert again.iou == result.iou
@@ -166,15 +160,17 @@ def test_training_ends_where_nothing_is_gained(traces: Traces) -> None:
     assert (result.best_step, result.step_count) == (0, 10)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("per_query_head", SHAPES)
 @pytest.mark.parametrize("raw_keys", [False, True])
 def test_the_daemon_ranks_by_the_codes_that_were_trained(
-    client: spillway.Client, traces: Traces, tmp_path: Path, form: str, raw_keys: bool
+    client: spillway.Client, traces: Traces, tmp_path: Path, per_query_head: bool, raw_keys: bool
 ) -> None:
-    training = Training(hash_bits=64, step_count=20, raw_keys=raw_keys, **FORMS[form])
+    training = Training(
+        hash_bits=64, step_count=20, per_query_head=per_query_head, raw_keys=raw_keys
+    )
     function, _ = train_layer(traces, 0, training, torch.device("cpu"))
     path = tmp_path / "hash.safetensors"
-    described = spillway.MlpHash(64, DIM, raw_keys=raw_keys, **FORMS[form])
+    described = spillway.MlpHash(64, DIM, False, per_query_head, raw_keys)
     save_hash(path, function.tensors(0), 1, described)
     assert describe_hash(path) == described
     model = client.create_model(
@@ -207,11 +203,9 @@ def test_the_daemon_ranks_by_the_codes_that_were_trained(
     exact = function.double()
     grouped = q.double().unflatten(0, (KV_HEADS, GROUP))
     with torch.no_grad():
-        if training.per_query_head:
+        if per_query_head:
             bits = exact(keys.repeat_interleave(GROUP, 0)).unflatten(0, (KV_HEADS, GROUP)) > 0
-            of_queries = exact.queries or exact
-            query_bits = of_queries(grouped.flatten(0, 1)[:, None]) > 0
-            query_bits = query_bits.unflatten(0, (KV_HEADS, GROUP))
+            query_bits = exact(grouped.flatten(0, 1)[:, None]).unflatten(0, (KV_HEADS, GROUP)) > 0
             matches = (bits == query_bits).sum((1, 3))
         else:
             matches = (exact(keys)[:, None] > 0).eq(exact(grouped)[:, :, None] > 0).sum((1, 3))
@@ -336,6 +330,46 @@ def test_the_command_goes_on_where_it_was(tiny: tuple[Path, Path], tmp_path: Pat
     assert report["held_out_count"] == 1
     assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2]
     assert report["layers"][2]["seconds"] == json.loads(kept)["seconds"]
+
+
+def test_the_command_trains_hashattention(
+    tiny: tuple[Path, Path], tmp_path: Path, client: spillway.Client
+) -> None:
+    folder, text = tiny
+    output = tmp_path / "hash.safetensors"
+    made = train(
+        *("train-hash", folder, text, "--output", output, "--tokens", "256", "--device", "cpu"),
+        *("--steps", "6", "--judge-every", "3", "--method", "hashattention"),
+    )
+    assert made.returncode == 0, made.stderr
+    described = describe_hash(output)
+    assert described == spillway.MlpHash(
+        hash_bits=32,
+        hidden_dim=128,
+        per_query_head=True,
+        raw_keys=True,
+        hidden_layer_count=2,
+        query_weights=True,
+    )
+    model = client.create_model(
+        layer_count=3, query_head_count=4, kv_head_count=2, head_dim=16, hash_weights=described
+    )
+    assert client.upload_hash_weights(model, output).ready
+    delete_model(client, model)
+
+
+def test_classification_tells_the_top_from_the_others(traces: Traces) -> None:
+    training = Training(
+        method="hashattention",
+        hash_bits=32,
+        hidden_dim=64,
+        per_query_head=True,
+        raw_keys=True,
+        step_count=60,
+        learning_rate=3e-3,
+    )
+    _, result = train_layer(traces, 0, training, torch.device("cpu"))
+    assert sum(result.iou) > 2 * sum(result.lsh_iou)
 
 
 def test_the_command_says_what_is_wrong(tiny: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The `spillway` command that the Python package installs.
 
-It measures, draws and trains. Talking to a daemon (status, models, sequences,
+It measures, draws, trains and evaluates. Talking to a daemon (status, models, sequences,
 attend-bench) is the business of the C++ tool of the same name.
 """
 
@@ -30,6 +30,9 @@ class _Command:
 
 _COMMANDS = {
     "bench": _Command("spillway.bench", "app", "bench", "Experiments with the hardware."),
+    "eval": _Command(
+        "spillway.evaluation.command", "app", "eval", "Methods of sparse attention, compared."
+    ),
     "train-hash": _Command(
         "spillway.training.command", "train_hash", "train", "Trains hash functions for a model."
     ),

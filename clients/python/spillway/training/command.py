@@ -29,7 +29,13 @@ from spillway.indices import MlpHash
 from spillway.training.hash_mlp import save_hash
 from spillway.training.published import import_hata, import_spotlight
 from spillway.training.traces import Traces, collect, read_text
-from spillway.training.trainer import LayerResult, Training, held_out_count, train_layer
+from spillway.training.trainer import (
+    LayerResult,
+    Method,
+    Training,
+    held_out_count,
+    train_layer,
+)
 
 console = Console()
 
@@ -186,11 +192,12 @@ def train_hash(
     tokens: Annotated[int, typer.Option(min=256, help="of a stretch of text")] = 8192,
     samples: Annotated[int, typer.Option(min=2, help="most stretches")] = 8,
     layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "",
-    hash_bits: Annotated[int, typer.Option(min=32, max=1024, help="a multiple of 32")] = 128,
+    method: Annotated[Method, typer.Option(help="whose MLPs and loss")] = "spotlight",
+    hash_bits: Annotated[
+        int | None, typer.Option(min=32, max=1024, help="a multiple of 32; 128, hashattention 32")
+    ] = None,
     hidden: Annotated[int, typer.Option(min=0, max=4096, help="0: head_dim")] = 0,
-    hidden_layers: Annotated[int, typer.Option(min=1, max=2, help="of an MLP")] = 1,
     per_query_head: Annotated[bool, typer.Option(help="an MLP a query head")] = False,
-    query_weights: Annotated[bool, typer.Option(help="queries have MLPs of their own")] = False,
     raw_keys: Annotated[bool, typer.Option(help="hash keys without centring them")] = False,
     steps: Annotated[int, typer.Option(min=1, help="most, of a layer")] = 1000,
     queries: Annotated[int, typer.Option(min=1, help="of a step")] = 32,
@@ -204,21 +211,26 @@ def train_hash(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Trains hash functions for `Selector hamming` by Spotlight Attention's ranking loss.
+    """Trains hash functions for `Selector hamming`, as Spotlight Attention or HashAttention do.
 
     The model reads the text in stretches; its queries and keys are what is
     trained on, the last tenth of the stretches what is judged by. An
     interrupted training goes on where it was when it is started again alike.
     """
+    if hash_bits is None:
+        hash_bits = 32 if method == "hashattention" else 128
     if hash_bits % 32:
         raise typer.BadParameter(f"{hash_bits} is not a multiple of 32", param_hint="--hash-bits")
     where = _device(device)
+    if method == "hashattention":
+        # As published: keys as they are, an MLP a query head, 128 wide.
+        per_query_head = raw_keys = True
+        hidden = hidden or 128
     training = Training(
+        method=method,
         hash_bits=hash_bits,
         hidden_dim=hidden or None,
-        hidden_layer_count=hidden_layers,
         per_query_head=per_query_head,
-        query_weights=query_weights,
         raw_keys=raw_keys,
         step_count=steps,
         query_count=queries,
@@ -264,10 +276,10 @@ def train_hash(
     described = MlpHash(
         hash_bits=hash_bits,
         hidden_dim=hidden or traces.head_dim,
-        hidden_layer_count=hidden_layers,
         per_query_head=per_query_head,
-        query_weights=query_weights,
         raw_keys=raw_keys,
+        hidden_layer_count=2 if method == "hashattention" else 1,
+        query_weights=method == "hashattention",
     )
     tensors = {name: tensor for part, _ in done for name, tensor in part.items()}
     save_hash(output, tensors, traces.layer_count, described)

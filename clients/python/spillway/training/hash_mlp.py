@@ -22,14 +22,8 @@ _FORMAT = "spillway hash MLPs"
 class HashMlp(nn.Module):
     """One MLP a head: z = SiLU(x W1 + b1) (+ x), y = z W2 (+ b2) (+ z), bit j = y_j > 0.
 
-    The terms with x and z are those of the residual form. With two hidden
-    layers y = SiLU(z W2 + b2) W3 + b3, as HashAttention's MLPs have it
-    (github.com/xAlg-ai/HashAttention-1.0). Parameters: w1 [H, d, hidden], b1
-    [H, hidden], w2 [H, hidden, b] and, if given, b2 [H, b]; of two hidden
-    layers w2 [H, hidden, hidden], b2 [H, hidden], w3 [H, hidden, b], b3 [H, b].
-
-    Attributes:
-        queries: What hashes queries, one MLP a query head; None: this does.
+    The terms with x and z are those of the residual form. Parameters: w1
+    [H, d, hidden], b1 [H, hidden], w2 [H, hidden, b] and, if given, b2 [H, b].
     """
 
     def __init__(
@@ -39,19 +33,13 @@ class HashMlp(nn.Module):
         w2: torch.Tensor,
         b2: torch.Tensor | None = None,
         residual: bool = False,
-        w3: torch.Tensor | None = None,
-        b3: torch.Tensor | None = None,
-        queries: HashMlp | None = None,
     ) -> None:
         super().__init__()
         self.w1 = nn.Parameter(w1)
         self.b1 = nn.Parameter(b1)
         self.w2 = nn.Parameter(w2)
         self.b2 = None if b2 is None else nn.Parameter(b2)
-        self.w3 = None if w3 is None else nn.Parameter(w3)
-        self.b3 = None if b3 is None else nn.Parameter(b3)
         self.residual = residual
-        self.queries = queries
 
     @classmethod
     def random(
@@ -62,7 +50,6 @@ class HashMlp(nn.Module):
         hash_bits: int,
         input_scale: torch.Tensor,
         generator: torch.Generator,
-        hidden_layer_count: int = 1,
     ) -> HashMlp:
         """Gaussian weights, the first divided by the inputs' size, [H]."""
 
@@ -70,29 +57,15 @@ class HashMlp(nn.Module):
             made = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
             return made.to(input_scale.device)
 
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, device=input_scale.device)
-
-        first = normal(head_count, head_dim, hidden_dim) / input_scale[:, None, None]
-        if hidden_layer_count == 1:
-            return cls(
-                first, zeros(head_count, hidden_dim), normal(head_count, hidden_dim, hash_bits)
-            )
         return cls(
-            first,
-            zeros(head_count, hidden_dim),
-            normal(head_count, hidden_dim, hidden_dim),
-            zeros(head_count, hidden_dim),
-            w3=normal(head_count, hidden_dim, hash_bits),
-            b3=zeros(head_count, hash_bits),
+            normal(head_count, head_dim, hidden_dim) / input_scale[:, None, None],
+            torch.zeros(head_count, hidden_dim, device=input_scale.device),
+            normal(head_count, hidden_dim, hash_bits),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [H, n, b] of x [H, n, d]."""
         z = functional.silu(torch.baddbmm(self.b1[:, None], x, self.w1))
-        if self.w3 is not None and self.b2 is not None and self.b3 is not None:
-            z = functional.silu(torch.baddbmm(self.b2[:, None], z, self.w2))
-            return torch.baddbmm(self.b3[:, None], z, self.w3)
         if self.residual:
             z = z + x
         y = torch.bmm(z, self.w2)
@@ -100,13 +73,78 @@ class HashMlp(nn.Module):
             y = y + self.b2[:, None]
         return y + z if self.residual else y
 
-    def tensors(self, layer: int, prefix: str = "") -> dict[str, torch.Tensor]:
-        """What a file holds of them, float32 on the CPU; of queries' own after `query_`."""
-        made = {
-            f"layers.{layer}.{prefix}{name}": part.detach().float().cpu().contiguous()
-            for name, part in self.named_parameters(recurse=False)
+    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
+        """What a file holds of them, float32 on the CPU."""
+        parts = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
+        return {
+            f"layers.{layer}.{name}": part.detach().float().cpu().contiguous()
+            for name, part in parts.items()
+            if part is not None
         }
-        return made | (self.queries.tensors(layer, "query_") if self.queries else {})
+
+
+class ThreeLayerMlp(nn.Module):
+    """One MLP a head: y = SiLU(SiLU(x W1 + b1) W2 + b2) W3 + b3."""
+
+    def __init__(
+        self,
+        head_count: int,
+        head_dim: int,
+        hidden_dim: int,
+        hash_bits: int,
+        input_scale: torch.Tensor,
+        generator: torch.Generator,
+    ) -> None:
+        """Gaussian weights, the first divided by the inputs' size, [H]."""
+        super().__init__()
+        device = input_scale.device
+        widths = (head_dim, hidden_dim, hidden_dim, hash_bits)
+        weights = [
+            torch.randn(head_count, rows, columns, generator=generator) / math.sqrt(rows)
+            for rows, columns in zip(widths, widths[1:], strict=False)
+        ]
+        made = [weight.to(device) for weight in weights]
+        made[0] = made[0] / input_scale[:, None, None]
+        self.weights = nn.ParameterList(made)
+        self.biases = nn.ParameterList(
+            [torch.zeros(head_count, width, device=device) for width in widths[1:]]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [H, n, b] of x [H, n, d]."""
+        last = len(self.weights) - 1
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias[:, None], x, weight)
+            x = x if i == last else functional.silu(x)
+        return x
+
+    def tensors(self, layer: int, prefix: str = "") -> dict[str, torch.Tensor]:
+        """What a file holds of them, float32 on the CPU."""
+        found = {}
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True), 1):
+            for name, part in ((f"w{i}", weight), (f"b{i}", bias)):
+                kept = part.detach().float().cpu().contiguous()
+                found[f"layers.{layer}.{prefix}{name}"] = kept
+        return found
+
+
+class HashAttentionMlps(nn.Module):
+    """HashAttention's pair (arXiv 2412.14468): keys and queries have MLPs of their own."""
+
+    def __init__(self, of_keys: ThreeLayerMlp, of_queries: ThreeLayerMlp) -> None:
+        super().__init__()
+        self.of_keys = of_keys
+        self.of_queries = of_queries
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [H, n, b] of keys [H, n, d]."""
+        made = self.of_keys(x)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    def tensors(self, layer: int) -> dict[str, torch.Tensor]:
+        """What a file holds of them, float32 on the CPU."""
+        return self.of_keys.tensors(layer) | self.of_queries.tensors(layer, "query_")
 
 
 class Hyperplanes(nn.Module):

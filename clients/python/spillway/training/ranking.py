@@ -12,6 +12,7 @@ query head), Q queries, n keys, b bits.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -72,6 +73,72 @@ def ranking_loss(
     Returns:
         The mean of -log sigmoid(beta (B_i - C_j) - alpha) over pairs, a scalar.
     """
+    pairs = _draw_pairs(
+        estimates, scores, visible, share, top_sample_count, other_sample_count, generator
+    )
+    b, c = pairs.inside[..., :, None], pairs.outside[..., None, :]
+    losses = functional.softplus(alpha - beta * (b - c))
+    weights = pairs.is_other[..., None, :].expand_as(losses).to(losses.dtype)
+    return (losses * weights).sum() / weights.sum().clamp(min=1)
+
+
+def classification_loss(
+    estimates: torch.Tensor,
+    scores: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    share: float,
+    top_sample_count: int,
+    other_sample_count: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """HashAttention's loss: is a key of the query's top? (arXiv 2412.14468).
+
+    Binary cross-entropy of the codes' scores as logits; the top's keys weigh
+    as much together as the others.
+
+    Args:
+        estimates: The codes' scores, [H, G, Q, n].
+        scores: The true ones, -inf where hidden, [H, G, Q, n].
+        visible: int64 [Q].
+        share: Of the visible keys that are a query's top.
+        top_sample_count: Keys drawn from each query's top, with replacement.
+        other_sample_count: Keys drawn from the others.
+        generator: Of the draws, on the tensors' device.
+
+    Returns:
+        The mean over both classes, a scalar.
+    """
+    pairs = _draw_pairs(
+        estimates, scores, visible, share, top_sample_count, other_sample_count, generator
+    )
+    others = functional.softplus(pairs.outside)[pairs.is_other]
+    return (functional.softplus(-pairs.inside).mean() + others.mean()) / 2
+
+
+class _Pairs(NamedTuple):
+    """Estimates of drawn keys.
+
+    Attributes:
+        inside: Of keys of each query's top, [H, G, Q, t].
+        outside: Of keys drawn among all, [H, G, Q, o].
+        is_other: Which of these are not of the top, [H, G, Q, o].
+    """
+
+    inside: torch.Tensor
+    outside: torch.Tensor
+    is_other: torch.Tensor
+
+
+def _draw_pairs(
+    estimates: torch.Tensor,
+    scores: torch.Tensor,
+    visible: torch.Tensor,
+    share: float,
+    top_sample_count: int,
+    other_sample_count: int,
+    generator: torch.Generator,
+) -> _Pairs:
     *heads, query_count, _ = scores.shape
     counts = top_counts(visible, share)
     top = scores.topk(int(counts.max()), dim=-1)
@@ -87,11 +154,7 @@ def ranking_loss(
     threshold = top.values.gather(-1, last)
     # A key drawn among all that is of the top after all pairs with nothing.
     is_other = scores.gather(-1, outside) < threshold
-    b = estimates.gather(-1, inside)[..., :, None]
-    c = estimates.gather(-1, outside)[..., None, :]
-    losses = functional.softplus(alpha - beta * (b - c))
-    weights = is_other[..., None, :].expand_as(losses).to(losses.dtype)
-    return (losses * weights).sum() / weights.sum().clamp(min=1)
+    return _Pairs(estimates.gather(-1, inside), estimates.gather(-1, outside), is_other)
 
 
 def intersection_over_union(

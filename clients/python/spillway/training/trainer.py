@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-from spillway.training.hash_mlp import HashMlp, Hyperplanes
+from spillway.training.hash_mlp import HashAttentionMlps, HashMlp, Hyperplanes, ThreeLayerMlp
 from spillway.training.ranking import (
+    classification_loss,
     intersection_over_union,
     ranking_loss,
     softsign,
@@ -24,6 +26,10 @@ CENTRE_TOKEN_COUNT = 1024
 _JUDGED_QUERY_COUNT = 64  # of a stretch
 
 
+Method = Literal["spotlight", "hashattention"]
+Function = HashMlp | HashAttentionMlps
+
+
 @dataclass(frozen=True)
 class Training:
     """How hash functions are made and trained.
@@ -32,12 +38,14 @@ class Training:
     2508.19740, section 4 and table 7).
 
     Attributes:
+        method: `spotlight`, or `hashattention` (arXiv 2412.14468): MLPs of two
+            hidden layers, of their own for queries, that learn to tell a
+            query's top from the other keys; signs are smoothed by tanh. It
+            needs `per_query_head`.
         hash_bits: Bits of a code, a multiple of 32.
-        hidden_dim: Width of the hidden layers; None is head_dim.
-        hidden_layer_count: 1, or 2 as HashAttention's MLPs have.
+        hidden_dim: Width of the hidden layer; None is head_dim.
         per_query_head: One MLP a query head, keys having a code of each, instead
             of one a KV head.
-        query_weights: Queries have MLPs of their own, one a query head.
         raw_keys: Keys are hashed as they are, not less their head's centre.
         step_count: Most steps of a layer.
         query_count: Queries of a step.
@@ -54,11 +62,10 @@ class Training:
         seed: Of weights and draws.
     """
 
+    method: Method = "spotlight"
     hash_bits: int = 128
     hidden_dim: int | None = None
-    hidden_layer_count: int = 1
     per_query_head: bool = False
-    query_weights: bool = False
     raw_keys: bool = False
     step_count: int = 1000
     query_count: int = 32
@@ -141,11 +148,8 @@ class _Task:
 
     def codes(self, function: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
-        own = function.queries if isinstance(function, HashMlp) else None
-        if own is not None:
-            of_queries = own(self.queries.flatten(0, 1)).unflatten(0, self.queries.shape[:2])
-        else:
-            of_queries = function(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
+        ask = function.of_queries if isinstance(function, HashAttentionMlps) else function
+        of_queries = ask(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
         return function(self.hashed), of_queries
 
 
@@ -156,7 +160,6 @@ class _Layer:
         self, traces: Traces, layer: int, held_out: int, training: Training, device: torch.device
     ) -> None:
         self.training = training
-        self.index = layer
         self.device = device
         stretches = [
             _Stretch(traces.sample(layer, i, device), training) for i in range(traces.sample_count)
@@ -170,30 +173,12 @@ class _Layer:
         which = torch.linspace(seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2))
         return _Task(stretch, which.long().to(self.device))
 
-    def random_function(self, traces: Traces) -> HashMlp:
-        """What training begins with."""
-        training, stretch = self.training, self.learned[0]
-        generator = torch.Generator().manual_seed(training.seed + self.index)
-
-        def random(mean_square: torch.Tensor) -> HashMlp:
-            """For inputs of as many heads and of this size."""
-            return HashMlp.random(
-                len(mean_square),
-                traces.head_dim,
-                training.hidden_dim or traces.head_dim,
-                training.hash_bits,
-                mean_square.sqrt().clamp(min=1e-6),
-                generator,
-                training.hidden_layer_count,
-            )
-
+    def input_scale(self) -> torch.Tensor:
+        """Root mean square of what is hashed, [H]."""
+        stretch = self.learned[0]
         keys = stretch.hashed.square().mean((1, 2))
-        queries = stretch.queries.square().mean((2, 3))
-        if not training.query_weights:
-            return random((keys + queries.mean(1)) / 2)
-        function = random(keys)
-        function.queries = random(queries.flatten())
-        return function
+        queries = stretch.queries.square().mean((1, 2, 3))
+        return ((keys + queries) / 2).sqrt().clamp(min=1e-6)
 
     @torch.no_grad()
     def judge(self, function: nn.Module) -> torch.Tensor:
@@ -207,7 +192,7 @@ class _Layer:
             parts.append(found.flatten(0, 1))
         return torch.cat(parts, dim=1).mean(1)
 
-    def loss(self, function: HashMlp, generator: torch.Generator) -> torch.Tensor:
+    def loss(self, function: Function, generator: torch.Generator) -> torch.Tensor:
         """Of one stretch and some of its queries, both drawn."""
         training = self.training
         index = torch.randint(len(self.learned), (), generator=generator, device=self.device)
@@ -217,6 +202,16 @@ class _Layer:
         which = torch.randint(count, size, generator=generator, device=self.device)
         task = _Task(stretch, which)
         y_keys, y_queries = task.codes(function)
+        if training.method == "hashattention":
+            return classification_loss(
+                torch.einsum("hgqb,hnb->hgqn", y_queries.tanh(), y_keys.tanh()),
+                task.scores,
+                task.visible,
+                share=training.share,
+                top_sample_count=training.top_sample_count,
+                other_sample_count=training.other_sample_count,
+                generator=generator,
+            )
         estimates = torch.einsum(
             "hgqb,hnb->hgqn", softsign(y_queries, training.gamma), softsign(y_keys, training.gamma)
         )
@@ -238,13 +233,31 @@ def held_out_count(traces: Traces) -> int:
     return max(1, traces.sample_count // 10)
 
 
+def _random(traces: Traces, layer: int, training: Training, input_scale: torch.Tensor) -> Function:
+    """The MLPs before they are trained."""
+    generator = torch.Generator().manual_seed(training.seed + layer)
+    sizes = (
+        traces.query_head_count if training.per_query_head else traces.kv_head_count,
+        traces.head_dim,
+        training.hidden_dim or traces.head_dim,
+        training.hash_bits,
+        input_scale,
+        generator,
+    )
+    if training.method == "hashattention":
+        if not training.per_query_head:
+            raise ValueError("method hashattention has an MLP a query head")
+        return HashAttentionMlps(ThreeLayerMlp(*sizes), ThreeLayerMlp(*sizes))
+    return HashMlp.random(*sizes)
+
+
 def train_layer(
     traces: Traces,
     layer: int,
     training: Training,
     device: torch.device,
     on_step: Callable[[int, float, float], None] | None = None,
-) -> tuple[HashMlp, LayerResult]:
+) -> tuple[Function, LayerResult]:
     """Trains the MLPs of one layer, all heads beside each other.
 
     Args:
@@ -260,7 +273,7 @@ def train_layer(
     begin = time.perf_counter()
     data = _Layer(traces, layer, held_out_count(traces), training, device)
     generator = torch.Generator(device).manual_seed(training.seed + layer)
-    function = data.random_function(traces)
+    function = _random(traces, layer, training, data.input_scale())
     optimizer = torch.optim.AdamW(
         function.parameters(),
         lr=training.learning_rate,

@@ -1,0 +1,193 @@
+"""Tasks over long texts, made from templates after RULER (arXiv 2404.06654).
+
+Each makes a context of a wanted length, a question, and the strings that an
+answer must hold. The haystack is the evaluated text, where the template wants
+one.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ADJECTIVES = (
+    "amber ancient brave bright calm clever cold crisp curious daring deep eager early empty "
+    "fancy fierce gentle golden happy hollow honest humble icy jolly keen late light lively "
+    "lonely merry modest narrow noble orange patient polite proud quick rapid silent simple "
+    "steady tall urban vivid warm wild yellow young zesty"
+).split()
+NOUNS = (
+    "anchor arrow basket bridge candle castle corner desert dragon engine feather forest garden "
+    "glacier hammer harbor island jacket jungle kettle ladder lantern market meadow mirror "
+    "needle orchard oven palace pencil pillow quarry ribbon river saddle shelter signal "
+    "spoon statue temple ticket tunnel umbrella valley vessel window winter yard zebra zipper"
+).split()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question over a context.
+
+    Attributes:
+        context: What is read densely.
+        question: What follows it, and is decoded sparsely as the answer is.
+        start: How the answer begins, in the model's mouth.
+        answers: What it must hold, each worth the same.
+        new_token_count: Tokens it may take.
+    """
+
+    context: str
+    question: str
+    start: str
+    answers: tuple[str, ...]
+    new_token_count: int
+
+    def score(self, answer: str) -> float:
+        """Share of the answers that a text holds, whatever their case."""
+        return sum(wanted.lower() in answer.lower() for wanted in self.answers) / len(self.answers)
+
+
+# Makes a task out of so many of the sentences, or as long as if it did.
+Maker = Callable[[random.Random, Sequence[str], int], Task]
+
+
+def _keys(rng: random.Random, count: int) -> list[str]:
+    """Different keys."""
+    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
+    return rng.sample(pairs, count)
+
+
+def _needle(key: str, value: str) -> str:
+    return f"One of the special magic numbers for {key} is: {value}."
+
+
+def _ask(key: str) -> tuple[str, str]:
+    question = (
+        f"\n\nWhat is the special magic number for {key} mentioned in the provided text? "
+        "Answer with the number."
+    )
+    return question, f"The special magic number for {key} mentioned in the provided text is"
+
+
+_BEFORE = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize "
+    "them. I will quiz you about the numbers afterwards.\n\n"
+)
+
+
+def needle_at(depth: float) -> Maker:
+    """One needle at a depth of the haystack, 0 its beginning and 1 its end."""
+
+    def make(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
+        key, value = _keys(rng, 1)[0], str(rng.randrange(1_000_000, 10_000_000))
+        hay = list(sentences[:size])
+        hay.insert(round(depth * len(hay)), _needle(key, value))
+        question, start = _ask(key)
+        return Task(_BEFORE + " ".join(hay), question, start, (value,), 10)
+
+    return make
+
+
+def single_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
+    """RULER's niah_single_2: one needle anywhere in an essay."""
+    return needle_at(rng.random())(rng, sentences, size)
+
+
+def multi_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
+    """RULER's niah_multikey_1: four needles of different keys, one of them asked for."""
+    keys = _keys(rng, 4)
+    values = [str(rng.randrange(1_000_000, 10_000_000)) for _ in keys]
+    hay = list(sentences[:size])
+    for key, value in zip(keys, values, strict=True):
+        hay.insert(rng.randrange(len(hay) + 1), _needle(key, value))
+    question, start = _ask(keys[0])
+    return Task(_BEFORE + " ".join(hay), question, start, (values[0],), 10)
+
+
+def variable_tracking(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
+    """RULER's vt: a chain of five assignments among the text; all names of the value."""
+    names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(5)]
+    value = str(rng.randrange(10_000, 100_000))
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [
+        f"VAR {after} = VAR {before}" for before, after in zip(names, names[1:], strict=False)
+    ]
+    hay = list(sentences[:size])
+    # In order: an assignment comes after the one that it takes from.
+    at = sorted(rng.randrange(len(hay) + 1) for _ in chain)
+    for place, line in reversed(list(zip(at, chain, strict=True))):
+        hay.insert(place, f"{line}.")
+    before = (
+        "Memorize and track the chain of variable assignments hidden in the following text.\n\n"
+    )
+    question = f"\n\nFind all variables that are assigned the value {value} in the text above."
+    start = (
+        f"According to the chain of variable assignments in the text above, 5 variables are "
+        f"assigned the value {value}, they are:"
+    )
+    return Task(before + " ".join(hay), question, start, tuple(names), 40)
+
+
+def common_words(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
+    """RULER's cwe: ten words that occur thirty times among words that occur three times."""
+    words = _keys(rng, 10 + max(1, size // 3))
+    common, rare = words[:10], words[10:]
+    listed = common * 30 + rare * 3
+    rng.shuffle(listed)
+    numbered = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
+    before = (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n"
+    )
+    question = "\n\nWhat are the 10 most common words in the above list?"
+    start = "The top 10 words that appear most often in the list are:"
+    return Task(before + numbered, question, start, tuple(common), 80)
+
+
+TASKS: dict[str, Maker] = {
+    "single_key": single_key,
+    "multi_key": multi_key,
+    "variable_tracking": variable_tracking,
+    "common_words": common_words,
+}
+
+
+def sized(
+    maker: Maker,
+    seed: str,
+    sentences: Sequence[str],
+    count_tokens: Callable[[Task], int],
+    token_count: int,
+) -> Task:
+    """The longest task of a maker that fits a number of tokens, by bisection.
+
+    Args:
+        maker: Of the task.
+        seed: Of all its draws.
+        sentences: Of the haystack.
+        count_tokens: Tokens of a whole task's prompt and answer.
+        token_count: Most of them.
+
+    Raises:
+        ValueError: The haystack is too short, or nothing fits.
+    """
+
+    def made(size: int) -> Task:
+        return maker(random.Random(seed), sentences, size)
+
+    low, high = 1, 2
+    while count_tokens(made(high)) <= token_count:
+        if high >= len(sentences):
+            raise ValueError(f"{len(sentences)} sentences do not fill {token_count:,} tokens")
+        low, high = high, min(2 * high, len(sentences))
+    if count_tokens(made(low)) > token_count:
+        raise ValueError(f"no task fits {token_count:,} tokens")
+    while high - low > max(1, high // 200):
+        middle = (low + high) // 2
+        if count_tokens(made(middle)) <= token_count:
+            low = middle
+        else:
+            high = middle
+    return made(low)
