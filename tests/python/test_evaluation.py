@@ -14,6 +14,7 @@ import pytest
 import spillway
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from spillway.evaluation import ablation, intervals, language, perplexity, results, retrieval
 from spillway.evaluation.attends import EXACT, Case, Outcome, measure, rows_in_daemon
 from spillway.evaluation.calibration import choose_channels
@@ -34,6 +35,13 @@ from spillway.evaluation.setting import Setting
 from spillway.evaluation.tasks import TASKS, needle_at, sized
 from spillway.evaluation.workbench import Workbench
 from spillway.policy import Policy
+from spillway.training.hash_mlp import (
+    HashAttentionMlps,
+    HashMlp,
+    Hyperplanes,
+    ThreeLayerMlp,
+    save_hash,
+)
 from spillway.transformers.support import Shapes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -216,6 +224,33 @@ def test_every_method_is_served(bench: Workbench) -> None:
         assert (outcome.rows > 0).all(), method.name
 
 
+def test_trained_weights_are_methods_too(
+    tiny: tuple[Path, Path], target: str, tmp_path: Path
+) -> None:
+    shapes = Shapes(layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16)
+    mlp, pair = tmp_path / "mlp.safetensors", tmp_path / "pair.safetensors"
+    write_rotations(mlp, spillway.MlpHash(hash_bits=64, hidden_dim=32), shapes, seed=0)
+    described = spillway.MlpHash(
+        hash_bits=32,
+        hidden_dim=8,
+        per_query_head=True,
+        raw_keys=True,
+        hidden_layer_count=2,
+        query_weights=True,
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        generator = torch.Generator().manual_seed(layer)
+        keys, queries = (ThreeLayerMlp(4, 16, 8, 32, torch.ones(4), generator) for _ in range(2))
+        tensors |= HashAttentionMlps(keys, queries).tensors(layer)
+    save_hash(pair, tensors, 2, described)
+    options = ("--mlp", str(mlp), "--hashattention", str(pair))
+    methods = ("--methods", "mlp,hashattention,twilight-mlp")
+    told = evaluate(tiny, target, tmp_path, "fidelity", *methods, *options)
+    for method in told["found"]["methods"]:
+        assert all(math.isfinite(p["error"]["mean"]) for p in method["points"]), method["name"]
+
+
 def test_every_variant_and_ranking_is_served(bench: Workbench) -> None:
     cases = [variant.case for variant in ablation.variants(bench.shapes.head_dim)]
     for outcome in measure(bench, cases, "variants"):
@@ -284,10 +319,6 @@ def test_intervals_cover() -> None:
 
 
 def test_stacked_rotations_are_what_their_file_computes(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-    from spillway.training import HashMlp
-    from spillway.training.hash_mlp import Hyperplanes
-
     shapes = Shapes(layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16)
     path = tmp_path / "rotations.safetensors"
     write_rotations(path, spillway.MlpHash(hash_bits=64, hidden_dim=32), shapes, seed=3)

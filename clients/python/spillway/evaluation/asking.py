@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 import re
@@ -80,15 +81,17 @@ class Answer:
     row_share: float
 
 
-def asked_methods(bench: Workbench, names: str) -> list[Asked]:
+def asked_methods(bench: Workbench, names: str, token_count: int) -> list[Asked]:
     """Dense attention, and methods named with commas between, `name` or `name=budget`.
 
-    Without a budget it is the knob's middle.
+    Without a budget it is the knob's middle; what is a share of the context is
+    of so many tokens.
 
     Raises:
         ValueError: An unknown method or budget.
     """
-    known = {method.name: method for method in registry(bench.setting, bench.shapes)}
+    setting = dataclasses.replace(bench.setting, token_count=token_count)
+    known = {method.name: method for method in registry(setting, bench.shapes)}
     asked = [DENSE]
     for part in names.split(","):
         name, _, budget = part.strip().partition("=")

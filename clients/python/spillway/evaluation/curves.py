@@ -48,16 +48,22 @@ def draw(
         axes.set_xscale("log")
         if linear:
             axes.set_yscale("symlog", linthresh=linear, linscale=0.4)
-            axes.set_ylim(bottom=-linear / 4)
         else:
             axes.set_yscale("log")
         axes.grid(alpha=0.25, which="both", linewidth=0.5)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         axes.tick_params(labelbottom=True)
     counts = [point["rows"]["mean"] for method in methods for point in method["points"]]
     # Room for the labels right of the lines.
-    panels[0].set_xlim(min(counts) / 1.2, max(counts) * 3.2)
+    low, high = min(counts) / 1.2, max(counts) * 3.2
+    ticks = [d * 10**e for e in range(1, 7) for d in (1, 2, 5) if low <= d * 10**e <= high]
+    panels[0].set_xlim(low, high)
+    for axes in panels[: len(bases)]:
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+        axes.xaxis.set_minor_formatter(lambda x, _: "")
+    if linear:
+        tops = [max(value(point)[1]) for method in methods for point in method["points"]]
+        panels[0].set_ylim(-linear / 4, 1.5 * max(*tops, linear))
     figure.supxlabel("rows touched by a KV head, mean", fontsize=10)
     figure.supylabel(label, fontsize=10)
     figure.canvas.draw()

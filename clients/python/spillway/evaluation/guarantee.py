@@ -12,7 +12,7 @@ import numpy as np
 from spillway.evaluation import results, summary
 from spillway.evaluation.attends import Case, Outcome, measure
 from spillway.evaluation.indexing import DEFAULT_INDEX, Index
-from spillway.evaluation.methods import vattention
+from spillway.evaluation.methods import lsh_index, vattention
 from spillway.evaluation.workbench import Workbench
 from spillway.indices import KeyIndices, RotationHash
 from spillway.policy import Bound, Policy, Selector
@@ -51,7 +51,7 @@ class Promise:
         return Case(self.index, dataclasses.replace(policy, seed=seed) if seed else policy)
 
 
-def promises() -> list[Promise]:
+def promises(head_dim: int) -> list[Promise]:
     """Every bound and tail, with an oracle's ranks and with ranks that can be had."""
     sketch = Index(key_indices=KeyIndices(sketch=True))
     tails: tuple[tuple[str, Bound | None], ...] = (
@@ -64,7 +64,7 @@ def promises() -> list[Promise]:
         ("oracle", "oracle", "oracle", DEFAULT_INDEX),
         ("sketch", "4-bit keys", "sketch", sketch),
         ("codes", "2-bit codes", "asymmetric", DEFAULT_INDEX),
-        ("lsh", "LSH", "hamming", DEFAULT_INDEX),
+        ("lsh", "LSH", "hamming", lsh_index(head_dim)),
     )
     made = [
         Promise(f"{tail}-{name}", "uniform" if bound else tail, bound, label, selector, index)
@@ -86,7 +86,7 @@ def run(
     seed_count: int = 1,
 ) -> None:
     """Measures the grids and writes `guarantee.json`."""
-    wanted = chosen(names)
+    wanted = chosen(names, bench.shapes.head_dim)
     seeds = [bench.setting.seed + i for i in range(seed_count)]
     cells = [(p, epsilon, delta) for p in wanted for epsilon in epsilons for delta in deltas]
     n = bench.setting.token_count
@@ -126,13 +126,13 @@ def _cell(of_seeds: Sequence[Outcome], epsilon: float, delta: float) -> dict[str
     }
 
 
-def chosen(names: str) -> list[Promise]:
+def chosen(names: str, head_dim: int) -> list[Promise]:
     """The promises that a list with commas names; all of an empty one.
 
     Raises:
         ValueError: An unknown name.
     """
-    known = {promise.name: promise for promise in promises()}
+    known = {promise.name: promise for promise in promises(head_dim)}
     if not names:
         return list(known.values())
     wanted = [name.strip() for name in names.split(",")]

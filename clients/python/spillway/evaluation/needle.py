@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spillway.evaluation import asking, results
-from spillway.evaluation.asking import Answer, Asked, Asker, asked_methods
+from spillway.evaluation.asking import Answer, Asker, asked_methods
 from spillway.evaluation.intervals import bounds, resamples
 from spillway.evaluation.tasks import TASKS, Maker, needle_at
 from spillway.evaluation.workbench import Workbench
@@ -60,7 +60,7 @@ def _run(
     cells: Cells,
     sample_count: int,
 ) -> None:
-    asked = asked_methods(bench, names)
+    asked = {length: asked_methods(bench, names, length) for length in lengths}
     answers: dict[tuple[int, str], list[list[Answer]]] = {}
     with bench.progress(section) as progress:
         bar = progress.add_task("", total=len(lengths) * len(cells) * sample_count)
@@ -70,7 +70,7 @@ def _run(
                 for sample in range(sample_count):
                     progress.update(bar, description=f"{length:,} tokens, {name}")
                     seed = f"{bench.setting.seed}-{length}-{name}-{sample}"
-                    found = asker.ask(asker.prompt(maker, seed), asked)
+                    found = asker.ask(asker.prompt(maker, seed), asked[length])
                     answers.setdefault((length, name), []).append(found)
                     progress.advance(bar)
     parameters = {
@@ -79,13 +79,14 @@ def _run(
         "sample_count": sample_count,
         "intervals": f"{asking.EXPLANATION} {EXPLANATION}",
     }
-    told = [_told(i, one, answers, bench.setting.seed) for i, one in enumerate(asked)]
+    labels = [one.label for one in asked[lengths[0]]]
+    told = [_told(i, label, answers, bench.setting.seed) for i, label in enumerate(labels)]
     results.write(bench, section, parameters, {"methods": told})
 
 
 def _told(
     number: int,
-    asked: Asked,
+    label: str,
     answers: Mapping[tuple[int, str], Sequence[Sequence[Answer]]],
     seed: int,
 ) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def _told(
     own, dense = all_scores[:, number], all_scores[:, 0]
     draws = resamples(len(own), seed)
     return {
-        "label": asked.label,
+        "label": label,
         "score": own.mean(),
         "interval": bounds(own[draws].mean(1)),
         "less_than_dense": (own - dense).mean(),

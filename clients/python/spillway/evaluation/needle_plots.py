@@ -53,10 +53,12 @@ def draw_ruler(told: dict[str, Any], folder: Path) -> list[Path]:
     columns = [(n, cell) for cell in parameters["cells"] for n in parameters["lengths"]]
     values = np.array([[_score(method, *column) for column in columns] for method in methods])
     title = (
-        f"Tasks after RULER, {parameters['sample_count']} of each: share of the answers given; "
-        "what dense attention misses, the model misses by itself"
+        f"Tasks after RULER, {parameters['sample_count']} of each: % of the answers given\n"
+        "What dense attention misses, the model misses by itself"
     )
-    figure = style.make_figure(5.2 + 0.62 * len(columns), 1.7 + 0.36 * len(methods), title)
+    # Wide enough for the names of the tasks.
+    width = max(0.62 * len(columns), 1.4 * len(parameters["cells"]))
+    figure = style.make_figure(5.2 + width, 2.0 + 0.36 * len(methods), title)
     axes = figure.subplots()
     image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1)
     _numbers(axes, values)

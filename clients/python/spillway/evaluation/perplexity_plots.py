@@ -20,7 +20,7 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
 
     def disagreement(point: dict[str, Any]) -> tuple[float, list[float]]:
         agreement = point["agreement"]
-        bounds = [100 * (1 - bound) for bound in agreement["interval"]]
+        bounds = sorted(100 * (1 - bound) for bound in agreement["interval"])
         return 100 * (1 - agreement["mean"]), bounds
 
     agreement = curves.draw(

@@ -90,7 +90,7 @@ def _head(told: Told) -> str:
     if "lengths" not in told["parameters"]:
         queries = setting["query_count"] * setting["stretch_count"]
         what = (
-            f" from token {told['text']['first_token']:,} on, {queries} query positions, "
+            f" from token {setting['first_token']:,} on, {queries} query positions, "
             f"{len(setting['layers'])} layers"
         )
     else:

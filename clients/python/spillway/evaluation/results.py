@@ -51,11 +51,11 @@ def environment(bench: Workbench) -> dict[str, Any]:
                 for text in setting.texts
             ],
             "token_count": len(bench.tokens),
-            "first_token": bench.first_token,
         },
         "setting": {
             "token_count": setting.token_count,
             "stretch_count": setting.stretch_count,
+            "first_token": len(bench.tokens) - setting.stretch_count * setting.token_count,
             "query_count": setting.query_count,
             "layers": list(bench.layers),
             "seed": setting.seed,

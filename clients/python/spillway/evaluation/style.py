@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 # Okabe and Ito's.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
@@ -99,4 +100,6 @@ def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> N
             fontsize=8,
             va="center",
             annotation_clip=False,
+            # Readable where a line passes below.
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )
