@@ -100,6 +100,7 @@ void Engine::AttendOperation::Submit() {
         auditor != nullptr && auditor->enabled()) {
       Audited& audited = audited_.emplace_back(item.work.policy);
       audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.work);
+      item.work.audited = true;
     }
     work.attend = std::move(item.work);
     work.attend->rows = &RowsOf(item);

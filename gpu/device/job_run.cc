@@ -246,6 +246,7 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     if (!work(unit.item).head_policies.empty()) {
       SetTail(work(unit.item).PolicyOf(unit.kv_head), r);
     }
+    r.may_promise = work(unit.item).MayPromise(spec(), unit.kv_head, unit.query);
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;

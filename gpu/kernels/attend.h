@@ -187,6 +187,7 @@ struct UnitRequest {
   Tail tail;
   Bound bound;
   bool by_mass;
+  bool may_promise;  // if the estimate is within epsilon
   double epsilon;
   double z;        // of the certificate
   double bound_z;  // of the uniform bound

@@ -460,11 +460,10 @@ __global__ void __launch_bounds__(kEstimateThreads)
     result.tail_mass[g] = NAN;
   } else {
     const double error = RelativeErrorOf(u, head);
-    const bool bounded = BoundsTheError(u.tail, u.bound);
     result.relative_error[g] = static_cast<float>(error);
     result.tail_mass[g] = tail_mass;
     result.promise[g] =
-        bounded && !s.limited && error <= u.epsilon ? Promise::kStatistical : Promise::kNone;
+        u.may_promise && !s.limited && error <= u.epsilon ? Promise::kStatistical : Promise::kNone;
   }
   if (g != 0) return;
   result.error_token = s.error_token;

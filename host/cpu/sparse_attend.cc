@@ -427,7 +427,7 @@ void SparseAttend::WriteOutput() {
       continue;
     }
     const double error = RelativeError(e, z_);
-    const bool bounded = BoundsTheError(policy_.tail, policy_.bound);
+    const bool bounded = work.MayPromise(c_.spec(), kv_head_, query_);
     certificate.relative_error = static_cast<float>(error);
     certificate.tail_mass = static_cast<float>(1 - e.exact_denominator / e.denominator);
     certificate.promise =

@@ -73,9 +73,18 @@ struct AttendWork {
   std::vector<int64_t> visible;  // [T], each in [1, rows after the append]
   // Choose rows only: selections is filled, out and lse are not.
   bool select_only = false;
+  // Errors are watched, and heads made to keep their promise: certificates
+  // promise whatever the ranks.
+  bool audited = false;
 
   const Policy& PolicyOf(int kv_head) const {
     return head_policies.empty() ? policy : head_policies[kv_head];
+  }
+  // Whether an estimate within epsilon is a promise, for a query of a KV head.
+  bool MayPromise(const ModelSpec& spec, int kv_head, int64_t query) const {
+    const Policy& p = PolicyOf(kv_head);
+    return BoundsTheError(p.tail, p.bound) &&
+           (audited || RanksBearThePromise(p, spec, visible[query]));
   }
 
   // Filled by the device.

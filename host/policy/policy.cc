@@ -22,6 +22,9 @@ constexpr int kPilotMax = 65536;
 constexpr double kInflationMax = 16;
 constexpr double kDeltaMax = 0.2;
 constexpr double kDeltaMaxDenominator = 0.5;
+// To which codes of so many bits a dimension bear a promise; see docs/adr/0018.
+constexpr int64_t kTwoBitsTokenCount = int64_t{1} << 16;
+constexpr int64_t kThreeBitsTokenCount = int64_t{1} << 18;
 
 void CheckDenseLayers(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
   std::vector<int32_t> layers = policy.dense_layers;
@@ -183,6 +186,26 @@ bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
   }
   const int64_t candidates = n - sink_token_count - window_token_count;
   return candidates <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
+}
+
+bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n) {
+  if (policy.tail == Tail::kUniform && policy.bound == Bound::kPaper) return true;
+  // By bits a dimension of the estimates.
+  const auto borne = [n](int bits) {
+    return bits >= 3 ? n <= kThreeBitsTokenCount : bits == 2 && n <= kTwoBitsTokenCount;
+  };
+  switch (policy.selector) {
+    case Selector::kOracle:
+    case Selector::kAll:
+      return true;
+    case Selector::kAsymmetric:
+      return borne(spec.hash.bits_per_dim);
+    case Selector::kSketch:
+      // What a first selection misses has no rank.
+      return !policy.candidate_selector.has_value() && borne(4);
+    default:
+      return false;
+  }
 }
 
 Policy DefaultPolicy(const ModelSpec& spec) {

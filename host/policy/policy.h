@@ -4,7 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "host/core/host_device.h"
 #include "host/device/attend.h"
 #include "host/model/model_spec.h"
 
@@ -25,7 +24,7 @@ enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
 
 // Whether a tail's estimate bounds the output's error: what certificates may
 // promise, and what the audit may raise.
-SPILLWAY_HOST_DEVICE constexpr bool BoundsTheError(Tail tail, Bound bound) {
+constexpr bool BoundsTheError(Tail tail, Bound bound) {
   return tail == Tail::kStratified || (tail == Tail::kUniform && bound != Bound::kDenominator);
 }
 
@@ -67,6 +66,11 @@ struct Policy {
   // by the policy's word, or because nothing is left for a tail.
   bool IsDense(int layer, int64_t query_count, int64_t n) const;
 };
+
+// Whether a selector's ranks over n visible tokens are good enough for a tail
+// that rests on them: as far as promises were found to be kept, and to twice
+// that length (docs/adr/0018). vAttention's lemmas rest on no ranks.
+bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n);
 
 // The default policy of a model: the values above with the selector that the
 // model's codes allow (asymmetric, hamming or all).

@@ -219,7 +219,9 @@ def test_attends_keep_their_promise(
         error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
         assert (error < 0.2).all()
         within = result.certificate.relative_errors <= result.certificate.epsilon
-        np.testing.assert_array_equal(result.certificate.promises == "statistical", within)
+        # Other ranks were not found to bear a promise.
+        bears = policy.selector in (None, "sketch") and policy.candidates is None
+        np.testing.assert_array_equal(result.certificate.promises == "statistical", within & bears)
         assert within.mean() > 0.5
         assert (np.array(result.touched_row_counts) < TOKENS).all()
 

@@ -282,5 +282,37 @@ TEST(Policy, CandidatesByCountOrFraction) {
   EXPECT_EQ(policy.CandidateCount(4001), 77);
 }
 
+TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
+  constexpr int64_t k64 = 65536, k256 = 262144, kFar = int64_t{1} << 30;
+  struct Case {
+    Selector selector;
+    int bits;
+    int64_t longest;  // 0: never
+  };
+  for (const auto& [selector, bits, longest] :
+       {Case{Selector::kAsymmetric, 1, 0}, Case{Selector::kAsymmetric, 2, k64},
+        Case{Selector::kAsymmetric, 3, k256}, Case{Selector::kAsymmetric, 4, k256},
+        Case{Selector::kSketch, 1, k256}, Case{Selector::kOracle, 1, kFar},
+        Case{Selector::kHamming, 4, 0}, Case{Selector::kQuest, 4, 0},
+        Case{Selector::kDoubleSparsity, 4, 0}}) {
+    ModelSpec spec = Spec(HashKind::kRotation);
+    spec.hash.bits_per_dim = bits;
+    Policy policy;
+    policy.selector = selector;
+    const auto bears = [&](int64_t n) { return RanksBearThePromise(policy, spec, n); };
+    EXPECT_EQ(bears(4096), longest > 0) << static_cast<int>(selector) << " bits " << bits;
+    EXPECT_EQ(bears(longest), longest > 0);
+    EXPECT_FALSE(selector != Selector::kOracle && bears(longest + 1));
+    policy.tail = Tail::kUniform;
+    EXPECT_EQ(bears(4096), longest > 0);
+    policy.bound = Bound::kPaper;
+    EXPECT_TRUE(bears(kFar));
+  }
+  Policy staged;
+  staged.selector = Selector::kSketch;
+  staged.candidate_selector = Selector::kQuest;
+  EXPECT_FALSE(RanksBearThePromise(staged, Spec(HashKind::kRotation), 4096));
+}
+
 }  // namespace
 }  // namespace spillway
