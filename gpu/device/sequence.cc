@@ -53,7 +53,6 @@ void LayerIndex::Truncate(int64_t token_count) {
   coded_token_count_ = std::min(coded_token_count_, token_count);
   for (PageTable& table : codes_) table.Truncate(coded_token_count_);
   resident_.Truncate(coded_token_count_);
-  rates_known_ = false;
   // A page that is written next may be replaced first, if a fork shares it.
   synced_row_pages_ = std::min(synced_row_pages_, token_count / kPageTokenCount);
   synced_code_pages_ = std::min(synced_code_pages_, coded_token_count_ / kPageTokenCount);

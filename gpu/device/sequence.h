@@ -61,6 +61,7 @@ class LayerIndex {
   // Room for what attends remember, cleared where nothing is known; see
   // Policy::reuse_deviations. RESOURCE_EXHAUSTED.
   absl::Status PrepareRates(cudaStream_t stream);
+  void ForgetRates() { rates_known_ = false; }
   double* rates(int kv_head) const {
     return reinterpret_cast<double*>(rates_.data()) + int64_t{kv_head} * kRateDoubles;
   }

@@ -68,6 +68,19 @@ TEST_P(Reuse, TheFirstAttendIsAsWithoutAndLaterOnesAreNot) {
   EXPECT_GT(differing, 0);
 }
 
+// An attend draws as the one before the append found, not as one that knows
+// nothing: what a decoding loop does.
+TEST_P(Reuse, AnAppendForgetsNothing) {
+  BenchSequence sequence = Sequence(kTokens), fresh = Sequence(kTokens);
+  for (int i = 0; i < 3; ++i) sequence.Attend(policy_, Queries(150 + i));
+  ASSERT_TRUE(sequence.Append(context_, kTokens, kTokens + 1).ok());
+  ASSERT_TRUE(fresh.Append(context_, kTokens, kTokens + 1).ok());
+  const std::vector<float> q = Queries(160);
+  const JobItem a = sequence.Attend(policy_, q), b = fresh.Attend(policy_, q);
+  ASSERT_TRUE(a.status.ok() && b.status.ok()) << a.status << b.status;
+  EXPECT_NE(a.attend->touched_row_counts, b.attend->touched_row_counts);
+}
+
 // Each of a group's first query heads counts: those of a group fail together.
 TEST_P(Reuse, PromisesHoldStepAfterStep) {
   for (const double epsilon : {0.1, 0.05}) {
