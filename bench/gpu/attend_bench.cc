@@ -37,6 +37,7 @@ struct Options {
   std::string data;
   int repetitions = 15;
   std::string only;
+  int bits_per_dim = HashSpec().bits_per_dim;
 };
 
 struct NamedPolicy {
@@ -209,6 +210,7 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
   if (!timing.ok()) return timing.status();
   Print({{"name", what.name},
          {"data", "trace"},
+         {"bits_per_dim", fixture.spec().hash.bits_per_dim},
          {"tokens", data.lengths()[at]},
          {"query", query},
          {"visible", data.visible(at, query)},
@@ -273,6 +275,7 @@ absl::Status RunRandom(const Options& options) {
   spec.kv_head_count = 8;
   spec.head_dim = 128;
   spec.dtype = DType::kBF16;
+  spec.hash.bits_per_dim = options.bits_per_dim;
   Normalize(spec);
   std::vector<int64_t> lengths = options.lengths;
   if (lengths.empty()) lengths = {131072, 524288, 1048576};
@@ -293,7 +296,8 @@ absl::Status RunRandom(const Options& options) {
 absl::Status RunTrace(const Options& options) {
   const auto data = TraceData::Open(options.data);
   if (!data.ok()) return data.status();
-  const ModelSpec& spec = data->spec();
+  ModelSpec spec = data->spec();
+  spec.hash.bits_per_dim = options.bits_per_dim;
   const std::vector<int64_t>& lengths = data->lengths();
   const auto holds = [](const std::vector<int64_t>& all, int64_t n) {
     return std::find(all.begin(), all.end(), n) != all.end();
@@ -335,6 +339,7 @@ int Main(int argc, char** argv) {
   app.add_option("--repetitions", options.repetitions, "of each measurement")
       ->check(CLI::PositiveNumber);
   app.add_option("--only", options.only, "measurements whose name holds this");
+  app.add_option("--bits-per-dim", options.bits_per_dim, "of the codes")->check(CLI::Range(1, 4));
   CLI11_PARSE(app, argc, argv);
   try {
     const absl::Status status = options.data.empty() ? RunRandom(options) : RunTrace(options);
