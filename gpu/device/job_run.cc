@@ -203,10 +203,9 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
   return shape;
 }
 
-void JobRun::SetSelector(Selector selector, AttendShape& shape) {
+void JobRun::SetSelector(Selector selector, AttendShape& shape) const {
   shape.selector = selector;
-  shape.bin_count =
-      selector == Selector::kHamming ? shape.plane_bits * shape.heads_per_code + 1 : kScoreBinCount;
+  shape.bin_count = selector == Selector::kHamming ? spec().match_bin_count() : kScoreBinCount;
 }
 
 std::optional<AttendShape> JobRun::FirstShape(const SparseWave& wave) const {
@@ -340,12 +339,8 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
 
 bool JobRun::ReusesDeviations(const JobItem& item) {
   const AttendWork& work = *item.attend;
-  const int64_t length =
-      item.append.has_value() ? item.append->start + item.append->count : work.rows->token_count();
-  // Queries side by side would write the same, and what is seen from before
-  // the newest tokens is no step of the sequence.
-  return work.policy.reuse_deviations && work.query_count == 1 && !work.select_only &&
-         work.visible[0] == length;
+  return work.ReusesDeviations(item.append.has_value() ? item.append->start + item.append->count
+                                                       : work.rows->token_count());
 }
 
 absl::Status JobRun::Reserve() {

@@ -116,7 +116,7 @@ class JobRun {
   AttendShape Shape(const SparseWave& wave) const;
   // Of its first selection, if it has one.
   std::optional<AttendShape> FirstShape(const SparseWave& wave) const;
-  static void SetSelector(Selector selector, AttendShape& shape);
+  void SetSelector(Selector selector, AttendShape& shape) const;
   // Whether an attend sets its first draw by the last one's deviations.
   static bool ReusesDeviations(const JobItem& item);
   // The kernels' view of a wave that is laid out.

@@ -15,12 +15,6 @@ __device__ inline float Rotated(RotationColumn& column, const float* x, int dim)
   return y[0][0];
 }
 
-__device__ inline float LoadElement(DType dtype, const std::byte* row, int i) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(row)[i];
-  if (dtype == DType::kF16) return __half2float(reinterpret_cast<const __half*>(row)[i]);
-  return BFloat16ToFloat(reinterpret_cast<const uint16_t*>(row)[i]);
-}
-
 // Key blockIdx.x of the append, a thread a dimension: blockDim.x is d, rounded
 // up to whole warps.
 __device__ inline void EncodeKey(const StepAppend& append, const Quantiser& quantiser) {

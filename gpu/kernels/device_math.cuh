@@ -25,6 +25,13 @@ __device__ inline float BFloat16ToFloat(uint16_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
 
+// Element i of a vector in the rows' dtype.
+__device__ inline float LoadElement(DType dtype, const std::byte* base, int i) {
+  if (dtype == DType::kF32) return reinterpret_cast<const float*>(base)[i];
+  if (dtype == DType::kF16) return __half2float(reinterpret_cast<const __half*>(base)[i]);
+  return BFloat16ToFloat(reinterpret_cast<const uint16_t*>(base)[i]);
+}
+
 // Four elements of a 16-bit dtype.
 __device__ inline float4 WidenFour(DType dtype, uint32_t low, uint32_t high) {
   if (dtype == DType::kBF16) {

@@ -132,13 +132,10 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
   }
 }
 
-// A logit beside which every other weighs all.
-inline constexpr float kNotTaken = -1e30f;
-
 // The logit of a row that LSH sampling took, less the log of its chance.
 __device__ inline float LshLogit(const AttendShape& shape, const UnitRequest& u, int head,
                                  uint32_t token, const float* key, float logit) {
-  if ((u.takers[token] >> head & 1) == 0) return kNotTaken;
+  if ((u.takers[token] >> head & 1) == 0) return kLshNotTaken;
   const float* q = u.q + head * shape.head_dim;
   double dot = 0, key_sq = 0, query_sq = 0;
   for (int i = 0; i < shape.head_dim; ++i) {

@@ -154,8 +154,8 @@ class BoundEstimates {
       float sum = 0;
       for (int i = 0; i < d; ++i) {
         const float q = queries_[head * d + i];
-        const float low = q * Element(bounds, i * pages + page);
-        const float high = q * Element(bounds, (d + i) * pages + page);
+        const float low = q * LoadElement(shape_.dtype, bounds, i * pages + page);
+        const float high = q * LoadElement(shape_.dtype, bounds, (d + i) * pages + page);
         sum += low > high ? low : high;
       }
       logits_[head * kPagesMax + page] = CutEstimate(sum);
@@ -169,14 +169,6 @@ class BoundEstimates {
   }
 
  private:
-  __device__ float Element(const std::byte* bounds, int i) const {
-    if (shape_.dtype == DType::kF32) return reinterpret_cast<const float*>(bounds)[i];
-    if (shape_.dtype == DType::kF16) {
-      return __half2float(reinterpret_cast<const __half*>(bounds)[i]);
-    }
-    return BFloat16ToFloat(reinterpret_cast<const uint16_t*>(bounds)[i]);
-  }
-
   const AttendShape& shape_;
   const UnitRequest& u_;
   float* queries_;  // [G][d], scaled

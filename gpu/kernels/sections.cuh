@@ -30,14 +30,8 @@ __device__ inline void StoreSketch(const float* x, const uint16_t* channels, int
   words[count / 8 * kPageTokenCount] = range.Pack();
 }
 
-__device__ inline float LoadAny(DType dtype, const std::byte* base, int64_t i) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(base)[i];
-  if (dtype == DType::kF16) return __half2float(reinterpret_cast<const __half*>(base)[i]);
-  return BFloat16ToFloat(reinterpret_cast<const uint16_t*>(base)[i]);
-}
-
 // x is a number of the dtype.
-__device__ inline void StoreAny(DType dtype, std::byte* base, int64_t i, float x) {
+__device__ inline void StoreElement(DType dtype, std::byte* base, int i, float x) {
   if (dtype == DType::kF32) {
     reinterpret_cast<float*>(base)[i] = x;
   } else if (dtype == DType::kF16) {
@@ -58,12 +52,12 @@ __device__ inline void StoreBounds(const EncodeWork& work, const KeySections& se
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
       float low = INFINITY, high = -INFINITY;
       for (int t = page * tokens; t < min(end, (page + 1) * tokens); ++t) {
-        const float x = LoadAny(work.dtype, rows + t * work.row_bytes, i);
+        const float x = LoadElement(work.dtype, rows + t * work.row_bytes, i);
         low = x < low ? x : low;
         high = high < x ? x : high;
       }
-      StoreAny(work.dtype, section, i * pages + page, low);
-      StoreAny(work.dtype, section, (d + i) * pages + page, high);
+      StoreElement(work.dtype, section, i * pages + page, low);
+      StoreElement(work.dtype, section, (d + i) * pages + page, high);
     }
   }
 }

@@ -8,6 +8,9 @@ namespace spillway {
 
 // A key is sampled if it shares at least this many of its buckets with the query.
 inline constexpr int kLshSharedMin = 2;
+// The logit of a row for a query head that does not take it: beside it every
+// other weighs all.
+inline constexpr float kLshNotTaken = -1e30f;
 
 // log of the chance that a key shares at least two of table_count buckets of
 // bits signs each with a query at the angle acos(dot / (query_norm key_norm)),

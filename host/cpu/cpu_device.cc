@@ -161,10 +161,7 @@ class CpuDevice final : public Device {
       c.shapes = &model.spec();
       c.model = &model;
       c.index = sequence.layers.empty() ? nullptr : &sequence.layers[job.layer];
-      // Queries side by side would write the same, and what is seen from before
-      // the newest tokens is no step of the sequence.
-      if (work.policy.reuse_deviations && work.query_count == 1 && !work.select_only &&
-          work.visible[0] == work.rows->token_count()) {
+      if (work.ReusesDeviations(work.rows->token_count())) {
         c.rates = &sequence.rates[job.layer];
       }
       c.layer = job.layer;

@@ -56,9 +56,9 @@ EncodeParams CpuModel::encode_params(int layer) const {
   return p;
 }
 
-CpuSequence::CpuSequence(const CpuModel& model) {
-  rates.assign(model.spec().layer_count,
-               std::vector<std::vector<double>>(model.spec().kv_head_count));
+CpuSequence::CpuSequence(const CpuModel& model)
+    : rates(model.spec().layer_count,
+            std::vector<std::vector<double>>(model.spec().kv_head_count)) {
   if (!model.spec().has_index()) return;
   layers.resize(model.spec().layer_count);
   for (LayerIndex& layer : layers) {
@@ -69,12 +69,12 @@ CpuSequence::CpuSequence(const CpuModel& model) {
 }
 
 CpuSequence::CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count)
-    : CpuSequence(model) {
-  if (!model.spec().has_index()) return;
+    : layers(source.layers.size()),
+      rates(model.spec().layer_count,
+            std::vector<std::vector<double>>(model.spec().kv_head_count)) {
   for (size_t l = 0; l < layers.size(); ++l) {
     const LayerIndex& from = source.layers[l];
     LayerIndex& to = layers[l];
-    to.codes.clear();
     const int64_t count = std::min(token_count, from.token_count);
     to.centred = from.centred && count >= kCentreTokenCount;
     to.token_count = to.centred ? count : 0;

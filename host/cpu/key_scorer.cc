@@ -85,7 +85,7 @@ void KeyScorer::PrepareHamming() {
     weights_[j] = static_cast<int8_t>(2 * set[j] - heads);
     score_query_.offset[0] += heads - set[j];
   }
-  bin_count_ = bits * heads + 1;
+  bin_count_ = spec.match_bin_count();
 }
 
 // Of the channels that the selector estimates from.

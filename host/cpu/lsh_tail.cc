@@ -12,9 +12,6 @@ namespace {
 
 static_assert(kGroupMax <= 16, "a bit a query head");
 
-// A logit beside which every other weighs all.
-constexpr float kNotTaken = -1e30f;
-
 }  // namespace
 
 LshTail::LshTail(const AttendContext& context, const ScorePass& scores, const GroupQueries& queries,
@@ -84,7 +81,7 @@ void LshTail::Weigh(int64_t first, int count, const std::byte* const* rows, floa
     for (int g = 0; g < spec.group(); ++g) {
       float& logit = logits[g * kRowBlock + i];
       if ((takers_[first + i] >> g & 1) == 0) {
-        logit = kNotTaken;
+        logit = kLshNotTaken;
         continue;
       }
       const float* q = q_.raw() + g * d;

@@ -114,8 +114,7 @@ absl::Status ScorePass::Score() {
   const bool by_mass = policy.heavy_kind == HeavyKind::kMass;
   q_ = GroupQueries(context_, kv_head_, query_, query_ + 1);
   // Of hamming as many bins as there are bits, mostly fewer than of the others.
-  const int bins_max =
-      std::max(kScoreBinCount, spec.plane_bits() * std::max(1, spec.heads_per_code()) + 1);
+  const int bins_max = std::max(kScoreBinCount, spec.match_bin_count());
   // The last pair of tiles may be scored whole.
   auto lease =
       context_.workspaces->Acquire(end_ - base_ + 2 * kTileTokenCount, by_mass ? spec.group() : 0,

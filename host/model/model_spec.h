@@ -95,6 +95,8 @@ struct ModelSpec {
   int key_code_count() const { return hash.per_query_head ? group() : 1; }
   // Query heads that compare the same code of a key.
   int heads_per_code() const { return group() / key_code_count(); }
+  // What a key's matching bits may number, summed over the group, from 0 on.
+  int match_bin_count() const { return plane_bits() * heads_per_code() + 1; }
   // MLPs of a layer; query head h uses MLP h / heads_per_code(), or with query
   // weights MLP h of those.
   int mlp_count() const { return kv_head_count * key_code_count(); }
