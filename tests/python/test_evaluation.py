@@ -43,8 +43,7 @@ from spillway.training.hash_mlp import (
     save_hash,
 )
 from spillway.transformers.support import Shapes
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_model import WORDS, draw_words, save_tiny_llama
 from typer.testing import CliRunner
 
 TOKEN_COUNT = 2400
@@ -54,27 +53,12 @@ TOKEN_COUNT = 2400
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A random model with its tokenizer, and a text of words that it knows."""
     folder = tmp_path_factory.mktemp("tiny")
-    words = [f"w{i}" for i in range(100)]
-    vocabulary = {word: i for i, word in enumerate([*words, "[UNK]"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        # Weights large enough that attention is not flat.
-        initializer_range=0.2,
+    # Weights large enough that attention is not flat.
+    save_tiny_llama(
+        folder, num_hidden_layers=2, max_position_embeddings=4096, initializer_range=0.2
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    draws = torch.randint(100, (4000,), generator=torch.Generator().manual_seed(2))
     text = folder / "text.txt"
-    text.write_text(" ".join(words[i] + "." * (i % 10 == 0) for i in draws.tolist()))
+    text.write_text(" ".join(WORDS[i] + "." * (i % 10 == 0) for i in draw_words(4000)))
     return folder, text
 
 

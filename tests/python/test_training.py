@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import spillway
@@ -34,8 +33,7 @@ from spillway.training.ranking import (
     true_scores,
 )
 from spillway.training.trainer import CENTRE_TOKEN_COUNT
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_model import WORDS, draw_words, save_tiny_llama
 
 DIM = 32
 KV_HEADS = 2
@@ -286,25 +284,9 @@ def train(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder with a random Llama and its tokenizer, and a text."""
     folder = tmp_path_factory.mktemp("tiny")
-    words = [f"w{i}" for i in range(100)]
-    vocabulary: dict[str, Any] = {word: i for i, word in enumerate([*words, "[UNK]"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    draws = torch.randint(100, (1500,), generator=torch.Generator().manual_seed(2))
+    save_tiny_llama(folder, num_hidden_layers=3, max_position_embeddings=512)
     text = folder / "text.txt"
-    text.write_text(" ".join(words[i] for i in draws.tolist()))
+    text.write_text(" ".join(WORDS[i] for i in draw_words(1500)))
     return folder, text
 
 

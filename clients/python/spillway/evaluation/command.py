@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from spillway._console import layer_ranges
 from spillway.errors import SpillwayError
 from spillway.evaluation import (
     ablation,
@@ -40,11 +41,8 @@ def _layers(text: str) -> tuple[int, ...] | None:
     if text in ("", "all"):
         return None
     layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdigit() or not (last if dash else first).isdigit():
-            raise typer.BadParameter(f"{part!r} is not a layer, nor two with a dash between")
-        layers.update(range(int(first), int(last or first) + 1))
+    for _, first, last in layer_ranges(text):
+        layers.update(range(first, last + 1))
     return tuple(sorted(layers))
 
 

@@ -29,12 +29,7 @@ def run(bench: Workbench, names: str = "") -> None:
     seed = bench.setting.seed
     told = [
         {
-            "name": method.name,
-            "label": method.label,
-            "base": method.base,
-            "kind": method.kind,
-            "knob": method.knob,
-            "practical": method.practical,
+            **method.described(),
             "points": [
                 {"value": point.value, **summary.errors(outcome, seed)}
                 for point, outcome in zip(method.points, curves[method.name], strict=True)

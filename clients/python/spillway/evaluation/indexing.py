@@ -66,20 +66,13 @@ def index_of_file(path: Path) -> Index:
 
 
 def write_rotations(path: Path, described: MlpHash, shapes: Shapes, seed: int) -> None:
-    """Writes random rotations as the MLPs that compute them: SiLU(x) - SiLU(-x) is x."""
+    """Writes random rotations as the MLPs that compute them."""
     tensors: dict[str, torch.Tensor] = {}
-    dim = shapes.head_dim
-    eye = torch.eye(dim).expand(shapes.kv_head_count, -1, -1)
     for layer in range(shapes.layer_count):
-        planes = Hyperplanes(
-            dim, described.hash_bits, seed * shapes.layer_count + layer, torch.device("cpu")
-        ).planes.expand(shapes.kv_head_count, -1, -1)
-        function = HashMlp(
-            torch.cat([eye, -eye], dim=2),
-            torch.zeros(shapes.kv_head_count, 2 * dim),
-            torch.cat([planes, -planes], dim=1),
-        )
-        tensors |= function.tensors(layer)
+        own_seed = seed * shapes.layer_count + layer
+        rotations = Hyperplanes(shapes.head_dim, described.hash_bits, own_seed, torch.device("cpu"))
+        planes = rotations.planes.expand(shapes.kv_head_count, -1, -1)
+        tensors |= HashMlp.linear(planes).tensors(layer)
     save_hash(path, tensors, shapes.layer_count, described)
 
 

@@ -9,15 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from spillway._console import where_of
 from spillway.training.traces import read_text
-
-
-def where_of(model: str) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` is to be told of a folder, a name or a `.gguf` file."""
-    path = Path(model)
-    if path.suffix == ".gguf":
-        return str(path.parent), {"gguf_file": path.name}
-    return model, {}
 
 
 def load_tokenizer(model: str) -> Any:

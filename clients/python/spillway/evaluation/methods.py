@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spillway.evaluation.attends import Case
 from spillway.evaluation.indexing import DEFAULT_INDEX, Index, index_of_file, stacked_rotations
@@ -70,6 +71,10 @@ class Method:
     knob: str
     practical: bool
     points: tuple[Point, ...]
+
+    def described(self) -> dict[str, Any]:
+        """All but its points, for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "points"}
 
 
 @dataclass(frozen=True)

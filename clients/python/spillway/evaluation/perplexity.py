@@ -60,12 +60,7 @@ def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count:
                     measured[case].append(arrays)
     told = [
         {
-            "name": method.name,
-            "label": method.label,
-            "base": method.base,
-            "kind": method.kind,
-            "knob": method.knob,
-            "practical": method.practical,
+            **method.described(),
             "points": [
                 {
                     "value": point.value,

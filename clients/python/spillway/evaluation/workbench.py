@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from transformers import AutoConfig
 
+from spillway import _console
 from spillway.client import Client, connect
 from spillway.evaluation import calibration, language
 from spillway.evaluation.indexing import Index, create_model, write_channels, write_rotations
@@ -83,7 +77,7 @@ class Workbench:
     @cached_property
     def shapes(self) -> Shapes:
         """Of the model's attention."""
-        name, where = language.where_of(self.setting.model)
+        name, where = _console.where_of(self.setting.model)
         return shapes_of(AutoConfig.from_pretrained(name, **where))
 
     @cached_property
@@ -214,12 +208,4 @@ class Workbench:
 
     def progress(self, what: str) -> Progress:
         """A progress bar."""
-        return Progress(
-            TextColumn(what),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
+        return _console.progress(what, self.console)

@@ -14,17 +14,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from spillway._console import layer_ranges, where_of
+from spillway._console import progress as progress_of
 from spillway.indices import MlpHash
 from spillway.training.hash_mlp import save_hash
 from spillway.training.published import import_hata, import_spotlight
@@ -49,31 +43,16 @@ def _refusals() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def _progress(what: str) -> Progress:
-    return Progress(
-        TextColumn(what),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
 def _load(model: str, device: torch.device) -> tuple[Any, Any]:
     """A model without its head, and its tokenizer; of a folder, a name or a GGUF file."""
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    path = Path(model)
-    where: dict[str, Any] = {}
-    if path.suffix == ".gguf":
-        model, where = str(path.parent), {"gguf_file": path.name}
+    name, where = where_of(model)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    loaded = AutoModel.from_pretrained(model, dtype=dtype, **where)
-    return loaded.to(device).eval(), AutoTokenizer.from_pretrained(model, **where)
+    loaded = AutoModel.from_pretrained(name, dtype=dtype, **where)
+    return loaded.to(device).eval(), AutoTokenizer.from_pretrained(name, **where)
 
 
 def _layers(text: str, layer_count: int) -> list[int]:
@@ -81,11 +60,7 @@ def _layers(text: str, layer_count: int) -> list[int]:
     if not text:
         return list(range(layer_count))
     layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdigit() or not (last if dash else first).isdigit():
-            raise typer.BadParameter(f"{part!r} is not a layer, nor two with a dash between")
-        begin, end = int(first), int(last or first)
+    for part, begin, end in layer_ranges(text):
         if not begin <= end < layer_count:
             raise typer.BadParameter(f"layers {part} are not a part of [0, {layer_count - 1}]")
         layers.update(range(begin, end + 1))
@@ -248,7 +223,7 @@ def train_hash(
     traces = _traces(model, texts, folder, tokens, samples, where, seed)
     wanted = _layers(layers, traces.layer_count)
     parts = _Parts(parts_folder, traces, training)
-    with _progress("training") as progress:
+    with progress_of("training", console) as progress:
         bar = progress.add_task("", total=len(wanted) * steps)
         for at, layer in enumerate(wanted):
             if parts.read(layer) is None:
@@ -319,7 +294,7 @@ def _traces(
         return Traces.open(folder)
     loaded, tokenizer = _load(model, device)
     ids = tokenizer(read_text(texts), return_tensors="pt", verbose=False).input_ids[0]
-    with _progress("reading") as progress, _refusals():
+    with progress_of("reading", console) as progress, _refusals():
         bar = progress.add_task("")
         traces = collect(
             loaded,

@@ -42,6 +42,20 @@ class HashMlp(nn.Module):
         self.residual = residual
 
     @classmethod
+    def linear(cls, weight: torch.Tensor) -> HashMlp:
+        """What computes x W to rounding, W [H, d, b]: SiLU(x) - SiLU(-x) is x.
+
+        Its hidden layer is 2 d wide.
+        """
+        head_count, head_dim, _ = weight.shape
+        eye = torch.eye(head_dim).expand(head_count, -1, -1)
+        return cls(
+            torch.cat([eye, -eye], dim=2),
+            torch.zeros(head_count, 2 * head_dim),
+            torch.cat([weight, -weight], dim=1),
+        )
+
+    @classmethod
     def random(
         cls,
         head_count: int,

@@ -81,13 +81,6 @@ def import_hata(folder: Path) -> tuple[dict[str, torch.Tensor], int, MlpHash]:
             shape = shape or tuple(weight.shape)
         if not torch.is_tensor(weight) or weight.dim() != 3 or tuple(weight.shape) != shape:
             raise ValueError(f"{path} is not one tensor [H_kv, d, bits], the same in all layers")
-        weight = weight.float()
-        eye = torch.eye(shape[1]).expand(shape[0], -1, -1)
-        function = HashMlp(
-            torch.cat([eye, -eye], dim=2),
-            torch.zeros(shape[0], 2 * shape[1]),
-            torch.cat([weight, -weight], dim=1),
-        )
-        tensors |= function.tensors(layer)
+        tensors |= HashMlp.linear(weight.float()).tensors(layer)
     described = MlpHash(hash_bits=shape[2], hidden_dim=2 * shape[1], raw_keys=True)
     return tensors, len(paths), described

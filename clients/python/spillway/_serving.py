@@ -1,0 +1,67 @@
+"""A daemon for as long as a program of ours runs."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spillway.client import connect
+from spillway.errors import DeadlineExceeded, Unavailable
+
+_LINE_COUNT = 20  # of the log, for who is told that nothing serves
+
+
+@contextmanager
+def running_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> Iterator[str]:
+    """Starts spillwayd on a socket of its own, yields the target, ends it by its pid.
+
+    Args:
+        binary: The daemon.
+        log: Where its output goes.
+        flags: Beside its address.
+        timeout: Seconds until it must serve.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    with tempfile.TemporaryDirectory(prefix="spillway-") as folder, log.open("wb") as output:
+        target = f"unix:{folder}/spillwayd.sock"
+        process = subprocess.Popen(
+            [binary, "--listen", target, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C ends the program, which then ends the daemon.
+            start_new_session=True,
+        )
+        try:
+            _wait_until_serving(process, target, log, timeout)
+            yield target
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_serving(
+    process: subprocess.Popen[bytes], target: str, log: Path, timeout: float
+) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with connect(target, timeout=5) as client:
+                if client.health():
+                    return
+        except (Unavailable, DeadlineExceeded):
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = log.read_text(errors="replace").splitlines()[-_LINE_COUNT:]
+                raise RuntimeError(
+                    f"spillwayd does not serve; {log} ends with\n" + "\n".join(last)
+                ) from None
+        time.sleep(0.05)
