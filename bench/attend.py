@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from spillway import RotationHash
 from worker import Worker
 
 # Share of heads that may miss epsilon before the timings mean nothing: delta
@@ -183,8 +184,8 @@ def measure_length(
     row["all_gb_per_s"] = size / row["all_us"] / 1e3
     row["all_share_of_read_rate"] = row["read_us"] / row["all_us"]
     row["all_over_default"] = row["all_us"] / row["default_us"]
-    # Codes of every key (2 bits a dimension and a factor) and the rows touched.
-    code_bytes = tensors.meta["head_dim"] // 4 + 2
+    # Codes of every key (bits of each dimension and a factor) and the rows touched.
+    code_bytes = tensors.meta["head_dim"] * RotationHash().bits_per_dim // 8 + 2
     needed = code_bytes * length + row_bytes * row["touched_rows_mean"]
     row["default_floor_us"] = row["read_us"] * needed / (row_bytes * length)
     for kind in ("gqa", "grouped") if peers else ():

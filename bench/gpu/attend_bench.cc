@@ -109,6 +109,7 @@ absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Op
   if (!timing.ok()) return timing.status();
   Print({{"name", what.name},
          {"data", "random"},
+         {"bits_per_dim", fixture.spec().hash.bits_per_dim},
          {"tokens", n},
          {"us", timing->us},
          {"rows", timing->row_count},
@@ -144,6 +145,7 @@ absl::Status MeasureStep(GpuFixture& fixture, const RandomData& data, const Opti
   if (!alone.ok()) return alone.status();
   Print({{"name", what.name},
          {"data", "random"},
+         {"bits_per_dim", fixture.spec().hash.bits_per_dim},
          {"tokens", fixture.rows().token_count()},
          {"us", stepped->us},
          {"attend_us", alone->us},

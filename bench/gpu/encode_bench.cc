@@ -27,7 +27,7 @@ namespace spillway::cuda {
 namespace {
 
 constexpr int kHeadDim = 128;
-constexpr int kBitsPerDim = 2;
+constexpr int kBitsPerDim = HashSpec().bits_per_dim;
 constexpr int kHeads = 8;
 constexpr int64_t kTokens = 65536;  // of a head
 constexpr int64_t kPages = kTokens / kPageTokenCount;
@@ -180,9 +180,9 @@ absl::Status Run() {
   const double us = 1e3 * (times_ms[kRuns / 2 - 1] + times_ms[kRuns / 2]) / 2;
   constexpr int64_t kKeyBytes = kHeads * kTokens * kHeadDim * 2;
   std::printf(
-      "{\"name\":\"encode\",\"tokens\":%lld,\"key_bytes\":%lld,\"us\":%.1f,\"gb_per_s\":%.1f,"
+      "{\"name\":\"encode\",\"bits_per_dim\":%d,\"tokens\":%lld,\"key_bytes\":%lld,\"us\":%.1f,\"gb_per_s\":%.1f,"
       "\"checked\":true}\n",
-      static_cast<long long>(kHeads * kTokens), static_cast<long long>(kKeyBytes), us,
+      kBitsPerDim, static_cast<long long>(kHeads * kTokens), static_cast<long long>(kKeyBytes), us,
       static_cast<double>(kKeyBytes) / us / 1e3);
   return absl::OkStatus();
 }

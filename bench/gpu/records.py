@@ -8,6 +8,8 @@ from typing import Any
 
 KV_HEADS = 8
 ROW_BYTES = 512
+# Of codes, that a model has by default.
+DEFAULT_BITS = 3
 Record = dict[str, Any]
 
 

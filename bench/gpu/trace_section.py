@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from records import KV_HEADS, ROW_BYTES, Record, finish_axes, label, verdict
+from records import DEFAULT_BITS, KV_HEADS, ROW_BYTES, Record, finish_axes, label, verdict
 
 GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/job_launch.cc
 # A whole attend is to take at most FACTOR x (scoring + moved rows / rate + REST_US).
@@ -210,12 +210,21 @@ def plot(attends: list[Record], peers: list[Record], link: LinkRate, path: Path)
     figure.savefig(path, dpi=150)
 
 
+def named_by_bits(record: Record) -> Record:
+    """The record, its name telling of codes that are not the default's."""
+    bits = record["bits_per_dim"]
+    if bits == DEFAULT_BITS:
+        return record
+    return record | {"name": f"{record['name']}, {bits} bits"}
+
+
 def section(
     records: list[Record], peers: list[Record], link_rows: list[dict[str, str]], folder: Path
 ) -> list[str]:
     """Markdown lines; draws attend_trace.png into folder."""
     meta = next(r["meta"] for r in records if r["name"] == "data")
-    attends = [r for r in records if "query" in r]
+    by_bits = [named_by_bits(r) for r in records if "query" in r]
+    attends = [r for r in by_bits if r["bits_per_dim"] == DEFAULT_BITS]
     link = LinkRate(link_rows)
     plot(attends, peers, link, folder / "attend_trace.png")
     return [
@@ -229,8 +238,9 @@ def section(
         "query` has them in us. Caches are flushed",
         "before each attend. `moved` are the rows that cross the link: sink, window and the "
         "sample band lie in GPU memory.",
+        f"Codes have {DEFAULT_BITS} bits a dimension, but where others are named.",
         "",
-        *time_table(attends, peers, link),
+        *time_table(by_bits, peers, link),
         "",
         f"`bound` is {FACTOR} x (scoring + moved rows / link + {REST_US} us). `link` is what "
         f"`link.csv` has for rows of {ROW_BYTES} B",
@@ -249,10 +259,10 @@ def section(
         "Errors are relative, ||out - exact|| / ||exact|| of a query head, exact being dense "
         "attention in fp64; every",
         "output was also compared with weighted attention over the rows that `Select` names "
-        f"(largest {max(r['checked_error'] for r in attends):.1e}).",
+        f"(largest {max(r['checked_error'] for r in by_bits):.1e}).",
         "A certificate promises its error with probability 1 - delta = 0.9.",
         "",
-        *error_table(attends),
+        *error_table(by_bits),
         "",
         "A stripe would keep a second copy of rows in host memory by their places in the order of "
         "sampling, to be",

@@ -24,7 +24,7 @@ struct HashSpec {
   // Whether keys are hashed without being centred.
   bool raw_keys = false;
   // kRotation: bits per dimension, [1, 4], and the rotation's seed.
-  int bits_per_dim = 2;
+  int bits_per_dim = 3;
   uint64_t seed = 0;
   // kMlp: bits of an MLP's code (a multiple of 32 in [32, 1024]), width and
   // number (1 or 2) of the hidden layers, Spotlight's residual form, whether

@@ -84,7 +84,7 @@ def test_models(client: Client) -> None:
 
 def test_defaults_are_filled_in(client: Client, model: Model) -> None:
     assert model.softmax_scale == pytest.approx(0.25)
-    assert model.hash_weights == spillway.RotationHash(bits_per_dim=2, seed=0)
+    assert model.hash_weights == spillway.RotationHash(bits_per_dim=3, seed=0)
     assert model.sample_band_fraction == 0.01
 
 

@@ -141,9 +141,11 @@ def test_retrieval_and_ablation(tiny: tuple[Path, Path], target: str, tmp_path: 
     # Planes of 16 bits are padded to 32.
     assert bytes_per_key["codes-4"] == 4 * 4 + 2
 
-    told = evaluate(tiny, target, tmp_path, "ablation", "--parts", "inflation,bands,group")
+    parts = f"inflation,{ablation.REUSE},bands,group"
+    told = evaluate(tiny, target, tmp_path, "ablation", "--parts", parts)
     found = told["found"]
-    assert [variant["label"] for variant in found["variants"]] == ["1", "1.25", "1.5", "2"]
+    labels = ["1", "1.25", "1.5", "2", "not used", "used"]
+    assert [variant["label"] for variant in found["variants"]] == labels
     bands = {band["label"]: band for band in found["bands"]}
     assert bands["no tail"]["cosines_1"]["mean"] > bands["no band"]["cosines_1"]["mean"]
     assert {rule["rule"] for rule in found["group"]} == {"sum", "union"}
@@ -233,6 +235,16 @@ def test_trained_weights_are_methods_too(
     told = evaluate(tiny, target, tmp_path, "fidelity", *methods, *options)
     for method in told["found"]["methods"]:
         assert all(math.isfinite(p["error"]["mean"]) for p in method["points"]), method["name"]
+
+
+def test_steps_are_what_attends_to_rows_that_are_there_give(bench: Workbench) -> None:
+    default, reusing = (Case(DEFAULT_INDEX, Policy(reuse_deviations=x)) for x in (False, True))
+    (there,) = measure(bench, [default], "run", "run")
+    stepped, reused = measure(bench, [default, reusing], "steps", "steps")
+    for name, values in vars(there).items():
+        np.testing.assert_array_equal(vars(stepped)[name], values, name)
+    np.testing.assert_array_equal(reused.rows[:, 0], there.rows[:, 0])
+    assert (reused.rows != there.rows).any()
 
 
 def test_every_variant_and_ranking_is_served(bench: Workbench) -> None:
@@ -395,5 +407,5 @@ def test_yarn_reaches_longer_texts(tiny: tuple[Path, Path]) -> None:
 
 
 def test_an_index_says_what_it_is() -> None:
-    assert DEFAULT_INDEX.described() != Index(spillway.RotationHash(bits_per_dim=3)).described()
+    assert DEFAULT_INDEX.described() != Index(spillway.RotationHash(bits_per_dim=4)).described()
     assert Case(DEFAULT_INDEX, Policy()) == Case(Index(spillway.RotationHash()), Policy())

@@ -40,8 +40,8 @@ def test_sequences_spread_and_give_the_same_bits(
     for sequence in sequences:
         sequence.append(0, 0, k, v)
     taken = [now - then for now, then in zip(used_bytes(client), before, strict=True)]
-    # Codes of 2 bits a dimension, and some rows.
-    assert min(taken) >= HEADS * TOKENS * DIM // 4, taken
+    # Codes of 3 bits a dimension, and some rows.
+    assert min(taken) >= HEADS * TOKENS * DIM * 3 // 8, taken
     assert max(taken) < 1.5 * min(taken), taken
 
     q = rng.standard_normal((1, 4 * HEADS, DIM), np.float32)

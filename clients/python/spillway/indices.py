@@ -18,7 +18,7 @@ class RotationHash:
             their KV head's first 1,024.
     """
 
-    bits_per_dim: int = 2
+    bits_per_dim: int = 3
     seed: int = 0
     raw_keys: bool = False
 

@@ -139,7 +139,7 @@ TEST(ModelSpec, ReportsEveryFault) {
 TEST(ModelSpec, SizesOfRowsAndCodes) {
   ModelSpec spec = LlamaSpec();
   EXPECT_EQ(spec.row_bytes(), 512);
-  EXPECT_EQ(spec.plane_count(), 2);
+  EXPECT_EQ(spec.plane_count(), 3);
   EXPECT_EQ(spec.plane_words(), 4);
   spec.head_dim = 80;
   EXPECT_EQ(spec.plane_words(), 3);

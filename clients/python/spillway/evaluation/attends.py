@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from spillway.evaluation.indexing import DEFAULT_INDEX, Index, check_policy, policy_told
 from spillway.evaluation.recording import Recording
@@ -21,7 +22,7 @@ EXACT = Policy(selector="all")
 LAYER_BLOCK = 10
 
 Floats = npt.NDArray[np.float32]
-Positions = Literal["spread", "run"]
+Positions = Literal["spread", "run", "steps"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,17 @@ class Outcome:
         return cls(visible=np.concatenate(visible) if axis == 1 else visible[0], **joined)
 
 
+def layer_rows(
+    bench: Workbench, recording: Recording, index: Index, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer, [H_kv, n, d] each, for a model with the index."""
+    seen = recording.layer(layer)
+    if not index.ungrouped:
+        return seen.keys, seen.values
+    group = bench.shapes.query_head_count // bench.shapes.kv_head_count
+    return seen.keys.repeat_interleave(group, 0), seen.values.repeat_interleave(group, 0)
+
+
 @contextmanager
 def rows_in_daemon(
     bench: Workbench,
@@ -80,12 +92,8 @@ def rows_in_daemon(
     sequence = bench.client.create_sequence(model, ttl=0)
     try:
         for layer in layers:
-            seen = recording.layer(layer)
-            keys, values = seen.keys[:, :token_count], seen.values[:, :token_count]
-            if index.ungrouped:
-                group = bench.shapes.query_head_count // bench.shapes.kv_head_count
-                keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
-            sequence.append(layer, 0, keys, values)
+            keys, values = layer_rows(bench, recording, index, layer)
+            sequence.append(layer, 0, keys[:, :token_count], values[:, :token_count])
         yield sequence
     finally:
         sequence.delete()
@@ -103,7 +111,8 @@ def measure(
         bench: What to measure with.
         cases: Ways of attending.
         what: For the progress bar.
-        at: The queries spread over the last eighth, or the consecutive last.
+        at: The queries spread over the last eighth, or the consecutive last; of
+            these all rows are there already, or in steps each is appended first.
 
     Returns:
         An outcome per case; its queries are those of the stretches in order.
@@ -141,6 +150,7 @@ class _Block:
         self.bench = bench
         self.recording = recording
         self.layers = layers
+        self.steps = at == "steps"
         count = bench.setting.query_count
         chosen = recording.spread(count) if at == "spread" else recording.run
         self._queries = [recording.positions.index(position) for position in chosen]
@@ -155,6 +165,7 @@ class _Block:
             "index": index.described(),
             "policy": policy_told(policy),
             "daemon": self.bench.daemon_told,
+            **({"steps": True} if self.steps and policy != EXACT else {}),
         }
 
     def outcomes(self, index: Index, policies: Sequence[Policy]) -> Iterator[Outcome]:
@@ -169,7 +180,7 @@ class _Block:
                 for i, (key, policy) in enumerate(zip(keys, policies, strict=True)):
                     if i in missing:
                         check_policy(self.bench.client, model, policy)
-                        store.put(key, vars(self._attend(sequence, policy, exact)))
+                        store.put(key, vars(self._attend(sequence, index, policy, exact)))
                     yield Outcome(**store.get(key))
         else:
             for key in keys:
@@ -200,10 +211,40 @@ class _Block:
             )
             yield result.out, result.touched_row_counts, result.certificate.relative_errors
 
-    def _attend(self, sequence: DaemonSequence, policy: Policy, exact: Floats) -> Outcome:
+    def _stepped(
+        self, index: Index, policy: Policy, layer: int
+    ) -> Iterator[tuple[Floats, npt.NDArray[np.int64], Floats]]:
+        """The same, each query's own token being appended just before it attends."""
+        queries = self.recording.queries(layer)[self._queries].numpy()
+        keys, values = layer_rows(self.bench, self.recording, index, layer)
+        start = self.visible[0] - 1
+        with (
+            rows_in_daemon(self.bench, self.recording, index, [layer], start) as sequence,
+            self.bench.client.decode() as stream,
+        ):
+            for step, query in enumerate(queries):
+                token = slice(start + step, start + step + 1)
+                result = stream.step(
+                    sequence,
+                    layer,
+                    query[None],
+                    keys[:, token],
+                    values[:, token],
+                    policy=policy,
+                    out_dtype="float32",
+                )
+                yield result.out, result.touched_row_counts, result.certificate.relative_errors
+
+    def _attend(
+        self, sequence: DaemonSequence, index: Index, policy: Policy, exact: Floats
+    ) -> Outcome:
         errors, layer_errors, rows, certified = [], [], [], []
         for layer, truth in zip(self.layers, exact, strict=True):
-            answers = list(self._answers(sequence, policy, layer))
+            answers = list(
+                self._stepped(index, policy, layer)
+                if self.steps
+                else self._answers(sequence, policy, layer)
+            )
             off = np.concatenate([out for out, _, _ in answers]) - truth
             errors.append(_norm(off, 2) / np.maximum(_norm(truth, 2), 1e-30))
             whole = np.maximum(_norm(truth, (1, 2)), 1e-30)

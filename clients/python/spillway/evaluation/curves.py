@@ -86,7 +86,7 @@ def _line(axes: Axes, method: dict[str, Any], value: Value) -> tuple[float, floa
         bars,
         color=colour,
         linewidth=2.2 if ours else 1.3,
-        linestyle={"ours-3-bits": "--", "ours-4-bits": ":"}.get(method["name"], "-"),
+        linestyle={"ours-2-bits": "--", "ours-4-bits": ":"}.get(method["name"], "-"),
         marker="o",
         markersize=4 if ours else 3,
         capsize=0,

@@ -12,7 +12,7 @@ import numpy as np
 from spillway.evaluation import results, summary
 from spillway.evaluation.attends import Case, Outcome, measure
 from spillway.evaluation.indexing import DEFAULT_INDEX, Index
-from spillway.evaluation.methods import lsh_index, vattention
+from spillway.evaluation.methods import DEFAULT_BITS, lsh_index, vattention
 from spillway.evaluation.workbench import Workbench
 from spillway.indices import KeyIndices, RotationHash
 from spillway.policy import Bound, Policy, Selector
@@ -63,7 +63,7 @@ def promises(head_dim: int) -> list[Promise]:
     ranks: tuple[tuple[str, str, Selector, Index], ...] = (
         ("oracle", "oracle", "oracle", DEFAULT_INDEX),
         ("sketch", "4-bit keys", "sketch", sketch),
-        ("codes", "2-bit codes", "asymmetric", DEFAULT_INDEX),
+        ("codes", f"{DEFAULT_BITS}-bit codes", "asymmetric", DEFAULT_INDEX),
         ("lsh", "LSH", "hamming", lsh_index(head_dim)),
     )
     made = [
@@ -71,7 +71,7 @@ def promises(head_dim: int) -> list[Promise]:
         for tail, bound in tails
         for name, label, selector, index in ranks
     ]
-    for bits in (1, 3, 4):
+    for bits in (bits for bits in (1, 2, 3, 4) if bits != DEFAULT_BITS):
         index = Index(RotationHash(bits_per_dim=bits))
         label, name = f"{bits}-bit codes", f"stratified-{bits}-bits"
         made.append(Promise(name, "stratified", None, label, "asymmetric", index))

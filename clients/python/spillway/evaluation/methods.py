@@ -16,7 +16,8 @@ from spillway.policy import Bound, Candidates, Policy, Selector, TopK, TopP
 from spillway.transformers.support import Shapes
 
 OURS = "ours"
-OUR_BASE = "our 2-bit codes"
+DEFAULT_BITS = RotationHash().bits_per_dim
+OUR_BASE = f"our {DEFAULT_BITS}-bit codes"
 OTHER_BASES = "all tokens"
 EPSILONS = (0.025, 0.05, 0.1, 0.2, 0.4)
 SHARES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -258,13 +259,14 @@ def _magicpig() -> Method:
 
 
 def _ours(bits: int) -> Method:
-    index = DEFAULT_INDEX if bits == 2 else Index(RotationHash(bits_per_dim=bits))
+    default = bits == DEFAULT_BITS
+    index = DEFAULT_INDEX if default else Index(RotationHash(bits_per_dim=bits))
     points = tuple(
         Point(f"{epsilon:g}", Case(index, Policy(epsilon=epsilon))) for epsilon in EPSILONS[::-1]
     )
-    name = OURS if bits == 2 else f"{OURS}-{bits}-bits"
-    kind = OURS if bits == 2 else f"{OURS}, {bits} bits"
-    label = "ours (default)" if bits == 2 else f"ours, {bits} bits"
+    name = OURS if default else f"{OURS}-{bits}-bits"
+    kind = OURS if default else f"{OURS}, {bits} bits"
+    label = "ours (default)" if default else f"ours, {bits} bits"
     return Method(name, label, OUR_BASE, kind, "epsilon", True, points)
 
 

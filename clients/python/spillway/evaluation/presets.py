@@ -12,11 +12,11 @@ Section = tuple[Callable[..., None], dict[str, Any]]
 _SMALL_CURVES = (
     "oracle-top-k,oracle-top-p,twilight-oracle,vattention-oracle,vattention-paper-oracle,quest,"
     "twilight-quest,vattention-quest,double-sparsity,twilight-double-sparsity,lsh,twilight-lsh,"
-    "vattention-lsh,codes,ours,ours-3-bits,ours-4-bits"
+    "vattention-lsh,codes,ours,ours-2-bits,ours-4-bits"
 )
 _SMALL_PROMISES = (
     "denominator-oracle,denominator-codes,paper-oracle,paper-codes,ratio-oracle,ratio-codes,"
-    "stratified-oracle,stratified-codes,stratified-3-bits"
+    "stratified-oracle,stratified-codes,stratified-2-bits"
 )
 _SMALL_ASKED = "ours,codes=0.08,quest=0.08,twilight-quest=0.95"
 

@@ -246,7 +246,7 @@ def _ablation(told: Told) -> list[str]:
             for rule in found["group"]
             for point in rule["points"]
         ]
-        header = ("heavy set of 2-bit codes, no tail", "heavy tokens", "rows of a group", "error")
+        header = ("heavy set of codes, no tail", "heavy tokens", "rows of a group", "error")
         lines += ["", *table(header, points)]
     return lines
 

@@ -24,7 +24,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
 GREY = "#8a8a8a"
 KIND_COLOURS = {
     "ours": RED,
-    "ours, 3 bits": RED,
+    "ours, 2 bits": RED,
     "ours, 4 bits": RED,
     "top-k": BLUE,
     "top-p": SKY,
