@@ -67,7 +67,7 @@ def run(data: Path) -> dict[str, Any]:
             full, full_rss = client.statistics().memory, resident_bytes(pid)
     row_bytes = LAYER_COUNT * heads * tokens * 2 * dim * 2
     per_head_token = full.index_bytes / (LAYER_COUNT * heads * tokens)
-    limit = 2 * dim / 8 + 4
+    limit = model.hash_weights.bits_per_dim * dim / 8 + 4
     result = {
         "layer_count": LAYER_COUNT,
         "token_count": tokens,

@@ -110,7 +110,9 @@ def draw_score(result: dict[str, Any], folder: Path) -> None:
         0.4,
         label="score, threshold, compact",
     )
-    left.set_xticks(at, [f"{row['selector']}\n{row['thread_count']} threads" for row in passes])
+    left.set_xticks(
+        at, [f"{row['bits_per_dim']} bits\n{row['thread_count']} threads" for row in passes]
+    )
     left.set_ylabel("µs per million keys")
     kernels = result["kernels"]
     names = [f"{row['selector']}: {row['kernel']}" for row in kernels]

@@ -63,7 +63,9 @@ def _targets(results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
         for row in (r for r in score["passes"] if r["thread_count"] == threads):
             goal = 0.4 if row["selector"] == "hamming" else 0.2
             share = row["share_of_read_rate"]
-            what = f"`{row['selector']}` scoring, of the code read's rate"
+            what = (
+                f"`{row['selector']}`, {row['bits_per_dim']} bits: scoring, of the code read's rate"
+            )
             add(what, share, goal, f"{share:.0%}", f">= {goal:.0%}", True)
     if memory := results.get("memory"):
         value, limit = memory["index_bytes_per_token_and_kv_head"], memory["index_bytes_limit"]

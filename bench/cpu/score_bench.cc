@@ -409,15 +409,17 @@ absl::StatusOr<Json> MeasureKernels(Scored& scored, const Options& options, bool
 
 absl::StatusOr<Json> Run(const Options& options) {
   Json result{{"passes", Json::array()}, {"kernels", Json::array()}};
-  for (bool hamming : {true, false}) {
+  for (const int bits : {1, 2, HashSpec().bits_per_dim}) {
+    const bool hamming = bits == 1;
     Scored scored;
-    absl::Status status = scored.Create(
-        options, hamming ? Selector::kHamming : Selector::kAsymmetric, hamming ? 1 : 2);
+    absl::Status status =
+        scored.Create(options, hamming ? Selector::kHamming : Selector::kAsymmetric, bits);
     if (!status.ok()) return status;
     absl::StatusOr<Json> rows = MeasurePass(scored, options, hamming);
     if (!rows.ok()) return rows.status();
     for (Json& row : *rows) result["passes"].push_back(std::move(row));
 #ifdef SPILLWAY_BENCH_ALTERNATIVES
+    if (bits > 2) continue;  // what others there are is of fewer
     rows = MeasureKernels(scored, options, hamming);
     if (!rows.ok()) return rows.status();
     for (Json& row : *rows) result["kernels"].push_back(std::move(row));

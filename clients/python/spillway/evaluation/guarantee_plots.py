@@ -34,7 +34,8 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
     epsilons, deltas = told["parameters"]["epsilons"], told["parameters"]["deltas"]
     title = "Which bounds keep their promise: share of outputs farther off than epsilon"
     figure = style.make_figure(
-        (0.72 * len(deltas) + 0.7) * columns + 0.4,
+        # As wide as the titles of panels and the legend need.
+        max(max(0.72 * len(deltas) + 0.7, 2.2) * columns + 0.4, 9.5),
         (0.5 * len(epsilons) + 0.85) * rows + 1.2,
         title,
     )

@@ -81,7 +81,8 @@ def span(interval: Sequence[float]) -> str:
 
 def between(interval: Sequence[float]) -> str:
     """An interval of numbers."""
-    return f"{interval[0]:.3g}-{interval[1]:.3g}"
+    dash = "-" if interval[0] >= 0 else " to "
+    return f"{interval[0]:.3g}{dash}{interval[1]:.3g}"
 
 
 def _head(told: Told) -> str:

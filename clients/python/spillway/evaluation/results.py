@@ -28,11 +28,12 @@ def environment(bench: Workbench) -> dict[str, Any]:
     """The head of every result file."""
     setting, info = bench.setting, bench.client.server_info
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # However it was started: as an executable, or its module by python.
+        "command": shlex.join(["spillway", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {
             "daemon": info.version,
-            "spillway": metadata.version("spillway"),
+            "spillway": _own_version(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": metadata.version("transformers"),
@@ -62,6 +63,13 @@ def environment(bench: Workbench) -> dict[str, Any]:
             "yarn_factor": bench.factor,
         },
     }
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("spillway")
+    except metadata.PackageNotFoundError:
+        return "a checkout"
 
 
 def write(bench: Workbench, section: str, parameters: Mapping[str, Any], found: Any) -> Path:
