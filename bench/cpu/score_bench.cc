@@ -100,6 +100,7 @@ class Scored {
     work_.query_count = 1;
     work_.visible = {options.key_count};
     workspaces_ = std::make_unique<WorkspacePool>(&fixture_->budget());
+    context_.shapes = &model().spec();
     context_.model = &model();
     context_.index = &static_cast<CpuSequence&>(fixture_->sequence()).layers[0];
     context_.work = &work_;
@@ -197,7 +198,9 @@ absl::Status CheckHamming(const Scored& scored, const std::vector<uint32_t>& hea
 // Group scores in double precision from the same codes and the 4-bit query:
 // no token outside the heavy set may beat one inside by more than a bin.
 absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& heavy) {
-  const double step = QuantiserStep(2);
+  const int bits = scored.model().spec().hash.bits_per_dim;
+  const double step = QuantiserStep(bits);
+  const double middle = 0.5 * ((1 << bits) - 1);
   const int64_t n = scored.end() - scored.begin();
   std::vector<std::vector<double>> logits;
   for (int g = 0; g < kQueryHeads; ++g) {
@@ -213,7 +216,7 @@ absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& 
     for (int64_t t = scored.begin(); t < scored.end(); ++t) {
       double dot = 0;
       for (int j = 0; j < kHeadDim; ++j) {
-        dot += query[j] * (scored.Code(t, j) - 1.5) * step;
+        dot += query[j] * (scored.Code(t, j) - middle) * step;
       }
       head[t] = scored.softmax_scale() * scored.Factor(t) * dot;
     }

@@ -56,6 +56,59 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #endif
 }
 
+// Sums of kRows weight rows over the keys of kTiles tiles.
+template <int kRows, int kTiles>
+class DotSums {
+ public:
+  // From first[row] on (null: 0).
+  HWY_INLINE explicit DotSums(const int32_t* first) {
+    const DI di;
+    for (int chain = 0; chain < kChains; ++chain) {
+      for (int t = 0; t < kTiles; ++t) {
+        for (int r = 0; r < kRows; ++r) {
+          sums_[chain][t][r] =
+              chain == 0 && first != nullptr ? hn::Set(di, first[r]) : hn::Zero(di);
+        }
+      }
+    }
+  }
+
+  // Fields of four dimensions, [tile]; weights of these: row r's are r * dims on.
+  HWY_INLINE void Add(int position, const VU* fields, const int8_t* weights, int dims) {
+    for (int r = 0; r < kRows; ++r) {
+      int32_t weight;
+      std::memcpy(&weight, weights + r * dims, 4);
+      for (int t = 0; t < kTiles; ++t) {
+        VI& sum = sums_[position % kChains][t][r];
+        sum = DotBytes(sum, fields[t], weight);
+      }
+    }
+  }
+
+  HWY_INLINE void Store(VI (*out)[kRows]) const {
+    for (int t = 0; t < kTiles; ++t) {
+      for (int r = 0; r < kRows; ++r) {
+        out[t][r] = sums_[0][t][r];
+        for (int chain = 1; chain < kChains; ++chain) {
+          out[t][r] = hn::Add(out[t][r], sums_[chain][t][r]);
+        }
+      }
+    }
+  }
+
+ private:
+  // A single row would wait for its own additions: it gets several sums.
+  static constexpr int kChains = kRows == 1 ? 4 : 1;
+  VI sums_[kChains][kTiles][kRows];
+};
+
+template <int kTiles>
+HWY_INLINE void LoadChunk(const uint32_t* words, int chunks, int c, VU (&word)[kTiles]) {
+  for (int t = 0; t < kTiles; ++t) {
+    word[t] = hn::LoadU(DU(), words + (int64_t{t} * chunks + c) * kTileTokenCount);
+  }
+}
+
 // Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
 // (of the same lanes), for one part of the codes, from first[row] on (null: 0):
 // out[tile][row]. With kTopOnly a field counts by its top bit alone.
@@ -64,25 +117,11 @@ HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights
                         const int32_t* first, VI (*out)[kRows]) {
   constexpr int kPositions = 8 / kWidth;
   constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
-  const DU du;
-  const DI di;
-  const auto mask = hn::Set(du, (kTopOnly ? 1u : (1u << kWidth) - 1) * uint32_t{0x01010101u});
-  const int64_t stride = int64_t{chunks} * kTileTokenCount;
-  // A single row would wait for its own additions: it gets several sums.
-  constexpr int kChains = kRows == 1 ? 4 : 1;
-  VI sums[kChains][kTiles][kRows];
-  for (int chain = 0; chain < kChains; ++chain) {
-    for (int t = 0; t < kTiles; ++t) {
-      for (int r = 0; r < kRows; ++r) {
-        sums[chain][t][r] = chain == 0 && first != nullptr ? hn::Set(di, first[r]) : hn::Zero(di);
-      }
-    }
-  }
+  const auto mask = hn::Set(DU(), (kTopOnly ? 1u : (1u << kWidth) - 1) * uint32_t{0x01010101u});
+  DotSums<kRows, kTiles> sums(first);
   for (int c = 0; c < chunks; ++c) {
     VU word[kTiles];
-    for (int t = 0; t < kTiles; ++t) {
-      word[t] = hn::LoadU(du, words + t * stride + c * kTileTokenCount);
-    }
+    LoadChunk(words, chunks, c, word);
     // Unrolled, so that shifts are immediate and sums stay in registers.
 #pragma GCC unroll 8
     for (int p = 0; p < kPositions; ++p) {
@@ -90,23 +129,44 @@ HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights
       for (int t = 0; t < kTiles; ++t) {
         fields[t] = hn::And(hn::ShiftRightSame(word[t], kWidth * p + kFirstBit), mask);
       }
-      for (int r = 0; r < kRows; ++r) {
-        int32_t weight;
-        std::memcpy(&weight, weights + r * dims + (c * kPositions + p) * 4, 4);
+      sums.Add(p, fields, weights + (c * kPositions + p) * 4, dims);
+    }
+  }
+  sums.Store(out);
+}
+
+// The same of codes of three bits, whose parts are joined before they are
+// multiplied: a chunk of top bits goes with two of the low ones.
+template <int kRows, int kTiles>
+HWY_INLINE void DotThreeBits(const uint32_t* low_words, const uint32_t* top_words, int top_chunks,
+                             const int8_t* weights, int dims, const int32_t* first,
+                             VI (*out)[kRows]) {
+  constexpr int kLowPositions = 4;
+  const auto low_mask = hn::Set(DU(), 0x03030303u);
+  const auto top_mask = hn::Set(DU(), 0x04040404u);
+  DotSums<kRows, kTiles> sums(first);
+  for (int c = 0; c < top_chunks; ++c) {
+    VU top[kTiles];
+    LoadChunk(top_words, top_chunks, c, top);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      VU low[kTiles];
+      LoadChunk(low_words, 2 * top_chunks, 2 * c + half, low);
+#pragma GCC unroll 4
+      for (int p = 0; p < kLowPositions; ++p) {
+        const int at = half * kLowPositions + p;  // the top bit's place, which becomes 2
+        VU fields[kTiles];
         for (int t = 0; t < kTiles; ++t) {
-          VI& sum = sums[p % kChains][t][r];
-          sum = DotBytes(sum, fields[t], weight);
+          const auto moved =
+              at < 2 ? hn::ShiftLeftSame(top[t], 2 - at) : hn::ShiftRightSame(top[t], at - 2);
+          fields[t] =
+              hn::OrAnd(hn::And(hn::ShiftRightSame(low[t], 2 * p), low_mask), moved, top_mask);
         }
+        sums.Add(p, fields, weights + (c * 2 * kLowPositions + at) * 4, dims);
       }
     }
   }
-  for (int t = 0; t < kTiles; ++t) {
-    for (int r = 0; r < kRows; ++r) {
-      out[t][r] = sums[0][t][r];
-      for (int chain = 1; chain < kChains; ++chain)
-        out[t][r] = hn::Add(out[t][r], sums[chain][t][r]);
-    }
-  }
+  sums.Store(out);
 }
 
 // kRows sums of B-bit codes from the given tile on; words is the page's start,
@@ -114,29 +174,25 @@ HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights
 template <int kBits, int kRows, int kTiles>
 HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* words, int tile,
                         VI (*out)[kRows]) {
-  const int dims = q.layout.dims;
-  const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * dims;
-  constexpr int kWidth = kBits == 3 ? 2 : kBits;
-  DotPart<kWidth, false, kRows, kTiles>(words + q.layout.tile_offset(0, tile), q.layout.chunks(0),
-                                        weights, dims, q.offset + first_row, out);
+  const CodeLayout& layout = q.layout;
+  const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * layout.dims;
+  const int32_t* first = q.offset + first_row;
   if constexpr (kBits == 3) {
-    VI top[kTiles][kRows];
-    DotPart<1, false, kRows, kTiles>(words + q.layout.tile_offset(1, tile), q.layout.chunks(1),
-                                     weights, dims, nullptr, top);
-    for (int t = 0; t < kTiles; ++t) {
-      for (int r = 0; r < kRows; ++r) out[t][r] = hn::Add(out[t][r], hn::ShiftLeft<2>(top[t][r]));
-    }
+    DotThreeBits<kRows, kTiles>(words + layout.tile_offset(0, tile),
+                                words + layout.tile_offset(1, tile), layout.chunks(1), weights,
+                                layout.dims, first, out);
+  } else {
+    DotPart<kBits, false, kRows, kTiles>(words + layout.tile_offset(0, tile), layout.chunks(0),
+                                         weights, layout.dims, first, out);
   }
 }
 
 // Tiles scored together: two share the loads of the weights.
 inline constexpr int kPair = 2;
-// Bytes ahead that codes are asked for: a page's neighbour mostly follows it,
-// and an address beyond the last is never read.
-inline constexpr int64_t kCodesAhead = 4096;
-
+// Asks for the same tiles of the page behind, which mostly is the next; an
+// address beyond the last page is never read.
 HWY_INLINE void PrefetchCodes(const CodeLayout& layout, int part, const std::byte* page, int tile) {
-  const std::byte* at = page + layout.tile_offset(part, tile) * 4 + kCodesAhead;
+  const std::byte* at = page + layout.tile_offset(part, tile) * 4 + layout.page_bytes();
   const int64_t bytes = int64_t{kPair} * layout.chunks(part) * kTileTokenCount * 4;
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 3);
 }
