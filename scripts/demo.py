@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tokens of the document whose successor both sides predict.
-FORCED_TOKEN_COUNT = 128
+FORCED_TOKEN_COUNT = 256
 # Attends of each layer that are recomputed exactly.
 RECOMPUTED_COUNT = 48
 

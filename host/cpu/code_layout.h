@@ -10,7 +10,7 @@ namespace spillway {
 // How the CPU device tiles codes. A code page holds the codes of
 // kPageTokenCount tokens of one KV head, transposed so that a vector register
 // holds one 32-bit word of 16 neighbouring tokens:
-//   parts    uint32 [part][tile = 8][chunk][lane = 16]
+//   parts    uint32 [tile = 8][part][chunk][lane = 16]
 //   factors  bf16 [128], only with a rotation
 // A code of B bits a dimension lies in parts of 1, 2 or 4 bits (B = 3: the two
 // low bits, then the top one), because such a field can be masked out of its
@@ -38,20 +38,14 @@ struct CodeLayout {
 
   int chunks(int part) const { return dims * width[part] / 32; }
   int chunk_dims(int part) const { return 32 / width[part]; }
-  // Words from the page's start to chunk 0, lane 0 of a tile.
+  // Words of a tile, and from the page's start to chunk 0, lane 0 of one.
+  int64_t tile_words() const { return int64_t{chunks(0) + chunks(1)} * kTileTokenCount; }
   int64_t tile_offset(int part, int tile) const {
-    const int64_t before = part == 0 ? 0 : int64_t{kTilesPerPage} * chunks(0);
-    return (before + int64_t{tile} * chunks(part)) * kTileTokenCount;
+    return tile * tile_words() + (part == 0 ? 0 : int64_t{chunks(0)} * kTileTokenCount);
   }
   // Where dimension d of a chunk stands in its word.
   int shift(int part, int d) const { return 8 * (d % 4) + width[part] * (d / 4); }
-  // Words of all parts of a page.
-  int64_t code_words() const {
-    int64_t count = 0;
-    for (int p = 0; p < parts; ++p) count += int64_t{kTilesPerPage} * chunks(p) * kTileTokenCount;
-    return count;
-  }
-  int64_t factor_offset_bytes() const { return code_words() * 4; }
+  int64_t factor_offset_bytes() const { return kTilesPerPage * tile_words() * 4; }
   int64_t page_bytes() const {
     return factor_offset_bytes() + (factors ? int64_t{kPageTokenCount} * 2 : 0);
   }

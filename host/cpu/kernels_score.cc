@@ -60,14 +60,13 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 template <int kRows, int kTiles>
 class DotSums {
  public:
-  // From first[row] on (null: 0).
+  // From first[row] on.
   HWY_INLINE explicit DotSums(const int32_t* first) {
     const DI di;
     for (int chain = 0; chain < kChains; ++chain) {
       for (int t = 0; t < kTiles; ++t) {
         for (int r = 0; r < kRows; ++r) {
-          sums_[chain][t][r] =
-              chain == 0 && first != nullptr ? hn::Set(di, first[r]) : hn::Zero(di);
+          sums_[chain][t][r] = chain == 0 ? hn::Set(di, first[r]) : hn::Zero(di);
         }
       }
     }
@@ -102,26 +101,35 @@ class DotSums {
   VI sums_[kChains][kTiles][kRows];
 };
 
+// A chunk of neighbouring tiles; words: of the first one's part, moved on by
+// the lane. Asks for the same of the page behind, which mostly is the next one;
+// an address beyond the last page is never read.
 template <int kTiles>
-HWY_INLINE void LoadChunk(const uint32_t* words, int chunks, int c, VU (&word)[kTiles]) {
+HWY_INLINE void LoadChunk(const CodeLayout& layout, const uint32_t* words, int chunk,
+                          VU (&word)[kTiles]) {
   for (int t = 0; t < kTiles; ++t) {
-    word[t] = hn::LoadU(DU(), words + (int64_t{t} * chunks + c) * kTileTokenCount);
+    const uint32_t* at = words + t * layout.tile_words() + chunk * kTileTokenCount;
+    word[t] = hn::LoadU(DU(), at);
+    __builtin_prefetch(reinterpret_cast<const std::byte*>(at) + layout.page_bytes(), 0, 3);
   }
 }
 
 // Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
-// (of the same lanes), for one part of the codes, from first[row] on (null: 0):
-// out[tile][row]. With kTopOnly a field counts by its top bit alone.
+// (of the same lanes), for one part of the codes, from first[row] on:
+// out[tile][row]. With kTopOnly a field counts by its top bit alone. page is
+// moved on by the lane.
 template <int kWidth, bool kTopOnly, int kRows, int kTiles>
-HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights, int dims,
-                        const int32_t* first, VI (*out)[kRows]) {
+HWY_INLINE void DotPart(const CodeLayout& layout, int part, const uint32_t* page, int tile,
+                        const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
+  const uint32_t* words = page + layout.tile_offset(part, tile);
+  const int chunks = layout.chunks(part);
   constexpr int kPositions = 8 / kWidth;
   constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
   const auto mask = hn::Set(DU(), (kTopOnly ? 1u : (1u << kWidth) - 1) * uint32_t{0x01010101u});
   DotSums<kRows, kTiles> sums(first);
   for (int c = 0; c < chunks; ++c) {
     VU word[kTiles];
-    LoadChunk(words, chunks, c, word);
+    LoadChunk(layout, words, c, word);
     // Unrolled, so that shifts are immediate and sums stay in registers.
 #pragma GCC unroll 8
     for (int p = 0; p < kPositions; ++p) {
@@ -129,7 +137,7 @@ HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights
       for (int t = 0; t < kTiles; ++t) {
         fields[t] = hn::And(hn::ShiftRightSame(word[t], kWidth * p + kFirstBit), mask);
       }
-      sums.Add(p, fields, weights + (c * kPositions + p) * 4, dims);
+      sums.Add(p, fields, weights + (c * kPositions + p) * 4, layout.dims);
     }
   }
   sums.Store(out);
@@ -138,20 +146,22 @@ HWY_INLINE void DotPart(const uint32_t* words, int chunks, const int8_t* weights
 // The same of codes of three bits, whose parts are joined before they are
 // multiplied: a chunk of top bits goes with two of the low ones.
 template <int kRows, int kTiles>
-HWY_INLINE void DotThreeBits(const uint32_t* low_words, const uint32_t* top_words, int top_chunks,
-                             const int8_t* weights, int dims, const int32_t* first,
-                             VI (*out)[kRows]) {
+HWY_INLINE void DotThreeBits(const CodeLayout& layout, const uint32_t* page, int tile,
+                             const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
   constexpr int kLowPositions = 4;
+  const uint32_t* low_words = page + layout.tile_offset(0, tile);
+  const uint32_t* top_words = page + layout.tile_offset(1, tile);
+  const int top_chunks = layout.chunks(1);
   const auto low_mask = hn::Set(DU(), 0x03030303u);
   const auto top_mask = hn::Set(DU(), 0x04040404u);
   DotSums<kRows, kTiles> sums(first);
   for (int c = 0; c < top_chunks; ++c) {
     VU top[kTiles];
-    LoadChunk(top_words, top_chunks, c, top);
+    LoadChunk(layout, top_words, c, top);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       VU low[kTiles];
-      LoadChunk(low_words, 2 * top_chunks, 2 * c + half, low);
+      LoadChunk(layout, low_words, 2 * c + half, low);
 #pragma GCC unroll 4
       for (int p = 0; p < kLowPositions; ++p) {
         const int at = half * kLowPositions + p;  // the top bit's place, which becomes 2
@@ -162,40 +172,28 @@ HWY_INLINE void DotThreeBits(const uint32_t* low_words, const uint32_t* top_word
           fields[t] =
               hn::OrAnd(hn::And(hn::ShiftRightSame(low[t], 2 * p), low_mask), moved, top_mask);
         }
-        sums.Add(p, fields, weights + (c * 2 * kLowPositions + at) * 4, dims);
+        sums.Add(p, fields, weights + (c * 2 * kLowPositions + at) * 4, layout.dims);
       }
     }
   }
   sums.Store(out);
 }
 
-// kRows sums of B-bit codes from the given tile on; words is the page's start,
-// moved on by the lane.
+// kRows sums of B-bit codes from the given tile on.
 template <int kBits, int kRows, int kTiles>
-HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* words, int tile,
+HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* page, int tile,
                         VI (*out)[kRows]) {
-  const CodeLayout& layout = q.layout;
-  const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * layout.dims;
+  const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * q.layout.dims;
   const int32_t* first = q.offset + first_row;
   if constexpr (kBits == 3) {
-    DotThreeBits<kRows, kTiles>(words + layout.tile_offset(0, tile),
-                                words + layout.tile_offset(1, tile), layout.chunks(1), weights,
-                                layout.dims, first, out);
+    DotThreeBits<kRows, kTiles>(q.layout, page, tile, weights, first, out);
   } else {
-    DotPart<kBits, false, kRows, kTiles>(words + layout.tile_offset(0, tile), layout.chunks(0),
-                                         weights, layout.dims, first, out);
+    DotPart<kBits, false, kRows, kTiles>(q.layout, 0, page, tile, weights, first, out);
   }
 }
 
 // Tiles scored together: two share the loads of the weights.
 inline constexpr int kPair = 2;
-// Asks for the same tiles of the page behind, which mostly is the next; an
-// address beyond the last page is never read.
-HWY_INLINE void PrefetchCodes(const CodeLayout& layout, int part, const std::byte* page, int tile) {
-  const std::byte* at = page + layout.tile_offset(part, tile) * 4 + layout.page_bytes();
-  const int64_t bytes = int64_t{kPair} * layout.chunks(part) * kTileTokenCount * 4;
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 3);
-}
 
 // Calls f(tile, head, p, factor) for kPair tiles and kRows query heads from the
 // first on, heads in order; p * factor is the estimated logit times log2(e).
@@ -252,7 +250,6 @@ void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   for (int tile = tile_begin; tile < tile_end; tile += kPair) {
-    for (int part = 0; part < q.layout.parts; ++part) PrefetchCodes(q.layout, part, page, tile);
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
@@ -317,11 +314,9 @@ void HammingBinsOf(const ScoreQuery& q, int part, const std::byte* page, int til
   const int n = static_cast<int>(hn::Lanes(di));
   const auto* words = reinterpret_cast<const uint32_t*>(page);
   for (int tile = tile_begin; tile < tile_end; tile += kPair) {
-    PrefetchCodes(q.layout, part, page, tile);
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VI sums[kPair][1];
-      DotPart<kWidth, true, 1, kPair>(words + q.layout.tile_offset(part, tile) + lane,
-                                      q.layout.chunks(part), q.weights, q.layout.dims, q.offset,
+      DotPart<kWidth, true, 1, kPair>(q.layout, part, words + lane, tile, q.weights, q.offset,
                                       sums);
       for (int t = 0; t < kPair; ++t) {
         hn::StoreU(hn::DemoteTo(d16, sums[t][0]), d16,

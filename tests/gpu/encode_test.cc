@@ -422,7 +422,7 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
   MlpWeightsView MakeWeights(int heads, std::mt19937& random) {
     const MlpShape s = GetParam();
     const auto size = [](int a, int b, int c) { return static_cast<size_t>(a) * b * c; };
-    mlp_ = {s.d, s.hidden, s.bits, s.residual, {}, {}, {}, {}};
+    mlp_ = {s.d, s.hidden, s.bits, s.residual, {}, {}, {}, {}, {}, {}};
     mlp_.w1 = Normals(size(heads, s.d, s.hidden), 1 / std::sqrt(s.d), random);
     mlp_.b1 = Normals(size(heads, 1, s.hidden), 0.5, random);
     mlp_.w2 = Normals(size(heads, s.hidden, s.bits), 1 / std::sqrt(s.hidden), random);
