@@ -180,7 +180,8 @@ absl::Status Run() {
   const double us = 1e3 * (times_ms[kRuns / 2 - 1] + times_ms[kRuns / 2]) / 2;
   constexpr int64_t kKeyBytes = kHeads * kTokens * kHeadDim * 2;
   std::printf(
-      "{\"name\":\"encode\",\"bits_per_dim\":%d,\"tokens\":%lld,\"key_bytes\":%lld,\"us\":%.1f,\"gb_per_s\":%.1f,"
+      "{\"name\":\"encode\",\"bits_per_dim\":%d,\"tokens\":%lld,\"key_bytes\":%lld,\"us\":%.1f,"
+      "\"gb_per_s\":%.1f,"
       "\"checked\":true}\n",
       kBitsPerDim, static_cast<long long>(kHeads * kTokens), static_cast<long long>(kKeyBytes), us,
       static_cast<double>(kKeyBytes) / us / 1e3);
