@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spillway import RotationHash
+
 KV_HEADS = 8
 ROW_BYTES = 512
 # Of codes, that a model has by default.
-DEFAULT_BITS = 3
+DEFAULT_BITS = RotationHash().bits_per_dim
 Record = dict[str, Any]
 
 

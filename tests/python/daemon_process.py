@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import spillway
+from spillway import _serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,29 +47,11 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        _wait_until_serving(process, target, log)
+        _serving.wait_until_serving(process, target, log, timeout=30)
         yield target
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _serving.end(process)
     assert process.returncode == 0, f"the daemon ended with {process.returncode}:\n" + tail(log)
-
-
-def _wait_until_serving(process: subprocess.Popen[bytes], target: str, log: Path) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            with spillway.connect(target, timeout=5) as client:
-                if client.health():
-                    return
-        except (spillway.Unavailable, spillway.DeadlineExceeded) as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the daemon does not serve ({error}):\n" + tail(log)) from None
-        time.sleep(0.05)
 
 
 def tail(log: Path, line_count: int = 40) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from spillway.client import connect
 from spillway.errors import DeadlineExceeded, Unavailable
@@ -38,20 +39,30 @@ def running_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> Iter
             start_new_session=True,
         )
         try:
-            _wait_until_serving(process, target, log, timeout)
+            wait_until_serving(process, target, log, timeout)
             yield target
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process)
 
 
-def _wait_until_serving(
+def end(process: subprocess.Popen[Any]) -> None:
+    """Asks a process of ours to end, and ends it where it does not in 30 seconds."""
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def wait_until_serving(
     process: subprocess.Popen[bytes], target: str, log: Path, timeout: float
 ) -> None:
+    """Waits for a daemon that was started here.
+
+    Raises:
+        RuntimeError: It ended, or does not serve after so many seconds.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:

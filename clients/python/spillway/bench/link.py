@@ -36,6 +36,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from spillway._serving import end
 from spillway.bench import link_plots
 from spillway.bench.link_plots import Limit
 
@@ -294,14 +295,8 @@ def _records(lines: IO[str]) -> Iterator[dict[str, Any]]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            # Unpinning much memory takes its time.
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    # Unpinning much memory takes its time.
+    end(process)
     if process.stdout is not None:
         process.stdout.close()
 
