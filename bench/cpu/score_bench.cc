@@ -345,8 +345,9 @@ absl::StatusOr<Json> MeasureKernels(Scored& scored, const Options& options, bool
   std::vector<Kernel> kernels;
   kernels.push_back({absl::StrCat("dot product of bytes (used), ", SimdTargetName()),
                      [&](int64_t p) {
-                       if (hamming) return HammingBins(query, spans[p], 0, 8, bins.data());
-                       AsymmetricLogits(query, spans[p], logits.data());
+                       const ScanPage page{spans[p], p + 1 < pages ? spans[p + 1] : nullptr};
+                       if (hamming) return HammingBins(query, page, 0, 8, bins.data());
+                       AsymmetricLogits(query, page, logits.data());
                      },
                      {}});
   if (AlternativesSupported()) {

@@ -75,17 +75,24 @@ struct ScoreQuery {
   float head_weight[kGroupMax] = {};
 };
 
+// A page of codes, and the one that a scan reads after it, asked of memory
+// meanwhile; null: none.
+struct ScanPage {
+  const std::byte* codes;
+  const std::byte* next = nullptr;
+};
+
 // Estimated logits of the 128 keys of a page, times log2(e): [G][128].
-void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* logits);
+void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, float* logits);
 // Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per
 // tile: the group score of host/core/score.h, bits >> kScoreBinShift.
 // head_bins (null, or row_count pointers) receives each head's own bins, for
 // top-p.
-void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
+void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
                     uint16_t* bins, uint16_t* const* head_bins);
 // Mode hamming: bins are the matching bits (a code's top one) summed over the
 // group.
-void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
+void HammingBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
                  uint16_t* bins);
 // Queries made ready for estimates from 4-bit elements; see host/core/sketch.h.
 struct SketchQuery {

@@ -101,27 +101,39 @@ class DotSums {
   VI sums_[kChains][kTiles][kRows];
 };
 
+// What the page's successor has where the page has `at`. To the second level:
+// the first has too few miss buffers for the bandwidth.
+HWY_INLINE void PrefetchNext(const ScanPage& page, const void* at) {
+  const std::byte* next = page.next != nullptr ? page.next : page.codes;
+  __builtin_prefetch(next + (static_cast<const std::byte*>(at) - page.codes), /*rw=*/0,
+                     /*locality=*/2);
+}
+
 // A chunk of neighbouring tiles; words: of the first one's part, moved on by
-// the lane. Asks for the same of the page behind, which mostly is the next one;
-// an address beyond the last page is never read.
+// the lane.
 template <int kTiles>
-HWY_INLINE void LoadChunk(const CodeLayout& layout, const uint32_t* words, int chunk,
-                          VU (&word)[kTiles]) {
+HWY_INLINE void LoadChunk(const CodeLayout& layout, const ScanPage& page, const uint32_t* words,
+                          int chunk, VU (&word)[kTiles]) {
   for (int t = 0; t < kTiles; ++t) {
     const uint32_t* at = words + t * layout.tile_words() + chunk * kTileTokenCount;
     word[t] = hn::LoadU(DU(), at);
-    __builtin_prefetch(reinterpret_cast<const std::byte*>(at) + layout.page_bytes(), 0, 3);
+    PrefetchNext(page, at);
   }
+}
+
+// A part of a tile, moved on by the lane.
+HWY_INLINE const uint32_t* PartWords(const CodeLayout& layout, const ScanPage& page, int part,
+                                     int tile, int lane) {
+  return reinterpret_cast<const uint32_t*>(page.codes) + layout.tile_offset(part, tile) + lane;
 }
 
 // Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
 // (of the same lanes), for one part of the codes, from first[row] on:
-// out[tile][row]. With kTopOnly a field counts by its top bit alone. page is
-// moved on by the lane.
+// out[tile][row]. With kTopOnly a field counts by its top bit alone.
 template <int kWidth, bool kTopOnly, int kRows, int kTiles>
-HWY_INLINE void DotPart(const CodeLayout& layout, int part, const uint32_t* page, int tile,
-                        const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
-  const uint32_t* words = page + layout.tile_offset(part, tile);
+HWY_INLINE void DotPart(const CodeLayout& layout, int part, const ScanPage& page, int tile,
+                        int lane, const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
+  const uint32_t* words = PartWords(layout, page, part, tile, lane);
   const int chunks = layout.chunks(part);
   constexpr int kPositions = 8 / kWidth;
   constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
@@ -129,7 +141,7 @@ HWY_INLINE void DotPart(const CodeLayout& layout, int part, const uint32_t* page
   DotSums<kRows, kTiles> sums(first);
   for (int c = 0; c < chunks; ++c) {
     VU word[kTiles];
-    LoadChunk(layout, words, c, word);
+    LoadChunk(layout, page, words, c, word);
     // Unrolled, so that shifts are immediate and sums stay in registers.
 #pragma GCC unroll 8
     for (int p = 0; p < kPositions; ++p) {
@@ -146,22 +158,22 @@ HWY_INLINE void DotPart(const CodeLayout& layout, int part, const uint32_t* page
 // The same of codes of three bits, whose parts are joined before they are
 // multiplied: a chunk of top bits goes with two of the low ones.
 template <int kRows, int kTiles>
-HWY_INLINE void DotThreeBits(const CodeLayout& layout, const uint32_t* page, int tile,
+HWY_INLINE void DotThreeBits(const CodeLayout& layout, const ScanPage& page, int tile, int lane,
                              const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
   constexpr int kLowPositions = 4;
-  const uint32_t* low_words = page + layout.tile_offset(0, tile);
-  const uint32_t* top_words = page + layout.tile_offset(1, tile);
+  const uint32_t* low_words = PartWords(layout, page, 0, tile, lane);
+  const uint32_t* top_words = PartWords(layout, page, 1, tile, lane);
   const int top_chunks = layout.chunks(1);
   const auto low_mask = hn::Set(DU(), 0x03030303u);
   const auto top_mask = hn::Set(DU(), 0x04040404u);
   DotSums<kRows, kTiles> sums(first);
   for (int c = 0; c < top_chunks; ++c) {
     VU top[kTiles];
-    LoadChunk(layout, top_words, c, top);
+    LoadChunk(layout, page, top_words, c, top);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       VU low[kTiles];
-      LoadChunk(layout, low_words, 2 * c + half, low);
+      LoadChunk(layout, page, low_words, 2 * c + half, low);
 #pragma GCC unroll 4
       for (int p = 0; p < kLowPositions; ++p) {
         const int at = half * kLowPositions + p;  // the top bit's place, which becomes 2
@@ -181,14 +193,14 @@ HWY_INLINE void DotThreeBits(const CodeLayout& layout, const uint32_t* page, int
 
 // kRows sums of B-bit codes from the given tile on.
 template <int kBits, int kRows, int kTiles>
-HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const uint32_t* page, int tile,
-                        VI (*out)[kRows]) {
+HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const ScanPage& page, int tile,
+                        int lane, VI (*out)[kRows]) {
   const int8_t* weights = q.weights + static_cast<int64_t>(first_row) * q.layout.dims;
   const int32_t* first = q.offset + first_row;
   if constexpr (kBits == 3) {
-    DotThreeBits<kRows, kTiles>(q.layout, page, tile, weights, first, out);
+    DotThreeBits<kRows, kTiles>(q.layout, page, tile, lane, weights, first, out);
   } else {
-    DotPart<kBits, false, kRows, kTiles>(q.layout, 0, page, tile, weights, first, out);
+    DotPart<kBits, false, kRows, kTiles>(q.layout, 0, page, tile, lane, weights, first, out);
   }
 }
 
@@ -198,18 +210,18 @@ inline constexpr int kPair = 2;
 // Calls f(tile, head, p, factor) for kPair tiles and kRows query heads from the
 // first on, heads in order; p * factor is the estimated logit times log2(e).
 template <int kBits, int kRows, typename F>
-HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane,
-                           int first, F f) {
+HWY_INLINE void RowsLogits(const ScoreQuery& q, const ScanPage& page, int tile, int lane, int first,
+                           F f) {
   const DF df;
   const hn::Rebind<hwy::bfloat16_t, DF> db;
   VI sums[kPair][kRows];
-  DotTile<kBits, kRows, kPair>(q, first, reinterpret_cast<const uint32_t*>(page) + lane, tile,
-                               sums);
+  DotTile<kBits, kRows, kPair>(q, first, page, tile, lane, sums);
 #pragma GCC unroll 2
   for (int t = 0; t < kPair; ++t) {
     const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(
-        page + q.layout.factor_offset_bytes() + 2 * ((tile + t) * kTileTokenCount + lane));
+        page.codes + q.layout.factor_offset_bytes() + 2 * ((tile + t) * kTileTokenCount + lane));
     const auto factor = hn::PromoteTo(df, hn::LoadU(db, factors));
+    PrefetchNext(page, factors);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const int h = first + r;
@@ -219,7 +231,7 @@ HWY_INLINE void RowsLogits(const ScoreQuery& q, const std::byte* page, int tile,
 }
 
 template <int kBits, typename F>
-HWY_INLINE void PairLogits(const ScoreQuery& q, const std::byte* page, int tile, int lane, F f) {
+HWY_INLINE void PairLogits(const ScoreQuery& q, const ScanPage& page, int tile, int lane, F f) {
   for (int first = 0; first < q.row_count; first += 4) {
     switch (q.row_count - first) {
       case 1:
@@ -245,7 +257,7 @@ HWY_INLINE void StoreBins(VF score, uint16_t* out) {
 
 // tile_begin and tile_end are even.
 template <int kBits>
-void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
+void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, int tile_begin, int tile_end,
                       uint16_t* bins, uint16_t* const* head_bins) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
@@ -263,7 +275,7 @@ void AsymmetricBinsOf(const ScoreQuery& q, const std::byte* page, int tile_begin
   }
 }
 
-void AsymmetricBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
+void AsymmetricBinsImpl(const ScoreQuery& q, const ScanPage& page, int tile_begin, int tile_end,
                         uint16_t* bins, uint16_t* const* head_bins) {
   switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
@@ -278,7 +290,7 @@ void AsymmetricBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_beg
 }
 
 template <int kBits>
-void AsymmetricLogitsOf(const ScoreQuery& q, const std::byte* page, float* logits) {
+void AsymmetricLogitsOf(const ScoreQuery& q, const ScanPage& page, float* logits) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   const auto limit = hn::Set(df, kScoreLogitMax);
@@ -293,7 +305,7 @@ void AsymmetricLogitsOf(const ScoreQuery& q, const std::byte* page, float* logit
   }
 }
 
-void AsymmetricLogitsImpl(const ScoreQuery& q, const std::byte* page, float* logits) {
+void AsymmetricLogitsImpl(const ScoreQuery& q, const ScanPage& page, float* logits) {
   switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
       return AsymmetricLogitsOf<1>(q, page, logits);
@@ -307,17 +319,15 @@ void AsymmetricLogitsImpl(const ScoreQuery& q, const std::byte* page, float* log
 }
 
 template <int kWidth>
-void HammingBinsOf(const ScoreQuery& q, int part, const std::byte* page, int tile_begin,
+void HammingBinsOf(const ScoreQuery& q, int part, const ScanPage& page, int tile_begin,
                    int tile_end, uint16_t* bins) {
   const DI di;
   const hn::Rebind<uint16_t, DI> d16;
   const int n = static_cast<int>(hn::Lanes(di));
-  const auto* words = reinterpret_cast<const uint32_t*>(page);
   for (int tile = tile_begin; tile < tile_end; tile += kPair) {
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VI sums[kPair][1];
-      DotPart<kWidth, true, 1, kPair>(q.layout, part, words + lane, tile, q.weights, q.offset,
-                                      sums);
+      DotPart<kWidth, true, 1, kPair>(q.layout, part, page, tile, lane, q.weights, q.offset, sums);
       for (int t = 0; t < kPair; ++t) {
         hn::StoreU(hn::DemoteTo(d16, sums[t][0]), d16,
                    bins + (tile + t - tile_begin) * kTileTokenCount + lane);
@@ -326,7 +336,7 @@ void HammingBinsOf(const ScoreQuery& q, int part, const std::byte* page, int til
   }
 }
 
-void HammingBinsImpl(const ScoreQuery& q, const std::byte* page, int tile_begin, int tile_end,
+void HammingBinsImpl(const ScoreQuery& q, const ScanPage& page, int tile_begin, int tile_end,
                      uint16_t* bins) {
   const int part = q.layout.parts - 1;
   switch (q.layout.width[part]) {
@@ -488,14 +498,14 @@ HWY_EXPORT(SumScoreMassImpl);
 HWY_EXPORT(FilterBinsImpl);
 HWY_EXPORT(FilterTokensImpl);
 
-void AsymmetricLogits(const ScoreQuery& query, const std::byte* page, float* logits) {
+void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, float* logits) {
   HWY_DYNAMIC_DISPATCH(AsymmetricLogitsImpl)(query, page, logits);
 }
-void AsymmetricBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
+void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
                     uint16_t* bins, uint16_t* const* head_bins) {
   HWY_DYNAMIC_DISPATCH(AsymmetricBinsImpl)(query, page, tile_begin, tile_end, bins, head_bins);
 }
-void HammingBins(const ScoreQuery& query, const std::byte* page, int tile_begin, int tile_end,
+void HammingBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
                  uint16_t* bins) {
   HWY_DYNAMIC_DISPATCH(HammingBinsImpl)(query, page, tile_begin, tile_end, bins);
 }

@@ -111,15 +111,20 @@ void KeyScorer::PrepareSketch() {
   }
 }
 
-const std::byte* KeyScorer::Sections(int64_t page) const {
-  return context_.index->codes[kv_head_].Page(page) + context_.model->layout().page_bytes();
+const std::byte* KeyScorer::Codes(int64_t page) const {
+  const PageTable& codes = context_.index->codes[kv_head_];
+  return page < codes.page_count() ? codes.Page(page) : nullptr;
 }
 
-absl::Status KeyScorer::PageLogits(int64_t page, float* logits) const {
+const std::byte* KeyScorer::Sections(int64_t page) const {
+  return Codes(page) + context_.model->layout().page_bytes();
+}
+
+absl::Status KeyScorer::PageLogits(int64_t page, int64_t next, float* logits) const {
   const KeySections& sections = context_.model->sections();
   switch (selector_) {
     case Selector::kAsymmetric:
-      AsymmetricLogits(score_query_, context_.index->codes[kv_head_].Page(page), logits);
+      AsymmetricLogits(score_query_, {Codes(page), Codes(next)}, logits);
       return absl::OkStatus();
     case Selector::kSketch:
       SketchLogits(sketch_query_, Sections(page) + sections.sketch(), logits);
@@ -176,7 +181,8 @@ absl::Status KeyScorer::FindReferences() {
   std::vector<absl::Status> statuses(count);
   ParallelFor(int64_t{0}, count, [&](int64_t i) {
     float* page = logits.data() + i * group * kPageTokenCount;
-    statuses[i] = PageLogits(first + step * i, page);
+    const int64_t at = first + step * i;
+    statuses[i] = PageLogits(at, i + 1 < count ? at + step : at, page);
     if (selector_ == Selector::kAsymmetric) return;
     for (float& l : std::span(page, group * kPageTokenCount)) l = OracleScore(l);
   });
@@ -227,17 +233,16 @@ absl::Status KeyScorer::Prepare() {
 absl::Status KeyScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                              uint16_t* const* head_bins) const {
   if (selector_ == Selector::kHamming) {
-    HammingBins(score_query_, context_.index->codes[kv_head_].Page(page), tile_begin, tile_end,
-                bins);
+    HammingBins(score_query_, {Codes(page), Codes(page + 1)}, tile_begin, tile_end, bins);
     return absl::OkStatus();
   }
   if (selector_ == Selector::kAsymmetric) {
-    AsymmetricBins(score_query_, context_.index->codes[kv_head_].Page(page), tile_begin, tile_end,
-                   bins, head_bins);
+    AsymmetricBins(score_query_, {Codes(page), Codes(page + 1)}, tile_begin, tile_end, bins,
+                   head_bins);
     return absl::OkStatus();
   }
   float logits[kGroupMax * kPageTokenCount] = {};
-  absl::Status status = PageLogits(page, logits);
+  absl::Status status = PageLogits(page, page, logits);
   if (!status.ok()) return status;
   ExactBins(score_query_, logits + tile_begin * kTileTokenCount, kPageTokenCount,
             context_.spec().group(), (tile_end - tile_begin) * kTileTokenCount, bins, head_bins);

@@ -34,10 +34,12 @@ class KeyScorer {
   // Sets the references and head weights of the score query.
   absl::Status FindReferences();
   // Estimated logits times log2(e), or exact ones in nats, of a page:
-  // [G][kPageTokenCount].
-  absl::Status PageLogits(int64_t page, float* logits) const;
+  // [G][kPageTokenCount]. next: the page that will be asked for after it.
+  absl::Status PageLogits(int64_t page, int64_t next, float* logits) const;
   absl::Status ExactLogits(int64_t page, float* logits) const;
   // Of the page's index, what stands behind the codes.
+  // Null beyond the last page.
+  const std::byte* Codes(int64_t page) const;
   const std::byte* Sections(int64_t page) const;
 
   const AttendContext& context_;

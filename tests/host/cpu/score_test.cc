@@ -81,7 +81,7 @@ TEST_P(Score, IntegerProductsAreExact) {
     for (int t = 0; t < kKeys; ++t) c.page.SetFactor(t, 1);
     SameOnEveryTarget([&](std::vector<std::byte>& out) {
       std::vector<float> logits(group * kKeys);
-      AsymmetricLogits(c.query, c.page.data(), logits.data());
+      AsymmetricLogits(c.query, {c.page.data()}, logits.data());
       for (int g = 0; g < group; ++g) {
         for (int t = 0; t < kKeys; ++t) {
           const auto wanted = reference::IntegerProduct(c.key_levels[t], c.query_levels[g], bits);
@@ -111,8 +111,9 @@ TEST_P(Score, GroupAndHeadBinsMatchAScalarRecomputation) {
         std::vector<std::vector<uint16_t>> heads(group, std::vector<uint16_t>(count));
         std::vector<uint16_t*> pointers;
         for (auto& h : heads) pointers.push_back(h.data());
-        AsymmetricBins(c.query, c.page.data(), tile_begin, tile_end, bins.data(), pointers.data());
-        AsymmetricBins(c.query, c.page.data(), tile_begin, tile_end, plain.data(), nullptr);
+        AsymmetricBins(c.query, {c.page.data()}, tile_begin, tile_end, bins.data(),
+                       pointers.data());
+        AsymmetricBins(c.query, {c.page.data()}, tile_begin, tile_end, plain.data(), nullptr);
         EXPECT_EQ(bins, plain);
         for (int i = 0; i < count; ++i) {
           float score = 0;
@@ -149,7 +150,7 @@ TEST_P(Score, HammingBinsCountMatchesOfTheTopPlane) {
     q.weights = weights.data();
     SameOnEveryTarget([&](std::vector<std::byte>& out) {
       std::vector<uint16_t> bins(6 * kTileTokenCount);
-      HammingBins(q, c.page.data(), 2, 8, bins.data());
+      HammingBins(q, {c.page.data()}, 2, 8, bins.data());
       for (size_t i = 0; i < bins.size(); ++i) {
         int matches = 0;
         for (int g = 0; g < group; ++g) {
