@@ -44,6 +44,8 @@ struct Options {
   std::string spillwayd;
   std::string echo_server;
   std::string json_path;
+  std::string device = "auto";
+  std::string cases;  // part of their names
   int round_count = 8;
   int block_count = 8;
   int block_size = 50;
@@ -69,6 +71,10 @@ const std::vector<Case>& Cases() {
       {"decode 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, true},
   };
   return *cases;
+}
+
+bool IsWanted(const Case& bench_case, const Options& options) {
+  return bench_case.name.find(options.cases) != std::string::npos;
 }
 
 // Nearest rank. REQUIRES: values is not empty, share in (0, 1].
@@ -370,8 +376,8 @@ absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
   const std::string echo_target = absl::StrCat("unix:", path, "/echo");
   auto echo_server = ChildProcess::Start({options.echo_server, echo_target});
   if (!echo_server.ok()) return echo_server.status();
-  auto daemon =
-      ChildProcess::Start({options.spillwayd, "--listen", daemon_target, "--log-level", "warning"});
+  auto daemon = ChildProcess::Start({options.spillwayd, "--listen", daemon_target, "--device",
+                                     options.device, "--log-level", "warning"});
   if (!daemon.ok()) return daemon.status();
   auto client = ConnectWithin(daemon_target, absl::Seconds(20));
   if (!client.ok()) return client.status();
@@ -381,6 +387,7 @@ absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
   }
   const std::unique_ptr<EchoService::Stub> echo = EchoService::NewStub(channel);
   for (size_t i = 0; i < Cases().size(); ++i) {
+    if (!IsWanted(Cases()[i], options)) continue;
     absl::Status status = RunCase(**client, *echo, Cases()[i], options, samples[i]);
     if (!status.ok()) return status;
   }
@@ -399,7 +406,9 @@ absl::StatusOr<Json> Run(const Options& options) {
                                "MEDIANS IN MICROSECONDS", "OUT B", "IN B", "ROUND", "DEVICE",
                                "BEYOND", "ECHO", "RATIO", "ROUNDS", "BUSY ECHO", "RATIO");
   Json cases = Json::array();
-  for (size_t i = 0; i < Cases().size(); ++i) cases.push_back(Report(Cases()[i], samples[i]));
+  for (size_t i = 0; i < Cases().size(); ++i) {
+    if (IsWanted(Cases()[i], options)) cases.push_back(Report(Cases()[i], samples[i]));
+  }
   return Json{{"benchmark", "rpc"},
               {"date", absl::FormatTime("%Y-%m-%d", absl::Now(), absl::UTCTimeZone())},
               {"processor", ProcessorName()},
@@ -419,6 +428,8 @@ int Main(int argc, char** argv) {
   app.add_option("--spillwayd", options.spillwayd, "the daemon to start")->capture_default_str();
   app.add_option("--echo-server", options.echo_server, "the echo server to start")
       ->capture_default_str();
+  app.add_option("--device", options.device, "of the daemon")->capture_default_str();
+  app.add_option("--case", options.cases, "only those whose name holds this");
   app.add_option("--json", options.json_path, "file to write the results to");
   app.add_option("--rounds", options.round_count, "pairs of servers, started afresh")
       ->check(CLI::PositiveNumber)
