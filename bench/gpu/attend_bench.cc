@@ -295,6 +295,45 @@ absl::Status RunRandom(const Options& options) {
   return absl::OkStatus();
 }
 
+// Steps as decoding takes them: each sees all tokens, and the next one has
+// another query of the data. exact: dense attention of each query.
+absl::Status MeasureSteps(GpuFixture& fixture, const Options& options, const NamedPolicy& what,
+                          const TraceData& data, size_t at,
+                          std::span<const std::vector<double>> exact) {
+  const int queries = data.queries_per_length();
+  const auto request = [&](int i) {
+    return AttendRequest{what.policy, data.Query(at, i % queries), data.lengths()[at]};
+  };
+  std::vector<double> observed;
+  for (int i = 0; i < options.repetitions * queries; ++i) {
+    AttendRequest step = request(i);
+    step.policy.seed += 2 * static_cast<uint64_t>(i / queries);
+    const auto attended = fixture.Attend(step, GpuFixture::Mode::kPlain);
+    if (!attended.ok()) return attended.status();
+    const std::vector<double> errors =
+        RelativeErrors(fixture.spec(), attended->work.out, exact[i % queries]);
+    observed.insert(observed.end(), errors.begin(), errors.end());
+  }
+  const auto timing = Time(fixture, options.repetitions * queries, request);
+  if (!timing.ok()) return timing.status();
+  Print({{"name", what.name},
+         {"data", "steps"},
+         {"bits_per_dim", fixture.spec().hash.bits_per_dim},
+         {"tokens", data.lengths()[at]},
+         {"queries", queries},
+         {"epsilon", what.policy.epsilon},
+         {"us", timing->us},
+         {"rows", timing->row_count},
+         {"moved_rows", timing->moved_count},
+         {"stages", StageJson(*timing)},
+         {"outputs", observed.size()},
+         {"observed_error_mean", Mean(observed)},
+         {"beyond_epsilon", Share(observed.size(), [&](size_t i) {
+            return !(observed[i] <= what.policy.epsilon);
+          })}});
+  return absl::OkStatus();
+}
+
 absl::Status RunTrace(const Options& options) {
   const auto data = TraceData::Open(options.data);
   if (!data.ok()) return data.status();
@@ -316,6 +355,12 @@ absl::Status RunTrace(const Options& options) {
   // The band is of another seed: of samples, 1 % are there by chance.
   policies[2].name = "default policy, sampled outside the band";
   policies[2].policy.seed = 1;
+  std::vector<NamedPolicy> steps(2, {"step", DefaultPolicy(spec)});
+  steps[1].name = "step, reuse_deviations";
+  steps[1].policy.reuse_deviations = true;
+  const auto wanted = [&](const NamedPolicy& what) {
+    return what.name.find(options.only) != std::string::npos;
+  };
   Print({{"name", "data"}, {"data", "trace"}, {"meta", data->meta()}});
   for (size_t at = 0; at < lengths.size(); ++at) {
     if (!options.lengths.empty() && !holds(options.lengths, lengths[at])) continue;
@@ -324,10 +369,21 @@ absl::Status RunTrace(const Options& options) {
       const std::vector<double> exact = DenseAttention(
           spec, (*fixture)->rows(), data->Query(at, query), data->visible(at, query));
       for (const NamedPolicy& what : policies) {
-        if (what.name.find(options.only) == std::string::npos) continue;
+        if (!wanted(what)) continue;
         absl::Status s = MeasureTrace(**fixture, options, what, *data, at, query, exact);
         if (!s.ok()) return s;
       }
+    }
+    if (std::ranges::none_of(steps, wanted)) continue;
+    std::vector<std::vector<double>> exact;
+    for (int query = 0; query < data->queries_per_length(); ++query) {
+      exact.push_back(
+          DenseAttention(spec, (*fixture)->rows(), data->Query(at, query), lengths[at]));
+    }
+    for (const NamedPolicy& what : steps) {
+      if (!wanted(what)) continue;
+      absl::Status s = MeasureSteps(**fixture, options, what, *data, at, exact);
+      if (!s.ok()) return s;
     }
   }
   return absl::OkStatus();

@@ -165,6 +165,21 @@ def stripe_table(attends: list[Record], link: LinkRate) -> list[str]:
     return rows
 
 
+def step_table(steps: list[Record]) -> list[str]:
+    rows = [
+        "| tokens | policy | rows read | moved | whole attend | outputs | mean error "
+        "| beyond epsilon |",
+        "|---" * 8 + "|",
+    ]
+    for r in steps:
+        rows.append(
+            f"| {label(r['tokens'])} | {r['name']} | {r['rows']} | {r['moved_rows']} "
+            f"| {r['us']:.0f} us | {r['outputs']} | {r['observed_error_mean']:.4f} "
+            f"| {r['beyond_epsilon']:.1%} |"
+        )
+    return rows
+
+
 def data_table(meta: Record) -> list[str]:
     rows = [
         "| | mass of the top 256 | quartiles | exp(entropy) of the rest | keys' effective "
@@ -271,6 +286,12 @@ def section(
         f"stripe` what all rows of the range take at the link's peak, {link.peak:.1f} GB/s:",
         "",
         *stripe_table(attends, link),
+        "",
+        "Steps that follow each other, as decoding takes them: each sees all tokens, and the "
+        "queries of a length take",
+        "turns, which differ more than a model's neighbouring steps.",
+        "",
+        *step_table([r for r in records if r.get("data") == "steps"]),
         "",
         "The data, against its source:",
         "",
