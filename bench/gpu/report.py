@@ -281,6 +281,7 @@ def main() -> None:
         + ", ".join(f"`{c}`" for c in environment["commands"])
         + ".",
         "",
+        *(line for note in environment.get("notes", []) for line in (note, "")),
         f"Tests on this machine ({environment['tests']}): {tests['passed']} passed, "
         f"{tests['failed']} failed, {tests['skipped']} skipped.",
         "",
