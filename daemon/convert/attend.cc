@@ -72,33 +72,35 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
   return out;
 }
 
-absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence) {
+absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence,
+                                         const std::string& path) {
   const ModelSpec& spec = sequence.model->spec;
   AttendWork work;
   const absl::StatusOr<DType> dtype =
-      CheckTensor(item.q(), {kAnyDim, spec.query_head_count, spec.head_dim}, "q");
+      CheckTensor(item.q(), {kAnyDim, spec.query_head_count, spec.head_dim}, path + "q");
   if (!dtype.ok()) return dtype.status();
   work.q_dtype = *dtype;
   work.q = BytesOf(item.q());
   work.query_count = item.q().shape(0);
   if (work.query_count > kQueryCountMax) {
-    return InvalidField(
-        "q.shape", absl::StrCat(work.query_count, " queries are not in [1, ", kQueryCountMax, "]"));
+    return InvalidField(path + "q.shape", absl::StrCat(work.query_count, " queries are not in [1, ",
+                                                       kQueryCountMax, "]"));
   }
   const int visible_count = item.visible_token_counts_size();
   if (visible_count != 0 && visible_count != work.query_count) {
-    return InvalidField("visible_token_counts",
+    return InvalidField(path + "visible_token_counts",
                         absl::StrCat(visible_count, " values for ", work.query_count, " queries"));
   }
   work.visible.assign(item.visible_token_counts().begin(), item.visible_token_counts().end());
   if (item.has_policy()) {
-    absl::StatusOr<Policy> policy = ApplyPolicy(item.policy(), sequence.policy, spec, "policy.");
+    absl::StatusOr<Policy> policy =
+        ApplyPolicy(item.policy(), sequence.policy, spec, path + "policy.");
     if (!policy.ok()) return policy.status();
     work.policy = *std::move(policy);
   } else {
     work.policy = sequence.policy;
   }
-  if (absl::Status status = CheckFinite(work, spec); !status.ok()) return status;
+  if (absl::Status status = CheckFinite(work, spec, path + "q"); !status.ok()) return status;
   return work;
 }
 

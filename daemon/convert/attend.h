@@ -15,12 +15,14 @@ inline constexpr int kQueryCountMax = 1024;
 inline constexpr int kAttendItemCountMax = 256;
 
 // Requests to the engine's; shapes, ranges and finiteness are checked and
-// INVALID_ARGUMENT or OUT_OF_RANGE names the field relative to the message.
-// The results point into the messages' bytes.
+// INVALID_ARGUMENT or OUT_OF_RANGE names the field. The results point into the
+// messages' bytes.
 absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec);
-// Everything but the item's sequence name.
-absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence);
+// Everything but the item's sequence name. path: of the item in its request,
+// "items[2].".
+absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence,
+                                         const std::string& path);
 // What Select and FetchPages ask of their item, whose rows all query heads
 // share: one query, and a tail of one weight a row.
 absl::Status CheckSelectable(const AttendWork& work);

@@ -32,8 +32,7 @@ constexpr std::array<const char*, 17> kCodeNames = {
 
 }  // namespace
 
-google::rpc::Status StatusConverter::ToRpc(const absl::Status& status,
-                                           const std::string& prefix) const {
+google::rpc::Status StatusConverter::ToRpc(const absl::Status& status) const {
   google::rpc::Status rpc;
   if (status.ok()) return rpc;
   const int code = static_cast<int>(status.code());
@@ -50,7 +49,7 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& status,
     google::rpc::BadRequest bad_request;
     for (const FieldError& field : details.fields) {
       auto* violation = bad_request.add_field_violations();
-      violation->set_field(prefix + field.field);
+      violation->set_field(field.field);
       violation->set_description(field.description);
     }
     rpc.add_details()->PackFrom(bad_request);
@@ -58,9 +57,9 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& status,
   return rpc;
 }
 
-grpc::Status StatusConverter::ToGrpc(const absl::Status& status, const std::string& prefix) const {
+grpc::Status StatusConverter::ToGrpc(const absl::Status& status) const {
   if (status.ok()) return grpc::Status::OK;
-  const google::rpc::Status rpc = ToRpc(status, prefix);
+  const google::rpc::Status rpc = ToRpc(status);
   return grpc::Status(static_cast<grpc::StatusCode>(rpc.code()), rpc.message(),
                       rpc.SerializeAsString());
 }

@@ -16,10 +16,9 @@ class StatusConverter {
  public:
   explicit StatusConverter(std::string boot_id) : boot_id_(std::move(boot_id)) {}
 
-  // prefix is put before the path of every refused field, "items[2].".
-  google::rpc::Status ToRpc(const absl::Status& status, const std::string& prefix = "") const;
+  google::rpc::Status ToRpc(const absl::Status& status) const;
   // The same as the status of a call, with its binary details.
-  grpc::Status ToGrpc(const absl::Status& status, const std::string& prefix = "") const;
+  grpc::Status ToGrpc(const absl::Status& status) const;
 
  private:
   const std::string boot_id_;

@@ -50,14 +50,14 @@ absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec) {
   return k.ok() ? CheckRows(chunk, spec, chunk.v, "V", "chunk.v") : k;
 }
 
-absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec) {
+absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec, std::string_view field) {
   const int64_t bytes =
       work.query_count * spec.query_head_count * spec.head_dim * DTypeBytes(work.q_dtype);
   const std::optional<int64_t> at =
       FindNonFinite({work.q, static_cast<size_t>(bytes)}, work.q_dtype);
   if (!at) return absl::OkStatus();
   const int64_t row = *at / spec.head_dim;
-  return NonFinite("q", "q",
+  return NonFinite("q", field,
                    absl::StrCat("query ", row / spec.query_head_count, ", query head ",
                                 row % spec.query_head_count, ", element ", *at % spec.head_dim));
 }

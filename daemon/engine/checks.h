@@ -14,8 +14,8 @@ namespace spillway {
 // OUT_OF_RANGE, reason NON_FINITE, naming layer, KV head, token position and
 // element of the first value of K or V that is infinite or NaN.
 absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec);
-// The same for queries [T, H_q, d], naming query, head and element.
-absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec);
+// The same for queries [T, H_q, d] of a field, naming query, head and element.
+absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec, std::string_view field);
 
 // Whether the chunk follows the layer's rows (true) or repeats rows that are
 // there with equal bytes (false). `offset`: which of the chunk's layers.

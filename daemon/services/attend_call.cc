@@ -22,10 +22,7 @@ class AttendCall final : public UnaryCall {
     AttendRequest work;
     work.layer = request_.layer();
     work.cancel = cancel();
-    std::string prefix;
-    if (absl::Status status = Parse(work, prefix); !status.ok()) {
-      return End(services_.status.ToGrpc(status, prefix));
-    }
+    if (absl::Status status = Parse(work); !status.ok()) return End(status);
     services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
       if (outcome.ok()) Fill(*outcome);
       End(outcome.status());
@@ -33,8 +30,7 @@ class AttendCall final : public UnaryCall {
   }
 
  private:
-  // prefix: path of the item that an error's fields belong to.
-  absl::Status Parse(AttendRequest& work, std::string& prefix) {
+  absl::Status Parse(AttendRequest& work) {
     const int count = request_.items_size();
     if (count < 1 || count > kAttendItemCountMax) {
       return InvalidField("items",
@@ -44,27 +40,24 @@ class AttendCall final : public UnaryCall {
     int64_t response_bytes = 0;
     int64_t held_bytes = 0;
     for (int i = 0; i < count; ++i) {
-      prefix = absl::StrCat("items[", i, "].");
-      absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request_.items(i));
+      const std::string path = absl::StrCat("items[", i, "].");
+      absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request_.items(i), path);
       if (!item.ok()) return item.status();
       const Model& model = *item->sequence->model;
       if (!seen.insert(item->sequence.get()).second) {
-        return InvalidField("sequence", absl::StrCat(item->sequence->name, " is named twice"));
+        return InvalidField(path + "sequence",
+                            absl::StrCat(item->sequence->name, " is named twice"));
       }
       if (&model != (i == 0 ? &model : work.items.front().sequence->model.get())) {
-        return InvalidField("sequence", absl::StrCat(item->sequence->name, " is of ", model.name,
-                                                     ", the first item's of ",
-                                                     work.items.front().sequence->model->name));
+        return InvalidField(
+            path + "sequence",
+            absl::StrCat(item->sequence->name, " is of ", model.name, ", the first item's of ",
+                         work.items.front().sequence->model->name));
       }
-      if (absl::Status status = CheckLayer(request_.layer(), model.spec); !status.ok()) {
-        prefix.clear();
-        return status;
-      }
+      absl::Status layer = CheckLayer(request_.layer(), model.spec);
+      if (!layer.ok()) return layer;
       const absl::StatusOr<DType> dtype = OutDType(request_.out_dtype(), item->work.q_dtype);
-      if (!dtype.ok()) {
-        prefix.clear();
-        return dtype.status();
-      }
+      if (!dtype.ok()) return dtype.status();
       out_dtypes_.push_back(*dtype);
       sequences_.push_back(item->sequence);
       const int64_t bytes = ResultBytes(item->work, model.spec, *dtype);
@@ -74,7 +67,6 @@ class AttendCall final : public UnaryCall {
                         static_cast<int64_t>(sizeof(float));
       work.items.push_back(*std::move(item));
     }
-    prefix.clear();
     if (response_bytes > kMessageBytesMax) {
       return InvalidField(
           "items", absl::StrCat("the answer would take ", response_bytes, " bytes, more than ",
@@ -111,10 +103,8 @@ class SelectCall final : public UnaryCall {
   using UnaryCall::UnaryCall;
 
   void Start(const v1::SelectRequest& request, v1::SelectResponse* response) {
-    absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item());
-    if (!item.ok()) {
-      return End(services_.status.ToGrpc(item.status(), "item."));
-    }
+    absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item(), "item.");
+    if (!item.ok()) return End(item.status());
     if (absl::Status status = CheckSelectable(item->work); !status.ok()) return End(status);
     absl::Status layer = CheckLayer(request.layer(), item->sequence->model->spec);
     if (!layer.ok()) return End(layer);
@@ -139,11 +129,12 @@ class SelectCall final : public UnaryCall {
 
 }  // namespace
 
-absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item) {
+absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item,
+                                         const std::string& path) {
   absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(engine, item.sequence(), "sequence");
+      FindSequence(engine, item.sequence(), path + "sequence");
   if (!sequence.ok()) return sequence.status();
-  absl::StatusOr<AttendWork> work = WorkFromProto(item, **sequence);
+  absl::StatusOr<AttendWork> work = WorkFromProto(item, **sequence, path);
   if (!work.ok()) return work.status();
   AttendItem out;
   out.sequence = *std::move(sequence);

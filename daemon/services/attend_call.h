@@ -16,7 +16,9 @@ grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
                                       const v1::SelectRequest& request,
                                       v1::SelectResponse* response);
 
-// One item of a request: its sequence found, its work checked.
-absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item);
+// One item of a request: its sequence found, its work checked. path: of the
+// item in the request.
+absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item,
+                                         const std::string& path);
 
 }  // namespace spillway

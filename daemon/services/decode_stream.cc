@@ -139,7 +139,7 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
     }
     item.append = *rows;
   }
-  absl::StatusOr<AttendWork> work = WorkFromProto(request.item(), *item.sequence);
+  absl::StatusOr<AttendWork> work = WorkFromProto(request.item(), *item.sequence, "item.");
   if (!work.ok()) return work.status();
   item.work = *std::move(work);
   const absl::StatusOr<DType> out_dtype = OutDType(request.out_dtype(), item.work.q_dtype);

@@ -34,7 +34,7 @@ FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackSer
 }
 
 absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
-  absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item());
+  absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item(), "item.");
   if (!item.ok()) return item.status();
   model_ = item->sequence->model;
   if (absl::Status status = CheckLayer(request.layer(), model_->spec); !status.ok()) return status;

@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/model/limits.h"
+
 namespace spillway {
 
-inline constexpr int kGroupMax = 16;
-inline constexpr int kHeadDimMax = 256;
 // Positions whose mean is the centre of a KV head's keys. Codes exist from the
 // moment a layer holds this many tokens.
 inline constexpr int64_t kCentreTokenCount = 1024;

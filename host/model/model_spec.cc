@@ -4,15 +4,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "host/model/field_checks.h"
+#include "host/model/limits.h"
 
 namespace spillway {
 namespace {
 
 constexpr int kLayerCountMax = 1024;
 constexpr int kQueryHeadCountMax = 1024;
-constexpr int kGroupMax = 16;
 constexpr int kHeadDimStep = 16;
-constexpr int kHeadDimMax = 256;
 constexpr int kBitsPerDimMax = 4;
 constexpr int kHashBitsStep = 32;
 constexpr int kHashBitsMax = 1024;

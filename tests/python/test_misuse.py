@@ -33,7 +33,7 @@ from spillway._proto import (
 from spillway._proto import (
     tensor_pb2 as tensors,
 )
-from spillway.errors import error_from_rpc
+from spillway.errors import error_from_rpc, error_from_status
 
 INVALID = "INVALID_ARGUMENT"
 RANGE = "OUT_OF_RANGE"
@@ -324,6 +324,12 @@ def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -
     for prefix, call in calls.items():
         error = refuse(call, INVALID)
         assert any(prefix + field in violation.field for violation in error.fields), error.fields
+    fetch = attention.FetchPagesRequest(layer=0, item=item)
+    error = refuse(lambda: list(stubs.attention.FetchPages(fetch)), INVALID)
+    assert any(f"item.policy.{field}" in violation.field for violation in error.fields)
+    (answer,) = stubs.attention.Decode(iter([attention.DecodeRequest(layer=0, item=item)]))
+    failure = error_from_status(answer.result.status)
+    assert any(f"item.policy.{field}" in violation.field for violation in failure.fields)
 
 
 @pytest.mark.parametrize(
