@@ -17,8 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "bench/rpc/child_process.h"
-#include "bench/rpc/connect.h"
+#include "bench/rpc/server_pair.h"
 #include "cli/cleanup.h"
 #include "cli/random_rows.h"
 #include "grpcpp/create_channel.h"
@@ -111,24 +110,18 @@ absl::StatusOr<double> AppendOnce(Client& client, v1::AttentionService::Stub& st
   return *seconds;
 }
 
-absl::StatusOr<Json> Run(const Options& options, const std::string& directory) {
-  const std::string daemon_target = absl::StrCat("unix:", directory, "/daemon");
-  const std::string sink_target = absl::StrCat("unix:", directory, "/sink");
-  auto sink = ChildProcess::Start({options.echo_server, sink_target});
-  if (!sink.ok()) return sink.status();
-  auto daemon = ChildProcess::Start({options.spillwayd, "--listen", daemon_target, "--log-level",
-                                     "warning", "--device", options.device});
-  if (!daemon.ok()) return daemon.status();
-  auto client = ConnectWithin(daemon_target, absl::Seconds(20));
-  if (!client.ok()) return client.status();
+absl::StatusOr<Json> Run(const Options& options) {
+  const auto servers = ServerPair::Start(options.spillwayd, options.device, options.echo_server);
+  if (!servers.ok()) return servers.status();
+  Client& client = (*servers)->client();
   const auto stub_of = [](const std::string& target) {
     return v1::AttentionService::NewStub(
         grpc::CreateChannel(target, grpc::InsecureChannelCredentials()));
   };
-  const auto daemon_stub = stub_of(daemon_target);
-  const auto sink_stub = stub_of(sink_target);
+  const auto daemon_stub = stub_of((*servers)->daemon_target());
+  const auto sink_stub = stub_of((*servers)->echo_target());
 
-  cli::TemporaryResources resources(**client);
+  cli::TemporaryResources resources(client);
   v1::Model spec;
   spec.set_layer_count(1);
   spec.set_query_head_count(kQueryHeads);
@@ -136,7 +129,7 @@ absl::StatusOr<Json> Run(const Options& options, const std::string& directory) {
   spec.set_head_dim(kHeadDim);
   spec.set_dtype(v1::DTYPE_BF16);
   spec.mutable_hash_weights()->mutable_rotation();
-  const auto model = (*client)->CreateModel("", spec);
+  const auto model = client.CreateModel("", spec);
   if (!model.ok()) return model.status();
   resources.OwnModel(model->name());
 
@@ -152,11 +145,11 @@ absl::StatusOr<Json> Run(const Options& options, const std::string& directory) {
               .dtype = v1::DTYPE_BF16,
               .k = k,
               .v = v};
-  const int64_t message_bytes = (*client)->server_info().limits().message_bytes_max();
+  const int64_t message_bytes = client.server_info().limits().message_bytes_max();
   std::vector<double> appended, sent;
   // The first round commits memory, on a GPU pins it, and does not count.
   for (int round = 0; round <= options.round_count; ++round) {
-    const absl::StatusOr<double> seconds = AppendOnce(**client, *daemon_stub, rows, model->name());
+    const absl::StatusOr<double> seconds = AppendOnce(client, *daemon_stub, rows, model->name());
     if (!seconds.ok()) return seconds.status();
     v1::AppendResponse response;
     const absl::StatusOr<double> dropped = Send(*sink_stub, rows, message_bytes, response);
@@ -167,7 +160,7 @@ absl::StatusOr<Json> Run(const Options& options, const std::string& directory) {
   }
   const double bytes = 4.0 * static_cast<double>(size);
   return Json{{"benchmark", "append"},
-              {"device", (*client)->server_info().devices(0).description()},
+              {"device", client.server_info().devices(0).description()},
               {"tokens", options.token_count},
               {"bytes", bytes},
               {"rounds", options.round_count},
@@ -188,13 +181,7 @@ int Main(int argc, char** argv) {
   app.add_option("--tokens", options.token_count, "of the layer")->check(CLI::Range(1, 1 << 22));
   app.add_option("--rounds", options.round_count, "measured")->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
-  std::string path = (std::filesystem::temp_directory_path() / "spillway-append-XXXXXX").string();
-  if (mkdtemp(path.data()) == nullptr) {
-    std::cerr << "append_bench: cannot make " << path << '\n';
-    return 1;
-  }
-  const absl::StatusOr<Json> result = Run(options, path);
-  std::filesystem::remove_all(path);
+  const absl::StatusOr<Json> result = Run(options);
   if (!result.ok()) {
     std::cerr << "append_bench: " << result.status() << '\n';
     return 1;

@@ -8,9 +8,7 @@
 // both. The client of both is gRPC's synchronous stub.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -24,9 +22,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
-#include "bench/rpc/child_process.h"
-#include "bench/rpc/connect.h"
 #include "bench/rpc/echo.grpc.pb.h"
+#include "bench/rpc/server_pair.h"
 #include "cli/cleanup.h"
 #include "cli/random_rows.h"
 #include "grpcpp/create_channel.h"
@@ -352,12 +349,6 @@ Json Report(const Case& bench_case, const Samples& samples) {
               {"busy_ratio_of_medians", beyond / busy_echo}};
 }
 
-// Removes a directory with everything in it.
-struct RemoveDirectory {
-  std::string path;
-  ~RemoveDirectory() { std::filesystem::remove_all(path); }
-};
-
 std::string ProcessorName() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
@@ -369,18 +360,10 @@ std::string ProcessorName() {
 // One round: both servers afresh, all cases. Returns what the daemon says of itself.
 absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
                                                    std::vector<Samples>& samples) {
-  std::string path = (std::filesystem::temp_directory_path() / "spillway-rpc-XXXXXX").string();
-  if (mkdtemp(path.data()) == nullptr) return absl::ErrnoToStatus(errno, path);
-  const RemoveDirectory directory{path};
-  const std::string daemon_target = absl::StrCat("unix:", path, "/daemon");
-  const std::string echo_target = absl::StrCat("unix:", path, "/echo");
-  auto echo_server = ChildProcess::Start({options.echo_server, echo_target});
-  if (!echo_server.ok()) return echo_server.status();
-  auto daemon = ChildProcess::Start({options.spillwayd, "--listen", daemon_target, "--device",
-                                     options.device, "--log-level", "warning"});
-  if (!daemon.ok()) return daemon.status();
-  auto client = ConnectWithin(daemon_target, absl::Seconds(20));
-  if (!client.ok()) return client.status();
+  const auto servers = ServerPair::Start(options.spillwayd, options.device, options.echo_server);
+  if (!servers.ok()) return servers.status();
+  Client& client = (*servers)->client();
+  const std::string echo_target = (*servers)->echo_target();
   auto channel = grpc::CreateChannel(echo_target, grpc::InsecureChannelCredentials());
   if (!channel->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(20))) {
     return absl::UnavailableError(absl::StrCat("no echo server at ", echo_target));
@@ -388,10 +371,10 @@ absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
   const std::unique_ptr<EchoService::Stub> echo = EchoService::NewStub(channel);
   for (size_t i = 0; i < Cases().size(); ++i) {
     if (!IsWanted(Cases()[i], options)) continue;
-    absl::Status status = RunCase(**client, *echo, Cases()[i], options, samples[i]);
+    absl::Status status = RunCase(client, *echo, Cases()[i], options, samples[i]);
     if (!status.ok()) return status;
   }
-  return (*client)->server_info();
+  return client.server_info();
 }
 
 absl::StatusOr<Json> Run(const Options& options) {
