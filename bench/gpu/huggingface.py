@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import spillway
 import torch
 import transformers
-from spillway import DecodeStream, Policy, TopK
+from spillway import DecodeStream, Policy, TopK, _serving
 from spillway.transformers import SpillwayCache
 from spillway.transformers import cache as cache_module
 from spillway.transformers import rows as rows_module
@@ -262,39 +261,12 @@ def measure_link(bench: Bench) -> float:
 @contextmanager
 def running_daemon(device: str, memory_bytes: int) -> Iterator[str]:
     """Starts spillwayd on a socket of its own and yields the target."""
-    binary = os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd")
+    binary = Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
+    flags = ("--device", device, "--memory-limit", str(memory_bytes))
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
-        target = f"unix:{folder}/spillwayd.sock"
         log = Path(folder) / "spillwayd.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [binary, "--listen", target, "--device", device]
-                + ["--memory-limit", str(memory_bytes)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            deadline = time.monotonic() + 60
-            while not serves(target):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"huggingface: spillwayd does not serve:\n{log.read_text()}")
-                time.sleep(0.05)
+        with _serving.running_daemon(binary, log, *flags, timeout=60) as target:
             yield target
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def serves(target: str) -> bool:
-    try:
-        with spillway.connect(target, timeout=5) as client:
-            return client.health()
-    except (spillway.Unavailable, spillway.DeadlineExceeded):
-        return False
 
 
 @contextmanager
