@@ -46,6 +46,10 @@ struct NamedPolicy {
   double spread = 1;  // of random queries
 };
 
+bool IsWanted(const NamedPolicy& what, const Options& options) {
+  return what.name.find(options.only) != std::string::npos;
+}
+
 void Print(const Json& json) { std::cout << json.dump() << std::endl; }
 
 double Mean(const std::vector<double>& x) {
@@ -99,7 +103,7 @@ bool IsGather(const std::string& stage) { return stage.ends_with("gather"); }
 
 absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Options& options,
                            const NamedPolicy& what, int64_t n) {
-  if (what.name.find(options.only) == std::string::npos) return absl::OkStatus();
+  if (!IsWanted(what, options)) return absl::OkStatus();
   const auto request = [&](int seed) {
     return AttendRequest{what.policy, data.Query(static_cast<uint64_t>(seed), what.spread), n};
   };
@@ -124,7 +128,7 @@ absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Op
 absl::Status MeasureStep(GpuFixture& fixture, const RandomData& data, const Options& options) {
   NamedPolicy what{"decode step, asymmetric top 256", Policy(), 1};
   what.policy.tail = Tail::kNone;
-  if (what.name.find(options.only) == std::string::npos) return absl::OkStatus();
+  if (!IsWanted(what, options)) return absl::OkStatus();
   RowChunk token;
   const auto request = [&](int seed) {
     return AttendRequest{what.policy, data.Query(static_cast<uint64_t>(seed), what.spread),
@@ -358,14 +362,14 @@ absl::Status RunTrace(const Options& options) {
   std::vector<NamedPolicy> steps(2, {"step", DefaultPolicy(spec)});
   steps[1].name = "step, reuse_deviations";
   steps[1].policy.reuse_deviations = true;
-  const auto wanted = [&](const NamedPolicy& what) {
-    return what.name.find(options.only) != std::string::npos;
-  };
+  const auto wanted = [&](const NamedPolicy& what) { return IsWanted(what, options); };
   Print({{"name", "data"}, {"data", "trace"}, {"meta", data->meta()}});
   for (size_t at = 0; at < lengths.size(); ++at) {
     if (!options.lengths.empty() && !holds(options.lengths, lengths[at])) continue;
     if (absl::Status s = AppendTo(**fixture, *data, "trace", lengths[at]); !s.ok()) return s;
-    for (int query = 0; query < data->queries_per_length(); ++query) {
+    // Dense attention takes long: it is not computed for nothing.
+    const int query_count = std::ranges::any_of(policies, wanted) ? data->queries_per_length() : 0;
+    for (int query = 0; query < query_count; ++query) {
       const std::vector<double> exact = DenseAttention(
           spec, (*fixture)->rows(), data->Query(at, query), data->visible(at, query));
       for (const NamedPolicy& what : policies) {

@@ -37,9 +37,9 @@ class KeyScorer {
   // [G][kPageTokenCount]. next: the page that will be asked for after it.
   absl::Status PageLogits(int64_t page, int64_t next, float* logits) const;
   absl::Status ExactLogits(int64_t page, float* logits) const;
-  // Of the page's index, what stands behind the codes.
   // Null beyond the last page.
   const std::byte* Codes(int64_t page) const;
+  // Of the page's index, what stands behind the codes.
   const std::byte* Sections(int64_t page) const;
 
   const AttendContext& context_;
