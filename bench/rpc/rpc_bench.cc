@@ -193,15 +193,13 @@ class DaemonCalls {
   absl::StatusOr<v1::AttendResult> Decode(double& round_trip_us) {
     decode_request_.mutable_chunk()->set_token_start(token_count_);
     const absl::Time start = absl::Now();
-    absl::StatusOr<v1::AttendResult> result = stream_->Step(decode_request_);
+    const absl::Status status = stream_->Step(decode_request_, decode_response_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
-    if (!result.ok()) return result.status();
+    if (!status.ok()) return status;
     ++token_count_;
     request_bytes_ = decode_request_.ByteSizeLong();
-    v1::DecodeResponse response;
-    *response.mutable_result() = *result;
-    response_bytes_ = response.ByteSizeLong();
-    return result;
+    response_bytes_ = decode_response_.ByteSizeLong();
+    return decode_response_.result();
   }
 
   Client& client_;
@@ -212,6 +210,7 @@ class DaemonCalls {
   int64_t token_count_;
   v1::AttendRequest attend_request_;
   v1::DecodeRequest decode_request_;
+  v1::DecodeResponse decode_response_;
   // Before the resources in destruction: the stream ends, then they go.
   std::unique_ptr<DecodeStream> stream_;
   size_t request_bytes_ = 0;
@@ -240,12 +239,12 @@ class EchoCalls {
   // The time that the server spends busy is the call's device time.
   absl::StatusOr<Timing> Call(double busy_us) {
     request_.set_busy_us(busy_us);
-    EchoResponse response;
     const absl::Time start = absl::Now();
     grpc::Status status = grpc::Status::OK;
     if (stream_) {
-      if (!stream_->Write(request_) || !stream_->Read(&response)) status = stream_->Finish();
+      if (!stream_->Write(request_) || !stream_->Read(&response_)) status = stream_->Finish();
     } else {
+      EchoResponse response;
       grpc::ClientContext context;
       context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
       status = stub_.Echo(&context, request_, &response);
@@ -264,6 +263,7 @@ class EchoCalls {
 
   EchoService::Stub& stub_;
   EchoRequest request_;
+  EchoResponse response_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::ClientReaderWriter<EchoRequest, EchoResponse>> stream_;
 };

@@ -133,19 +133,26 @@ int64_t ResultBytes(const AttendWork& work, const ModelSpec& spec, DType out_dty
 
 void FillCertificate(const AttendWork& work, v1::Certificate& certificate) {
   const int count = static_cast<int>(work.certificates.size());
-  certificate.mutable_visible_token_counts()->Reserve(count);
-  certificate.mutable_heavy_token_counts()->Reserve(count);
-  certificate.mutable_sampled_token_counts()->Reserve(count);
-  certificate.mutable_relative_errors()->Reserve(count);
-  certificate.mutable_tail_masses()->Reserve(count);
-  certificate.mutable_promises()->Reserve(count);
-  for (const Certificate& head : work.certificates) {
-    certificate.add_visible_token_counts(head.visible_token_count);
-    certificate.add_heavy_token_counts(head.heavy_token_count);
-    certificate.add_sampled_token_counts(head.sampled_token_count);
-    certificate.add_relative_errors(head.relative_error);
-    certificate.add_tail_masses(head.tail_mass);
-    certificate.add_promises(ToProto(head.promise));
+  // Written where they will lie: a field that adds its elements looks for room
+  // at each.
+  const auto elements = [count](auto& field) {
+    field.Resize(count, 0);
+    return field.mutable_data();
+  };
+  int64_t* const visible = elements(*certificate.mutable_visible_token_counts());
+  int64_t* const heavy = elements(*certificate.mutable_heavy_token_counts());
+  int64_t* const sampled = elements(*certificate.mutable_sampled_token_counts());
+  float* const errors = elements(*certificate.mutable_relative_errors());
+  float* const masses = elements(*certificate.mutable_tail_masses());
+  int* const promises = elements(*certificate.mutable_promises());
+  for (int i = 0; i < count; ++i) {
+    const Certificate& head = work.certificates[i];
+    visible[i] = head.visible_token_count;
+    heavy[i] = head.heavy_token_count;
+    sampled[i] = head.sampled_token_count;
+    errors[i] = head.relative_error;
+    masses[i] = head.tail_mass;
+    promises[i] = ToProto(head.promise);
   }
   certificate.set_epsilon(work.policy.epsilon);
   certificate.set_delta(work.policy.delta);

@@ -1,24 +1,12 @@
 #include "daemon/convert/tensor.h"
 
-#include <bit>
-#include <cmath>
-#include <cstring>
-
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/engine/errors.h"
+#include "host/cpu/kernels.h"
 
 namespace spillway {
 namespace {
-
-// Round to nearest even; a NaN stays one.
-uint16_t ToBF16(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  if (std::isnan(value)) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
-
-uint16_t ToF16(float value) { return std::bit_cast<uint16_t>(static_cast<_Float16>(value)); }
 
 std::string ShapeText(const v1::Tensor& tensor) {
   return absl::StrCat("[", absl::StrJoin(tensor.shape(), ", "), "]");
@@ -92,18 +80,10 @@ void FillTensor(std::span<const float> values, DType dtype, std::initializer_lis
                 v1::Tensor& tensor) {
   tensor.set_dtype(ToProto(dtype));
   for (const int64_t size : shape) tensor.add_shape(size);
-  if (dtype == DType::kF32) {
-    tensor.set_data(values.data(), values.size_bytes());
-    return;
-  }
   std::string& data = *tensor.mutable_data();
-  data.resize(values.size() * sizeof(uint16_t));
-  char* out = data.data();
-  for (const float value : values) {
-    const uint16_t half = dtype == DType::kBF16 ? ToBF16(value) : ToF16(value);
-    std::memcpy(out, &half, sizeof half);
-    out += sizeof half;
-  }
+  data.resize(values.size() * DTypeBytes(dtype));
+  FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()),
+            reinterpret_cast<std::byte*>(data.data()));
 }
 
 void FillTensor(std::span<const uint32_t> values, v1::Tensor& tensor) {

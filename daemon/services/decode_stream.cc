@@ -7,6 +7,19 @@
 #include "daemon/services/lookup.h"
 
 namespace spillway {
+namespace {
+
+// Most that a message and its answer may take to be used again.
+constexpr size_t kSpareBytesMax = 64 << 10;
+
+}  // namespace
+
+void DecodeStream::Message::Clear() {
+  request.Clear();
+  response.Clear();
+  reservation = MemoryReservation();
+  answered = false;
+}
 
 DecodeStream::DecodeStream(const ServiceContext& services,
                            const grpc::CallbackServerContext& context)
@@ -49,7 +62,7 @@ DecodeStream::Step DecodeStream::Next() {
   }
   const bool stop = ended_ || draining_ || broken_;
   if (!stop && !read_active_ && message_count_ < services_.decode_in_flight_max) {
-    reading_ = std::make_unique<Message>();
+    reading_ = spare_ != nullptr ? std::move(spare_) : std::make_unique<Message>();
     read_active_ = read_starting_ = step.read = true;
   }
   // A read that waits for the client does not hold up a drain: it ends with
@@ -92,8 +105,7 @@ void DecodeStream::OnReadDone(bool ok) {
     } else if (!finished_) {
       message = reading_.get();
       message->response.set_correlation_id(message->request.correlation_id());
-      message->sequence = message->request.item().sequence();
-      in_flight_[message->sequence].push_back(std::move(reading_));
+      in_flight_.push_back(std::move(reading_));
       ++message_count_;
     }
   }
@@ -110,7 +122,12 @@ void DecodeStream::OnWriteDone(bool ok) {
   {
     const MutexLock lock(mutex_);
     write_active_ = false;
+    std::unique_ptr<Message> written = std::move(to_write_.front());
     to_write_.pop_front();
+    if (spare_ == nullptr && written->bytes() <= kSpareBytesMax) {
+      written->Clear();
+      spare_ = std::move(written);
+    }
     --message_count_;
     if (!ok) broken_ = true;
     step = Next();
@@ -162,7 +179,7 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
 
 absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& problem) {
   absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, message.sequence, "item.sequence");
+      FindSequence(services_.engine, message.sequence(), "item.sequence");
   if (!sequence.ok()) return sequence.status();
   AttendItem item;
   item.sequence = *std::move(sequence);
@@ -174,7 +191,8 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
                                  int64_t layer_token_count) {
   if (!problem.ok()) return problem;
   const MutexLock lock(mutex_);
-  const auto blocked = blocked_.find(LayerKey(message.sequence, message.request.layer()));
+  if (blocked_.empty()) return absl::OkStatus();
+  const auto blocked = blocked_.find(LayerKey(message.sequence(), message.request.layer()));
   if (blocked == blocked_.end()) return absl::OkStatus();
   if (message.request.has_chunk() && message.request.chunk().token_start() == layer_token_count) {
     blocked_.erase(blocked);
@@ -182,7 +200,7 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
   }
   return WithReason(
       absl::FailedPreconditionError(absl::StrCat(
-          "an earlier message of ", message.sequence, ", layer ", message.request.layer(),
+          "an earlier message of ", message.sequence(), ", layer ", message.request.layer(),
           " failed; the next must append at token ", layer_token_count)),
       "DECODE_BLOCKED", {{"layer_token_count", absl::StrCat(layer_token_count)}});
 }
@@ -228,7 +246,7 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
 void DecodeStream::Fail(Message& message, const absl::Status& status) {
   *message.response.mutable_result()->mutable_status() = services_.status.ToRpc(status);
   const MutexLock lock(mutex_);
-  blocked_.emplace(message.sequence, message.request.layer());
+  blocked_.emplace(message.sequence(), message.request.layer());
 }
 
 void DecodeStream::Answered(Message* message) {
@@ -236,12 +254,17 @@ void DecodeStream::Answered(Message* message) {
   {
     const MutexLock lock(mutex_);
     message->answered = true;
-    const auto queue = in_flight_.find(message->sequence);
-    while (!queue->second.empty() && queue->second.front()->answered) {
-      to_write_.push_back(std::move(queue->second.front()));
-      queue->second.pop_front();
+    // Its sequence's, up to the first that is not answered.
+    const std::string& sequence = message->sequence();
+    for (auto it = in_flight_.begin(); it != in_flight_.end();) {
+      if ((*it)->sequence() != sequence) {
+        ++it;
+        continue;
+      }
+      if (!(*it)->answered) break;
+      to_write_.push_back(std::move(*it));
+      it = in_flight_.erase(it);
     }
-    if (queue->second.empty()) in_flight_.erase(queue);
     step = Next();
   }
   Do(step);

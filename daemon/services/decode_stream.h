@@ -3,8 +3,8 @@
 #include <deque>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
@@ -24,9 +24,14 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
  private:
   // One message and its answer.
   struct Message {
+    // Answers come in order among those of one.
+    const std::string& sequence() const { return request.item().sequence(); }
+    size_t bytes() const { return request.ByteSizeLong() + response.ByteSizeLong(); }
+    // Ready for another message, in the same memory.
+    void Clear();
+
     v1::DecodeRequest request;
     v1::DecodeResponse response;
-    std::string sequence;  // name, which orders the answers
     MemoryReservation reservation;
     DType out_dtype = DType::kF32;
     bool answered = false;
@@ -72,10 +77,11 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
 
   Mutex mutex_;
   std::unique_ptr<Message> reading_;
-  // Messages in the order they came, per sequence; owned.
-  std::unordered_map<std::string, std::deque<std::unique_ptr<Message>>> in_flight_
-      ABSL_GUARDED_BY(mutex_);
+  // In the order they came.
+  std::vector<std::unique_ptr<Message>> in_flight_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::unique_ptr<Message>> to_write_ ABSL_GUARDED_BY(mutex_);
+  // One that was written, small and cleared: the next read's. Null: none.
+  std::unique_ptr<Message> spare_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<LayerKey> blocked_ ABSL_GUARDED_BY(mutex_);
   int message_count_ ABSL_GUARDED_BY(mutex_) = 0;  // read and not yet written
   bool read_active_ ABSL_GUARDED_BY(mutex_) = false;

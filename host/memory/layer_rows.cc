@@ -25,6 +25,7 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
       break;
     }
   }
+  if (needed == 0) return absl::OkStatus();
   if (needed > pool_->free_page_count()) return PagesExhausted("an append", needed, *pool_);
   std::vector<PageTable::StagedWrite> staged;
   staged.reserve(heads_.size());

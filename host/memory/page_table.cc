@@ -54,6 +54,7 @@ absl::StatusOr<PageTable::StagedWrite> PageTable::StageWrite(int64_t begin, int6
   assert(begin >= 0 && begin <= page_count() * page_item_count_);
   // Before anything is taken: a request that cannot fit costs nothing.
   const int64_t needed = NewPageCount(begin, end);
+  if (needed == 0) return staged;
   if (needed > pool_->free_page_count()) return PagesExhausted("a write", needed, *pool_);
   const int64_t first = begin / page_item_count_;
   PageRef neighbour = first > 0 ? pages_[first - 1] : PageRef{};

@@ -174,9 +174,9 @@ TEST_F(ClientTest, DecodeAnswersErrorsInPlace) {
   for (uint64_t id = 0; id < 4; ++id) {
     v1::DecodeRequest request;
     request.set_correlation_id(id);
-    const auto result = stream->Step(request);
-    ASSERT_TRUE(result.ok()) << result.status();
-    const absl::Status status = ToAbslStatus(result->status());
+    v1::DecodeResponse response;
+    ASSERT_TRUE(stream->Step(request, response).ok());
+    const absl::Status status = ToAbslStatus(response.result().status());
     EXPECT_EQ(status.ok(), id % 2 == 0) << status;
     if (!status.ok()) {
       EXPECT_EQ(ErrorReason(status), "INVALID_MODEL");
@@ -190,7 +190,8 @@ TEST_F(ClientTest, DecodeTellsWhyTheStreamEnded) {
   const std::unique_ptr<DecodeStream> stream = Connect().OpenDecode();
   v1::DecodeRequest request;
   request.set_correlation_id(1000);
-  EXPECT_EQ(stream->Step(request).status().code(), absl::StatusCode::kUnavailable);
+  v1::DecodeResponse response;
+  EXPECT_EQ(stream->Step(request, response).code(), absl::StatusCode::kUnavailable);
   const absl::Status status = stream->Finish();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_EQ(status.message(), "broken");
@@ -202,10 +203,10 @@ TEST_F(ClientTest, DecodeKeepsRequestsApart) {
   request.set_correlation_id(2);
   ASSERT_TRUE(stream->Send(request).ok());
   request.set_correlation_id(4);
-  EXPECT_EQ(stream->Step(request).status().code(), absl::StatusCode::kFailedPrecondition);
-  const auto response = stream->Receive();
-  ASSERT_TRUE(response.ok()) << response.status();
-  EXPECT_EQ(response->correlation_id(), 4);
+  v1::DecodeResponse response;
+  EXPECT_EQ(stream->Step(request, response).code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(stream->Receive(response).ok());
+  EXPECT_EQ(response.correlation_id(), 4);
 }
 
 TEST_F(ClientTest, FetchPagesGivesMessagesInOrder) {

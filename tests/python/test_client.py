@@ -425,6 +425,36 @@ def test_decode_errors_stay_in_place(
     assert sequence.refresh().layer_token_counts == (4, 1)
 
 
+def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random.Generator) -> None:
+    """The daemon uses the memory of messages again; what was in them must not come along."""
+    sequence = client.create_sequence(model)
+    k, v = kv(rng, 2, 40, 16)
+    q = rng.standard_normal((1, 4, 16), F32)
+    many = rng.standard_normal((1000, 4, 16), F32)
+    sequence.append(0, 0, k[None, :, :30], v[None, :, :30])
+    with client.decode() as stream:
+        for t in range(30, 40):
+            one = slice(t, t + 1)
+            out, lse = dense_attention(q, k[:, : t + 1], v[:, : t + 1])
+            result = stream.step(sequence, 0, q, k[:, one], v[:, one])
+            np.testing.assert_allclose(result.out, out, **TOLERANCE)
+            np.testing.assert_allclose(result.lse, lse, **TOLERANCE)
+            # No K/V, fewer tokens to see, a policy of its own, an error.
+            out, _ = dense_attention(q, k, v, [5])
+            result = stream.step(sequence, 0, q, visible=[5], policy=Policy(epsilon=0.3))
+            assert result.certificate.epsilon == 0.3
+            np.testing.assert_allclose(result.out, out, **TOLERANCE)
+            # More than is kept.
+            if t % 3 == 0:
+                out, _ = dense_attention(many, k, v, [3] * len(many))
+                result = stream.step(sequence, 0, many, visible=[3] * len(many))
+                assert result.certificate.epsilon != 0.3
+                np.testing.assert_allclose(result.out, out, **TOLERANCE)
+            # Holds the layer up until the next K/V.
+            with pytest.raises(spillway.OutOfRange):
+                stream.step(sequence, 0, q, visible=[1000])
+
+
 SPARSE = Policy(
     dense_token_count=1024,
     sink_token_count=8,

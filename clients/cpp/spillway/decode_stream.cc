@@ -22,22 +22,18 @@ absl::Status DecodeStream::Send(const v1::DecodeRequest& request) {
   return absl::UnavailableError("the decode stream has ended");
 }
 
-absl::StatusOr<v1::DecodeResponse> DecodeStream::Receive() {
-  v1::DecodeResponse response;
-  if (stream_->Read(&response)) return response;
+absl::Status DecodeStream::Receive(v1::DecodeResponse& response) {
+  if (stream_->Read(&response)) return absl::OkStatus();
   return absl::UnavailableError("the decode stream has ended");
 }
 
-absl::StatusOr<v1::AttendResult> DecodeStream::Step(const v1::DecodeRequest& request) {
+absl::Status DecodeStream::Step(const v1::DecodeRequest& request, v1::DecodeResponse& response) {
   if (absl::Status status = Send(request); !status.ok()) return status;
-  absl::StatusOr<v1::DecodeResponse> response = Receive();
-  if (!response.ok()) return response.status();
-  if (response->correlation_id() != request.correlation_id()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the answer has correlation id ", response->correlation_id(), ", not ",
-                     request.correlation_id(), ": another request was unanswered"));
-  }
-  return std::move(*response->mutable_result());
+  if (absl::Status status = Receive(response); !status.ok()) return status;
+  if (response.correlation_id() == request.correlation_id()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("the answer has correlation id ", response.correlation_id(), ", not ",
+                   request.correlation_id(), ": another request was unanswered"));
 }
 
 absl::Status DecodeStream::Finish() {

@@ -5,7 +5,6 @@
 #include <stop_token>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "spillway/v1/attention_service.grpc.pb.h"
 
 namespace spillway {
@@ -27,14 +26,17 @@ class DecodeStream {
   // stream has ended: Finish tells why.
   absl::Status Send(const v1::DecodeRequest& request);
 
-  // Waits for the next answer. Answers of one sequence come in the order of
-  // its requests. UNAVAILABLE when the stream has ended.
-  absl::StatusOr<v1::DecodeResponse> Receive();
+  // Waits for the next answer, which replaces what `response` holds; a loop
+  // that gives the same one each time has its memory used again. Answers of
+  // one sequence come in the order of its requests. UNAVAILABLE when the
+  // stream has ended.
+  absl::Status Receive(v1::DecodeResponse& response);
 
-  // Sends and waits for the answer. The result's status is the request's own;
-  // an error of it leaves the stream open.
+  // Sends and waits for the answer. An error of the request itself is in its
+  // result's status and leaves the stream open. FAILED_PRECONDITION when the
+  // answer is to another request.
   // REQUIRES: no other request is unanswered.
-  absl::StatusOr<v1::AttendResult> Step(const v1::DecodeRequest& request);
+  absl::Status Step(const v1::DecodeRequest& request, v1::DecodeResponse& response);
 
   // Tells the daemon that no more comes, drops answers not received, and
   // returns how the stream ended. Call it once.
