@@ -17,7 +17,7 @@ option = $(if $($(2)),--$(1) $(call quote,$($(2))))
 # configure: runs cmake for a preset; ninja repeats it when a list file changes.
 configure = @test -f build/$(1)/build.ninja || cmake --preset $(1)
 
-CPP_FILES = $(shell git ls-files -- "*.cc" "*.h" "*.cu" "*.cuh")
+CPP_FILES = $(shell git ls-files -- "*.c" "*.cc" "*.h" "*.cu" "*.cuh")
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +34,7 @@ build: setup ## release build in build/release
 
 demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVICE=
 	$(call configure,release)
-	cmake --build --preset release --parallel $(JOBS) --target spillwayd
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE)
 
 test: test-cpp test-python ## all tests
@@ -50,7 +50,7 @@ bench: build venv ## benchmarks and plots
 
 eval-small: setup venv ## methods compared on a real model, in minutes; MODEL=, TEXT=, EVAL_OUTPUT=
 	$(call configure,release)
-	cmake --build --preset release --parallel $(JOBS) --target spillwayd
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	scripts/eval-small.sh $(call quote,$(EVAL_OUTPUT)) $(call quote,$(MODEL)) $(call quote,$(TEXT))
 
 lint: setup venv proto ## formatting, ruff, mypy, API compatibility
@@ -83,7 +83,7 @@ tsan: setup ## host and engine tests under ThreadSanitizer
 
 package: setup ## Debian package and relocatable archive in build/package
 	$(call configure,release)
-	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway spillway_c
 	rm -rf build/package
 	cpack --config build/release/CPackConfig.cmake -B $(CURDIR)/build/package
 	rm -rf build/package/_CPack_Packages

@@ -1,4 +1,4 @@
-# Two packages of the daemon and the tool, made by `make package`: a Debian
+# Two packages of the daemon, the tool and libspillway, made by `make package`: a Debian
 # package that uses the distribution's libraries, and an archive that carries
 # its own and runs from whatever folder it is unpacked in.
 if(SPILLWAY_SANITIZE OR NOT TARGET spillwayd OR NOT TARGET spillway)
@@ -8,6 +8,7 @@ endif()
 set(packaging ${PROJECT_SOURCE_DIR}/cmake/packaging)
 set(made ${PROJECT_BINARY_DIR}/packaging)
 set(programs spillwayd spillway)
+set(library spillway_c)
 set(portable COMPONENT portable EXCLUDE_FROM_ALL)
 set(debian COMPONENT debian EXCLUDE_FROM_ALL)
 set(devices "CPU")
@@ -23,21 +24,24 @@ endif()
 # old copy breaks (plugins of the system may need a newer one) and a new copy
 # too (Debian 12's needs glibc 2.36, all else 2.34): the system's comes first,
 # and lib/fallback has it for systems without any.
-set(rpath "$ORIGIN/../lib")
-foreach(folder IN ITEMS /lib/${CMAKE_LIBRARY_ARCHITECTURE} /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE}
-                        /lib64 /usr/lib64 $ORIGIN/../lib/fallback)
-  string(APPEND rpath ":${folder}")
-endforeach()
-foreach(program IN LISTS programs)
-  set_target_properties(${program} PROPERTIES INSTALL_RPATH "${rpath}" BUILD_WITH_INSTALL_RPATH ON)
-  target_link_options(${program} PRIVATE LINKER:--disable-new-dtags)
+set(arch ${CMAKE_LIBRARY_ARCHITECTURE})
+foreach(target IN ITEMS ${programs} ${library})
+  set(lib "$ORIGIN/../lib")
+  if(target STREQUAL ${library})
+    set(lib "$ORIGIN")
+  endif()
+  set(rpath "${lib}:/lib/${arch}:/usr/lib/${arch}:/lib64:/usr/lib64:${lib}/fallback")
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "${rpath}" BUILD_WITH_INSTALL_RPATH ON)
+  target_link_options(${target} PRIVATE LINKER:--disable-new-dtags)
 endforeach()
 
 # The archive. libcuda is the driver's, and the CUDA runtime opens it by name.
 set(runtime "lib(stdc\\+\\+|gcc_s)\\.so")
 set(glibc "^(ld-linux|lib(c|m|dl|rt|pthread|resolv|util|anl|mvec)\\.so)")
-install(TARGETS ${programs} RUNTIME_DEPENDENCY_SET spillway_libraries
-        RUNTIME DESTINATION bin ${portable})
+install(TARGETS ${programs} ${library} RUNTIME_DEPENDENCY_SET spillway_libraries
+        RUNTIME DESTINATION bin ${portable}
+        LIBRARY DESTINATION lib ${portable}
+        PUBLIC_HEADER DESTINATION include ${portable})
 install(RUNTIME_DEPENDENCY_SET spillway_libraries
         PRE_EXCLUDE_REGEXES ${glibc} ${runtime}
         LIBRARY DESTINATION lib ${portable})
@@ -56,9 +60,13 @@ install(SCRIPT ${packaging}/licenses.cmake ${portable})
 
 # The Debian package. Its programs find libraries as all of the distribution's
 # do.
-install(TARGETS ${programs} RUNTIME DESTINATION usr/bin ${debian})
-foreach(program IN LISTS programs)
-  install(CODE "file(RPATH_REMOVE FILE \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/usr/bin/${program}\")"
+install(TARGETS ${programs} ${library}
+        RUNTIME DESTINATION usr/bin ${debian}
+        LIBRARY DESTINATION usr/lib/${arch} ${debian}
+        PUBLIC_HEADER DESTINATION usr/include ${debian})
+foreach(target IN ITEMS ${programs} ${library})
+  set(folder $<IF:$<STREQUAL:${target},${library}>,lib/${arch},bin>)
+  install(CODE "file(RPATH_REMOVE FILE \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/usr/${folder}/$<TARGET_FILE_NAME:${target}>\")"
           ${debian})
 endforeach()
 set(listen "listen = \"unix:/run/spillway/spillwayd.sock\"")
@@ -80,7 +88,8 @@ set(CPACK_PACKAGE_CONTACT "Spillway maintainers <maintainers@spillway.invalid>")
 set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "attention over K/V caches that are larger than the device")
 set(CPACK_PACKAGE_DESCRIPTION
     "A daemon that keeps K/V caches in host memory, attends to the tokens that
-matter and certifies the error, and the tool that watches it.
+matter and certifies the error, the tool that watches it, and the library that
+other languages decode with.
 Devices of this build: ${devices}.")
 set(CPACK_STRIP_FILES ON)
 set(CPACK_COMPONENTS_GROUPING ALL_COMPONENTS_IN_ONE)
@@ -99,6 +108,6 @@ if(SPILLWAY_HAS_CUDA)
 endif()
 set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA
     ${packaging}/debian/conffiles ${packaging}/debian/postinst ${packaging}/debian/prerm
-    ${packaging}/debian/postrm)
+    ${packaging}/debian/postrm ${packaging}/debian/triggers)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 include(CPack)

@@ -112,6 +112,12 @@ serve() {
   [[ ! -e "$root/$socket" ]] || fail "$daemon leaves its socket"
 }
 
+# loads NAME [WRAPPER...]: whether libspillway can be loaded by that name.
+loads() {
+  "${@:2}" python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).spillway_interface() != 1)' \
+    "$1" || fail "$1 does not load"
+}
+
 version=$(dpkg-deb --field "$package" Version)
 
 say "archive: $(basename "$archive")"
@@ -121,7 +127,8 @@ home=/opt/anywhere/$name
 mkdir -p "$root/opt/anywhere" "$root"/{run,tmp,proc,sys,dev}
 tar -C "$root/opt/anywhere" -xf "$archive"
 [[ "$(ls "$root/opt/anywhere")" == "$name" ]] || fail "the archive has more than the folder $name"
-for file in bin/spillwayd bin/spillway etc/spillwayd.toml share/doc/spillway/{LICENSE,README}; do
+for file in bin/spillwayd bin/spillway etc/spillwayd.toml include/spillway.h lib/libspillway.so.1 \
+  share/doc/spillway/{LICENSE,README}; do
   [[ -f "$root$home/$file" ]] || fail "the archive lacks $file"
 done
 [[ -z "$(find "$root$home" -xtype l)" ]] || fail "the archive has links to nowhere"
@@ -133,8 +140,12 @@ for file in "${programs[@]}"; do
   grep -qE '\(RPATH\).*\[\$ORIGIN/\.\./lib(:(/usr)?/lib[^:]*)*:\$ORIGIN/\.\./lib/fallback\]$' \
     <<<"$path" || fail "$file looks for libraries by $path"
 done
+path=$(readelf --dynamic "$root$home/lib/libspillway.so.1" | grep -E '\((RPATH|RUNPATH)\)' || true)
+grep -qE '\(RPATH\).*\[\$ORIGIN(:(/usr)?/lib[^:]*)*:\$ORIGIN/fallback\]$' <<<"$path" ||
+  fail "libspillway looks for libraries by $path"
 # A runpath would end the programs' rpath for what the library needs.
 for file in "${libraries[@]}" "$root$home"/lib/fallback/*; do
+  [[ "$file" != */libspillway.so.1 ]] || continue
   ! readelf --dynamic "$file" | grep -E '\((RPATH|RUNPATH)\)' || fail "$file has a path of its own"
 done
 # libcuda is the driver's; a link to it would keep the daemon off other machines.
@@ -150,6 +161,7 @@ for file in "${programs[@]}"; do
     grep -vE "^\s*($glibc|$runtime)" || true)
   [[ -z "$outside" ]] || fail "$(basename "$file") finds libraries outside the archive: $outside"
 done
+loads "$root$home/lib/libspillway.so.1"
 "$root$home/bin/spillwayd" --config "$root$home/etc/spillwayd.toml" --print-config >"$work/printed"
 "$root$home/bin/spillwayd" --print-config >"$work/defaults"
 check_config "$root$home/etc/spillwayd.toml" "$work/printed" "$work/defaults"
@@ -184,6 +196,8 @@ expected="/etc/spillway/spillwayd.toml
 /lib/systemd/system/spillwayd.service
 /usr/bin/spillway
 /usr/bin/spillwayd
+/usr/include/spillway.h
+/usr/lib/x86_64-linux-gnu/libspillway.so.1
 /usr/share/doc/spillway/LICENSE
 /usr/share/doc/spillway/copyright
 /usr/share/doc/spillway/licenses/libcli11-dev
@@ -198,7 +212,7 @@ done
 [[ "$(dpkg-deb --ctrl-tarfile "$package" | tar -xO ./conffiles)" == /etc/spillway/spillwayd.toml ]] ||
   fail "the package's settings are no conffile"
 dpkg-deb --extract "$package" "$work/extracted"
-for file in "$work"/extracted/usr/bin/*; do
+for file in "$work"/extracted/usr/bin/* "$work"/extracted/usr/lib/*/libspillway.so.1; do
   ! readelf --dynamic "$file" | grep -E '\((RPATH|RUNPATH)\)' || fail "$file has an rpath"
   ! ldd "$file" | grep 'not found' || fail "$file lacks the library above"
 done
@@ -231,6 +245,7 @@ if ((layered)); then
     cat "$work/output" >&2
     fail "dpkg does not install the package"
   }
+  loads libspillway.so.1 inside
   # As the unit has it: a user, and a folder that its group may enter.
   inside install -d -o spillway -g spillway -m 0750 /run/spillway
   serve "$root" /run/spillway/spillwayd.sock /usr/bin/spillwayd /usr/bin/spillway \

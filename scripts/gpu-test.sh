@@ -73,7 +73,7 @@ if ! grep -q '^gpu_tests:' <<<"$targets"; then
 fi
 cmake --build --preset release --parallel "${JOBS:-$(nproc)}" \
   --target conformance_tests statistics_tests gpu_tests attend_bench encode_bench \
-  spillwayd spillway attend_example
+  spillwayd spillway spillway_c attend_example
 scripts/gpu/stage.sh >/dev/null
 bundles=(gpu-bundle)
 if [[ -x .venv/bin/python ]]; then

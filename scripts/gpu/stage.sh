@@ -66,7 +66,8 @@ stage_tree() {
   [[ -f clients/python/spillway/_proto/__init__.py ]] ||
     (cd clients/python && "../../$python" setup.py --quiet build_proto)
   cp -r --parents README.md clients/python/spillway clients/python/examples clients/cpp/examples \
-    scripts/demo.py scripts/demonstration tests/python tests/model bench/gpu/*.py "$bundle/tree/"
+    scripts/demo.py scripts/demonstration tests/python tests/model bench/gpu/*.py bench/rpc/python_decode.py \
+    "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
   stage_wrapper daemon/spillwayd ../../../..
   stage_wrapper clients/cpp/spillway ../../../../..
@@ -85,7 +86,7 @@ if ((${#programs[@]} == 0)); then
     bench/gpu/link/spillway-link-bench bench/rpc/append_bench bench/rpc/rpc_bench \
     bench/rpc/rpc_echo_server \
     daemon/spillwayd clients/cpp/spillway \
-    clients/cpp/attend_example; do
+    clients/cpp/attend_example clients/c/libspillway.so.1; do
     if [[ -x "$build/$name" ]]; then
       programs+=("$build/$name")
     fi
@@ -106,7 +107,9 @@ fi
 
 mkdir -p "$bundle/bin" "$bundle/lib"
 for program in "${programs[@]}"; do
-  strip -o "$bundle/bin/$(basename "$program")" "$program"
+  folder=bin
+  [[ "$program" != *.so.* ]] || folder=lib
+  strip -o "$bundle/$folder/$(basename "$program")" "$program"
   needed=$(ldd "$program")
   if grep 'not found' <<<"$needed"; then
     echo "stage: $program lacks the libraries above" >&2

@@ -45,6 +45,13 @@ TEST_F(ClientTest, ConnectKeepsTheServerInfo) {
   EXPECT_EQ(Connect().server_info().boot_id(), "b00t");
 }
 
+TEST_F(ClientTest, ConnectsPastTheWebProxy) {
+  const DeadProxy proxy;
+  daemon_.Start();
+  const auto client = Client::Connect(daemon_.tcp_target());
+  EXPECT_TRUE(client.ok()) << client.status();
+}
+
 TEST_F(ClientTest, ConnectSaysWhereNothingAnswers) {
   const auto client = Client::Connect(daemon_.target());
   EXPECT_EQ(client.status().code(), absl::StatusCode::kUnavailable);

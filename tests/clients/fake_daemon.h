@@ -66,10 +66,13 @@ class FakeDaemon final : public v1::AdminService::Service,
   }
 
   std::string target() const { return "unix:" + (directory_ / "s").string(); }
+  // On loopback.
+  std::string tcp_target() const { return "127.0.0.1:" + std::to_string(port_); }
 
   void Start() {
     grpc::ServerBuilder builder;
     builder.AddListeningPort(target(), grpc::InsecureServerCredentials());
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
     builder.RegisterService(static_cast<v1::AdminService::Service*>(this));
     builder.RegisterService(static_cast<v1::ModelService::Service*>(this));
     builder.RegisterService(static_cast<v1::AttentionService::Service*>(this));
@@ -92,6 +95,8 @@ class FakeDaemon final : public v1::AdminService::Service,
   std::atomic<bool> was_cancelled = false;
   // FetchPages sends this many messages, or until cancelled.
   int fetch_messages = 3;
+  // Of the output of a Decode's answers.
+  size_t answer_bytes = 0;
   std::atomic<int> fetch_messages_sent = 0;
 
  private:
@@ -156,15 +161,18 @@ class FakeDaemon final : public v1::AdminService::Service,
     return grpc::Status::OK;
   }
 
-  // Answers each request, the odd ids with an error; id 1000 ends the stream.
+  // Answers each request, the odd ids with an error; ids 1000 and 1001 end the
+  // stream.
   grpc::Status Decode(
       grpc::ServerContext*,
       grpc::ServerReaderWriter<v1::DecodeResponse, v1::DecodeRequest>* stream) override {
     v1::DecodeRequest request;
     while (stream->Read(&request)) {
       if (request.correlation_id() == 1000) return {grpc::StatusCode::INTERNAL, "broken"};
+      if (request.correlation_id() == 1001) return Refusal();
       v1::DecodeResponse response;
       response.set_correlation_id(request.correlation_id());
+      response.mutable_result()->mutable_out()->set_data(std::string(answer_bytes, 'o'));
       if (request.correlation_id() % 2 == 1) {
         *response.mutable_result()->mutable_status() = RefusalDetails();
       }
@@ -187,6 +195,14 @@ class FakeDaemon final : public v1::AdminService::Service,
 
   std::filesystem::path directory_;
   std::unique_ptr<grpc::Server> server_;
+  int port_ = 0;
+};
+
+// Names a web proxy that is not there, for as long as it lives.
+class DeadProxy {
+ public:
+  DeadProxy() { setenv("http_proxy", "http://127.0.0.1:1", /*overwrite=*/1); }
+  ~DeadProxy() { unsetenv("http_proxy"); }
 };
 
 }  // namespace spillway

@@ -26,6 +26,15 @@ def client(target: str) -> Iterator[spillway.Client]:
         yield client
 
 
+@pytest.fixture(params=["grpcio", "libspillway"])
+def decoding(request: pytest.FixtureRequest, target: str) -> Iterator[spillway.Client]:
+    """A connection whose decode streams go through either."""
+    with spillway.connect(target, native=request.param == "libspillway") as client:
+        with client.decode() as stream:
+            assert stream.transport == request.param
+        yield client
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""

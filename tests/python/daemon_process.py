@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spillway import _serving
+from spillway import _native, _serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +38,7 @@ def device_flags(*flags: str) -> tuple[str, ...]:
 @contextmanager
 def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
     """Serves on a unix socket in the folder and yields the target."""
+    _native.prefer(binary())
     target = f"unix:{folder}/spillwayd.sock"
     log = folder / "spillwayd.log"
     with log.open("wb") as output:

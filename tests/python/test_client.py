@@ -356,12 +356,12 @@ def test_one_bad_item_leaves_the_others(
     assert isinstance(results[sequences[1]], spillway.OutOfRange)
 
 
-def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -> None:
-    sequence = client.create_sequence(model)
+def test_decode_stream(decoding: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = decoding.create_sequence(model)
     k, v = kv(rng, 2, 2, 40, 16)
     sequence.append(0, 0, k[:, :, :20], v[:, :, :20])
     q = rng.standard_normal((40, 4, 16), F32)
-    with client.decode() as stream:
+    with decoding.decode() as stream:
         for t in range(20, 30):
             for layer in range(2):
                 one = slice(t, t + 1)
@@ -393,16 +393,16 @@ def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -
 
 
 def test_decode_errors_stay_in_place(
-    client: Client, model: Model, rng: np.random.Generator
+    decoding: Client, model: Model, rng: np.random.Generator
 ) -> None:
-    sequence, other = client.create_sequence(model), client.create_sequence(model)
+    sequence, other = decoding.create_sequence(model), decoding.create_sequence(model)
     k, v = kv(rng, 2, 8, 16)
     q = rng.standard_normal((1, 4, 16), F32)
 
     def step(stream: spillway.DecodeStream, t: int, **more: Any) -> spillway.AttendResult:
         return stream.step(sequence, 0, q, k[:, t : t + 1], v[:, t : t + 1], **more)
 
-    with client.decode() as stream:
+    with decoding.decode() as stream:
         step(stream, 0)
         with pytest.raises(spillway.OutOfRange) as caught:
             step(stream, 1, start=5)
@@ -425,14 +425,16 @@ def test_decode_errors_stay_in_place(
     assert sequence.refresh().layer_token_counts == (4, 1)
 
 
-def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random.Generator) -> None:
+def test_decode_steps_share_nothing(
+    decoding: Client, model: Model, rng: np.random.Generator
+) -> None:
     """The daemon uses the memory of messages again; what was in them must not come along."""
-    sequence = client.create_sequence(model)
+    sequence = decoding.create_sequence(model)
     k, v = kv(rng, 2, 40, 16)
     q = rng.standard_normal((1, 4, 16), F32)
     many = rng.standard_normal((1000, 4, 16), F32)
     sequence.append(0, 0, k[None, :, :30], v[None, :, :30])
-    with client.decode() as stream:
+    with decoding.decode() as stream:
         for t in range(30, 40):
             one = slice(t, t + 1)
             out, lse = dense_attention(q, k[:, : t + 1], v[:, : t + 1])

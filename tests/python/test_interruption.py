@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,8 @@ def test_the_attend_would_have_been_long(heavy: Sequence) -> None:
     assert time.monotonic() - start > 0.3
 
 
-def test_cancelled_decode(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
-    stream = client.decode()
+def test_cancelled_decode(decoding: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
+    stream = decoding.decode()
     for _ in range(50):
         stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
     stream.close()
@@ -92,12 +94,64 @@ def test_cancelled_decode(client: Client, heavy: Sequence, no_leak: Callable[[],
         stream.send(heavy, 0, np.ones((1, 16, 32), np.float16))
 
 
-def test_decode_deadline(client: Client, heavy: Sequence) -> None:
-    with client.decode(timeout=0.1) as stream:
+def test_decode_deadline(decoding: Client, heavy: Sequence) -> None:
+    with decoding.decode(timeout=0.1) as stream:
         for _ in range(1000):
             stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
         with pytest.raises(spillway.DeadlineExceeded):
             receive_for_ever(stream)
+    assert seconds_of_a_small_attend(heavy) < 2.0
+
+
+def test_decode_cancelled_by_another_thread(decoding: Client, heavy: Sequence) -> None:
+    stream = decoding.decode()
+    stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
+    closer = threading.Timer(0.1, stream.close)
+    closer.start()
+    with pytest.raises(spillway.Cancelled):
+        stream.recv()
+    closer.join()
+    assert stream.closed
+    assert seconds_of_a_small_attend(heavy) < 2.0
+
+
+def test_one_thread_sends_while_another_receives(decoding: Client, model: Model) -> None:
+    sequence = decoding.create_sequence(model)
+    rows = np.ones((2, 1, 16), F32)
+    with decoding.decode() as stream:
+
+        def send() -> None:
+            for start in range(300):
+                stream.send(sequence, 0, np.ones((1, 4, 16), F32), rows, rows, start=start)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        ids: list[int] = []
+        while len(ids) < 300:
+            # Nothing may be in flight yet.
+            with suppress(ValueError):
+                ids.append(stream.recv()[0])
+        sender.join()
+    assert ids == sorted(ids)
+    assert sequence.refresh().layer_token_counts == (300, 0)
+
+
+def test_interrupted_decode(target: str, heavy: Sequence) -> None:
+    """Ctrl-C ends a wait, whatever is waited in."""
+    script = Path(__file__).with_name("decode_for_ever.py")
+    for library in (None, ""):
+        process = subprocess.Popen(
+            [sys.executable, script, target, heavy.name, str(QUERIES), "16", "32"],
+            env=os.environ if library is None else {**os.environ, "SPILLWAY_LIBRARY": library},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == ("libspillway\n" if library is None else "grpcio\n")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert process.wait(10) == 0
     assert seconds_of_a_small_attend(heavy) < 2.0
 
 
@@ -261,11 +315,23 @@ def test_memory_runs_out(small_client: Client) -> None:
     delete_model(client, model)
 
 
-def test_daemon_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_daemon_gone(tmp_path: Path, native: bool) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway.connect(target, native=native)
         stream = client.decode()
+        sequence = client.create_sequence(
+            client.create_model(
+                layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+            )
+        )
+        rows = np.ones((1, 1, 16), F32)
+        stream.step(sequence, 0, rows, rows, rows)
     with client:
+        stream.send(sequence, 0, rows, rows, rows, start=1)
+        with pytest.raises((spillway.Unavailable, spillway.Cancelled)):
+            stream.recv()
+        assert stream.closed
         with pytest.raises(spillway.Unavailable):
             client.get_server_info()
         stream.close()

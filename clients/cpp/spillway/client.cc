@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "grpcpp/create_channel.h"
 #include "grpcpp/security/credentials.h"
+#include "grpcpp/support/channel_arguments.h"
 #include "spillway/call_context.h"
 #include "spillway/error.h"
 
@@ -54,7 +55,11 @@ Client::Client(std::string target, const ClientOptions& options,
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& options) {
-  auto channel = grpc::CreateChannel(NormalizeTarget(target), grpc::InsecureChannelCredentials());
+  grpc::ChannelArguments arguments;
+  // A daemon on this host is not behind the user's web proxy.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  auto channel = grpc::CreateCustomChannel(NormalizeTarget(target),
+                                           grpc::InsecureChannelCredentials(), arguments);
   std::unique_ptr<Client> client(new Client(target, options, channel));
   absl::StatusOr<v1::GetServerInfoResponse> info =
       client->GetServerInfo({.timeout = options.connect_timeout});

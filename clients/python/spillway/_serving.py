@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from spillway import _native
 from spillway.client import connect
 from spillway.errors import DeadlineExceeded, Unavailable
 
@@ -20,6 +21,8 @@ _LINE_COUNT = 20  # of the log, for who is told that nothing serves
 def running_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> Iterator[str]:
     """Starts spillwayd on a socket of its own, yields the target, ends it by its pid.
 
+    Decode streams go through the libspillway that lies with it.
+
     Args:
         binary: The daemon.
         log: Where its output goes.
@@ -29,6 +32,7 @@ def running_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> Iter
     Raises:
         RuntimeError: It does not.
     """
+    _native.prefer(binary)
     with tempfile.TemporaryDirectory(prefix="spillway-") as folder, log.open("wb") as output:
         target = f"unix:{folder}/spillwayd.sock"
         process = subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from spillway import _split
+from spillway import _native, _split
 from spillway._proto import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -79,7 +79,8 @@ class Client:
         server_info: What the daemon said of itself when the client connected.
     """
 
-    def __init__(self, target: str, timeout: float) -> None:
+    def __init__(self, target: str, timeout: float, native: bool | None) -> None:
+        self._library = None if native is False else _native.library(required=native is True)
         self.target = target
         self._timeout = timeout
         self._channel = grpc.insecure_channel(
@@ -500,7 +501,9 @@ def _name(model: Model | str) -> str:
     return model if isinstance(model, str) else model.name
 
 
-def connect(target: str | None = None, *, timeout: float = 60.0) -> Client:
+def connect(
+    target: str | None = None, *, timeout: float = 60.0, native: bool | None = None
+) -> Client:
     """Connects to a daemon and checks that it speaks this client's API.
 
     Args:
@@ -508,9 +511,14 @@ def connect(target: str | None = None, *, timeout: float = 60.0) -> Client:
             unix socket; None is `SPILLWAY_TARGET`, else the daemon's default
             socket of this user.
         timeout: Seconds that a call may take unless it names its own.
+        native: Whether decode streams go through libspillway, which takes two
+            fifths off a step's way to the daemon and back; None is where it
+            is installed, or `SPILLWAY_LIBRARY` names it.
 
     Raises:
         Unavailable: No daemon answers there.
         VersionMismatch: It has another major version.
+        OSError: libspillway was asked for or named, and cannot be loaded.
     """
-    return Client(default_target() if target is None else normalize_target(target), timeout)
+    named = default_target() if target is None else normalize_target(target)
+    return Client(named, timeout, native)

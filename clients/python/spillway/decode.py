@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
 from spillway import _split
+from spillway._native import NativeStream
 from spillway._proto import attention_service_pb2
-from spillway.errors import error_from_rpc, error_from_status
+from spillway.errors import SpillwayError, error_from_rpc, error_from_status
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
@@ -28,6 +28,38 @@ class _Pending(NamedTuple):
     decode: Decoder
 
 
+class _GrpcioStream:
+    """The messages of one stream; one thread may send while another receives."""
+
+    name = "grpcio"
+
+    def __init__(self, stubs: Any, timeout: float | None) -> None:
+        self._requests: queue.SimpleQueue[attention_service_pb2.DecodeRequest | None] = (
+            queue.SimpleQueue()
+        )
+        self._responses = stubs.attention.Decode(iter(self._requests.get, None), timeout=timeout)
+
+    def send(self, request: attention_service_pb2.DecodeRequest) -> None:
+        """Sends a message; that the stream has ended is for `receive` to tell."""
+        self._requests.put(request)
+
+    def receive(self) -> attention_service_pb2.DecodeResponse | None:
+        """Waits for a message; None where the daemon ended the stream.
+
+        Raises:
+            SpillwayError: The stream broke.
+        """
+        try:
+            return next(self._responses, None)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def cancel(self) -> None:
+        """Ends the stream; a `receive` that waits returns."""
+        self._requests.put(None)
+        self._responses.cancel()
+
+
 class DecodeStream:
     """A long-lived stream of decode steps; `Client.decode` makes it.
 
@@ -40,12 +72,10 @@ class DecodeStream:
     """
 
     def __init__(self, client: Client, timeout: float | None) -> None:
-        self._requests: queue.SimpleQueue[attention_service_pb2.DecodeRequest | None] = (
-            queue.SimpleQueue()
-        )
-        self._responses: Iterator[attention_service_pb2.DecodeResponse]
-        self._responses = client._stubs.attention.Decode(
-            iter(self._requests.get, None), timeout=timeout
+        self._stream = (
+            _GrpcioStream(client._stubs, timeout)
+            if client._library is None
+            else NativeStream(client._library, client.target, timeout)
         )
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
@@ -115,7 +145,7 @@ class DecodeStream:
             sequence._expect(layer, start + shape[1])
         self._next_id += 1
         self._pending[request.correlation_id] = _Pending(sequence, k is not None, decoder_like(q))
-        self._requests.put(request)
+        self._stream.send(request)
         return request.correlation_id
 
     def recv(self) -> tuple[int, AttendResult]:
@@ -131,15 +161,15 @@ class DecodeStream:
         if not self._pending:
             raise ValueError("no step is in flight")
         try:
-            response = next(self._responses)
-        except StopIteration:
-            self._closed = True
-            raise ValueError("the daemon ended the stream with steps in flight") from None
-        except grpc.RpcError as error:
+            response = self._stream.receive()
+        except SpillwayError:
             self._closed = True
             for step in self._pending.values():
                 step.sequence._forget()
-            raise error_from_rpc(error) from None
+            raise
+        if response is None:
+            self._closed = True
+            raise ValueError("the daemon ended the stream with steps in flight")
         pending = self._pending.pop(response.correlation_id)
         if response.result.status.code:
             if pending.appends:
@@ -184,6 +214,11 @@ class DecodeStream:
         return self.recv()[1]
 
     @property
+    def transport(self) -> str:
+        """What moves the messages: `libspillway`, or `grpcio` where that is not installed."""
+        return self._stream.name
+
+    @property
     def closed(self) -> bool:
         """Whether the stream has ended, by `close` or by a failure."""
         return self._closed
@@ -192,7 +227,6 @@ class DecodeStream:
         """Ends the stream; steps in flight are abandoned."""
         if not self._closed:
             self._closed = True
-            self._requests.put(None)
             for step in self._pending.values():
                 step.sequence._forget()
-            self._responses.cancel()  # type: ignore[attr-defined]
+            self._stream.cancel()
