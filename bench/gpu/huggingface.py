@@ -421,12 +421,15 @@ def main() -> None:
         memory_bytes = bench.row_bytes * 5 // 4 + (2 << 30)
         target = stack.enter_context(running_daemon(options.device, memory_bytes))
         client = stack.enter_context(spillway.connect(target))
+        with client.decode() as stream:
+            transport = stream.transport
         report(
             name="environment",
             torch=torch.__version__,
             transformers=transformers.__version__,
             device=client.server_info.devices[0].description,
             daemon=client.server_info.version,
+            transport=transport,
             shape=SHAPES[options.shape],
             tokens=options.tokens,
             row_bytes=bench.row_bytes,
