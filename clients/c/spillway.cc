@@ -159,7 +159,8 @@ struct spillway_decode_stream {
         return WriteNext();
       case Event::kRead:
         reading_ = false;
-        if (!ok || !incoming_.DumpToSingleSlice(&received_).ok()) return Finish();
+        if (!ok) return Finish();
+        if (!incoming_.DumpToSingleSlice(&received_).ok()) received_ = grpc::Slice();
         arrived_ = true;
         return;
       case Event::kFinished:

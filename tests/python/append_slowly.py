@@ -18,8 +18,9 @@ def main(target: str, name: str) -> None:
 
     def requests() -> Iterator[attention_service_pb2.AppendRequest]:
         for start in (0, 1000):
-            chunk = _split.kv_chunk(name, 0, 0, start, rows, rows)
-            yield attention_service_pb2.AppendRequest(chunk=chunk)
+            request = attention_service_pb2.AppendRequest()
+            _split.fill_chunk(request.chunk, name, 0, 0, start, rows, rows)
+            yield request
         print("sent", flush=True)
         threading.Event().wait()
 

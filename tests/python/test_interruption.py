@@ -161,7 +161,9 @@ def test_cancelled_append(client: Client, model: Model, no_leak: Callable[[], No
     sent = threading.Event()
 
     def requests() -> Iterator[attention.AppendRequest]:
-        yield attention.AppendRequest(chunk=_split.kv_chunk(sequence.name, 0, 0, 0, rows, rows))
+        request = attention.AppendRequest()
+        _split.fill_chunk(request.chunk, sequence.name, 0, 0, 0, rows, rows)
+        yield request
         sent.set()
         threading.Event().wait(10)
 

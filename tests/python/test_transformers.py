@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import spillway
 import torch
 from daemon_process import on_gpu
 from spillway import Client, Policy, TopK
-from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError
+from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
 from transformers import (
     DynamicCache,
     GemmaConfig,
@@ -451,6 +452,55 @@ def test_lost_sequence_is_an_error(client: Client, spilled: Any) -> None:
         cache.reset()
         spilled(prompt(1, 10), past_key_values=cache)
         assert cache.sequences[0].token_count == 10
+
+
+def test_an_append_that_fails(
+    client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = spillway.Sequence.append
+
+    def fail(self: spillway.Sequence, layer: int, *arguments: Any) -> Any:
+        if layer == 0:
+            raise spillway.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
+        return append(self, layer, *arguments)
+
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        monkeypatch.setattr(spillway.Sequence, "append", fail)
+        with pytest.raises(spillway.ResourceExhausted, match="no room"):
+            spilled(prompt(1, 10), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="between layers"):
+            spilled(prompt(1, 1), past_key_values=cache)
+        monkeypatch.undo()
+        cache.reset()
+        spilled(prompt(1, 10), past_key_values=cache)
+        assert cache.sequences[0].layer_token_counts == (10,) * spilled.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("most", [2 << 30, 0])
+def test_appends_run_beside_each_other(
+    client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    append = spillway.Sequence.append
+    running: list[int] = []
+    seen: list[int] = []
+
+    def slow(self: spillway.Sequence, layer: int, *arguments: Any) -> Any:
+        running.append(layer)
+        time.sleep(0.05)
+        seen.append(len(running))
+        result = append(self, layer, *arguments)
+        running.remove(layer)
+        return result
+
+    monkeypatch.setattr(spillway.Sequence, "append", slow)
+    # Not even one more may wait where the limit is 0.
+    monkeypatch.setattr(appends, "_BYTES_MAX", most)
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        spilled(prompt(1, 10), past_key_values=cache)
+        assert not running
+        assert (max(seen) > 1) == (most > 0)
+        assert len(seen) == spilled.config.num_hidden_layers
+        assert cache.sequences[0].layer_token_counts == (10,) * len(seen)
 
 
 def test_forward_that_ended_between_layers(client: Client, spilled: Any) -> None:

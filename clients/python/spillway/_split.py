@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spillway._proto import attention_service_pb2
-from spillway.tensors import Array, encode, itemsize
+from spillway.tensors import Array, fill, itemsize
 
 # Room for everything in a message that is not the elements of its tensors.
 OVERHEAD_BYTES = 64 * 1024
@@ -105,18 +105,25 @@ def merge_results(
     return merged
 
 
-def kv_chunk(
-    sequence: str, generation: int, layer: int, start: int, k: Array, v: Array
-) -> attention_service_pb2.KvChunk:
-    """Returns the message of K and V [layers, H_kv, T, d]."""
-    return attention_service_pb2.KvChunk(
-        sequence=sequence,
-        generation=generation,
-        layer_start=layer,
-        token_start=start,
-        k=encode(k, "k"),
-        v=encode(v, "v"),
-    )
+def fill_chunk(
+    chunk: attention_service_pb2.KvChunk,
+    sequence: str,
+    generation: int,
+    layer: int,
+    start: int,
+    k: Array,
+    v: Array,
+) -> None:
+    """Makes an empty message the chunk of K and V [layers, H_kv, T, d].
+
+    In place: a message that is put into another is copied, rows and all.
+    """
+    chunk.sequence = sequence
+    chunk.generation = generation
+    chunk.layer_start = layer
+    chunk.token_start = start
+    fill(chunk.k, k, "k")
+    fill(chunk.v, v, "v")
 
 
 def check_shape(array: Any, dimensions: Sequence[str], what: str) -> tuple[int, ...]:

@@ -128,19 +128,16 @@ class DecodeStream:
             raise ValueError("the stream is closed")
         if (k is None) != (v is None):
             raise ValueError("k and v come together")
-        request = attention_service_pb2.DecodeRequest(
-            correlation_id=self._next_id,
-            layer=layer,
-            item=sequence._item(q, policy, visible),
-        )
+        request = attention_service_pb2.DecodeRequest(correlation_id=self._next_id, layer=layer)
+        sequence._fill_item(request.item, q, policy, visible)
         if out_dtype is not None:
             request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
         if k is not None and v is not None:
             shape = _split.check_shape(k, ("H_kv", "T", "d"), "k")
             if start is None:
                 start = sequence.layer_token_counts[layer]
-            request.chunk.CopyFrom(
-                _split.kv_chunk(sequence.name, sequence.generation, layer, start, k[None], v[None])
+            _split.fill_chunk(
+                request.chunk, sequence.name, sequence.generation, layer, start, k[None], v[None]
             )
             sequence._expect(layer, start + shape[1])
         self._next_id += 1

@@ -18,8 +18,8 @@ from spillway.tensors import (
     OutDType,
     decoder_like,
     dtype_of,
-    encode,
     encode_numbers,
+    fill,
     itemsize,
 )
 
@@ -135,16 +135,17 @@ class Sequence:
 
         def requests() -> Iterator[attention_service_pb2.AppendRequest]:
             for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, budget):
-                yield attention_service_pb2.AppendRequest(
-                    chunk=_split.kv_chunk(
-                        self.name,
-                        self._generation,
-                        layer + l0,
-                        start + t0,
-                        k[l0:l1, :, t0:t1],
-                        v[l0:l1, :, t0:t1],
-                    )
+                request = attention_service_pb2.AppendRequest()
+                _split.fill_chunk(
+                    request.chunk,
+                    self.name,
+                    self._generation,
+                    layer + l0,
+                    start + t0,
+                    k[l0:l1, :, t0:t1],
+                    v[l0:l1, :, t0:t1],
                 )
+                yield request
 
         try:
             response = self._client._call(
@@ -336,13 +337,25 @@ class Sequence:
             sequence_service_pb2.DeleteSequenceRequest(name=self.name),
         )
 
+    def _fill_item(
+        self,
+        item: attention_service_pb2.AttendItem,
+        q: Array,
+        policy: Policy | None,
+        visible: SequenceABC[int] | None,
+    ) -> None:
+        """Makes an empty message an item of this sequence."""
+        _split.check_shape(q, ("T", "H_q", "d"), "q")
+        item.sequence = self.name
+        fill(item.q, q, "q")
+        if visible is not None:
+            item.visible_token_counts.extend(visible)
+        if policy is not None:
+            item.policy.CopyFrom(policy.to_proto())
+
     def _item(
         self, q: Array, policy: Policy | None, visible: SequenceABC[int] | None
     ) -> attention_service_pb2.AttendItem:
-        _split.check_shape(q, ("T", "H_q", "d"), "q")
-        return attention_service_pb2.AttendItem(
-            sequence=self.name,
-            q=encode(q, "q"),
-            visible_token_counts=() if visible is None else visible,
-            policy=None if policy is None else policy.to_proto(),
-        )
+        item = attention_service_pb2.AttendItem()
+        self._fill_item(item, q, policy, visible)
+        return item

@@ -133,10 +133,18 @@ def to_bytes(array: Array) -> bytes:
     return ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
 
 
+def fill(tensor: tensor_pb2.Tensor, array: Array, what: str) -> None:
+    """Makes an empty message the tensor of an array of floats."""
+    tensor.dtype = dtype_of(array, what)  # type: ignore[assignment]
+    tensor.shape.extend(array.shape)
+    tensor.data = to_bytes(array)
+
+
 def encode(array: Array, what: str) -> tensor_pb2.Tensor:
     """Returns the tensor message of an array of floats."""
-    dtype = dtype_of(array, what)
-    return tensor_pb2.Tensor(dtype=dtype, shape=tuple(array.shape), data=to_bytes(array))  # type: ignore[arg-type]
+    tensor = tensor_pb2.Tensor()
+    fill(tensor, array, what)
+    return tensor
 
 
 def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:

@@ -16,6 +16,7 @@ from spillway.indices import HashWeights, RotationHash
 from spillway.policy import Policy
 from spillway.results import Model
 from spillway.sequence import Sequence
+from spillway.transformers.appends import Appends
 from spillway.transformers.local import causal_attention
 from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
@@ -32,6 +33,7 @@ class _Shared:
         self.store = store
         self.statistics = CacheStatistics(store.shapes.layer_count)
         self.on_attend = on_attend
+        self.appends = Appends()
         # True while later parts of a prompt may attend locally.
         self.retaining = retain_prompt
         # The layer whose K/V were handed out and wait for its attention.
@@ -166,13 +168,33 @@ class SpillwayLayer(CacheLayerMixin):
         counts: list[int],
         scaling: float,
     ) -> torch.Tensor:
-        """Attends over the prompt's K/V in this process and appends the new ones."""
-        rows = self._shared.store.rows
+        """Attends over the prompt's K/V in this process and appends the new ones.
+
+        The last layer waits until all layers' are appended.
+        """
+        rows, appends = self._shared.store.rows, self._shared.appends
         query_count = q.shape[2]
         for index, row in enumerate(rows):
             if counts[index] > 0:
                 new = slice(query_count - counts[index], query_count)
-                row.sequence.append(self.index, starts[index], k[index, :, new], v[index, :, new])
+                appends.start(
+                    row.sequence, self.index, starts[index], k[index, :, new], v[index, :, new]
+                )
+        out = self._attend_prompt(q, k, v, counts, scaling)
+        if self.index == self._shared.store.shapes.layer_count - 1:
+            appends.finish()
+        return out
+
+    def _attend_prompt(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: list[int],
+        scaling: float,
+    ) -> torch.Tensor:
+        rows = self._shared.store.rows
+        query_count = q.shape[2]
         if self.keys is not None and self.values is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
@@ -422,6 +444,7 @@ class SpillwayCache(Cache):
 
     def reset(self) -> None:
         """Deletes the sequences and starts empty."""
+        self._shared.appends.abandon()
         self._shared.store.release()
         self._shared.pending = None
         self._shared.retaining = self._retain_prompt

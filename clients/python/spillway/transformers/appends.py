@@ -1,0 +1,106 @@
+"""Appends of a prompt's K/V, which run while the model computes the next layers."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from spillway.sequence import Sequence
+
+# Measured (docs/adr/0021): each of them adds.
+_THREAD_COUNT = 4
+# K/V that may be waiting or on their way, in the model's memory: beyond it the
+# model waits, but for one append.
+_BYTES_MAX = 2 << 30
+
+
+class _Running(NamedTuple):
+    future: Future[None]
+    sequence: Sequence
+    byte_count: int
+
+
+class Appends:
+    """Appends of one cache; for one thread."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: deque[_Running] = deque()
+        self._error: BaseException | None = None
+
+    def start(
+        self, sequence: Sequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Begins to append K and V [H_kv, T, d], which must not change until `finish`.
+
+        Waits where too much waits already. Different layers and sequences are
+        appended in any order; of one layer of a sequence nothing else may be
+        running.
+
+        Raises:
+            SpillwayError: An earlier append failed; none runs any more.
+        """
+        byte_count = k.nbytes + v.nbytes
+        while self._running and (
+            self._running[0].future.done() or self._waiting_bytes() + byte_count > _BYTES_MAX
+        ):
+            self._wait()
+        if self._error is not None:
+            self.finish()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="spillway-append")
+        made = None
+        if k.device.type == "cuda":
+            made = torch.cuda.Event()
+            made.record(torch.cuda.current_stream(k.device))
+        future = self._pool.submit(_append, sequence, layer, start, k, v, made)
+        self._running.append(_Running(future, sequence, byte_count))
+
+    def finish(self) -> None:
+        """Waits until all is appended.
+
+        Raises:
+            SpillwayError: Something was not; the first such error.
+        """
+        while self._running:
+            self._wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Waits until nothing runs; errors do not matter any more."""
+        while self._running:
+            self._wait()
+        self._error = None
+
+    def _waiting_bytes(self) -> int:
+        return sum(running.byte_count for running in self._running)
+
+    def _wait(self) -> None:
+        """Waits for the oldest."""
+        oldest = self._running[0]
+        self._error = self._error or oldest.future.exception()
+        # Answers may have come in another order than the daemon gave them.
+        oldest.sequence._forget()
+        self._running.popleft()
+
+
+def _append(
+    sequence: Sequence,
+    layer: int,
+    start: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    made: torch.cuda.Event | None,
+) -> None:
+    if made is not None:
+        # Beside what the model has queued since.
+        stream = torch.cuda.Stream(k.device)
+        stream.wait_event(made)
+        with torch.cuda.stream(stream):
+            k, v = k.cpu(), v.cpu()
+    sequence.append(layer, start, k, v)
