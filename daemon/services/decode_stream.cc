@@ -99,7 +99,6 @@ void DecodeStream::OnReadDone(bool ok) {
   Step step;
   {
     const MutexLock lock(mutex_);
-    read_active_ = false;
     if (!ok) {
       ended_ = true;
     } else if (!finished_) {
@@ -109,9 +108,12 @@ void DecodeStream::OnReadDone(bool ok) {
       ++message_count_;
     }
   }
+  // The next message is not read before this one has its place in its
+  // sequence's queue, whoever else has something to start meanwhile.
   if (message != nullptr) Serve(message);
   {
     const MutexLock lock(mutex_);
+    read_active_ = false;
     step = Next();
   }
   Do(step);

@@ -83,8 +83,8 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
   // One that was written, small and cleared: the next read's. Null: none.
   std::unique_ptr<Message> spare_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<LayerKey> blocked_ ABSL_GUARDED_BY(mutex_);
-  int message_count_ ABSL_GUARDED_BY(mutex_) = 0;  // read and not yet written
-  bool read_active_ ABSL_GUARDED_BY(mutex_) = false;
+  int message_count_ ABSL_GUARDED_BY(mutex_) = 0;       // read and not yet written
+  bool read_active_ ABSL_GUARDED_BY(mutex_) = false;    // or its message not yet served
   bool read_starting_ ABSL_GUARDED_BY(mutex_) = false;  // decided, not yet begun
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;   // no more messages come

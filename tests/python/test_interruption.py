@@ -136,6 +136,20 @@ def test_one_thread_sends_while_another_receives(decoding: Client, model: Model)
     assert sequence.refresh().layer_token_counts == (300, 0)
 
 
+def test_bursts_are_served_in_order(decoding: Client, model: Model) -> None:
+    """The daemon reads a message while it answers others: none may overtake another."""
+    rows = np.ones((2, 1, 16), F32)
+    for _ in range(10):
+        sequence = decoding.create_sequence(model)
+        with decoding.decode() as stream:
+            sent = [
+                stream.send(sequence, 0, np.ones((1, 4, 16), F32), rows, rows, start=start)
+                for start in range(300)
+            ]
+            assert [stream.recv()[0] for _ in sent] == sent
+        sequence.delete()
+
+
 def test_interrupted_decode(target: str, heavy: Sequence) -> None:
     """Ctrl-C ends a wait, whatever is waited in."""
     script = Path(__file__).with_name("decode_for_ever.py")
