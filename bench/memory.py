@@ -17,6 +17,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import spillway  # noqa: E402
 from demonstration import serving  # noqa: E402
+from spillway import _serving  # noqa: E402
 
 # The data's rows are appended to each: what the daemon holds beside them is a
 # matter of its size, not of a short sequence's.
@@ -49,7 +50,7 @@ def run(data: Path) -> dict[str, Any]:
     k, v = k.view(torch.bfloat16), v.view(torch.bfloat16)
     q = np.fromfile(data / "queries.f32", np.float32, meta["query_head_count"] * dim)
     log = ROOT / "build" / "bench" / "spillwayd.log"
-    with serving.running_daemon(serving.find_binary(ROOT), log) as target:
+    with serving.running_daemon(_serving.find_binary(ROOT), log) as target:
         pid = server_pid(target)
         with spillway.connect(target) as client:
             model = client.create_model(

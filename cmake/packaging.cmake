@@ -65,7 +65,10 @@ install(TARGETS ${programs} ${library}
         LIBRARY DESTINATION usr/lib/${arch} ${debian}
         PUBLIC_HEADER DESTINATION usr/include ${debian})
 foreach(target IN ITEMS ${programs} ${library})
-  set(folder $<IF:$<STREQUAL:${target},${library}>,lib/${arch},bin>)
+  set(folder bin)
+  if(target STREQUAL ${library})
+    set(folder lib/${arch})
+  endif()
   install(CODE "file(RPATH_REMOVE FILE \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/usr/${folder}/$<TARGET_FILE_NAME:${target}>\")"
           ${debian})
 endforeach()

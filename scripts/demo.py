@@ -22,6 +22,7 @@ import typer
 from demonstration import decoding, document, model, report, serving
 from demonstration.observation import Observer
 from rich.console import Console
+from spillway import _serving
 from spillway.transformers import SpillwayCache
 from transformers import DynamicCache
 
@@ -211,7 +212,7 @@ def main(
     policy = spillway.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
-        serving.running_daemon(serving.find_binary(ROOT), log, device) as target,
+        serving.running_daemon(_serving.find_binary(ROOT), log, device) as target,
         spillway.connect(target) as client,
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):

@@ -261,7 +261,7 @@ def measure_link(bench: Bench) -> float:
 @contextmanager
 def running_daemon(device: str, memory_bytes: int) -> Iterator[str]:
     """Starts spillwayd on a socket of its own and yields the target."""
-    binary = Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
+    binary = _serving.find_binary(ROOT)
     flags = ("--device", device, "--memory-limit", str(memory_bytes))
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
         log = Path(folder) / "spillwayd.log"

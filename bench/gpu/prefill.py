@@ -11,7 +11,6 @@ threads that append; and with each layer's append before the next layer
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def main() -> None:
 
     measure("transformers, resident", lambda: DynamicCache(config=config))
     model.set_attn_implementation("spillway")
-    binary = Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
+    binary = _serving.find_binary(ROOT)
     flags = ("--device", options.device, "--memory-limit", str(2 * row_bytes + (4 << 30)))
     with (
         tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,

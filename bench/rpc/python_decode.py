@@ -12,7 +12,6 @@ Prints a table, in microseconds, medians.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import spillway
 import torch
-from spillway import AttendResult, DecodeStream, Sequence, _serving
+from spillway import DecodeStream, Sequence, _serving
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -45,7 +44,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).bfloat16()
 
 
-def timed_step(stream: DecodeStream, sequence: Sequence, start: int) -> tuple[Step, AttendResult]:
+def timed_step(stream: DecodeStream, sequence: Sequence, start: int) -> Step:
     q, k, v = (
         random(1, HEADS, HEAD_DIM),
         random(KV_HEADS, 1, HEAD_DIM),
@@ -66,7 +65,7 @@ def timed_step(stream: DecodeStream, sequence: Sequence, start: int) -> tuple[St
         (end - received) * micro,
         device,
         (end - begin) * micro - device,
-    ), result
+    )
 
 
 def check(stream: DecodeStream, sequence: Sequence) -> None:
@@ -89,7 +88,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20, help=f"of {STEPS} steps, of each kind")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    binary = Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
+    binary = _serving.find_binary(ROOT)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
         target = stack.enter_context(
@@ -122,7 +121,7 @@ def main() -> None:
                     for step in range(STEPS):
                         if pause:
                             time.sleep(pause)
-                        taken, _ = timed_step(stream, sequence, TOKENS + step)
+                        taken = timed_step(stream, sequence, TOKENS + step)
                         if block > 0:
                             steps[stream.transport].append(taken)
             for name, taken_all in steps.items():

@@ -12,8 +12,8 @@ from spillway._proto import attention_service_pb2
 def main(target: str, name: str, query_count: int, head_count: int, head_dim: int) -> None:
     client = spillway.connect(target)
     q = np.ones((query_count, head_count, head_dim), np.float16)
-    item = client.get_sequence(name)._item(q, None, None)
-    request = attention_service_pb2.AttendRequest(items=[item])
+    request = attention_service_pb2.AttendRequest()
+    client.get_sequence(name)._fill_item(request.items.add(), q, None, None)
     calls = [client._stubs.attention.Attend.future(request) for _ in range(2)]
     print("sent", flush=True)
     while True:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def binary() -> Path:
     """The daemon under test: $SPILLWAYD, else the release build's."""
-    return Path(os.environ.get("SPILLWAYD", ROOT / "build/release/daemon/spillwayd"))
+    return _serving.find_binary(ROOT)
 
 
 def device() -> str:

@@ -1,9 +1,18 @@
-"""What the daemon holds, and how to make it hold less."""
+"""What the daemon holds, and how to make it hold less; tensor messages."""
 
 from __future__ import annotations
 
 import spillway
+from spillway._proto import tensor_pb2
 from spillway.server import MemoryStatistics
+from spillway.tensors import Array, fill
+
+
+def encode(array: Array, what: str) -> tensor_pb2.Tensor:
+    """The tensor message of an array of floats."""
+    tensor = tensor_pb2.Tensor()
+    fill(tensor, array, what)
+    return tensor
 
 
 def held(client: spillway.Client) -> tuple[int, int]:

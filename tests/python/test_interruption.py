@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, held
+from helpers import delete_model, encode, held
 from spillway import Client, Model, Policy, Sequence, _split
 from spillway._proto import attention_service_pb2 as attention
-from spillway.tensors import encode
 
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.

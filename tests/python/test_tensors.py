@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from spillway.tensors import BFloat16, decode_numpy, decoder_like, encode
+from helpers import encode
+from spillway.tensors import BFloat16, decode_numpy, decoder_like
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ">f4"])

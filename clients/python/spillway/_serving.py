@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -15,6 +16,18 @@ from spillway.client import connect
 from spillway.errors import DeadlineExceeded, Unavailable
 
 _LINE_COUNT = 20  # of the log, for who is told that nothing serves
+
+
+def find_binary(root: Path) -> Path:
+    """The daemon to run: $SPILLWAYD, else the release build's of a checkout.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    binary = Path(os.environ.get("SPILLWAYD", root / "build/release/daemon/spillwayd"))
+    if not binary.exists():
+        raise FileNotFoundError(f"no daemon at {binary}; run make build, or set SPILLWAYD")
+    return binary
 
 
 @contextmanager

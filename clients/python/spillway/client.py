@@ -439,12 +439,11 @@ class Client:
             for part in group:
                 sequence = sequences[part.item]
                 sight = sights.get(sequence)
-                request.items.append(
-                    sequence._item(
-                        queries[sequence][part.start : part.end],
-                        part_policies[part.item],
-                        None if sight is None else sight[part.start : part.end],
-                    )
+                sequence._fill_item(
+                    request.items.add(),
+                    queries[sequence][part.start : part.end],
+                    part_policies[part.item],
+                    None if sight is None else sight[part.start : part.end],
                 )
             response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
             for part, result in zip(group, response.results, strict=True):

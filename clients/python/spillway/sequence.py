@@ -224,12 +224,10 @@ class Sequence:
         Returns:
             Indices, log-weights and strata per KV head, of q's kind.
         """
+        request = attention_service_pb2.SelectRequest(layer=layer)
+        self._fill_item(request.item, q, policy, None if visible is None else [visible])
         response = self._client._call(
-            self._client._stubs.attention.Select,
-            attention_service_pb2.SelectRequest(
-                layer=layer, item=self._item(q, policy, None if visible is None else [visible])
-            ),
-            timeout=timeout,
+            self._client._stubs.attention.Select, request, timeout=timeout
         )
         chosen = response.selection
         decode = decoder_like(q)
@@ -274,7 +272,7 @@ class Sequence:
             raise ValueError("fetch_pages takes either q or selection")
         request = attention_service_pb2.FetchPagesRequest(layer=layer)
         if q is not None:
-            request.item.CopyFrom(self._item(q, policy, None if visible is None else [visible]))
+            self._fill_item(request.item, q, policy, None if visible is None else [visible])
         elif selection is not None:
             request.item.sequence = self.name
             request.selection.offsets.extend(int(offset) for offset in selection.offsets)
@@ -352,10 +350,3 @@ class Sequence:
             item.visible_token_counts.extend(visible)
         if policy is not None:
             item.policy.CopyFrom(policy.to_proto())
-
-    def _item(
-        self, q: Array, policy: Policy | None, visible: SequenceABC[int] | None
-    ) -> attention_service_pb2.AttendItem:
-        item = attention_service_pb2.AttendItem()
-        self._fill_item(item, q, policy, visible)
-        return item

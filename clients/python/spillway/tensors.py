@@ -140,13 +140,6 @@ def fill(tensor: tensor_pb2.Tensor, array: Array, what: str) -> None:
     tensor.data = to_bytes(array)
 
 
-def encode(array: Array, what: str) -> tensor_pb2.Tensor:
-    """Returns the tensor message of an array of floats."""
-    tensor = tensor_pb2.Tensor()
-    fill(tensor, array, what)
-    return tensor
-
-
 def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:
     """Returns the tensor message of integers or floats, converted to a `DType`."""
     array = np.asarray(array).astype(_STORAGE[dtype], copy=False)

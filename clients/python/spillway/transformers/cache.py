@@ -193,6 +193,7 @@ class SpillwayLayer(CacheLayerMixin):
         counts: list[int],
         scaling: float,
     ) -> torch.Tensor:
+        """Attends over the prompt's K/V, those that were kept and the new ones."""
         rows = self._shared.store.rows
         query_count = q.shape[2]
         if self.keys is not None and self.values is not None:
