@@ -359,9 +359,7 @@ absl::Status RunTrace(const Options& options) {
   // The band is of another seed: of samples, 1 % are there by chance.
   policies[2].name = "default policy, sampled outside the band";
   policies[2].policy.seed = 1;
-  std::vector<NamedPolicy> steps(2, {"step", DefaultPolicy(spec)});
-  steps[1].name = "step, reuse_deviations";
-  steps[1].policy.reuse_deviations = true;
+  const NamedPolicy step{"step", DefaultPolicy(spec)};
   const auto wanted = [&](const NamedPolicy& what) { return IsWanted(what, options); };
   Print({{"name", "data"}, {"data", "trace"}, {"meta", data->meta()}});
   for (size_t at = 0; at < lengths.size(); ++at) {
@@ -378,17 +376,14 @@ absl::Status RunTrace(const Options& options) {
         if (!s.ok()) return s;
       }
     }
-    if (std::ranges::none_of(steps, wanted)) continue;
+    if (!wanted(step)) continue;
     std::vector<std::vector<double>> exact;
     for (int query = 0; query < data->queries_per_length(); ++query) {
       exact.push_back(
           DenseAttention(spec, (*fixture)->rows(), data->Query(at, query), lengths[at]));
     }
-    for (const NamedPolicy& what : steps) {
-      if (!wanted(what)) continue;
-      absl::Status s = MeasureSteps(**fixture, options, what, *data, at, exact);
-      if (!s.ok()) return s;
-    }
+    absl::Status s = MeasureSteps(**fixture, options, step, *data, at, exact);
+    if (!s.ok()) return s;
   }
   return absl::OkStatus();
 }

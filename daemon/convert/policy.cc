@@ -97,8 +97,6 @@ absl::StatusOr<Policy> ApplyPolicy(const v1::Policy& patch, const Policy& base,
   if (patch.has_inflation()) policy.inflation = patch.inflation();
   if (patch.has_seed()) policy.seed = patch.seed();
   if (patch.has_row_count_max()) policy.row_count_max = patch.row_count_max();
-  if (patch.has_stratum_count_max()) policy.stratum_count_max = patch.stratum_count_max();
-  if (patch.has_reuse_deviations()) policy.reuse_deviations = patch.reuse_deviations();
   if (patch.bound() != v1::BOUND_UNSPECIFIED && policy.tail != Tail::kUniform) {
     errors.push_back({"bound", "only with TAIL_UNIFORM"});
   }
@@ -148,8 +146,6 @@ v1::Policy ToProto(const Policy& policy) {
   out.set_inflation(policy.inflation);
   out.set_seed(policy.seed);
   out.set_row_count_max(policy.row_count_max);
-  out.set_stratum_count_max(policy.stratum_count_max);
-  out.set_reuse_deviations(policy.reuse_deviations);
   return out;
 }
 

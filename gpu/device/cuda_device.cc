@@ -96,7 +96,6 @@ class CudaDevice final : public Device {
   void TruncateSequence(DeviceModel&, DeviceSequence& sequence, int64_t token_count) override {
     for (cuda::LayerIndex& layer : static_cast<CudaSequence&>(sequence).layers) {
       layer.Truncate(token_count);
-      layer.ForgetRates();
     }
   }
 

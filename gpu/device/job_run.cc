@@ -140,7 +140,6 @@ UnitRequest JobRun::Request(size_t item, int64_t query) const {
   r.heavy_ceiling = p.heavy_ceiling;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
   r.candidate_count = p.CandidateCount(r.n);
-  r.stratum_count_max = p.stratum_count_max;
   r.epsilon = p.epsilon;
   r.z = NormalQuantile(1 - p.delta / 2);
   r.row_count_max = p.row_count_max;
@@ -170,9 +169,6 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   }
   r.projections = weights.projections;
   if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
-  if (ReusesDeviations(job_->items[unit.item]) && r.tail == Tail::kStratified) {
-    r.rates = layer.rates(unit.kv_head);
-  }
   const uint64_t seed = work(unit.item).policy.seed;
   const uint32_t band = r.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
@@ -337,18 +333,7 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
   }
 }
 
-bool JobRun::ReusesDeviations(const JobItem& item) {
-  const AttendWork& work = *item.attend;
-  return work.ReusesDeviations(item.append.has_value() ? item.append->start + item.append->count
-                                                       : work.rows->token_count());
-}
-
 absl::Status JobRun::Reserve() {
-  for (size_t i = 0; i < job_->items.size(); ++i) {
-    const JobItem& item = job_->items[i];
-    if (!item.attend.has_value() || !item.status.ok() || !ReusesDeviations(item)) continue;
-    if (absl::Status status = index(i).PrepareRates(lane_->stream()); !status.ok()) return status;
-  }
   // Pinned memory of all, and the largest workspace: parts follow each other.
   Carver pinned;
   int64_t workspace_bytes = 0;

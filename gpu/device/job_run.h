@@ -117,8 +117,6 @@ class JobRun {
   // Of its first selection, if it has one.
   std::optional<AttendShape> FirstShape(const SparseWave& wave) const;
   void SetSelector(Selector selector, AttendShape& shape) const;
-  // Whether an attend sets its first draw by the last one's deviations.
-  static bool ReusesDeviations(const JobItem& item);
   // The kernels' view of a wave that is laid out.
   Wave View(const SparseWave& wave) const;
   absl::Status Launch(SparseWave& wave);

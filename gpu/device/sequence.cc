@@ -81,20 +81,6 @@ absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
   return status;
 }
 
-absl::Status LayerIndex::PrepareRates(cudaStream_t stream) {
-  const int64_t bytes =
-      int64_t{model_->spec().kv_head_count} * kRateDoubles * static_cast<int64_t>(sizeof(double));
-  if (!rates_) {
-    absl::StatusOr<Block> block = Block::Create(blocks_->Of(bytes));
-    if (!block.ok()) return block.status();
-    rates_ = *std::move(block);
-  }
-  if (rates_known_) return absl::OkStatus();
-  rates_known_ = true;
-  return ToStatus(cudaMemsetAsync(rates_.data(), 0, static_cast<size_t>(bytes), stream),
-                  "cudaMemsetAsync");
-}
-
 absl::Status LayerIndex::Grow(int64_t page_count) {
   if (page_count <= capacity_) return absl::OkStatus();
   const int64_t capacity = std::max(

@@ -58,13 +58,6 @@ class LayerIndex {
   }
   int64_t page_capacity() const { return capacity_; }
   float* centre() const { return reinterpret_cast<float*>(centre_.data()); }
-  // Room for what attends remember, cleared where nothing is known; see
-  // Policy::reuse_deviations. RESOURCE_EXHAUSTED.
-  absl::Status PrepareRates(cudaStream_t stream);
-  void ForgetRates() { rates_known_ = false; }
-  double* rates(int kv_head) const {
-    return reinterpret_cast<double*>(rates_.data()) + int64_t{kv_head} * kRateDoubles;
-  }
 
  private:
   // Tables for as many pages.
@@ -82,8 +75,6 @@ class LayerIndex {
   int64_t coded_token_count_ = 0;
   std::vector<PageTable> codes_;  // per KV head; empty without codes
   Block centre_;                  // [H][d] floats, never changed once centred
-  Block rates_;                   // [H][kRateDoubles], or none
-  bool rates_known_ = false;
   ResidentRowsOfLayer resident_;
   Block tables_;  // [2][H][capacity] addresses of pages of rows and codes, then resident_'s
   int64_t capacity_ = 0;

@@ -124,7 +124,6 @@ struct UnitState {
   int32_t drawing;                        // whether the phase draws anything
   int64_t tail_count;
   int64_t rows_left;  // that row_count_max leaves for the tail
-  int32_t raised;     // the last attend's budgets set the pilot
   int32_t limited;    // row_count_max bound
   // Sampling: drawn are hashes below `drawn_threshold`; a phase adds those
   // below `threshold`.
@@ -134,9 +133,7 @@ struct UnitState {
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];  // of the pilot, then what the bound asks for
-  int32_t head_within[kGroupMax];  // whether the pilot's estimate is within epsilon
   uint32_t heads_done;
-  uint32_t heads_finished;
   // Rows: the list holds the exact rows, then each phase's draws by stratum.
   int64_t exact_count;
   int64_t list_count;
@@ -197,12 +194,10 @@ struct UnitRequest {
   int64_t window;
   int64_t row_count_max;  // 0: none
   SampleOrder order;
-  int32_t stratum_count_max;
   int64_t candidate_count;   // that a first selection finds
   const uint16_t* channels;  // [label_channels], of the KV head
   const float* projections;  // [d][tables * lsh_bits]
   const float* centre;       // [d]
-  double* rates;             // RateDoubles, see Policy::reuse_deviations; or null
 
   uint16_t* bins;             // [n], by token
   uint16_t* head_bins;        // [G][n], by mass only
@@ -233,10 +228,6 @@ struct UnitRequest {
 
   SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
 };
-
-// Shares of the strata that the last attend should have drawn; their number
-// comes first.
-inline constexpr int kRateDoubles = 1 + kTailStrataMax;
 
 // Pages that the references are taken from: every step-th from the first
 // candidate's on.

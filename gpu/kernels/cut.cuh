@@ -42,7 +42,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
       const int64_t own_reached = own_bin < 0 ? 0 : tail_at(own_bin);
       int64_t closed = 0;  // tail tokens in closed strata
       int edge = 0;
-      for (bool last = u.stratum_count_max == 1; !last && edge < 32;) {
+      for (bool last = false; !last && edge < 32;) {
         const int bin = __shfl_sync(kFullWarp, own_bin, edge);
         const int64_t reached = __shfl_sync(kFullWarp, own_reached, edge);
         if (bin < 0 || reached == tail) break;
@@ -52,7 +52,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
         }
         closed = reached;
         ++strata;
-        last = (tail - reached) * 10 < tail || strata + 1 == u.stratum_count_max;
+        last = (tail - reached) * 10 < tail;
         const unsigned beyond = __ballot_sync(kFullWarp, own_edge > k + reached);
         edge = beyond == 0 ? 32 : __ffs(beyond) - 1;
       }
@@ -83,25 +83,11 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     state.list_count = 0;
   }
   __syncwarp();
-  // A pilot is as large as the last attend's budgets, if these are known.
-  const auto pilot = [&](int h, bool raised) {
-    const int64_t count = stratum_count[h];
-    const int64_t least = PilotCount(u.pilot_count, rows_left, strata, count);
-    if (!raised || h >= u.rates[0]) return least;
-    return max(least, static_cast<int64_t>(ceil(u.rates[1 + h] * static_cast<double>(count))));
-  };
-  bool raised = u.rates != nullptr && u.rates[0] > 0;
-  if (raised) {
-    int64_t total = 0;
-    for (int h = threadIdx.x; h < strata; h += 32) total += pilot(h, true);
-    raised = WarpSum(total) <= rows_left;
-  }
-  if (threadIdx.x == 0) state.raised = raised;
   for (int h = threadIdx.x; h < strata; h += 32) {
     const int64_t count = stratum_count[h];
     state.stratum_count[h] = count;
     state.drawn_threshold[h] = 0;
-    state.budget[h] = pilot(h, raised);
+    state.budget[h] = PilotCount(u.pilot_count, rows_left, strata, count);
     const unsigned long long threshold =
         rows_left != 0 ? SampleThreshold(state.budget[h], count) : 0;
     state.threshold[h] = threshold;

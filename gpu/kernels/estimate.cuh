@@ -381,7 +381,6 @@ __global__ void __launch_bounds__(kEstimateThreads)
   EstimateHead(shape, u, blockIdx.x, 1, head);
   HeadBudgets(
       u, head, [&](int h) { return s.drawn[h]; }, s.head_budget[blockIdx.x]);
-  if (threadIdx.x == 0) s.head_within[blockIdx.x] = RelativeErrorOf(u, head) <= u.epsilon;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -390,40 +389,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   __syncthreads();
   if (!last) return;
   __threadfence();
-  // A pilot that was made large enough is all that is drawn.
-  bool within = s.raised != 0;
-  for (int g = 0; g < shape.group; ++g) {
-    within &= *static_cast<const volatile int32_t*>(&s.head_within[g]) != 0;
-  }
-  SettleBudgets(shape, u, !within);
-}
-
-// What this attend's pilot should have been, for the next one. All threads of
-// a head's block; the last one's settle it.
-__device__ inline void KeepRates(const AttendShape& shape, const UnitRequest& u,
-                                 const HeadSums& head) {
-  __shared__ bool last;
-  UnitState& s = *u.state;
-  HeadBudgets(
-      u, head,
-      [&](int h) { return PilotCount(u.pilot_count, s.rows_left, s.strata, s.stratum_count[h]); },
-      s.head_budget[blockIdx.x]);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(&s.heads_finished, 1) + 1 == static_cast<uint32_t>(shape.group);
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int h = threadIdx.x; h < s.strata; h += blockDim.x) {
-    int64_t most = 0;
-    for (int g = 0; g < shape.group; ++g) {
-      most = max(most, *static_cast<const volatile int64_t*>(&s.head_budget[g][h]));
-    }
-    u.rates[1 + h] = static_cast<double>(most) / static_cast<double>(s.stratum_count[h]);
-  }
-  if (threadIdx.x == 0) u.rates[0] = s.strata;
+  SettleBudgets(shape, u, true);
 }
 
 // Output and certificate. Grid (heads, units).
@@ -439,7 +405,6 @@ __global__ void __launch_bounds__(kEstimateThreads)
   if (u.out != nullptr && threadIdx.x < d) {
     u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x]);
   }
-  if (u.rates != nullptr && s.strata > 0) KeepRates(shape, u, head);
   if (threadIdx.x >= 32) return;
   const int64_t drawn = DrawnRows(s);
   if (threadIdx.x != 0) return;

@@ -53,7 +53,6 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
     state.error_token = kNoToken;
     state.heavy_count = 0;
     state.heads_done = 0;
-    state.heads_finished = 0;
   }
   if (thread < kGroupMax) {
     state.reference[thread] = INT32_MIN;

@@ -27,7 +27,7 @@ HeavyThreshold HeavyByMass(std::span<const uint32_t> counts, double mass, int64_
   return HeavyByMass(bins, used, mass, floor, ceiling);
 }
 
-Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count, int stratum_count_max) {
+Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count) {
   Strata strata;
   strata.of_bin.assign(counts.size(), 0);
   const int64_t tail = std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -35,7 +35,7 @@ Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count, int stra
   int64_t edge = 2 * heavy_count;  // where the open stratum ends
   int64_t open = 0;                // tokens in the open stratum
   int64_t left = tail;
-  bool last = stratum_count_max == 1;
+  bool last = false;
   uint8_t id = 0;
   for (int bin = static_cast<int>(counts.size()) - 1; bin >= 0; --bin) {
     strata.of_bin[bin] = id;
@@ -46,7 +46,7 @@ Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count, int stra
     strata.counts.push_back(open);
     open = 0;
     ++id;
-    last = left * 10 < tail || id + 1 == stratum_count_max;
+    last = left * 10 < tail;
     while (edge <= rank) edge *= 2;
   }
   if (open > 0) strata.counts.push_back(open);

@@ -82,8 +82,7 @@ struct Strata {
 };
 
 // counts: tail tokens per bin, the heavy ones taken out. heavy_count >= 1
-// sets the first edge; at most stratum_count_max strata, in [1, kTailStrataMax].
-Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count,
-                 int stratum_count_max = kTailStrataMax);
+// sets the first edge.
+Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count);
 
 }  // namespace spillway

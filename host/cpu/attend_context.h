@@ -15,8 +15,6 @@ struct AttendContext {
   const ModelSpec* shapes = nullptr;
   const CpuModel* model = nullptr;    // null: dense attention alone
   const LayerIndex* index = nullptr;  // null: the model has no index
-  // [H_kv], see CpuSequence::rates; null: neither read nor written.
-  std::vector<std::vector<double>>* rates = nullptr;
   int layer = 0;
   AttendWork* work = nullptr;
   const CancelToken* cancel = nullptr;  // may be null

@@ -59,11 +59,9 @@ class CpuDevice final : public Device {
     return std::make_unique<CpuSequence>(static_cast<CpuModel&>(model));
   }
 
-  absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel& model,
-                                                               DeviceSequence& source,
+  absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel&, DeviceSequence& source,
                                                                int64_t token_count) override {
-    return std::make_unique<CpuSequence>(static_cast<CpuModel&>(model),
-                                         static_cast<CpuSequence&>(source), token_count);
+    return std::make_unique<CpuSequence>(static_cast<CpuSequence&>(source), token_count);
   }
 
   void TruncateSequence(DeviceModel&, DeviceSequence& sequence, int64_t token_count) override {
@@ -161,9 +159,6 @@ class CpuDevice final : public Device {
       c.shapes = &model.spec();
       c.model = &model;
       c.index = sequence.layers.empty() ? nullptr : &sequence.layers[job.layer];
-      if (work.ReusesDeviations(work.rows->token_count())) {
-        c.rates = &sequence.rates[job.layer];
-      }
       c.layer = job.layer;
       c.work = &work;
       c.cancel = job.cancel.get();

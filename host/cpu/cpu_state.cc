@@ -56,9 +56,7 @@ EncodeParams CpuModel::encode_params(int layer) const {
   return p;
 }
 
-CpuSequence::CpuSequence(const CpuModel& model)
-    : rates(model.spec().layer_count,
-            std::vector<std::vector<double>>(model.spec().kv_head_count)) {
+CpuSequence::CpuSequence(const CpuModel& model) {
   if (!model.spec().has_index()) return;
   layers.resize(model.spec().layer_count);
   for (LayerIndex& layer : layers) {
@@ -68,10 +66,8 @@ CpuSequence::CpuSequence(const CpuModel& model)
   }
 }
 
-CpuSequence::CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count)
-    : layers(source.layers.size()),
-      rates(model.spec().layer_count,
-            std::vector<std::vector<double>>(model.spec().kv_head_count)) {
+CpuSequence::CpuSequence(const CpuSequence& source, int64_t token_count)
+    : layers(source.layers.size()) {
   for (size_t l = 0; l < layers.size(); ++l) {
     const LayerIndex& from = source.layers[l];
     LayerIndex& to = layers[l];
@@ -103,9 +99,6 @@ void LayerIndex::Truncate(int64_t length) {
 
 void CpuSequence::Truncate(int64_t token_count) {
   for (LayerIndex& layer : layers) layer.Truncate(token_count);
-  for (auto& layer : rates) {
-    for (std::vector<double>& head : layer) head.clear();
-  }
 }
 
 absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count) {

@@ -63,16 +63,13 @@ struct LayerIndex {
 class CpuSequence final : public DeviceSequence {
  public:
   explicit CpuSequence(const CpuModel& model);
-  CpuSequence(const CpuModel& model, const CpuSequence& source, int64_t token_count);
+  CpuSequence(const CpuSequence& source, int64_t token_count);
 
   int64_t index_bytes() const override;
   void Truncate(int64_t token_count);
   absl::Status PrepareAppend(int layer, int64_t start, int64_t count);
 
   std::vector<LayerIndex> layers;  // empty for a model without an index
-  // [layer][kv_head]: per stratum the share of it that an attend's budgets
-  // asked for once they were known; see Policy::reuse_deviations.
-  std::vector<std::vector<std::vector<double>>> rates;
 };
 
 // Indexes what an append has added to a layer: all of it once the centre can

@@ -43,9 +43,6 @@ class SparseAttend {
         group_(context.spec().group()),
         d_(context.spec().head_dim),
         z_(NormalQuantile(1 - policy_.delta / 2)),
-        rates_(context.rates != nullptr && policy_.tail == Tail::kStratified
-                   ? &(*context.rates)[kv_head]
-                   : nullptr),
         scores_(context, query, kv_head, policy_.sink_token_count, n_ - policy_.window_token_count),
         exact_(group_, d_, false) {}
 
@@ -70,15 +67,8 @@ class SparseAttend {
   std::vector<int64_t> Budgets(std::span<const int64_t> least) const;
   std::vector<int64_t> HeadBudgets(const HeadEstimate& estimate,
                                    std::span<const int64_t> least) const;
-  // Raises the pilot to what the last attend would have drawn. Whether that is
-  // known and row_count_max leaves it.
-  bool RaisePilot(std::vector<int64_t>& pilots) const;
-  // Whether the estimates of all query heads are within epsilon.
-  bool IsWithinEpsilon() const;
   // Draws what the pilot shows to be needed.
   absl::Status DrawBudgets();
-  // Remembers what this attend's pilot should have been.
-  void KeepRates() const;
   void Limit(std::vector<int64_t>& budgets) const;
   int64_t Drawn() const;
   void WriteOutput();
@@ -93,9 +83,6 @@ class SparseAttend {
   const int group_;
   const int d_;
   const double z_;
-  // Of this KV head; null: neither read nor written. A head's own policy may
-  // have another tail than the attend's.
-  std::vector<double>* const rates_;
   ScorePass scores_;
   std::vector<uint32_t> heavy_;
   Strata strata_;
@@ -194,8 +181,7 @@ void SparseAttend::CutTail() {
   const int64_t tail = std::accumulate(histogram.begin(), histogram.end(), int64_t{0});
   if (tail == 0 || policy_.tail == Tail::kNone || policy_.tail == Tail::kLshSampling) return;
   if (policy_.tail == Tail::kStratified) {
-    strata_ = CutStrata(histogram, std::max<int64_t>(1, static_cast<int64_t>(heavy_.size())),
-                        policy_.stratum_count_max);
+    strata_ = CutStrata(histogram, std::max<int64_t>(1, static_cast<int64_t>(heavy_.size())));
     if (static_cast<int64_t>(strata_.counts.size()) * 2 * kStratumRowsMin <= RowsLeft()) return;
   }
   strata_.of_bin.assign(histogram.size(), 0);
@@ -228,7 +214,6 @@ absl::Status SparseAttend::SampleTail() {
     return absl::OkStatus();
   }
   std::vector<int64_t> wanted = PilotCounts();
-  const bool raised = RaisePilot(wanted);
   std::vector<std::vector<uint32_t>> pilot;
   for (;;) {
     pilot = sampler_->Draw(wanted);
@@ -246,36 +231,7 @@ absl::Status SparseAttend::SampleTail() {
   }
   absl::Status status = FoldStrata(pilot);
   if (!status.ok()) return status;
-  if (!raised || !IsWithinEpsilon()) status = DrawBudgets();
-  if (rates_ != nullptr && status.ok()) KeepRates();
-  return status;
-}
-
-bool SparseAttend::RaisePilot(std::vector<int64_t>& pilots) const {
-  if (rates_ == nullptr || rates_->empty()) return false;
-  for (size_t h = 0; h < std::min(pilots.size(), rates_->size()); ++h) {
-    const double wanted = std::ceil((*rates_)[h] * static_cast<double>(strata_.counts[h]));
-    pilots[h] = std::max(pilots[h], static_cast<int64_t>(wanted));
-  }
-  const int64_t total = std::accumulate(pilots.begin(), pilots.end(), int64_t{0});
-  if (total <= RowsLeft()) return true;
-  pilots = PilotCounts();
-  return false;
-}
-
-bool SparseAttend::IsWithinEpsilon() const {
-  for (int g = 0; g < group_; ++g) {
-    if (!(RelativeError(Estimate(g), z_) <= policy_.epsilon)) return false;
-  }
-  return true;
-}
-
-void SparseAttend::KeepRates() const {
-  const std::vector<int64_t> budgets = Budgets(PilotCounts());
-  rates_->clear();
-  for (size_t h = 0; h < budgets.size(); ++h) {
-    rates_->push_back(static_cast<double>(budgets[h]) / static_cast<double>(strata_.counts[h]));
-  }
+  return DrawBudgets();
 }
 
 absl::Status SparseAttend::DrawBudgets() {

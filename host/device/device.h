@@ -80,12 +80,6 @@ struct AttendWork {
   const Policy& PolicyOf(int kv_head) const {
     return head_policies.empty() ? policy : head_policies[kv_head];
   }
-  // Whether it sets its first draw by the last attend's deviations; length: the
-  // layer's, after the append. Queries side by side would write the same, and
-  // what is seen from before the newest tokens is no step of the sequence.
-  bool ReusesDeviations(int64_t length) const {
-    return policy.reuse_deviations && query_count == 1 && !select_only && visible[0] == length;
-  }
   // Whether an estimate within epsilon is a promise, for a query of a KV head.
   bool MayPromise(const ModelSpec& spec, int kv_head, int64_t query) const {
     const Policy& p = PolicyOf(kv_head);

@@ -130,10 +130,6 @@ void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks)
       checks.Add("row_count_max", "TAIL_LSH_SAMPLING takes what it finds and knows no limit");
     }
   }
-  checks.InRange("stratum_count_max", policy.stratum_count_max, 1, kTailStrataMax);
-  if (policy.reuse_deviations && policy.tail != Tail::kStratified) {
-    checks.Add("reuse_deviations", "only with TAIL_STRATIFIED");
-  }
   if (policy.bound > Bound::kRatio) {
     checks.Add("bound", absl::StrCat("value ", static_cast<int>(policy.bound), " is unknown"));
   }

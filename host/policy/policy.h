@@ -54,8 +54,6 @@ struct Policy {
   double inflation = 1.25;
   uint64_t seed = 0;
   int64_t row_count_max = 0;  // 0: no limit
-  int32_t stratum_count_max = kTailStrataMax;
-  bool reuse_deviations = false;
 
   bool IsDenseLayer(int layer) const;
   // Tokens that a selector by count or fraction calls heavy among n visible.

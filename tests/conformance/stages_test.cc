@@ -136,41 +136,6 @@ TEST_P(Stages, TheTailCoversWhatTheFirstDidNotFind) {
   }
 }
 
-TEST_P(Stages, StratumCountMax) {
-  PrepareAll();
-  policy_.tail = Tail::kStratified;
-  policy_.heavy_count = 64;
-  for (const Selector selector : {Selector::kAsymmetric, Selector::kHamming, Selector::kSketch}) {
-    policy_.selector = selector;
-    const auto strata = [&](int max) {
-      policy_.stratum_count_max = max;
-      EXPECT_TRUE(Validate(policy_, spec_).empty()) << max;
-      const JobItem select = sequence_->Select(policy_, q_);
-      EXPECT_TRUE(select.status.ok()) << select.status;
-      ExpectWeighted(context_, q_, policy_, sequence_->Attend(policy_, q_), select,
-                     Name(selector) + " strata " + std::to_string(max));
-      std::vector<std::map<int, double>> all;
-      for (const Selection& s : select.attend->selections) {
-        ExpectCovers(s, end() - begin() - policy_.heavy_count, Name(selector));
-        all.push_back(TokensByStratum(s));
-      }
-      return all;
-    };
-    const auto free = strata(kTailStrataMax);
-    for (const int max : {1, 2, 3}) {
-      const auto limited = strata(max);
-      for (int h = 0; h < spec_.kv_head_count; ++h) {
-        ASSERT_GT(free[h].size(), 3u) << Name(selector);
-        ASSERT_EQ(limited[h].size(), static_cast<size_t>(max)) << Name(selector);
-        // All but the last end where they would without a limit.
-        for (int s = kStratumTail; s < kStratumTail + max - 1; ++s) {
-          EXPECT_NEAR(limited[h].at(s), free[h].at(s), 1e-3 + 1e-5 * free[h].at(s));
-        }
-      }
-    }
-  }
-}
-
 TEST_P(Stages, NoHeavySet) {
   PrepareAll();
   policy_.heavy_count = 0;

@@ -202,8 +202,7 @@ POLICIES = {
     "quest": Policy(selector="quest", heavy=TopK(fraction=0.2)),
     "double sparsity": Policy(selector="double_sparsity"),
     "two stages": Policy(selector="sketch", candidates=Candidates("quest", fraction=0.3)),
-    "no heavy set": Policy(heavy=TopK(count=0), stratum_count_max=2),
-    "reuse": Policy(reuse_deviations=True, stratum_count_max=3),
+    "no heavy set": Policy(heavy=TopK(count=0)),
 }
 
 

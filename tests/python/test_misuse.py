@@ -285,13 +285,6 @@ BAD_POLICIES = {
     "candidates fraction 1.5": ("candidates.fraction", candidates(fraction=1.5)),
     "candidates fraction NaN": ("candidates.fraction", candidates(fraction=math.nan)),
     "no tables": ("tail", policy(tail=policies.TAIL_LSH_SAMPLING)),
-    "strata 0": ("stratum_count_max", policy(stratum_count_max=0)),
-    "strata 49": ("stratum_count_max", policy(stratum_count_max=49)),
-    "strata < 0": ("stratum_count_max", policy(stratum_count_max=-1)),
-    "reuse without strata": (
-        "reuse_deviations",
-        policy(reuse_deviations=True, tail=policies.TAIL_UNIFORM),
-    ),
 }
 
 

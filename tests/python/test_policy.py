@@ -47,8 +47,6 @@ POLICIES = st.builds(
     inflation=maybe(FRACTIONS),
     seed=maybe(st.integers(0, 2**64 - 1)),
     row_count_max=maybe(COUNTS),
-    stratum_count_max=maybe(st.integers(0, 2**31 - 1)),
-    reuse_deviations=maybe(st.booleans()),
 )
 
 

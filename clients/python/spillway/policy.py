@@ -22,8 +22,6 @@ _SCALARS = (
     "inflation",
     "seed",
     "row_count_max",
-    "stratum_count_max",
-    "reuse_deviations",
 )
 _ENUMS: dict[str, Any] = {
     "selector": policy_pb2.Selector,
@@ -119,10 +117,6 @@ class Policy:
         seed: Seed of the sampling hash. Default 0.
         row_count_max: Most rows a KV head may touch in one attend, 0 for no
             limit. Default 0.
-        stratum_count_max: Most strata of tail `stratified`. [1, 48], default
-            48.
-        reuse_deviations: Lets the deviations that the last attend of the same
-            layer found set the size of the first draw. Default False.
     """
 
     sink_token_count: int | None = None
@@ -140,8 +134,6 @@ class Policy:
     inflation: float | None = None
     seed: int | None = None
     row_count_max: int | None = None
-    stratum_count_max: int | None = None
-    reuse_deviations: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dense_layers is not None:

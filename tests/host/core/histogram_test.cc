@@ -131,19 +131,5 @@ TEST(CutStrata, HasAtMostItsMaximum) {
 }
 
 // The strata before the last one end where they would without a maximum.
-TEST(CutStrata, AGivenMaximumCutsTheLastOneShort) {
-  std::vector<int> bins(1900);
-  std::iota(bins.begin(), bins.end(), 0);
-  const std::vector<uint32_t> histogram = Histogram(bins, kScoreBinCount);
-  const std::vector<std::vector<int64_t>> wanted = {
-      {1900}, {100, 1800}, {100, 200, 1600}, {100, 200, 400, 1200}, {100, 200, 400, 800, 400}};
-  for (int max = 1; max <= 5; ++max) {
-    const Strata strata = CutStrata(histogram, 100, max);
-    EXPECT_EQ(strata.counts, wanted[max - 1]) << max;
-    for (const uint8_t id : strata.of_bin) EXPECT_LT(id, max);
-  }
-  EXPECT_EQ(CutStrata(histogram, 100, 6).counts, wanted[4]);
-}
-
 }  // namespace
 }  // namespace spillway

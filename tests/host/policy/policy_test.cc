@@ -115,14 +115,7 @@ INSTANTIATE_TEST_SUITE_P(
                 [](Policy& p) { Candidates(p), p.candidate_fraction = kNan; }},
         BadCase{"tail", [](Policy& p) { p.tail = Tail::kLshSampling; }},
         BadCase{"row_count_max",
-                [](Policy& p) { p.tail = Tail::kLshSampling, p.row_count_max = 1 << 20; }},
-        BadCase{"stratum_count_max", [](Policy& p) { p.stratum_count_max = 0; }},
-        BadCase{"stratum_count_max", [](Policy& p) { p.stratum_count_max = 49; }},
-        BadCase{"stratum_count_max", [](Policy& p) { p.stratum_count_max = -1; }},
-        BadCase{"reuse_deviations",
-                [](Policy& p) { p.reuse_deviations = true, p.tail = Tail::kUniform; }},
-        BadCase{"reuse_deviations",
-                [](Policy& p) { p.reuse_deviations = true, p.tail = Tail::kNone; }}));
+                [](Policy& p) { p.tail = Tail::kLshSampling, p.row_count_max = 1 << 20; }}));
 
 TEST(Policy, DefaultsFitEveryKindOfModel) {
   for (const auto& [kind, selector] : {std::pair(HashKind::kRotation, Selector::kAsymmetric),
@@ -234,13 +227,10 @@ TEST(Policy, SaysTheValueAndTheLimitOfWhatIsNew) {
     EXPECT_EQ(errors.size(), 1u);
     return errors.empty() ? "" : errors[0].description;
   };
-  EXPECT_EQ(description([](Policy& p) { p.stratum_count_max = 49; }), "value 49 is not in [1, 48]");
   EXPECT_EQ(description([](Policy& p) { Candidates(p), p.candidate_count = int64_t{1} << 31; }),
             "value 2147483648 is not in [0, 2147483647]");
   EXPECT_EQ(description([](Policy& p) { Candidates(p), p.candidate_fraction = 2; }),
             "value 2 is not in (0, 1]");
-  EXPECT_EQ(description([](Policy& p) { p.reuse_deviations = true, p.tail = Tail::kNone; }),
-            "only with TAIL_STRATIFIED");
 }
 
 TEST(Policy, DefaultsTakeTheBestEstimateThatThereIs) {
@@ -259,12 +249,6 @@ TEST(Policy, TheEdgesOfWhatIsNewAreInside) {
   const ModelSpec spec = Spec();
   Policy policy;
   policy.heavy_count = 0;
-  EXPECT_THAT(Validate(policy, spec), IsEmpty());
-  for (const int max : {1, 48}) {
-    policy.stratum_count_max = max;
-    EXPECT_THAT(Validate(policy, spec), IsEmpty());
-  }
-  policy.reuse_deviations = true;
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
   Candidates(policy);
   policy.candidate_fraction = 1;

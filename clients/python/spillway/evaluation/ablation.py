@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from spillway.evaluation import intervals, results, summary
-from spillway.evaluation.attends import EXACT, Case, Positions, measure, rows_in_daemon
+from spillway.evaluation.attends import EXACT, Case, measure, rows_in_daemon
 from spillway.evaluation.indexing import DEFAULT_INDEX, Index, stacked_rotations
 from spillway.evaluation.methods import DEFAULT_BITS
 from spillway.evaluation.recording import Recording
@@ -25,7 +25,6 @@ DELTA = 0.1
 BANDS = (0.0, 0.01, 0.0625)
 LAGS = (1, 8)
 TAIL_STRATUM = 3
-REUSE = "deviations of the step before"
 # Heavy tokens of a group by the sum, and of a head whose union with the others' is taken.
 SUM_COUNTS = (32, 64, 128, 256, 512)
 UNION_COUNTS = (16, 32, 64, 128, 256)
@@ -39,17 +38,15 @@ class Variant:
         part: What is changed.
         label: How.
         case: What is attended by.
-        at: Which queries; variants of a part have the same.
     """
 
     part: str
     label: str
     case: Case
-    at: Positions = "spread"
 
 
 def variants(head_dim: int) -> list[Variant]:
-    """All of them, those in steps last; the default itself is in most parts."""
+    """All of them; the default itself is in most parts."""
 
     def bits(count: int, raw_keys: bool = False) -> Index:
         return Index(RotationHash(bits_per_dim=count, raw_keys=raw_keys))
@@ -66,17 +63,14 @@ def variants(head_dim: int) -> list[Variant]:
     made.append(
         Variant("stacked rotations", f"{DEFAULT_BITS}-bit codes", Case(DEFAULT_INDEX, Policy()))
     )
-    for count in (1, 2, 3, 4, 48):
-        label = "all" if count == 48 else str(count)
-        made.append(Variant("strata", label, Case(DEFAULT_INDEX, Policy(stratum_count_max=count))))
+    for label, policy in (("1", Policy(tail="uniform", bound="ratio")), ("all", Policy())):
+        made.append(Variant("strata", label, Case(DEFAULT_INDEX, policy)))
     for count in (16, 32, 48, 96, 192):
         policy = Policy() if count == 48 else Policy(pilot_token_count=count)
         made.append(Variant("pilot rows a stratum", str(count), Case(DEFAULT_INDEX, policy)))
     for factor in (1.0, 1.25, 1.5, 2.0):
         policy = Policy() if factor == 1.25 else Policy(inflation=factor)
         made.append(Variant("inflation", f"{factor:g}", Case(DEFAULT_INDEX, policy)))
-    for policy, label in ((Policy(), "not used"), (Policy(reuse_deviations=True), "used")):
-        made.append(Variant(REUSE, label, Case(DEFAULT_INDEX, policy), "steps"))
     return made
 
 
@@ -92,11 +86,7 @@ def run(bench: Workbench, names: str = "") -> None:
     if unknown:
         raise ValueError(f"no part {', '.join(unknown)}; there are {', '.join(parts())}")
     chosen = [v for v in variants(bench.shapes.head_dim) if v.part in wanted]
-    outcomes = []
-    places: tuple[Positions, ...] = ("spread", "steps")
-    for at in places:
-        cases = [variant.case for variant in chosen if variant.at == at]
-        outcomes += measure(bench, cases, f"ablation, {at}", at) if cases else []
+    outcomes = measure(bench, [variant.case for variant in chosen], "ablation") if chosen else []
     found: dict[str, Any] = {
         "variants": [
             {

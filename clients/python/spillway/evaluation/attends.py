@@ -22,7 +22,7 @@ EXACT = Policy(selector="all")
 LAYER_BLOCK = 10
 
 Floats = npt.NDArray[np.float32]
-Positions = Literal["spread", "run", "steps"]
+Positions = Literal["spread", "run"]
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def measure(
         bench: What to measure with.
         cases: Ways of attending.
         what: For the progress bar.
-        at: The queries spread over the last eighth, or the consecutive last; of
-            these all rows are there already, or in steps each is appended first.
+        at: The queries spread over the last eighth, or the consecutive last.
 
     Returns:
         An outcome per case; its queries are those of the stretches in order.
@@ -150,7 +149,6 @@ class _Block:
         self.bench = bench
         self.recording = recording
         self.layers = layers
-        self.steps = at == "steps"
         count = bench.setting.query_count
         chosen = recording.spread(count) if at == "spread" else recording.run
         self._queries = [recording.positions.index(position) for position in chosen]
@@ -165,7 +163,6 @@ class _Block:
             "index": index.described(),
             "policy": policy_told(policy),
             "daemon": self.bench.daemon_told,
-            **({"steps": True} if self.steps and policy != EXACT else {}),
         }
 
     def outcomes(self, index: Index, policies: Sequence[Policy]) -> Iterator[Outcome]:
@@ -180,7 +177,7 @@ class _Block:
                 for i, (key, policy) in enumerate(zip(keys, policies, strict=True)):
                     if i in missing:
                         check_policy(self.bench.client, model, policy)
-                        store.put(key, vars(self._attend(sequence, index, policy, exact)))
+                        store.put(key, vars(self._attend(sequence, policy, exact)))
                     yield Outcome(**store.get(key))
         else:
             for key in keys:
@@ -211,40 +208,10 @@ class _Block:
             )
             yield result.out, result.touched_row_counts, result.certificate.relative_errors
 
-    def _stepped(
-        self, index: Index, policy: Policy, layer: int
-    ) -> Iterator[tuple[Floats, npt.NDArray[np.int64], Floats]]:
-        """The same, each query's own token being appended just before it attends."""
-        queries = self.recording.queries(layer)[self._queries].numpy()
-        keys, values = layer_rows(self.bench, self.recording, index, layer)
-        start = self.visible[0] - 1
-        with (
-            rows_in_daemon(self.bench, self.recording, index, [layer], start) as sequence,
-            self.bench.client.decode() as stream,
-        ):
-            for step, query in enumerate(queries):
-                token = slice(start + step, start + step + 1)
-                result = stream.step(
-                    sequence,
-                    layer,
-                    query[None],
-                    keys[:, token],
-                    values[:, token],
-                    policy=policy,
-                    out_dtype="float32",
-                )
-                yield result.out, result.touched_row_counts, result.certificate.relative_errors
-
-    def _attend(
-        self, sequence: DaemonSequence, index: Index, policy: Policy, exact: Floats
-    ) -> Outcome:
+    def _attend(self, sequence: DaemonSequence, policy: Policy, exact: Floats) -> Outcome:
         errors, layer_errors, rows, certified = [], [], [], []
         for layer, truth in zip(self.layers, exact, strict=True):
-            answers = list(
-                self._stepped(index, policy, layer)
-                if self.steps
-                else self._answers(sequence, policy, layer)
-            )
+            answers = list(self._answers(sequence, policy, layer))
             off = np.concatenate([out for out, _, _ in answers]) - truth
             errors.append(_norm(off, 2) / np.maximum(_norm(truth, 2), 1e-30))
             whole = np.maximum(_norm(truth, (1, 2)), 1e-30)
