@@ -29,6 +29,8 @@
 #include "tests/reference/ranking.h"
 #ifdef SPILLWAY_BENCH_ALTERNATIVES
 #include "bench/cpu/alternatives.h"
+#include "host/base/elements.h"
+#include "host/core/quantiser.h"
 #endif
 
 namespace spillway::bench {

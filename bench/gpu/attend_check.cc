@@ -6,7 +6,7 @@
 #include <limits>
 #include <numeric>
 
-#include "host/cpu/kernels.h"
+#include "host/base/elements.h"
 #include "tbb/parallel_for.h"
 
 namespace spillway::bench {

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "host/device/attend.h"
+#include "host/base/selection.h"
 #include "host/memory/layer_rows.h"
 #include "host/model/model_spec.h"
 

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "host/base/elements.h"
 #include "host/core/keyed_hash.h"
-#include "host/cpu/kernels.h"
 #include "tbb/parallel_for.h"
 
 namespace spillway::bench {

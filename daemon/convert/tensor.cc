@@ -3,7 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/engine/errors.h"
-#include "host/cpu/kernels.h"
+#include "host/base/elements.h"
 
 namespace spillway {
 namespace {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "host/core/keyed_hash.h"
-#include "host/cpu/exact_attend.h"
+#include "host/device/exact_attend.h"
 #include "host/policy/effort.h"
 
 namespace spillway {

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
-#include "host/memory/finite.h"
+#include "host/base/finite.h"
 
 namespace spillway {
 namespace {

@@ -14,8 +14,8 @@
 #include "absl/strings/str_format.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/device/job_run.h"
+#include "host/base/elements.h"
 #include "host/codes/mlp.h"
-#include "host/cpu/kernels.h"
 #include "tbb/task_arena.h"
 
 namespace spillway {

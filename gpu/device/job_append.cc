@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "gpu/device/job_run.h"
-#include "host/cpu/append_rows.h"
+#include "host/device/append_rows.h"
 
 namespace spillway::cuda {
 namespace {

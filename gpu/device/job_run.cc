@@ -5,9 +5,10 @@
 #include <memory>
 #include <utility>
 
+#include "host/base/elements.h"
 #include "host/core/budget.h"
 #include "host/core/normal.h"
-#include "host/cpu/kernels.h"
+#include "host/core/quantiser.h"
 #include "host/device/results.h"
 
 namespace spillway::cuda {

@@ -8,10 +8,10 @@
 
 #include "gpu/kernels/append.h"
 #include "gpu/kernels/code_tiling.h"
+#include "host/base/limits.h"
 #include "host/codes/key_sections.h"
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
-#include "host/device/attend.h"
 #include "host/policy/policy.h"
 
 // What the kernels of a sparse attend share. One (query, KV head) is a unit;

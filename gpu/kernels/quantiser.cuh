@@ -4,7 +4,7 @@
 
 #include "gpu/kernels/device_math.cuh"
 #include "gpu/kernels/encode.h"
-#include "host/cpu/kernels.h"
+#include "host/core/quantiser.h"
 
 // What the encoders of one key and of many share. Every rounding happens where
 // the CPU's encoder has it (host/cpu/kernels_encode.cc), so that codes are

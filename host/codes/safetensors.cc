@@ -11,8 +11,9 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "host/base/elements.h"
+#include "host/base/finite.h"
 #include "host/core/half.h"
-#include "host/memory/finite.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {

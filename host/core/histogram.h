@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "host/core/host_device.h"
-#include "host/device/attend.h"
 
 namespace spillway {
 

@@ -6,14 +6,15 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "host/base/elements.h"
+#include "host/base/parallel.h"
 #include "host/codes/mlp.h"
-#include "host/cpu/append_rows.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/kernels.h"
-#include "host/cpu/parallel.h"
 #include "host/cpu/worker_pinning.h"
 #include "host/cpu/workspace.h"
+#include "host/device/append_rows.h"
 #include "host/device/results.h"
 
 namespace spillway {

@@ -5,9 +5,10 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "host/base/elements.h"
+#include "host/base/parallel.h"
 #include "host/codes/rotation.h"
 #include "host/cpu/encode_sections.h"
-#include "host/cpu/parallel.h"
 
 namespace spillway {
 

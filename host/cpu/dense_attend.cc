@@ -5,9 +5,10 @@
 #include <cmath>
 #include <numeric>
 
+#include "host/base/elements.h"
+#include "host/base/parallel.h"
 #include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
-#include "host/cpu/parallel.h"
 #include "host/device/errors.h"
 #include "host/device/results.h"
 

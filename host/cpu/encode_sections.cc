@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "host/base/elements.h"
 #include "host/core/sketch.h"
 #include "host/cpu/kernels.h"
 

@@ -1,9 +1,9 @@
-#include "host/cpu/exact_attend.h"
+#include "host/device/exact_attend.h"
 
 #include <utility>
 
+#include "host/base/parallel.h"
 #include "host/cpu/attend_context.h"
-#include "host/cpu/parallel.h"
 #include "host/device/results.h"
 
 namespace spillway {

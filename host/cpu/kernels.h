@@ -4,21 +4,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "host/base/limits.h"
 #include "host/core/estimate.h"
 #include "host/core/keyed_hash.h"
 #include "host/cpu/code_layout.h"
-#include "host/device/attend.h"
 #include "host/model/model_spec.h"
 
 // Entry points of the SIMD kernels; each picks the best instruction set of the
 // machine (Highway's dynamic dispatch). They own no memory and do not
 // allocate. Buffers are 64-byte aligned where they say so.
 namespace spillway {
-
-// Name of the instruction set in use, for example "AVX3_DL".
-const char* SimdTargetName();
-// Whether the processor has what every kernel needs (AVX2 and FMA on x86).
-bool SimdSupported();
 
 // Queries of one KV head made ready for RowLogits.
 struct RowQueries {
@@ -41,9 +36,6 @@ struct EncodeParams {
   const float* rotation_transposed = nullptr;  // P^T [d][d]
   const float* centre = nullptr;               // c [d]
 };
-
-// Quantiser step of B bits for a standard normal coordinate, B in [1, 4].
-float QuantiserStep(int bits_per_dim);
 
 // Codes of the 16 keys of a tile; keys beyond `count` get the code of a zero
 // key. keys: first row of the tile, row_bytes apart, K at the start of a row.
@@ -182,9 +174,5 @@ void FoldRowsMoments(DType dtype, const std::byte* const* rows, const std::byte*
                      float* value, float* value_sq);
 // One pass over memory that reads every byte: the floor that benchmarks use.
 uint64_t ReadAll(const std::byte* data, int64_t bytes);
-
-// fp32 of `count` elements, and back, round to nearest even.
-void ToFloat(DType dtype, const std::byte* in, int64_t count, float* out);
-void FromFloat(DType dtype, const float* in, int64_t count, std::byte* out);
 
 }  // namespace spillway

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "host/core/quantiser.h"
 #include "host/cpu/kernels.h"
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
@@ -14,6 +15,7 @@
 #define HWY_TARGET_INCLUDE "host/cpu/kernels_encode.cc"
 #include "hwy/foreach_target.h"
 //
+#include "host/base/elements-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -22,69 +24,6 @@ namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 using D16 = hn::CappedTag<float, kTileTokenCount>;
-
-template <typename V>
-HWY_INLINE auto LoadWide(D16 d, const V* p) {
-  if constexpr (std::is_same_v<V, float>) {
-    return hn::LoadU(d, p);
-  } else {
-    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<V, D16>(), p));
-  }
-}
-
-void ToFloatImpl(DType dtype, const std::byte* in, int64_t count, float* out) {
-  const D16 d;
-  const int64_t n = static_cast<int64_t>(hn::Lanes(d));
-  const auto convert = [&](auto* p) {
-    int64_t i = 0;
-    for (; i + n <= count; i += n) hn::StoreU(LoadWide(d, p + i), d, out + i);
-    if (i == count) return;
-    std::remove_cvref_t<decltype(*p)> last[kTileTokenCount] = {};
-    HWY_ALIGN float wide[kTileTokenCount];
-    std::memcpy(last, p + i, (count - i) * sizeof(*p));
-    hn::Store(LoadWide(d, last), d, wide);
-    std::memcpy(out + i, wide, (count - i) * sizeof(float));
-  };
-  switch (dtype) {
-    case DType::kF32:
-      std::memcpy(out, in, count * sizeof(float));
-      break;
-    case DType::kF16:
-      convert(reinterpret_cast<const hwy::float16_t*>(in));
-      break;
-    case DType::kBF16:
-      convert(reinterpret_cast<const hwy::bfloat16_t*>(in));
-      break;
-  }
-}
-
-void FromFloatImpl(DType dtype, const float* in, int64_t count, std::byte* out) {
-  if (dtype == DType::kF32) {
-    std::memcpy(out, in, count * sizeof(float));
-    return;
-  }
-  if (dtype == DType::kBF16) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = std::bit_cast<uint32_t>(in[i]);
-      const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-      const uint16_t half = static_cast<uint16_t>(
-          nan ? (bits >> 16) | 0x40 : (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16);
-      std::memcpy(out + i * 2, &half, 2);
-    }
-    return;
-  }
-  const D16 d;
-  const hn::Rebind<hwy::float16_t, D16> dh;
-  const int64_t n = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < count; i += n) {
-    HWY_ALIGN float wide[kTileTokenCount] = {};
-    HWY_ALIGN hwy::float16_t narrow[kTileTokenCount];
-    const int64_t m = std::min(n, count - i);
-    std::memcpy(wide, in + i, m * sizeof(float));
-    hn::Store(hn::DemoteTo(dh, hn::Load(d, wide)), dh, narrow);
-    std::memcpy(out + i * 2, narrow, m * 2);
-  }
-}
 
 // y_j = fma chain over i of P[j][i] x_i, lanes are j.
 void RotateImpl(const EncodeParams& p, const float* x, float* y) {
@@ -271,17 +210,9 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace spillway {
-HWY_EXPORT(ToFloatImpl);
-HWY_EXPORT(FromFloatImpl);
 HWY_EXPORT(RotateImpl);
 HWY_EXPORT(EncodeTileImpl);
 HWY_EXPORT(EncodeKeyImpl);
-
-float QuantiserStep(int bits_per_dim) {
-  // Best uniform quantisers of a standard normal (Max 1960).
-  constexpr float kStep[] = {1.596f, 0.9957f, 0.586f, 0.3352f};
-  return kStep[bits_per_dim - 1];
-}
 
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot) {
   uint32_t* words = reinterpret_cast<uint32_t*>(page);
@@ -302,24 +233,6 @@ void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, 
   }
 }
 
-const char* SimdTargetName() {
-  return hwy::TargetName(hwy::SupportedTargets() & -hwy::SupportedTargets());
-}
-
-bool SimdSupported() {
-#if HWY_ARCH_X86
-  return (hwy::SupportedTargets() & (HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL)) != 0;
-#else
-  return true;
-#endif
-}
-
-void ToFloat(DType dtype, const std::byte* in, int64_t count, float* out) {
-  HWY_DYNAMIC_DISPATCH(ToFloatImpl)(dtype, in, count, out);
-}
-void FromFloat(DType dtype, const float* in, int64_t count, std::byte* out) {
-  HWY_DYNAMIC_DISPATCH(FromFloatImpl)(dtype, in, count, out);
-}
 void Rotate(const EncodeParams& params, const float* x, float* y) {
   HWY_DYNAMIC_DISPATCH(RotateImpl)(params, x, y);
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "host/base/elements.h"
 #include "host/core/sketch.h"
 #include "host/cpu/kernels.h"
 #include "host/memory/layer_rows.h"

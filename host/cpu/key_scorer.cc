@@ -6,10 +6,11 @@
 #include <numeric>
 #include <span>
 
+#include "host/base/parallel.h"
 #include "host/codes/mlp.h"
 #include "host/core/histogram.h"
+#include "host/core/quantiser.h"
 #include "host/core/score.h"
-#include "host/cpu/parallel.h"
 
 namespace spillway {
 

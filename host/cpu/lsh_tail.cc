@@ -2,10 +2,11 @@
 
 #include <cmath>
 
+#include "host/base/elements.h"
+#include "host/base/parallel.h"
 #include "host/core/lsh_weight.h"
 #include "host/cpu/encode_sections.h"
 #include "host/cpu/kernels.h"
-#include "host/cpu/parallel.h"
 
 namespace spillway {
 namespace {

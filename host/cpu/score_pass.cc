@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "host/cpu/parallel.h"
+#include "host/base/parallel.h"
 
 namespace spillway {
 namespace {

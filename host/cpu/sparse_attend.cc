@@ -6,13 +6,13 @@
 #include <numeric>
 #include <span>
 
+#include "host/base/parallel.h"
 #include "host/core/budget.h"
 #include "host/core/neyman.h"
 #include "host/core/normal.h"
 #include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/lsh_tail.h"
-#include "host/cpu/parallel.h"
 #include "host/cpu/score_pass.h"
 #include "host/cpu/tail_sampler.h"
 

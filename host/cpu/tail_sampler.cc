@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "host/cpu/parallel.h"
+#include "host/base/parallel.h"
 
 namespace spillway {
 

@@ -11,7 +11,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "host/device/attend.h"
+#include "host/base/certificate.h"
+#include "host/base/selection.h"
 #include "host/device/cancel.h"
 #include "host/memory/layer_rows.h"
 #include "host/model/model_spec.h"

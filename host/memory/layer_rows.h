@@ -5,12 +5,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "host/base/limits.h"
 #include "host/memory/page_table.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {
-
-inline constexpr int kPageTokenCount = 128;
 
 // The K/V rows of one (sequence, layer): per KV head a page table of rows
 // [K(d) | V(d)]. Shared by all devices. Not thread-safe for writes; reads of

@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "host/base/limits.h"
 #include "host/model/field_checks.h"
-#include "host/model/limits.h"
 
 namespace spillway {
 namespace {
@@ -89,18 +89,6 @@ void CheckIndices(const ModelSpec& spec, FieldChecks& checks) {
 }
 
 }  // namespace
-
-std::string_view DTypeName(DType t) {
-  switch (t) {
-    case DType::kF32:
-      return "f32";
-    case DType::kF16:
-      return "f16";
-    case DType::kBF16:
-      return "bf16";
-  }
-  return "unknown";
-}
 
 std::vector<FieldError> Normalize(ModelSpec& spec) {
   FieldChecks checks;

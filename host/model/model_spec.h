@@ -7,14 +7,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "host/base/dtype.h"
 
 namespace spillway {
-
-// Element type of K/V rows and queries, little endian.
-enum class DType : uint8_t { kF32, kF16, kBF16 };
-
-constexpr int DTypeBytes(DType t) { return t == DType::kF32 ? 4 : 2; }
-std::string_view DTypeName(DType t);
 
 // How keys and queries become codes.
 enum class HashKind : uint8_t { kNone, kRotation, kMlp };

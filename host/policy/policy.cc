@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
-#include "host/device/attend.h"
+#include "host/base/limits.h"
 #include "host/model/field_checks.h"
 
 namespace spillway {

@@ -4,7 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "host/device/attend.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {

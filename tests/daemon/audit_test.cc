@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "daemon/engine/auditor.h"
-#include "host/cpu/exact_attend.h"
+#include "host/device/exact_attend.h"
 #include "host/policy/effort.h"
 #include "tests/daemon/engine_fixture.h"
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "gpu/kernels/append.h"
+#include "host/base/elements.h"
 #include "host/codes/mlp.h"
 #include "host/cpu/kernels.h"
 #include "tests/gpu/device_array.h"

@@ -9,6 +9,7 @@
 #include <set>
 #include <vector>
 
+#include "host/base/limits.h"
 #include "tests/reference/ranking.h"
 
 namespace spillway {

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/base/elements.h"
 #include "host/codes/rotation.h"
 #include "host/cpu/kernels.h"
 #include "tests/reference/codes.h"

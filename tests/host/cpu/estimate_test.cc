@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "host/base/elements.h"
 #include "host/codes/key_sections.h"
 #include "host/core/sketch.h"
 #include "host/cpu/kernels.h"

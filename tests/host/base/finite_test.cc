@@ -1,4 +1,4 @@
-#include "host/memory/finite.h"
+#include "host/base/finite.h"
 
 #include <gtest/gtest.h>
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "host/cpu/parallel.h"
+#include "host/base/parallel.h"
 #include "host/device/device.h"
 
 namespace spillway {

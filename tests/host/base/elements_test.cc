@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "host/base/elements.h"
 #include "host/cpu/kernels.h"
 #include "tests/host/cpu/targets.h"
 

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+namespace spillway {
+
+// Query heads of a KV head, and elements of a key, at most.
+inline constexpr int kGroupMax = 16;
+inline constexpr int kHeadDimMax = 256;
+// Consecutive rows of one KV head that are allocated together.
+inline constexpr int kPageTokenCount = 128;
+// Positions whose mean is the centre of a KV head's keys. Codes exist from the
+// moment a layer holds this many tokens.
+inline constexpr int64_t kCentreTokenCount = 1024;
+// Queries of one attend that are served sparsely; more are served densely.
+inline constexpr int kSparseQueryCountMax = 16;
+// Strata of a tail, at most.
+inline constexpr int kTailStrataMax = 48;
+// Fewest rows a stratum's variance is estimated from.
+inline constexpr int kStratumRowsMin = 8;
+
+}  // namespace spillway
