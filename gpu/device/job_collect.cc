@@ -1,10 +1,10 @@
 // What a job's items get once the GPU is done.
 #include <algorithm>
-#include <cmath>
 #include <memory>
 
 #include "gpu/device/job_run.h"
 #include "host/device/errors.h"
+#include "host/device/results.h"
 
 namespace spillway::cuda {
 
@@ -24,39 +24,23 @@ absl::Status JobRun::CollectSelections(const SparseWave& wave) {
                                                   cudaMemcpyDeviceToHost, lane_->stream()));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
 
-    struct Row {
-      uint32_t token;
-      float log_weight;
-      uint8_t stratum;
-    };
-    std::vector<Row> rows;
-    rows.reserve(list.size());
-    for (int64_t i = 0; i < state->exact_count; ++i) {
-      const uint8_t stratum = i < r.sink                           ? kStratumSink
-                              : i >= state->exact_count - r.window ? kStratumWindow
-                                                                   : kStratumHeavy;
-      rows.push_back({list[i], 0.0f, stratum});
+    SelectionBuilder rows;
+    for (int64_t j = 0; j < state->exact_count; ++j) {
+      rows.Add(list[j], j < r.sink                           ? kStratumSink
+                        : j >= state->exact_count - r.window ? kStratumWindow
+                                                             : kStratumHeavy);
     }
     int64_t at = state->exact_count;
     for (const int phase : {0, 1}) {
       for (int h = 0; h < state->strata; ++h) {
-        const double rate = static_cast<double>(state->stratum_count[h]) /
-                            static_cast<double>(std::max<int64_t>(1, state->drawn[h]));
-        for (int64_t i = 0; i < state->stratum_drawn[phase][h]; ++i) {
-          rows.push_back({list[at++], static_cast<float>(std::log(rate)),
-                          static_cast<uint8_t>(kStratumTail + h)});
-        }
+        const int64_t count = state->stratum_drawn[phase][h];
+        rows.AddSampled({list.data() + at, static_cast<size_t>(count)}, h, state->drawn[h],
+                        state->stratum_count[h]);
+        at += count;
       }
     }
-    std::sort(rows.begin(), rows.end(),
-              [](const Row& a, const Row& b) { return a.token < b.token; });
     AttendWork& w = *job_->items[unit.item].attend;
-    Selection& s = w.selections[unit.query * spec().kv_head_count + unit.kv_head];
-    for (const Row& row : rows) {
-      s.indices.push_back(row.token);
-      s.log_weights.push_back(row.log_weight);
-      s.strata.push_back(row.stratum);
-    }
+    w.selections[unit.query * spec().kv_head_count + unit.kv_head] = rows.Build();
   }
   return absl::OkStatus();
 }
@@ -82,9 +66,9 @@ void JobRun::Collect(const SparseWave& wave) {
       c.visible_token_count = w.visible[query];
       c.heavy_token_count = r.heavy_count;
       c.sampled_token_count = r.sampled_count;
-      c.relative_error = r.relative_error[g];
-      c.tail_mass = r.tail_mass[g];
-      c.promise = r.promise[g];
+      c.relative_error = r.certificates[g].relative_error;
+      c.tail_mass = r.certificates[g].tail_mass;
+      c.promise = r.certificates[g].promise;
       if (w.select_only) continue;
       std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d, w.out.data() + at * d);
       w.lse[at] = r.lse[g];

@@ -35,8 +35,8 @@ Wave JobRun::View(const SparseWave& wave) const {
     w.reference_pages_max =
         std::max(w.reference_pages_max,
                  RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
-    w.has_tail |= r.tail != Tail::kNone;
-    w.lsh_tail |= r.tail == Tail::kLshSampling;
+    w.has_tail |= r.terms.tail != Tail::kNone;
+    w.lsh_tail |= r.terms.tail == Tail::kLshSampling;
   }
   w.first = FirstShape(wave);
   w.append = step_append_;

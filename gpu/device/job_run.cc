@@ -6,8 +6,6 @@
 #include <utility>
 
 #include "host/base/elements.h"
-#include "host/core/budget.h"
-#include "host/core/normal.h"
 #include "host/core/quantiser.h"
 #include "host/device/results.h"
 
@@ -76,16 +74,13 @@ void JobRun::Split() {
     JobItem& item = job_->items[i];
     if (!item.attend.has_value() || !item.status.ok()) continue;
     AttendWork& w = *item.attend;
-    const Policy& policy = w.policy;
     AllocateResults(spec(), w);
-    int64_t dense_begin = 0;
-    for (int64_t t = 0; t <= w.query_count; ++t) {
-      if (t < w.query_count && policy.IsDense(job_->layer, w.query_count, w.visible[t])) continue;
-      if (dense_begin < t) AddDense({i, dense_begin, t});
-      dense_begin = t + 1;
-      if (t == w.query_count) break;
-      AddSparse(i, t);
-    }
+    CutQueries(
+        w, job_->layer,
+        [&](int64_t begin, int64_t end) {
+          AddDense({i, begin, end});
+        },
+        [&](int64_t t) { AddSparse(i, t); });
   }
 }
 
@@ -141,19 +136,8 @@ UnitRequest JobRun::Request(size_t item, int64_t query) const {
   r.heavy_ceiling = p.heavy_ceiling;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
   r.candidate_count = p.CandidateCount(r.n);
-  r.epsilon = p.epsilon;
-  r.z = NormalQuantile(1 - p.delta / 2);
-  r.row_count_max = p.row_count_max;
-  SetTail(p, r);
+  r.terms = TermsOf(p, /*may_promise=*/false);
   return r;
-}
-
-void JobRun::SetTail(const Policy& policy, UnitRequest& r) {
-  r.tail = policy.tail;
-  r.bound = policy.bound;
-  r.bound_z = BoundQuantile(policy.bound, policy.delta);
-  r.inflation = policy.inflation;
-  r.pilot_count = policy.pilot_token_count;
 }
 
 void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
@@ -171,7 +155,7 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   r.projections = weights.projections;
   if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
   const uint64_t seed = work(unit.item).policy.seed;
-  const uint32_t band = r.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
+  const uint32_t band = r.terms.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
 }
 
@@ -240,9 +224,9 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     }
     UnitRequest r = shared;
     if (!work(unit.item).head_policies.empty()) {
-      SetTail(work(unit.item).PolicyOf(unit.kv_head), r);
+      r.terms = TermsOf(work(unit.item).PolicyOf(unit.kv_head), /*may_promise=*/false);
     }
-    r.may_promise = work(unit.item).MayPromise(spec(), unit.kv_head, unit.query);
+    r.terms.may_promise = work(unit.item).MayPromise(spec(), unit.kv_head, unit.query);
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;

@@ -109,8 +109,6 @@ class JobRun {
   void LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fill);
   // What is asked of a query's units, and where things of a unit's own lie.
   UnitRequest Request(size_t item, int64_t query) const;
-  // What the policies of an item's KV heads may differ in.
-  static void SetTail(const Policy& policy, UnitRequest& request);
   void Address(const SparseUnit& unit, UnitRequest& request) const;
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
   AttendShape Shape(const SparseWave& wave) const;

@@ -10,8 +10,12 @@
 #include "gpu/kernels/code_tiling.h"
 #include "host/base/limits.h"
 #include "host/codes/key_sections.h"
+#include "host/core/estimate.h"
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
+#include "host/core/reference_pages.h"
+#include "host/core/softmax_sums.h"
+#include "host/core/tail.h"
 #include "host/policy/policy.h"
 
 // What the kernels of a sparse attend share. One (query, KV head) is a unit;
@@ -22,10 +26,6 @@ namespace spillway::cuda {
 
 // Tokens of a chunk: what one block filters, and whose finds stay in order.
 inline constexpr int kChunkTokens = 4096;
-// Bins that are no score's: a token that is heavy by mass, and one that is no
-// candidate.
-inline constexpr uint16_t kHeavyBin = 0xFFFF;
-inline constexpr uint16_t kNoBin = 0xFFFE;
 // Classes of bins: the stratum, or one of these.
 inline constexpr int kClassTie = kTailStrataMax;  // the bin of the heavy threshold
 inline constexpr int kClassHeavy = kClassTie + 1;
@@ -127,8 +127,8 @@ struct UnitState {
   int32_t limited;    // row_count_max bound
   // Sampling: drawn are hashes below `drawn_threshold`; a phase adds those
   // below `threshold`.
-  unsigned long long drawn_threshold[kTailStrataMax];
-  unsigned long long threshold[kTailStrataMax];
+  uint64_t drawn_threshold[kTailStrataMax];
+  uint64_t threshold[kTailStrataMax];
   int32_t near_bin;  // below it only the band's tokens are candidates
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
@@ -159,9 +159,7 @@ struct UnitResult {
   int64_t touched_count = 0;
   int64_t moved_count = 0;  // of those, rows that came over the link
   float lse[kGroupMax] = {};
-  float relative_error[kGroupMax] = {};
-  float tail_mass[kGroupMax] = {};
-  Promise promise[kGroupMax] = {};
+  HeadCertificate certificates[kGroupMax] = {};
 };
 
 // What the host asks of a unit. Pointers are device addresses but where they
@@ -181,18 +179,10 @@ struct UnitRequest {
   double heavy_mass;
   int64_t heavy_floor;
   int64_t heavy_ceiling;
-  Tail tail;
-  Bound bound;
   bool by_mass;
-  bool may_promise;  // if the estimate is within epsilon
-  double epsilon;
-  double z;        // of the certificate
-  double bound_z;  // of the uniform bound
-  double inflation;
-  int32_t pilot_count;
+  TailTerms terms;
   int64_t sink;
   int64_t window;
-  int64_t row_count_max;  // 0: none
   SampleOrder order;
   int64_t candidate_count;   // that a first selection finds
   const uint16_t* channels;  // [label_channels], of the KV head
@@ -229,28 +219,11 @@ struct UnitRequest {
   SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
 };
 
-// Pages that the references are taken from: every step-th from the first
-// candidate's on.
-struct ReferencePages {
-  int64_t first = 0;
-  int64_t step = 1;
-  int64_t count = 0;
-
-  SPILLWAY_HOST_DEVICE static ReferencePages Of(int64_t begin, int64_t end) {
-    ReferencePages r;
-    r.first = begin / kPageTokenCount;
-    const int64_t last = (end - 1) / kPageTokenCount;
-    const int64_t sixteenth = (last - r.first) / 16;
-    r.step = sixteenth < 1 ? 1 : sixteenth > 64 ? 64 : sixteenth;
-    r.count = (last - r.first) / r.step + 1;
-    return r;
-  }
-};
-
-// Floats of a segment's sums: per head max, sum, sum_sq, sum_sq_norm, then
-// sum x v and sum x^2 v, [G][d] each.
+// A segment's sums: SoftmaxSums [G], then sum x v and sum x^2 v as floats,
+// [G][d] each. In floats:
+inline constexpr int kSumsFloats = sizeof(SoftmaxSums) / sizeof(float);
 SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
-  return int64_t{group} * (4 + 2 * head_dim);
+  return int64_t{group} * (kSumsFloats + 2 * head_dim);
 }
 
 struct Wave {

@@ -29,16 +29,4 @@ __device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
   __syncthreads();
 }
 
-// The largest bin at which the tail's tokens of that bin and above number at
-// least `wanted`, or -1; at() does not ascend.
-template <typename At>
-__device__ inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
-  int low = -1, high = bin_count;  // at(low) reaches, at(high) does not
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (at(middle) >= wanted ? low : high) = middle;
-  }
-  return low;
-}
-
 }  // namespace spillway::cuda

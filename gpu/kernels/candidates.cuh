@@ -81,8 +81,10 @@ __global__ void DropOthersKernel(AttendShape shape, const UnitRequest* units) {
        t += int64_t{gridDim.x} * blockDim.x) {
     if ((u.candidate_mask[t / 32] >> (t % 32) & 1u) != 0) continue;
     atomicAdd(&dropped[u.bins[t]], 1u);
-    u.bins[t] = 0;
-    for (int h = 0; shape.by_mass && h < shape.group; ++h) u.head_bins[h * u.n + t] = 0;
+    u.bins[t] = kNotFoundBin;
+    for (int h = 0; shape.by_mass && h < shape.group; ++h) {
+      u.head_bins[h * u.n + t] = kNotFoundBin;
+    }
   }
   __syncthreads();
   uint32_t total = 0;
@@ -91,7 +93,7 @@ __global__ void DropOthersKernel(AttendShape shape, const UnitRequest* units) {
     total += dropped[i];
   }
   total = WarpSum(total);
-  if (threadIdx.x % 32 == 0 && total > 0) atomicAdd(&u.histogram[0], total);
+  if (threadIdx.x % 32 == 0 && total > 0) atomicAdd(&u.histogram[kNotFoundBin], total);
 }
 
 }  // namespace spillway::cuda

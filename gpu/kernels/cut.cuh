@@ -1,6 +1,8 @@
 #pragma once
 
 #include "gpu/kernels/bin_sums.cuh"
+#include "host/core/sample_limit.h"
+#include "host/core/tail_plan.h"
 
 // The heavy threshold, the tail's strata and the pilots, from one histogram.
 namespace spillway::cuda {
@@ -27,48 +29,28 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     return bin > heavy_bin ? 0 : int64_t{above[bin]} - heavy;
   };
 
-  int64_t rows_left = INT64_MAX;
-  if (u.row_count_max != 0) {
-    rows_left = max(u.row_count_max - u.sink - u.window - heavy_total, int64_t{0});
-  }
+  const TailTerms& terms = u.terms;
+  const int64_t rows_left = TailRowsLeft(terms.row_count_max, u.sink, u.window, heavy_total);
   int strata = 0;
-  if (tail > 0 && (u.tail == Tail::kUniform || u.tail == Tail::kStratified)) {
-    if (u.tail == Tail::kStratified) {
-      const int64_t k = max(int64_t{1}, heavy_total);
-      // Lane i knows where edge k 2^(i + 1) falls; tails are shorter than 2^31.
-      const int lane = threadIdx.x;
-      const int64_t own_edge = k << (lane + 1 < 32 ? lane + 1 : 31);
-      const int own_bin = LastBinReaching(bins, own_edge - k, tail_at);
-      const int64_t own_reached = own_bin < 0 ? 0 : tail_at(own_bin);
-      int64_t closed = 0;  // tail tokens in closed strata
-      int edge = 0;
-      for (bool last = false; !last && edge < 32;) {
-        const int bin = __shfl_sync(kFullWarp, own_bin, edge);
-        const int64_t reached = __shfl_sync(kFullWarp, own_reached, edge);
-        if (bin < 0 || reached == tail) break;
-        if (lane == 0) {
-          lowest_bin[strata] = static_cast<uint16_t>(bin);
-          stratum_count[strata] = reached - closed;
-        }
-        closed = reached;
-        ++strata;
-        last = (tail - reached) * 10 < tail;
-        const unsigned beyond = __ballot_sync(kFullWarp, own_edge > k + reached);
-        edge = beyond == 0 ? 32 : __ffs(beyond) - 1;
-      }
-      if (threadIdx.x == 0) {
-        lowest_bin[strata] = 0;
-        stratum_count[strata] = tail - closed;
-      }
-      ++strata;
-    }
-    if (u.tail == Tail::kUniform || int64_t{strata} * 2 * kStratumRowsMin > rows_left) {
-      strata = 1;
-      if (threadIdx.x == 0) {
-        lowest_bin[0] = 0;
-        stratum_count[0] = tail;
-      }
-    }
+  const auto add = [&](int stratum, int lowest, int64_t count) {
+    if (threadIdx.x != 0) return;
+    lowest_bin[stratum] = static_cast<uint16_t>(lowest);
+    stratum_count[stratum] = count;
+  };
+  if (tail > 0 && terms.tail == Tail::kStratified) {
+    const int64_t k = max(int64_t{1}, heavy_total);
+    // Lane i knows where edge i falls.
+    const int own_edge = min(static_cast<int>(threadIdx.x), kStratumEdgeCount - 1);
+    const int own_bin = LastBinReaching(bins, StratumEdge(k, own_edge), tail_at);
+    const int64_t own_reached = own_bin < 0 ? 0 : tail_at(own_bin);
+    const auto edge_bin = [&](int edge) -> EdgeBin {
+      return {__shfl_sync(kFullWarp, own_bin, edge), __shfl_sync(kFullWarp, own_reached, edge)};
+    };
+    strata = CutStrata(tail, k, edge_bin, add);
+  }
+  if (tail > 0 && (terms.tail == Tail::kUniform || (strata > 0 && !StrataFit(strata, rows_left)))) {
+    strata = 1;
+    add(0, 0, tail);
   }
   if (threadIdx.x == 0) {
     strata_count = strata;
@@ -87,11 +69,10 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     const int64_t count = stratum_count[h];
     state.stratum_count[h] = count;
     state.drawn_threshold[h] = 0;
-    state.budget[h] = PilotCount(u.pilot_count, rows_left, strata, count);
-    const unsigned long long threshold =
-        rows_left != 0 ? SampleThreshold(state.budget[h], count) : 0;
+    state.budget[h] = PilotCount(terms.pilot_count, rows_left, strata, count);
+    const uint64_t threshold = rows_left != 0 ? SampleThreshold(state.budget[h], count) : 0;
     state.threshold[h] = threshold;
-    limits[h] = SampleLimit(u.order, threshold);
+    limits[h] = HashLimit(u.order, threshold);
     state.drawn[h] = 0;
     state.stratum_drawn[0][h] = 0;
     state.stratum_drawn[1][h] = 0;

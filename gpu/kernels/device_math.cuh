@@ -146,19 +146,6 @@ __device__ inline int64_t MissedWindow(const UnitRequest& u) {
   return min(max(u.resident.recent_begin - (u.n - u.window), int64_t{0}), u.window);
 }
 
-// What the first look at a token tests, cheaper than its place: a token beyond
-// the band may be drawn only if the upper bits of its hash less the phase lie
-// below its bin's limit. For thresholds of at most 2^32.
-inline constexpr int kSampleLimitShift = 17;
-inline constexpr uint16_t kSampleLimitAll = 1 << (32 - kSampleLimitShift);
-__device__ inline uint16_t SampleLimit(const SampleOrder& order, unsigned long long threshold) {
-  if (threshold <= order.band) return 0;
-  // A place is u - phase, or that less the band.
-  constexpr unsigned long long kUnit = 1ull << kSampleLimitShift;
-  const unsigned long long limit = (threshold + order.band + kUnit - 1) >> kSampleLimitShift;
-  return static_cast<uint16_t>(min(limit, static_cast<unsigned long long>(kSampleLimitAll)));
-}
-
 // Where a bin's class and limit are.
 __device__ inline int BinIndex(int bin, int bin_count) {
   return bin < bin_count ? bin : bin_count + (bin & 1);
@@ -169,16 +156,6 @@ __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;
   while (bin < lowest_bin[h]) ++h;
   return h;
-}
-
-// Rows that each stratum's pilot asks for (policy.pilot_token_count, less
-// where row_count_max leaves less; small strata whole).
-__device__ inline int64_t PilotCount(int64_t pilot_count, int64_t rows_left, int strata,
-                                     int64_t stratum_count) {
-  // pilot_count <= rows_left / (2 strata), without the division.
-  const bool enough = pilot_count <= INT32_MAX && pilot_count * 2 * strata <= rows_left;
-  const int64_t each = enough ? pilot_count : min(pilot_count, rows_left / (2 * strata));
-  return stratum_count > 2 * each ? each : stratum_count;
 }
 
 }  // namespace spillway::cuda

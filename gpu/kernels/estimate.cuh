@@ -1,56 +1,35 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
-#include "host/core/budget.h"
-#include "host/core/neyman.h"
+#include "host/core/estimate.h"
+#include "host/core/sample_limit.h"
+#include "host/core/tail_draw.h"
+#include "host/core/tail_plan.h"
 
 // What a unit's sums say of one query head: budgets after the pilot, output
-// and certificate at the end. fp64, every sum in one order; the formulas are
-// host/core/estimate.h's and host/core/budget.h's. A block takes one head.
+// and certificate at the end. Summed up in fp64 here, every sum in one order;
+// the formulas are host/core/estimate.h's. A block takes one head.
 namespace spillway::cuda {
 
 inline constexpr int kEstimateThreads = 512;
 inline constexpr int kAllSegmentsMax = 2 * kSegmentMax;
 
-// Per stratum.
-struct StratumSums {
-  double trace_o;
-  double trace_n;
-  double variance_x;
-};
-
-// Sums over a stratum's rows: of x, x^2 and x^2 ||v||^2.
-struct StratumScalars {
-  double sx;
-  double sxx;
-  double sxxvv;
-};
-// Over 32 dimensions: of squares of sum x v and of sum x (v - o), and o . sum
-// x^2 v.
-struct StratumMoments {
-  double mean_n_sq;
-  double mean_o_sq;
-  double cross;
+// The dimensions' part of StratumMoments, over 32 of them.
+struct DimensionMoments {
+  double sum_xv_sq;
+  double sum_xvo_sq;
+  double o_dot_sum_xxv;
 };
 
 // What is known of the head, in shared memory.
-struct HeadSums {
-  double max;
-  double denominator;
-  double exact_denominator;
-  double norm_sq;
-  double norm_sq_unbiased;
-  double variance;
-  StratumSums strata[kTailStrataMax];
-  double outputs[kHeadDimMax];     // o^
-  double numerators[kHeadDimMax];  // N^
+struct HeadSums : HeadTotals {
+  StratumSpread spreads[kTailStrataMax];
+  double outputs[kHeadDimMax];  // o^
 };
 
 // n_h / r_h of a set; 1 for the exact rows.
 __device__ inline double SetRate(const UnitState& s, int set) {
-  return set == 0 ? 1.0
-                  : static_cast<double>(s.stratum_count[set - 1]) /
-                        static_cast<double>(s.drawn[set - 1]);
+  return set == 0 ? 1.0 : StratumRate(s.drawn[set - 1], s.stratum_count[set - 1]);
 }
 
 // Rows drawn of all strata. All lanes of a warp.
@@ -85,11 +64,11 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   __shared__ SetSegments sets[1 + kTailStrataMax];
   __shared__ double rates[1 + kTailStrataMax];
   __shared__ int16_t set_of[kAllSegmentsMax];
-  __shared__ float4 sums[kAllSegmentsMax];     // max, sum, sum_sq, sum_sq_norm
+  __shared__ SoftmaxSums sums[kAllSegmentsMax];
   __shared__ double factors[kAllSegmentsMax];  // exp(max - M)
   __shared__ double slices[kEstimateThreads];
-  __shared__ StratumScalars scalars[kTailStrataMax];
-  __shared__ StratumMoments moments[kTailStrataMax][kHeadDimMax / 32];
+  __shared__ StratumMoments moments[kTailStrataMax];
+  __shared__ DimensionMoments of_dimensions[kTailStrataMax][kHeadDimMax / 32];
   const UnitState& s = *u.state;
   const int group = shape.group;
   const int d = shape.head_dim;
@@ -120,8 +99,8 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     if (at + 1 == s.segment_count[phase] || all[at + 1].set != set) {
       sets[set].end[phase] = static_cast<int16_t>(i + 1);
     }
-    sums[i] = reinterpret_cast<const float4*>(partial(i))[g];
-    largest = fmaxf(largest, sums[i].x);
+    sums[i] = reinterpret_cast<const SoftmaxSums*>(partial(i))[g];
+    largest = fmaxf(largest, sums[i].max);
   }
   largest = WarpMax(largest);
   if (lane == 0) slices[warp] = largest;
@@ -130,8 +109,8 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) max = fmax(max, slices[w]);
   double exact = 0, all = 0;
   for (int i = threadIdx.x; i < segments; i += blockDim.x) {
-    factors[i] = exp(static_cast<double>(sums[i].x) - max);
-    const double part = rates[set_of[i]] * factors[i] * sums[i].y;
+    factors[i] = exp(static_cast<double>(sums[i].max) - max);
+    const double part = rates[set_of[i]] * factors[i] * sums[i].sum;
     all += part;
     if (set_of[i] == 0) exact += part;
   }
@@ -147,7 +126,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   if (slice < slice_count) {
 #pragma unroll 8
     for (int j = slice; j < segments; j += slice_count) {
-      numerator += rates[set_of[j]] * factors[j] * partial(j)[4 * group + g * d + i];
+      numerator += rates[set_of[j]] * factors[j] * partial(j)[kSumsFloats * group + g * d + i];
     }
   }
   slices[threadIdx.x] = numerator;
@@ -155,7 +134,6 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   double norm_sq = 0;
   if (threadIdx.x < d) {
     for (int k = 1; k < slice_count; ++k) numerator += slices[k * d + i];
-    head.numerators[i] = numerator;
     head.outputs[i] = numerator / all;
     norm_sq = numerator * numerator;
   }
@@ -171,15 +149,15 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     for (int p = 0; p < phases; ++p) {
       for (int j = set.begin[p] + lane; j < set.end[p]; j += 32) {
         const double f = factors[j];
-        sx += f * sums[j].y;
-        sxx += f * f * sums[j].z;
-        sxxvv += f * f * sums[j].w;
+        sx += f * sums[j].sum;
+        sxx += f * f * sums[j].sum_sq;
+        sxxvv += f * f * sums[j].sum_sq_norm;
       }
     }
     sx = WarpSum(sx);
     sxx = WarpSum(sxx);
     sxxvv = WarpSum(sxxvv);
-    if (lane == 0) scalars[h] = {sx, sxx, sxxvv};
+    if (lane == 0) moments[h] = {sx, sxx, sxxvv, 0, 0, 0};
   }
   __syncthreads();
   const int parts = (d + 31) / 32;
@@ -191,106 +169,64 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     for (int p = 0; p < phases && dim < d; ++p) {
 #pragma unroll 8
       for (int j = set.begin[p]; j < set.end[p]; ++j) {
-        const float* value = partial(j) + 4 * group + g * d + dim;
+        const float* value = partial(j) + kSumsFloats * group + g * d + dim;
         const double f = factors[j];
         sxv += f * value[0];
         sxxv += f * f * value[group * d];
       }
     }
     const double o = dim < d ? head.outputs[dim] : 0;
-    const double difference = dim < d ? sxv - o * scalars[h].sx : 0;
-    const double mean_n_sq = WarpSum(sxv * sxv);
-    const double mean_o_sq = WarpSum(difference * difference);
-    const double cross = WarpSum(o * sxxv);
-    if (lane == 0) moments[h][task % parts] = {mean_n_sq, mean_o_sq, cross};
+    const double sxvo = dim < d ? sxv - o * moments[h].sum_x : 0;
+    const double sum_xv_sq = WarpSum(sxv * sxv);
+    const double sum_xvo_sq = WarpSum(sxvo * sxvo);
+    const double o_dot_sum_xxv = WarpSum(o * sxxv);
+    if (lane == 0) of_dimensions[h][task % parts] = {sum_xv_sq, sum_xvo_sq, o_dot_sum_xxv};
   }
   __syncthreads();
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
-    StratumSums& out = head.strata[h];
-    const double r = static_cast<double>(s.drawn[h]);
-    if (s.drawn[h] < 2) {
-      const double unknown = s.drawn[h] == s.stratum_count[h] || s.drawn[h] == 0 ? 0.0 : HUGE_VAL;
-      out = {unknown, unknown, unknown};
-      continue;
+    StratumMoments moment = moments[h];
+    for (int part = 0; part < parts; ++part) {
+      moment.sum_xv_sq += of_dimensions[h][part].sum_xv_sq;
+      moment.sum_xvo_sq += of_dimensions[h][part].sum_xvo_sq;
+      moment.o_dot_sum_xxv += of_dimensions[h][part].o_dot_sum_xxv;
     }
-    const StratumScalars& sum = scalars[h];
-    StratumMoments moment = moments[h][0];
-    for (int part = 1; part < parts; ++part) {
-      moment.mean_n_sq += moments[h][part].mean_n_sq;
-      moment.mean_o_sq += moments[h][part].mean_o_sq;
-      moment.cross += moments[h][part].cross;
-    }
-    // Rounding may leave a little below 0; sums that passed fp32's range are
-    // known to say nothing.
-    const auto settled = [](double v) { return isfinite(v) ? fmax(0.0, v) : HUGE_VAL; };
-    out.trace_n = settled((sum.sxxvv - moment.mean_n_sq / r) / (r - 1));
-    out.trace_o = settled(
-        (sum.sxxvv - 2 * moment.cross + o_norm_sq * sum.sxx - moment.mean_o_sq / r) / (r - 1));
-    out.variance_x = settled((sum.sxx - sum.sx * sum.sx / r) / (r - 1));
+    head.spreads[h] = SpreadOf(s.drawn[h], s.stratum_count[h], moment, o_norm_sq);
   }
   __syncthreads();
   if (warp == 0) {
-    double variance = 0, norm_variance = 0;
+    SampleVariance variance{};
     for (int h = lane; h < strata; h += 32) {
-      if (s.drawn[h] == 0 || s.drawn[h] >= s.stratum_count[h]) continue;
-      const double n = static_cast<double>(s.stratum_count[h]);
-      const double spread = n * n * (1 / static_cast<double>(s.drawn[h]) - 1 / n);
-      variance += spread * head.strata[h].trace_o;
-      norm_variance += spread * head.strata[h].trace_n;
+      variance.Add(s.drawn[h], s.stratum_count[h], head.spreads[h]);
     }
-    variance = WarpSum(variance);
-    norm_variance = WarpSum(norm_variance);
+    variance.of_output = WarpSum(variance.of_output);
+    variance.of_numerator = WarpSum(variance.of_numerator);
     if (lane == 0) {
       head.max = max;
       head.denominator = all;
       head.exact_denominator = exact;
       head.norm_sq = norm_sq;
-      head.variance = variance;
-      head.norm_sq_unbiased = fmax(0.0, norm_sq - norm_variance);
+      head.norm_sq_unbiased = UnbiasedNormSq(norm_sq, variance.of_numerator);
+      head.variance = variance.of_output;
     }
   }
   __syncthreads();
 }
 
-// Estimated relative error at confidence 1 - delta.
-__device__ inline double RelativeErrorOf(const UnitRequest& u, const HeadSums& head) {
-  if (head.variance == 0) return 0;
-  return head.norm_sq_unbiased > 0 ? u.z * sqrt(head.variance / head.norm_sq_unbiased) : HUGE_VAL;
-}
-
-// Rows per stratum that one head's bound asks for, least(h) at least, into
+// Rows per stratum that one head's bound asks for, what is drawn at least, into
 // budgets. All threads; the caller synchronises.
-template <typename Least>
-__device__ inline void HeadBudgets(const UnitRequest& u, const HeadSums& head, Least least,
-                                   int64_t* budgets) {
-  __shared__ NeymanStratum neyman[kTailStrataMax];
+__device__ inline void SetHeadBudgets(const UnitRequest& u, const HeadSums& head,
+                                      int64_t* budgets) {
+  __shared__ NeymanStratum asked[kTailStrataMax];
   __shared__ int64_t allotted[kTailStrataMax];
   const UnitState& s = *u.state;
   const int strata = s.strata;
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
-    neyman[h].token_count = s.stratum_count[h];
-    neyman[h].floor = least(h);
-    neyman[h].deviation = u.inflation * sqrt(head.strata[h].trace_o);
-    allotted[h] = s.stratum_count[h];
+    asked[h] = BudgetStratum(u.terms, s.stratum_count[h], s.drawn[h], head.spreads[h]);
   }
   __syncthreads();
-  // Else nothing can be said of the error without reading every row.
-  if (threadIdx.x == 0 && head.norm_sq_unbiased > 0 && isfinite(head.variance)) {
-    if (u.tail == Tail::kUniform) {
-      const StratumSums& all = head.strata[0];
-      const UniformTail tail{static_cast<double>(neyman[0].token_count),
-                             u.inflation * sqrt(all.variance_x),
-                             u.inflation * u.inflation * all.trace_n,
-                             u.inflation * u.inflation * all.trace_o,
-                             sqrt(head.norm_sq_unbiased),
-                             head.denominator};
-      allotted[0] = FinitePopulation(UniformBudget(u.bound, tail, u.epsilon, u.bound_z),
-                                     neyman[0].token_count, neyman[0].floor);
-    } else {
-      NeymanAllot(std::span<const NeymanStratum>(neyman, strata),
-                  u.epsilon * u.epsilon * head.norm_sq_unbiased / (u.z * u.z),
-                  std::span<int64_t>(allotted, strata));
-    }
+  if (threadIdx.x == 0) {
+    HeadBudgets(u.terms, head, head.spreads[0], std::span<const NeymanStratum>(asked, strata),
+                std::span<int64_t>(allotted, strata));
   }
   __syncthreads();
   for (int h = threadIdx.x; h < strata; h += blockDim.x) budgets[h] = allotted[h];
@@ -320,15 +256,10 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
       for (int h = threadIdx.x; h < strata; h += 32) total += s.budget[h];
       total = WarpSum(total);
       if (total > s.rows_left) {
-        // What the pilot drew is spent; the rest is shared in proportion.
-        const int64_t drawn = DrawnRows(s);
+        const RowShare share = RowShare::Of(s.rows_left, DrawnRows(s), total);
         if (threadIdx.x == 0) s.limited = 1;
-        const double share = static_cast<double>(s.rows_left - drawn) /
-                             static_cast<double>(max(int64_t{1}, total - drawn));
         for (int h = threadIdx.x; h < strata; h += 32) {
-          const int64_t have = s.drawn[h];
-          s.budget[h] =
-              have + static_cast<int64_t>(share * static_cast<double>(s.budget[h] - have));
+          s.budget[h] = share.Cut(s.drawn[h], s.budget[h]);
         }
       }
     }
@@ -338,14 +269,14 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) limits[c] = 0;
   __syncthreads();
   for (int h = threadIdx.x; h < strata; h += blockDim.x) {
-    const unsigned long long drawn_threshold = s.threshold[h];
+    const uint64_t drawn_threshold = s.threshold[h];
     s.drawn_threshold[h] = drawn_threshold;
     if (!sampled) continue;
-    const unsigned long long threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
+    const uint64_t threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
     s.threshold[h] = max(drawn_threshold, threshold);
     if (threshold <= drawn_threshold) continue;
     drawing = true;
-    limits[h] = SampleLimit(u.order, threshold);
+    limits[h] = HashLimit(u.order, threshold);
     if (h == s.tie_class) limits[kClassTie] = limits[h];
   }
   if (threadIdx.x == 0) near_bin = INT16_MAX;
@@ -379,8 +310,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
     return;
   }
   EstimateHead(shape, u, blockIdx.x, 1, head);
-  HeadBudgets(
-      u, head, [&](int h) { return s.drawn[h]; }, s.head_budget[blockIdx.x]);
+  SetHeadBudgets(u, head, s.head_budget[blockIdx.x]);
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -401,7 +331,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   const UnitState& s = *u.state;
   const int g = blockIdx.x;
   const int d = shape.head_dim;
-  EstimateHead(shape, u, g, u.tail == Tail::kNone ? 1 : 2, head);
+  EstimateHead(shape, u, g, u.terms.tail == Tail::kNone ? 1 : 2, head);
   if (u.out != nullptr && threadIdx.x < d) {
     u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x]);
   }
@@ -410,26 +340,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   if (threadIdx.x != 0) return;
   UnitResult& result = *u.result;
   result.lse[g] = static_cast<float>(head.max + log(head.denominator));
-  const auto tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
-  if (u.tail == Tail::kLshSampling) {
-    result.promise[g] = Promise::kNone;
-    result.relative_error[g] = INFINITY;
-    result.tail_mass[g] = tail_mass;
-  } else if (drawn == s.tail_count) {
-    result.promise[g] = Promise::kExact;
-    result.relative_error[g] = 0;
-    result.tail_mass[g] = tail_mass;
-  } else if (drawn == 0) {
-    result.promise[g] = Promise::kNone;
-    result.relative_error[g] = INFINITY;
-    result.tail_mass[g] = NAN;
-  } else {
-    const double error = RelativeErrorOf(u, head);
-    result.relative_error[g] = static_cast<float>(error);
-    result.tail_mass[g] = tail_mass;
-    result.promise[g] =
-        u.may_promise && !s.limited && error <= u.epsilon ? Promise::kStatistical : Promise::kNone;
-  }
+  result.certificates[g] = Certify(u.terms, s.limited != 0, drawn, s.tail_count, head);
   if (g != 0) return;
   result.error_token = s.error_token;
   result.heavy_count = static_cast<int64_t>(s.heavy_count);

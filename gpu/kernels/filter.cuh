@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
+#include "host/core/sample_limit.h"
 
 // Drawing the tail's sample and listing the rows of a phase, in token order,
 // without a generator: by the keyed hash of host/core/keyed_hash.h. Phase 0
@@ -23,7 +24,7 @@ struct SampleRule {
 
 // All threads of the block; upper: thresholds that bound the draw. In phase 0
 // all of the heavy bin's tokens are candidates.
-__device__ inline void LoadRule(const UnitRequest& u, int phase, const unsigned long long* upper,
+__device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t* upper,
                                 SampleRule& rule) {
   const UnitState& state = *u.state;
   const uint2 nothing = make_uint2(1, 0);
@@ -37,8 +38,8 @@ __device__ inline void LoadRule(const UnitRequest& u, int phase, const unsigned 
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
     // All read together: one way to memory and back.
     const bool stratum = c < kTailStrataMax;
-    const unsigned long long high = stratum ? upper[c] : 0;
-    const unsigned long long low = stratum ? state.drawn_threshold[c] : 0;
+    const uint64_t high = stratum ? upper[c] : 0;
+    const uint64_t low = stratum ? state.drawn_threshold[c] : 0;
     uint2 range = nothing;
     if (c < state.strata && high > low) {
       range = make_uint2(static_cast<uint32_t>(low), static_cast<uint32_t>(high - 1));

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "gpu/kernels/rows.cuh"
-#include "host/core/exp.h"
 #include "host/core/lsh_weight.h"
 
 // Softmax sums over rows. A block takes a segment tile by tile: rows into
@@ -15,15 +14,6 @@ template <int kRows, bool kMoments>
 struct ValueSums {
   float value[kRows] = {};
   float value_sq[kMoments ? kRows : 1] = {};
-};
-
-// Sums of one segment in the making, in shared memory.
-template <int kRows>
-struct SegmentSums {
-  float max[kRows];
-  float sum[kRows];
-  float sum_sq[kRows];
-  float sum_sq_norm[kRows];
 };
 
 struct FoldShape {
@@ -46,7 +36,7 @@ __host__ __device__ inline int FoldFloats(int head_dim, int row_capacity) {
 template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad, typename Weigh>
 __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
                                 Visible visible, Bad bad, Weigh weigh, const float* queries,
-                                float* memory, SegmentSums<kRows>& sums,
+                                float* memory, SoftmaxSums* sums,
                                 ValueSums<kRows, kMoments>& values) {
   const int d = shape.head_dim;
   const int tile_rows = TileRows(d);
@@ -81,8 +71,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       weights[row * kRows + r] = l;
     }
     __syncthreads();
-    // A warp a query row: maxima and sums. The old maximum's share goes to
-    // `keep` by way of sums.max.
+    // A warp a query row: maxima and sums.
     __shared__ float keep[kRows];
     for (int r = warp; r < kRows; r += warps) {
       if (r >= shape.rows) {
@@ -91,7 +80,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
         continue;
       }
       const float l = lane < m ? weights[lane * kRows + r] : -INFINITY;
-      const float old = sums.max[r];
+      const float old = sums[r].max;
       const float max = fmaxf(WarpMax(l), old);
       const float x = l == -INFINITY ? 0.0f : ExpF32(l - max);
       if (lane < m) weights[lane * kRows + r] = x;
@@ -99,16 +88,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       const float sum_sq = kMoments ? WarpSum(x * x) : 0;
       const float sum_sq_norm = kMoments ? WarpSum(lane < m ? x * x * norms[lane] : 0.0f) : 0;
       __syncwarp();  // all have read the old maximum
-      if (lane == 0) {
-        const float share = old == -INFINITY ? 0.0f : ExpF32(old - max);
-        keep[r] = share;
-        sums.max[r] = max;
-        sums.sum[r] = fmaf(sums.sum[r], share, sum);
-        if (kMoments) {
-          sums.sum_sq[r] = fmaf(sums.sum_sq[r], share * share, sum_sq);
-          sums.sum_sq_norm[r] = fmaf(sums.sum_sq_norm[r], share * share, sum_sq_norm);
-        }
-      }
+      if (lane == 0) keep[r] = sums[r].Merge({max, sum, sum_sq, sum_sq_norm}).keep;
     }
     __syncthreads();
     if (threadIdx.x < d) {
@@ -154,7 +134,7 @@ __device__ inline float LshLogit(const AttendShape& shape, const UnitRequest& u,
 template <int kRows, bool kLsh>
 __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
-  __shared__ SegmentSums<kRows> sums;
+  __shared__ SoftmaxSums sums[kRows];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
@@ -168,12 +148,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
   const FoldShape fold = {shape.dtype, d, shape.group};
   for (int i = blockIdx.x; i < state.segment_count[phase]; i += gridDim.x) {
     const Segment segment = state.segments[phase][i];
-    if (threadIdx.x < kRows) {
-      sums.max[threadIdx.x] = -INFINITY;
-      sums.sum[threadIdx.x] = 0;
-      sums.sum_sq[threadIdx.x] = 0;
-      sums.sum_sq_norm[threadIdx.x] = 0;
-    }
+    if (threadIdx.x < kRows) sums[threadIdx.x] = SoftmaxSums::Empty();
     ValueSums<kRows, true> values;
     FoldRows<kRows, true>(
         fold, segment.count, [&](int64_t j) { return u.sources[segment.first + j]; },
@@ -186,13 +161,9 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
     __syncthreads();
     float* out = u.partials + (int64_t{phase} * kSegmentMax + i) * PartialFloats(shape.group, d);
     if (threadIdx.x < shape.group) {
-      const int r = threadIdx.x;
-      out[4 * r + 0] = sums.max[r];
-      out[4 * r + 1] = sums.sum[r];
-      out[4 * r + 2] = sums.sum_sq[r];
-      out[4 * r + 3] = sums.sum_sq_norm[r];
+      reinterpret_cast<SoftmaxSums*>(out)[threadIdx.x] = sums[threadIdx.x];
     }
-    float* value = out + 4 * shape.group;
+    float* value = out + kSumsFloats * shape.group;
     float* value_sq = value + shape.group * d;
     if (threadIdx.x < d) {
 #pragma unroll
@@ -209,7 +180,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
 // Segments of dense units. Grid (blocks, units).
 __global__ void DenseFoldKernel(DenseWave wave) {
   extern __shared__ __align__(16) float memory[];
-  __shared__ SegmentSums<kDenseQueryRows> sums;
+  __shared__ SoftmaxSums sums[kDenseQueryRows];
   __shared__ bool stop;
   const DenseUnit& u = wave.units[blockIdx.y];
   const int d = wave.head_dim;
@@ -225,10 +196,7 @@ __global__ void DenseFoldKernel(DenseWave wave) {
   const FoldShape fold = {wave.dtype, d, u.query_rows};
   for (int64_t s = first_segment + blockIdx.x; s < segment_end; s += gridDim.x) {
     if (threadIdx.x == 0) stop = *static_cast<const volatile int32_t*>(wave.cancel) != 0;
-    if (threadIdx.x < kDenseQueryRows) {
-      sums.max[threadIdx.x] = -INFINITY;
-      sums.sum[threadIdx.x] = 0;
-    }
+    if (threadIdx.x < kDenseQueryRows) sums[threadIdx.x] = SoftmaxSums::Empty();
     __syncthreads();
     if (stop) return;
     const int64_t first = s * u.segment_rows;
@@ -242,8 +210,8 @@ __global__ void DenseFoldKernel(DenseWave wave) {
     __syncthreads();
     float* out = u.partials + s * u.query_rows * (2 + d);
     if (threadIdx.x < u.query_rows) {
-      out[2 * threadIdx.x] = sums.max[threadIdx.x];
-      out[2 * threadIdx.x + 1] = sums.sum[threadIdx.x];
+      out[2 * threadIdx.x] = sums[threadIdx.x].max;
+      out[2 * threadIdx.x + 1] = sums[threadIdx.x].sum;
     }
     if (threadIdx.x < d) {
 #pragma unroll
@@ -269,14 +237,13 @@ __global__ void DenseFinishKernel(DenseWave wave) {
   double sum = 0;
   for (int64_t s = 0; s < u.segment_count; ++s) {
     const float* part = u.partials + s * stride;
-    if (part[2 * r] > -INFINITY) sum += double{ExpF32(part[2 * r] - max)} * part[2 * r + 1];
+    sum += double{SoftmaxFactor(part[2 * r], max)} * part[2 * r + 1];
   }
   for (int i = threadIdx.x; i < d; i += blockDim.x) {
     double value = 0;
     for (int64_t s = 0; s < u.segment_count; ++s) {
       const float* part = u.partials + s * stride;
-      if (part[2 * r] == -INFINITY) continue;
-      value += double{ExpF32(part[2 * r] - max)} * part[2 * u.query_rows + r * d + i];
+      value += double{SoftmaxFactor(part[2 * r], max)} * part[2 * u.query_rows + r * d + i];
     }
     u.out[r * d + i] = static_cast<float>(value / sum);
   }

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kLogitThreads)
   Source source(shape, u, memory);
   __syncthreads();
   for (int64_t i = blockIdx.x; i < pages.count; i += gridDim.x) {
-    const int64_t page_index = pages.first + pages.step * i;
+    const int64_t page_index = pages.page(i);
     const int64_t first = page_index * kPageTokenCount;
     const int count = static_cast<int>(min(static_cast<int64_t>(kPageTokenCount), u.end - first));
     source.Compute(page_index, count);

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
-#include "host/core/exp.h"
+#include "host/core/query_code.h"
 
 // Query heads as the bit planes that tensor cores multiply with codes.
 namespace spillway::cuda {
@@ -96,7 +96,7 @@ __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   EndFirst();
 }
 
-// asymmetric: w = clamp(rne(y / s - 1/2), -8, 7), stored as w + 8 in planes;
+// asymmetric: levels of query_code.h, stored as w + 8 in planes;
 // row = plane * 4 + head of the tile. Grid (heads of the tiles, units), a
 // thread per dimension, padded to 32.
 __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests requests) {
@@ -128,13 +128,13 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   if (lane == 0) warp_largest[word] = largest;
   __syncthreads();
   for (int w = 0; w < words; ++w) largest = fmaxf(largest, warp_largest[w]);
-  const float s = __fdiv_rn(largest, 7.5f);
+  const float step = QueryStep(largest);
   int weight = 0;
   int code = 0;
-  if (present && s > 0) {
-    const float w = fminf(fmaxf(rintf(__fdiv_rn(y, s) - 0.5f), -8.0f), 7.0f);
-    code = static_cast<int>(w) + 8;
-    weight = 2 * static_cast<int>(w) + 1;
+  if (present && step > 0) {
+    const int level = QueryLevel(y, step);
+    code = level + 8;
+    weight = QueryWeight(level);
   }
   for (int plane = 0; plane < 4; ++plane) {
     const uint32_t bits = __ballot_sync(kFullWarp, code >> plane & 1);
@@ -147,10 +147,8 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   if (j != 0 || g >= shape.group) return;
   int total = 0;
   for (int w = 0; w < words; ++w) total += warp_sums[w];
-  const int levels_minus_1 = (1 << shape.bits_per_dim) - 1;
-  u.state->offset[g] = -levels_minus_1 * total;
-  const float scale = shape.scale * kExpLog2E;
-  u.state->coefficient[g] = fminf(scale * (s * (shape.quantiser_step * 0.25f)), 1.0e30f);
+  u.state->offset[g] = QueryOffset(shape.bits_per_dim, total);
+  u.state->coefficient[g] = QueryCoefficient(shape.scale, step, shape.quantiser_step);
 }
 
 // hamming: plane r of the number of query heads whose bit is set; row 8 is all

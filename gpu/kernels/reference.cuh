@@ -25,7 +25,7 @@ __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
   __syncthreads();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; i < groups;
        i += static_cast<int64_t>(gridDim.x) * warps) {
-    const int64_t page_index = pages.first + pages.step * (i / kGroupsPerPage);
+    const int64_t page_index = pages.page(i / kGroupsPerPage);
     const int group = static_cast<int>(i % kGroupsPerPage);
     const std::byte* page = u.code_pages[page_index];
     uint4 codes[kPlanes][kChunks];
@@ -84,8 +84,7 @@ __global__ void ReferenceMassKernel(const UnitRequest* units) {
   unsigned long long sum = 0;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t token =
-        (pages.first + pages.step * (i / kPageTokenCount)) * kPageTokenCount + i % kPageTokenCount;
+    const int64_t token = pages.page(i / kPageTokenCount) * kPageTokenCount + i % kPageTokenCount;
     if (token < u.begin || token >= u.end) continue;
     sum += ScoreMass(u.sample_logits[h * u.sample_token_count + i], max);
   }

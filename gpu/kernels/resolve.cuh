@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/filter.cuh"
+#include "host/core/tail_draw.h"
 
 // How many rows of which class a phase's candidates come to, and where they
 // go in its list.
@@ -126,17 +127,9 @@ __device__ inline void SumColumns(const UnitRequest& u, int strata, Counts count
 }
 
 // The part of UnitState that settling a draw turns over, in shared memory.
-struct DrawState {
-  int strata;
-  int limited;
-  int64_t rows_left;
+struct DrawState : TailDraw {
   int64_t list_count;
-  int64_t gathered;               // rows that the phases before bring over
-  int64_t count[kTailStrataMax];  // n_h
-  int64_t drawn[kTailStrataMax];
-  int64_t wanted[kTailStrataMax];  // phase 0: the pilot, phase 1: the budget
-  unsigned long long drawn_threshold[kTailStrataMax];
-  unsigned long long threshold[kTailStrataMax];
+  int64_t gathered;  // rows that the phases before bring over
 };
 
 // All threads of the block; the caller synchronises.
@@ -145,69 +138,18 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   if (threadIdx.x == 0) {
     draw.strata = s.strata;
     draw.limited = s.limited;
+    draw.given_up = false;
     draw.rows_left = s.rows_left;
     draw.list_count = s.list_count;
     draw.gathered = phase == 0 ? 0 : s.gather_first + s.gather_count;
   }
   for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
-    draw.count[h] = s.stratum_count[h];
+    draw.token_count[h] = s.stratum_count[h];
     draw.drawn[h] = s.drawn[h];
     draw.wanted[h] = h < s.strata ? s.budget[h] : 0;
     draw.drawn_threshold[h] = s.drawn_threshold[h];
     draw.threshold[h] = s.threshold[h];
   }
-}
-
-// What a phase's draw comes to after its size is known.
-enum class Verdict : int { kTake, kDrawAgain };
-
-// Phase 0, one thread. Thresholds of strata with too few rows are doubled; a
-// draw above row_count_max is made anew, smaller, before a row is read.
-__device__ inline Verdict JudgePilot(const int64_t* drawn, DrawState& s) {
-  if (s.strata == 0 || s.rows_left == 0) return Verdict::kTake;
-  if (s.wanted[0] < 0) return Verdict::kTake;  // given up before
-  bool wider = false;
-  int64_t total = 0;
-  for (int h = 0; h < s.strata; ++h) {
-    total += drawn[h];
-    const int64_t least = min(int64_t{kStratumRowsMin}, s.count[h]);
-    if (drawn[h] >= least) continue;
-    const unsigned long long twice = max(s.threshold[h], 1ull) * 2;
-    s.threshold[h] = min(twice, 1ull << 32);
-    wider = true;
-  }
-  if (wider) return Verdict::kDrawAgain;
-  if (total <= s.rows_left) return Verdict::kTake;
-  s.limited = 1;
-  int64_t largest = 0;
-  for (int h = 0; h < s.strata; ++h) {
-    s.wanted[h] = max(int64_t{1}, s.wanted[h] * 3 / 4);
-    largest = max(largest, s.wanted[h]);
-  }
-  for (int h = 0; h < s.strata; ++h) {
-    s.threshold[h] = largest == 1 ? 0 : SampleThreshold(s.wanted[h], s.count[h]);
-  }
-  if (largest == 1) s.wanted[0] = -1;
-  return Verdict::kDrawAgain;
-}
-
-// Phase 1, likewise.
-__device__ inline Verdict JudgeSample(const int64_t* drawn, DrawState& s) {
-  int64_t total = 0;
-  for (int h = 0; h < s.strata; ++h) total += s.drawn[h] + drawn[h];
-  if (total <= s.rows_left) return Verdict::kTake;
-  s.limited = 1;
-  bool smaller = false;
-  for (int h = 0; h < s.strata; ++h) {
-    const int64_t next = max(s.drawn[h], s.wanted[h] * 15 / 16);
-    smaller |= next < s.wanted[h];
-    s.wanted[h] = next;
-  }
-  for (int h = 0; h < s.strata; ++h) {
-    const unsigned long long threshold = SampleThreshold(s.wanted[h], s.count[h]);
-    s.threshold[h] = smaller ? max(s.drawn_threshold[h], threshold) : s.drawn_threshold[h];
-  }
-  return Verdict::kDrawAgain;
 }
 
 // The list's layout, the segments that folding takes, and what is drawn now,
@@ -284,9 +226,9 @@ __global__ void __launch_bounds__(kResolveThreads)
   __shared__ DrawState draw;
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
   __shared__ int64_t totals[kChunkColumns];
-  __shared__ unsigned long long collected[kTailStrataMax];
+  __shared__ uint64_t collected[kTailStrataMax];
   __shared__ TieSplit split;
-  __shared__ Verdict verdict;
+  __shared__ DrawVerdict verdict;
   __shared__ bool collect;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
@@ -325,21 +267,21 @@ __global__ void __launch_bounds__(kResolveThreads)
     if (threadIdx.x == 0) {
       verdict = phase == 0 ? JudgePilot(totals + 1, draw) : JudgeSample(totals + 1, draw);
       collect = false;
-      for (int h = 0; h < draw.strata && verdict == Verdict::kDrawAgain; ++h) {
+      for (int h = 0; h < draw.strata && verdict == DrawVerdict::kDrawAgain; ++h) {
         if (draw.threshold[h] <= collected[h]) continue;
         collected[h] = draw.threshold[h];
         collect = true;
       }
     }
     __syncthreads();
-    if (verdict == Verdict::kTake) break;
+    if (verdict == DrawVerdict::kTake) break;
     if (collect) {
       // Rare: candidates beyond what was collected.
       LoadRule(u, phase, collected, rule);
       if (threadIdx.x == 0) state.near_bin = 0;
       for (int b = threadIdx.x; b < bin_count + 2; b += blockDim.x) {
         const uint2 range = rule.ranges[u.class_of_bin[b]];
-        limits[b] = range.x <= range.y ? SampleLimit(u.order, range.y + 1ull) : 0;
+        limits[b] = range.x <= range.y ? HashLimit(u.order, range.y + uint64_t{1}) : 0;
       }
       __syncthreads();
       for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {

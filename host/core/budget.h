@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "host/core/host_device.h"
-#include "host/policy/policy.h"
+#include "host/core/tail.h"
 
 namespace spillway {
 

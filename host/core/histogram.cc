@@ -1,8 +1,8 @@
 #include "host/core/histogram.h"
 
 #include <algorithm>
-#include <cmath>
-#include <numeric>
+
+#include "host/core/tail_plan.h"
 
 namespace spillway {
 
@@ -28,29 +28,30 @@ HeavyThreshold HeavyByMass(std::span<const uint32_t> counts, double mass, int64_
 }
 
 Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count) {
+  const int bins = static_cast<int>(counts.size());
+  std::vector<int64_t> above(counts.size());  // tokens of a bin and above
+  int64_t tail_count = 0;
+  for (int bin = bins - 1; bin >= 0; --bin) above[bin] = tail_count += counts[bin];
   Strata strata;
-  strata.of_bin.assign(counts.size(), 0);
-  const int64_t tail = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  int64_t rank = heavy_count;      // tokens above the current bin
-  int64_t edge = 2 * heavy_count;  // where the open stratum ends
-  int64_t open = 0;                // tokens in the open stratum
-  int64_t left = tail;
-  bool last = false;
-  uint8_t id = 0;
-  for (int bin = static_cast<int>(counts.size()) - 1; bin >= 0; --bin) {
-    strata.of_bin[bin] = id;
-    open += counts[bin];
-    rank += counts[bin];
-    left -= counts[bin];
-    if (last || rank < edge || left == 0) continue;
-    strata.counts.push_back(open);
-    open = 0;
-    ++id;
-    last = left * 10 < tail;
-    while (edge <= rank) edge *= 2;
-  }
-  if (open > 0) strata.counts.push_back(open);
+  strata.of_bin.resize(counts.size());
+  const auto edge_bin = [&](int edge) -> EdgeBin {
+    const int bin =
+        LastBinReaching(bins, StratumEdge(heavy_count, edge), [&](int b) { return above[b]; });
+    return {bin, bin < 0 ? 0 : above[bin]};
+  };
+  int end = bins;  // of the open stratum
+  CutStrata(tail_count, heavy_count, edge_bin, [&](int stratum, int lowest_bin, int64_t count) {
+    std::fill(strata.of_bin.begin() + lowest_bin, strata.of_bin.begin() + end,
+              static_cast<uint8_t>(stratum));
+    end = lowest_bin;
+    strata.lowest_bin.push_back(static_cast<uint16_t>(lowest_bin));
+    strata.counts.push_back(count);
+  });
   return strata;
+}
+
+Strata OneStratum(size_t bin_count, int64_t token_count) {
+  return {std::vector<uint8_t>(bin_count, 0), {0}, {token_count}};
 }
 
 }  // namespace spillway

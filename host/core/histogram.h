@@ -14,6 +14,13 @@ namespace spillway {
 // sixteen bins an octave. Integer scores of `hamming` are their own bins.
 inline constexpr int kScoreBinCount = 4096;
 inline constexpr int kScoreBinShift = 19;
+// Bins that are no score's, above all of these: of a token that is heavy, and
+// of one that is no candidate (of the sink or the window).
+inline constexpr uint16_t kHeavyBin = 0xFFFF;
+inline constexpr uint16_t kNoBin = 0xFFFE;
+// The bin of tokens that a first selection did not find: no estimate's, and of
+// no mass.
+inline constexpr uint16_t kNotFoundBin = 0;
 
 // The heavy tokens are those of every bin above `bin` and the `take` most
 // recent ones of `bin`.
@@ -72,16 +79,31 @@ SPILLWAY_HOST_DEVICE inline HeavyThreshold HeavyByMass(std::span<const uint16_t>
   return {bins[0], counts[0]};
 }
 
-// The tail's strata: bins by falling score, cut where the rank passes k, 2k,
-// 4k, ... at bin borders, until less than a tenth of the tail remains, which
-// is the last stratum.
+// The largest bin of [0, bin_count) with at(bin) >= wanted, or -1; at() does
+// not ascend.
+template <typename At>
+SPILLWAY_HOST_DEVICE inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
+  int low = -1, high = bin_count;  // at(low) reaches, at(high) does not
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (at(middle) >= wanted ? low : high) = middle;
+  }
+  return low;
+}
+
+// A tail cut into strata by falling score; see tail_plan.h.
 struct Strata {
-  std::vector<uint8_t> of_bin;  // stratum (0-based) per bin
-  std::vector<int64_t> counts;  // n_h per stratum
+  std::vector<uint8_t> of_bin;       // stratum (0-based) per bin
+  std::vector<uint16_t> lowest_bin;  // per stratum, descending to 0
+  std::vector<int64_t> counts;       // n_h per stratum
+
+  int size() const { return static_cast<int>(counts.size()); }
 };
 
-// counts: tail tokens per bin, the heavy ones taken out. heavy_count >= 1
-// sets the first edge.
+// counts: tail tokens per bin, the heavy ones taken out; at least one token.
+// heavy_count >= 1 sets the first edge.
 Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count);
+// All of a tail as one stratum.
+Strata OneStratum(size_t bin_count, int64_t token_count);
 
 }  // namespace spillway

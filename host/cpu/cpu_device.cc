@@ -165,17 +165,14 @@ class CpuDevice final : public Device {
       c.cancel = job.cancel.get();
       c.workspaces = &workspaces_;
       AllocateResults(model.spec(), work);
-      int64_t dense_begin = 0;  // queries [dense_begin, t) are dense so far
-      for (int64_t t = 0; t <= work.query_count && item.status.ok(); ++t) {
-        const bool dense = t < work.query_count &&
-                           work.policy.IsDense(job.layer, work.query_count, work.visible[t]);
-        if (dense) continue;
-        if (dense_begin < t) item.status = AttendDense(c, dense_begin, t);
-        dense_begin = t + 1;
-        for (int h = 0; t < work.query_count && h < model.spec().kv_head_count; ++h) {
-          units.push_back({i, t, h});
-        }
-      }
+      CutQueries(
+          work, job.layer,
+          [&](int64_t begin, int64_t end) {
+            if (item.status.ok()) item.status = AttendDense(c, begin, end);
+          },
+          [&](int64_t t) {
+            for (int h = 0; h < model.spec().kv_head_count; ++h) units.push_back({i, t, h});
+          });
     }
     std::vector<absl::Status> statuses(units.size());
     ParallelFor(size_t{0}, units.size(), [&](size_t u) {

@@ -7,8 +7,8 @@
 
 #include "host/base/elements.h"
 #include "host/base/parallel.h"
-#include "host/core/row_sums.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/group_sums.h"
 #include "host/device/errors.h"
 #include "host/device/results.h"
 
@@ -28,8 +28,7 @@ int64_t RangeRows(int64_t n) {
 
 // Sums of a block of queries over a range of rows.
 struct Partial {
-  std::vector<RowSums> sums;  // [queries * G]
-  std::vector<float> value;   // [queries * G][d]
+  GroupSums sums;  // of queries * G heads
   absl::Status status;
 };
 
@@ -40,8 +39,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
   const int group = spec.group();
   const int d = spec.head_dim;
   const int heads = static_cast<int>(query_end - query_begin) * group;
-  partial.sums.assign(heads, RowSums());
-  partial.value.assign(static_cast<size_t>(heads) * d, 0.0f);
+  partial.sums = GroupSums(heads, d, /*moments=*/false);
   std::vector<float> logits(static_cast<size_t>(heads) * kRowBlock);
   std::vector<int> counts(heads);
   // Rows of this block and of the one to come.
@@ -78,7 +76,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
       if (!partial.status.ok()) return;
     }
     FoldRows(spec.dtype, pointers, more ? next : nullptr, count, counts.data(), heads, d,
-             logits.data(), partial.sums.data(), partial.value.data());
+             logits.data(), partial.sums.sums.data(), partial.sums.value.data());
   }
 }
 
@@ -161,20 +159,15 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {
     const int kv_head = static_cast<int>(task / blocks);
     const auto [begin, end] = bounds(task % blocks);
-    Partial& total = partials[task * ranges];
+    GroupSums& total = partials[task * ranges].sums;
     for (int64_t r = 0; r < ranges; ++r) {
       if (!partials[task * ranges + r].status.ok()) return partials[task * ranges + r].status;
     }
+    for (int64_t r = 1; r < ranges; ++r) total.Merge(partials[task * ranges + r].sums);
     for (int64_t i = 0; i < (end - begin) * group; ++i) {
-      const std::span<float> value(total.value.data() + i * d, d);
-      for (int64_t r = 1; r < ranges; ++r) {
-        const Partial& part = partials[task * ranges + r];
-        MergeSums(total.sums[i], value, {}, part.sums[i], {part.value.data() + i * d, size_t(d)},
-                  {});
-      }
       const int64_t at = (begin + i / group) * spec.query_head_count + kv_head * group + i % group;
       const float inverse = 1.0f / total.sums[i].sum;
-      for (int j = 0; j < d; ++j) work.out[at * d + j] = value[j] * inverse;
+      for (int j = 0; j < d; ++j) work.out[at * d + j] = total.value[i * d + j] * inverse;
       work.lse[at] = total.sums[i].max + std::log(total.sums[i].sum);
     }
   }

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "host/base/limits.h"
-#include "host/core/estimate.h"
-#include "host/core/keyed_hash.h"
+#include "host/core/sample_limit.h"
+#include "host/core/softmax_sums.h"
 #include "host/cpu/code_layout.h"
 #include "host/model/model_spec.h"
 
@@ -122,22 +122,13 @@ uint64_t SumScoreMass(const float* logits, int64_t count, float max);
 // (room for count). Returns how many.
 int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t least, uint32_t* out);
 
-// Of a token's place in the order, how many lower bits FilterTokens passes over.
-inline constexpr int kSampleLimitShift = 17;
-
 // Which tokens a sample may take, by their bin.
 struct SampleLimits {
   // Ranges of bins: range e holds edge[e] <= bin < edge[e + 1]; edge[0] is 0.
   int count = 0;
   uint16_t edge[kTailStrataMax + 1];
-  // The upper bits lie below it: 0 for none, 2^15 for all.
-  uint16_t limit[kTailStrataMax + 1];
+  uint16_t limit[kTailStrataMax + 1];  // see PlaceLimit()
 
-  // Lets through every place below the threshold, at most 2^32, and few others.
-  static uint16_t Covering(uint64_t threshold) {
-    constexpr uint64_t kUnit = uint64_t{1} << kSampleLimitShift;
-    return static_cast<uint16_t>((threshold + kUnit - 1) / kUnit);
-  }
   uint16_t Of(uint16_t bin) const {
     return limit[std::upper_bound(edge, edge + count, bin) - edge - 1];
   }

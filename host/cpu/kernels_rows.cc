@@ -229,15 +229,7 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
   for (int i = count; i < kRowBlock; ++i) logits[i] = -HUGE_VALF;
   auto top = hn::LoadU(df, logits);
   for (int i = n; i < kRowBlock; i += n) top = hn::Max(top, hn::LoadU(df, logits + i));
-  float max = hn::GetLane(hn::MaxOfLanes(df, top));
-  float factor = 1;
-  if (sums->count == 0) {
-    factor = 0;
-  } else if (max > sums->max) {
-    factor = ExpF32(sums->max - max);
-  } else {
-    max = sums->max;
-  }
+  const float max = std::max(sums->max, hn::GetLane(hn::MaxOfLanes(df, top)));
   auto sum = hn::Zero(df);
   auto sum_sq = hn::Zero(df);
   for (int i = 0; i < kRowBlock; i += n) {
@@ -246,14 +238,10 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
     sum = hn::Add(sum, x);
     sum_sq = hn::MulAdd(x, x, sum_sq);
   }
-  sums->max = max;
-  sums->sum = sums->sum * factor + hn::GetLane(hn::SumOfLanes(df, sum));
-  if (moments) {
-    sums->sum_sq = sums->sum_sq * factor * factor + hn::GetLane(hn::SumOfLanes(df, sum_sq));
-    sums->sum_sq_norm *= factor * factor;
-  }
+  const SoftmaxSums block{max, hn::GetLane(hn::SumOfLanes(df, sum)),
+                          moments ? hn::GetLane(hn::SumOfLanes(df, sum_sq)) : 0.0f, 0.0f};
   sums->count += count;
-  return factor;
+  return sums->Merge(block).keep;
 }
 
 // Weights x of a block's rows [head][kRowBlock], with moments also x^2, and the

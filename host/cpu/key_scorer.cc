@@ -10,6 +10,8 @@
 #include "host/codes/mlp.h"
 #include "host/core/histogram.h"
 #include "host/core/quantiser.h"
+#include "host/core/query_code.h"
+#include "host/core/reference_pages.h"
 #include "host/core/score.h"
 
 namespace spillway {
@@ -28,7 +30,6 @@ void KeyScorer::PrepareAsymmetric() {
   const ModelSpec& spec = context_.spec();
   const int d = spec.head_dim;
   const int dims = score_query_.layout.dims;
-  const int levels_minus_1 = (1 << spec.hash.bits_per_dim) - 1;
   EncodeParams params = context_.model->encode_params(context_.layer);
   score_query_.row_count = spec.group();
   weights_.assign(static_cast<size_t>(spec.group()) * dims, 0);
@@ -37,20 +38,16 @@ void KeyScorer::PrepareAsymmetric() {
     Rotate(params, q_.raw() + g * d, rotated.data());
     float largest = 0;
     for (float x : rotated) largest = std::max(largest, std::fabs(x));
-    const float s = largest / 7.5f;
-    int32_t total = 0;  // W = sum of the weights
-    for (int j = 0; j < d && s > 0; ++j) {
-      const float w = std::clamp(std::nearbyintf(rotated[j] / s - 0.5f), -8.0f, 7.0f);
-      // (w + 1/2) s = (2 w + 1) s / 2: odd integers stand for the query.
-      const int weight = 2 * static_cast<int>(w) + 1;
+    const float step = QueryStep(largest);
+    int32_t weight_sum = 0;
+    for (int j = 0; j < d && step > 0; ++j) {
+      const int weight = QueryWeight(QueryLevel(rotated[j], step));
       weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(2 * weight);
-      total += weight;
+      weight_sum += weight;
     }
-    // sum (2w+1)(2u - (2^B-1)) = 2 A - (2^B-1) W, and doubled weights sum to 2 A.
-    score_query_.offset[g] = -levels_minus_1 * total;
-    const float scale = static_cast<float>(spec.softmax_scale) * kExpLog2E;
-    score_query_.coefficient[g] =
-        std::min(scale * (s * (QuantiserStep(spec.hash.bits_per_dim) * 0.25f)), 1.0e30f);
+    score_query_.offset[g] = QueryOffset(spec.hash.bits_per_dim, weight_sum);
+    score_query_.coefficient[g] = QueryCoefficient(static_cast<float>(spec.softmax_scale), step,
+                                                   QuantiserStep(spec.hash.bits_per_dim));
   }
 }
 
@@ -170,20 +167,15 @@ absl::Status KeyScorer::ExactLogits(int64_t page, float* logits) const {
   return absl::OkStatus();
 }
 
-// Over every 64th page from the first candidate's on; of fewer than 1,024 pages
-// over at least 16, or all.
 absl::Status KeyScorer::FindReferences() {
   const int group = context_.spec().group();
-  const int64_t first = begin_ / kPageTokenCount;
-  const int64_t last = (end_ - 1) / kPageTokenCount;
-  const int64_t step = std::clamp<int64_t>((last - first) / 16, 1, 64);
-  const int64_t count = (last - first) / step + 1;
+  const ReferencePages pages = ReferencePages::Of(begin_, end_);
+  const int64_t count = pages.count;
   std::vector<float> logits(count * group * kPageTokenCount);
   std::vector<absl::Status> statuses(count);
   ParallelFor(int64_t{0}, count, [&](int64_t i) {
     float* page = logits.data() + i * group * kPageTokenCount;
-    const int64_t at = first + step * i;
-    statuses[i] = PageLogits(at, i + 1 < count ? at + step : at, page);
+    statuses[i] = PageLogits(pages.page(i), pages.page(std::min(i + 1, count - 1)), page);
     if (selector_ == Selector::kAsymmetric) return;
     for (float& l : std::span(page, group * kPageTokenCount)) l = OracleScore(l);
   });
@@ -194,7 +186,7 @@ absl::Status KeyScorer::FindReferences() {
     // The candidates among the logits of each page.
     const auto for_each_page = [&](const auto& f) {
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t at = (first + step * i) * kPageTokenCount;
+        const int64_t at = pages.page(i) * kPageTokenCount;
         const int64_t from = std::max<int64_t>(begin_ - at, 0);
         const int64_t to = std::min<int64_t>(end_ - at, kPageTokenCount);
         f(logits.data() + (i * group + g) * kPageTokenCount + from, to - from);

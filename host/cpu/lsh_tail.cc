@@ -55,7 +55,7 @@ LshTail::LshTail(const AttendContext& context, const ScorePass& scores, const Gr
       const int64_t at = page * kPageTokenCount;
       const int64_t first = std::max(at, scores.block_begin(b));
       for (int64_t t = first; t < std::min(to, at + kPageTokenCount); ++t) {
-        if (takers[t - at] == 0 || *scores.bins(t) == ScorePass::kHeavyBin) continue;
+        if (takers[t - at] == 0 || *scores.bins(t) == kHeavyBin) continue;
         of_block[b].tokens.push_back(static_cast<uint32_t>(t));
         of_block[b].takers.push_back(takers[t - at]);
       }

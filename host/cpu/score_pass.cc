@@ -69,11 +69,10 @@ void ScorePass::DropOthers(int64_t block) {
   const auto drop = [&](std::vector<uint16_t>& bins) {
     int64_t next = block_begin(block);
     for (const uint32_t token : candidates_[block]) {
-      std::fill(bins.begin() + next - base_, bins.begin() + token - base_, kNoCandidateBin);
+      std::fill(bins.begin() + next - base_, bins.begin() + token - base_, kNotFoundBin);
       next = token + int64_t{1};
     }
-    std::fill(bins.begin() + next - base_, bins.begin() + block_end(block) - base_,
-              kNoCandidateBin);
+    std::fill(bins.begin() + next - base_, bins.begin() + block_end(block) - base_, kNotFoundBin);
   };
   drop(workspace_->bins);
   for (int g = 0; by_mass_ && g < context_.spec().group(); ++g) drop(workspace_->head_bins[g]);

@@ -18,11 +18,6 @@ namespace spillway {
 class ScorePass {
  public:
   static constexpr int64_t kBlockTokens = 16384;
-  // A bin that marks a heavy token; above every score's.
-  static constexpr uint16_t kHeavyBin = 0xFFFF;
-  // The bin of tokens that a first selection did not find: below every score's
-  // that is estimated, and of no mass.
-  static constexpr uint16_t kNoCandidateBin = 0;
 
   // Candidates are [begin, end), begin < end <= the layer's length.
   ScorePass(const AttendContext& context, int64_t query, int kv_head, int64_t begin, int64_t end);

@@ -1,7 +1,10 @@
 #include "host/device/results.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
+
+#include "host/core/estimate.h"
 
 namespace spillway {
 namespace {
@@ -22,6 +25,27 @@ void SelectEverything(AttendWork& work, int64_t query, int heads) {
 }
 
 }  // namespace
+
+void SelectionBuilder::AddSampled(std::span<const uint32_t> tokens, int h, int64_t drawn,
+                                  int64_t token_count) {
+  const auto log_weight =
+      static_cast<float>(std::log(StratumRate(std::max<int64_t>(1, drawn), token_count)));
+  for (const uint32_t token : tokens) {
+    rows_.push_back({token, log_weight, static_cast<uint8_t>(kStratumTail + h)});
+  }
+}
+
+Selection SelectionBuilder::Build() {
+  std::sort(rows_.begin(), rows_.end(),
+            [](const Row& a, const Row& b) { return a.token < b.token; });
+  Selection selection;
+  for (const Row& row : rows_) {
+    selection.indices.push_back(row.token);
+    selection.log_weights.push_back(row.log_weight);
+    selection.strata.push_back(row.stratum);
+  }
+  return selection;
+}
 
 void AllocateResults(const ModelSpec& spec, AttendWork& work) {
   const int64_t heads = work.query_count * spec.query_head_count;

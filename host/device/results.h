@@ -1,13 +1,52 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <vector>
 
+#include "host/base/selection.h"
 #include "host/device/device.h"
 
 namespace spillway {
 
 // Makes an attend's results as large as they will be.
 void AllocateResults(const ModelSpec& spec, AttendWork& work);
+
+// Cuts an attend's queries: dense(begin, end) takes each run of them that is
+// attended exactly, by the policy's word or because nothing is left for a tail,
+// sparse(t) each other; in order.
+template <typename Dense, typename Sparse>
+void CutQueries(const AttendWork& work, int layer, Dense dense, Sparse sparse) {
+  int64_t begin = 0;  // queries [begin, t) are dense so far
+  for (int64_t t = 0; t < work.query_count; ++t) {
+    if (work.policy.IsDense(layer, work.query_count, work.visible[t])) continue;
+    if (begin < t) dense(begin, t);
+    sparse(t);
+    begin = t + 1;
+  }
+  if (begin < work.query_count) dense(begin, work.query_count);
+}
+
+// Collects the rows of one (query, KV head), in any order.
+class SelectionBuilder {
+ public:
+  // A row of the sink, the window or the heavy set.
+  void Add(int64_t token, uint8_t stratum) {
+    rows_.push_back({static_cast<uint32_t>(token), 0, stratum});
+  }
+  // Rows of the tail's stratum h: some of the `drawn` ones that stand for its
+  // token_count tokens.
+  void AddSampled(std::span<const uint32_t> tokens, int h, int64_t drawn, int64_t token_count);
+  Selection Build();
+
+ private:
+  struct Row {
+    uint32_t token;
+    float log_weight;
+    uint8_t stratum;
+  };
+  std::vector<Row> rows_;
+};
 
 // What is known of dense queries [begin, end) without reading a row: their
 // certificates, the rows they touch and, with select_only, their selections.

@@ -8,6 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "host/base/limits.h"
+#include "host/core/budget.h"
+#include "host/core/normal.h"
 #include "host/model/field_checks.h"
 
 namespace spillway {
@@ -202,6 +204,18 @@ bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n)
     default:
       return false;
   }
+}
+
+TailTerms TermsOf(const Policy& policy, bool may_promise) {
+  return {.tail = policy.tail,
+          .bound = policy.bound,
+          .may_promise = may_promise,
+          .pilot_count = policy.pilot_token_count,
+          .epsilon = policy.epsilon,
+          .z = NormalQuantile(1 - policy.delta / 2),
+          .bound_z = BoundQuantile(policy.bound, policy.delta),
+          .inflation = policy.inflation,
+          .row_count_max = policy.row_count_max};
 }
 
 Policy DefaultPolicy(const ModelSpec& spec) {

@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "host/core/tail.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {
@@ -18,15 +19,6 @@ enum class Selector : uint8_t {
   kDoubleSparsity,
 };
 enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
-enum class Tail : uint8_t { kNone, kUniform, kStratified, kLshSampling };
-enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
-
-// Whether a tail's estimate bounds the output's error: what certificates may
-// promise, and what the audit may raise.
-constexpr bool BoundsTheError(Tail tail, Bound bound) {
-  return tail == Tail::kStratified || (tail == Tail::kUniform && bound != Bound::kDenominator);
-}
-
 // How one attend chooses its rows and how sure it must be, every field
 // resolved. Ranges and meanings stand in proto/spillway/v1/policy.proto.
 struct Policy {
@@ -68,6 +60,10 @@ struct Policy {
 // that rests on them: as far as promises were found to be kept, and to twice
 // that length (docs/adr/0018). vAttention's lemmas rest on no ranks.
 bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n);
+
+// What a policy asks of its tail. may_promise: if the estimate is within
+// epsilon.
+TailTerms TermsOf(const Policy& policy, bool may_promise);
 
 // The default policy of a model: the values above with the selector that the
 // model's codes allow (asymmetric, hamming or all).

@@ -4,141 +4,187 @@
 
 #include <cmath>
 #include <limits>
-#include <numeric>
-#include <random>
 #include <vector>
-
-#include "tests/reference/tail.h"
 
 namespace spillway {
 namespace {
 
-// Rows of random logits and values, summed as a device does, in fp64 rounded
-// to fp32 at the end.
-struct Rows {
-  reference::KeyValues kv;
-  std::vector<double> logits;
-};
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-Rows RandomRows(int64_t n, int d, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<double> normal;
-  Rows rows;
-  rows.kv = {n, d, std::vector<double>(n * d), std::vector<double>(n * d)};
-  for (double& v : rows.kv.v) v = 0.7 + normal(random);
-  rows.logits.resize(n);
-  for (double& l : rows.logits) l = 2 * normal(random);
-  return rows;
+// D = 10, of it 8 exact; ||N||^2 = 100, unbiased 64; variance 0.16: an error of
+// 0.05 z.
+HeadTotals Totals() { return {0, 10, 8, 100, 64, 0.16}; }
+
+TailTerms Terms() {
+  TailTerms terms{};
+  terms.tail = Tail::kStratified;
+  terms.may_promise = true;
+  terms.epsilon = 0.1;
+  terms.z = 1.6;  // the error is 0.08
+  terms.inflation = 1;
+  return terms;
 }
 
-struct Sums {
-  RowSums sums;
-  std::vector<float> value;
-  std::vector<float> value_sq;
-};
+TEST(Certify, AStatisticalPromise) {
+  const HeadCertificate c = Certify(Terms(), false, 50, 1000, Totals());
+  EXPECT_EQ(c.promise, Promise::kStatistical);
+  EXPECT_FLOAT_EQ(c.relative_error, 0.08f);
+  EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
+}
 
-Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
-  const int d = rows.kv.d;
-  double max = -std::numeric_limits<double>::infinity();
-  for (uint32_t t : tokens) max = std::max(max, rows.logits[t]);
-  max = static_cast<float>(max);
-  double sum = 0, sum_sq = 0, sum_sq_norm = 0;
-  std::vector<double> value(d), value_sq(d);
-  for (uint32_t t : tokens) {
-    const double x = std::exp(rows.logits[t] - max);
-    sum += x;
-    sum_sq += x * x;
-    sum_sq_norm += x * x * reference::Dot(rows.kv.Value(t), rows.kv.Value(t));
-    for (int i = 0; i < d; ++i) {
-      value[i] += x * rows.kv.Value(t)[i];
-      value_sq[i] += x * x * rows.kv.Value(t)[i];
+TEST(Certify, WhatTakesThePromiseAway) {
+  TailTerms ranks = Terms(), tight = Terms();
+  ranks.may_promise = false;
+  tight.epsilon = 0.0799;
+  HeadTotals unknown = Totals(), vanishing = Totals();
+  unknown.variance = kInf;
+  vanishing.norm_sq_unbiased = 0;
+  for (const auto& [terms, limited, totals, error] :
+       {std::tuple(ranks, false, Totals(), 0.08f), std::tuple(tight, false, Totals(), 0.08f),
+        std::tuple(Terms(), true, Totals(), 0.08f), std::tuple(Terms(), false, unknown, HUGE_VALF),
+        std::tuple(Terms(), false, vanishing, HUGE_VALF)}) {
+    const HeadCertificate c = Certify(terms, limited, 50, 1000, totals);
+    EXPECT_EQ(c.promise, Promise::kNone);
+    EXPECT_FLOAT_EQ(c.relative_error, error);
+  }
+  HeadTotals no_number = Totals();
+  no_number.variance = kNan;
+  EXPECT_EQ(Certify(Terms(), false, 50, 1000, no_number).promise, Promise::kNone);
+}
+
+TEST(Certify, AnErrorOfEpsilonIsWithinIt) {
+  TailTerms terms = Terms();
+  terms.epsilon = 1.6 * std::sqrt(0.16 / 64);
+  EXPECT_EQ(Certify(terms, false, 50, 1000, Totals()).promise, Promise::kStatistical);
+}
+
+TEST(Certify, AllOfTheTailIsExactWhateverElse) {
+  TailTerms terms = Terms();
+  terms.may_promise = false;
+  const HeadCertificate c = Certify(terms, true, 1000, 1000, Totals());
+  EXPECT_EQ(c.promise, Promise::kExact);
+  EXPECT_EQ(c.relative_error, 0);
+  EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
+}
+
+TEST(Certify, WithoutASampleNothingIsKnown) {
+  const HeadCertificate c = Certify(Terms(), false, 0, 1000, Totals());
+  EXPECT_EQ(c.promise, Promise::kNone);
+  EXPECT_EQ(c.relative_error, HUGE_VALF);
+  EXPECT_TRUE(std::isnan(c.tail_mass));
+}
+
+TEST(Certify, LshSamplingPromisesNothing) {
+  TailTerms terms = Terms();
+  terms.tail = Tail::kLshSampling;
+  const HeadCertificate c = Certify(terms, false, 1000, 1000, Totals());
+  EXPECT_EQ(c.promise, Promise::kNone);
+  EXPECT_EQ(c.relative_error, HUGE_VALF);
+  EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
+}
+
+TEST(RelativeError, WithoutVarianceThereIsNone) {
+  HeadTotals totals = Totals();
+  totals.variance = 0;
+  totals.norm_sq_unbiased = 0;
+  EXPECT_EQ(RelativeError(totals, 1.6), 0);
+}
+
+// x in {1, 3} and v = (2, 0), (0, 4) of d = 2, o = (1, 1).
+StratumMoments TwoRows() {
+  return {.sum_x = 4,
+          .sum_xx = 10,
+          .sum_xxvv = 4 + 144,
+          .sum_xv_sq = 4 + 144,  // (2, 12)
+          .sum_xvo_sq = 4 + 64,  // (-2, 8)
+          .o_dot_sum_xxv = 2 + 36};
+}
+
+TEST(SpreadOf, TwoRows) {
+  // x (v - o): (1, -1) and (-3, 9); x v: (2, 0) and (0, 12).
+  const StratumSpread s = SpreadOf(2, 100, TwoRows(), 2);
+  EXPECT_DOUBLE_EQ(s.variance_x, 2);
+  EXPECT_DOUBLE_EQ(s.trace_n, 2 + 72);
+  EXPECT_DOUBLE_EQ(s.trace_o, 8 + 50);
+}
+
+TEST(SpreadOf, TooFewRowsSayNothing) {
+  for (const auto& [drawn, count, spread] :
+       {std::tuple(1, 100, kInf), std::tuple(1, 1, 0.0), std::tuple(0, 100, 0.0)}) {
+    const StratumSpread s = SpreadOf(drawn, count, TwoRows(), 2);
+    EXPECT_EQ(s.trace_o, spread);
+    EXPECT_EQ(s.trace_n, spread);
+    EXPECT_EQ(s.variance_x, spread);
+  }
+}
+
+TEST(SpreadOf, SumsOutOfRangeAreInfiniteAndRoundingIsZero) {
+  StratumMoments wide = TwoRows(), below = TwoRows();
+  wide.sum_xxvv = kInf;
+  wide.sum_xv_sq = kInf;
+  EXPECT_EQ(SpreadOf(2, 100, wide, 2).trace_n, kInf);
+  EXPECT_EQ(SpreadOf(2, 100, wide, 2).trace_o, kInf);
+  below.sum_xx = 7.9999999;
+  EXPECT_EQ(SpreadOf(2, 100, below, 2).variance_x, 0);
+}
+
+TEST(SampleVariance, AddsByTheFinitePopulation) {
+  SampleVariance variance{};
+  variance.Add(10, 100, {2, 3, 0});  // 100^2 (1/10 - 1/100) = 900
+  variance.Add(100, 100, {kInf, kInf, 0});
+  variance.Add(0, 100, {kInf, kInf, 0});
+  EXPECT_DOUBLE_EQ(variance.of_output, 1800);
+  EXPECT_DOUBLE_EQ(variance.of_numerator, 2700);
+  EXPECT_NEAR(UnbiasedNormSq(2700.5, variance.of_numerator), 0.5, 1e-9);
+  EXPECT_EQ(UnbiasedNormSq(2699, variance.of_numerator), 0);
+  EXPECT_EQ(UnbiasedNormSq(1, kInf), 0);
+}
+
+TEST(HeadBudgets, AUniformTailInflatesTracesBySquares) {
+  TailTerms terms = Terms();
+  terms.tail = Tail::kUniform;
+  terms.bound = Bound::kRatio;
+  terms.bound_z = 2;
+  terms.inflation = 3;
+  // (z n sqrt(9 T_o) / (eps ||N||))^2 = (2 * 10000 * sqrt(9 * 1e-4) / (0.1 * 8))^2
+  // = 750^2; corrected 562500 / (1 + 56.25) = 9825.3.
+  const StratumSpread spread{1e-4, 5, 7};
+  const std::vector<NeymanStratum> strata = {BudgetStratum(terms, 10000, 48, spread)};
+  std::vector<int64_t> budgets(1);
+  HeadBudgets(terms, Totals(), spread, strata, budgets);
+  EXPECT_EQ(budgets[0], 9826);
+}
+
+TEST(HeadBudgets, StrataAreAllottedByTheirDeviations) {
+  TailTerms terms = Terms();
+  terms.inflation = 2;
+  // One free stratum: n T = 1000 * 2 * sqrt(4e-4) = 40, variance allowed
+  // (0.1 * 8 / 1.6)^2 = 0.25: b = 1600 / (0.25 + 1000 * 0.0016) = 864.9.
+  const StratumSpread spread{4e-4, 0, 0}, none{0, 0, 0};
+  const std::vector<NeymanStratum> strata = {BudgetStratum(terms, 1000, 48, spread),
+                                             BudgetStratum(terms, 500, 20, none)};
+  std::vector<int64_t> budgets(2);
+  HeadBudgets(terms, Totals(), spread, strata, budgets);
+  EXPECT_EQ(budgets, (std::vector<int64_t>{865, 20}));
+}
+
+TEST(HeadBudgets, EveryRowWhereNothingIsKnown) {
+  const StratumSpread spread{1, 1, 1};
+  for (const Tail tail : {Tail::kUniform, Tail::kStratified}) {
+    for (const auto& [norm, variance] :
+         {std::pair(0.0, 1.0), std::pair(1.0, kInf), std::pair(1.0, kNan)}) {
+      TailTerms terms = Terms();
+      terms.tail = tail;
+      HeadTotals totals = Totals();
+      totals.norm_sq_unbiased = norm;
+      totals.variance = variance;
+      const std::vector<NeymanStratum> strata = {{1000, 48, 1}, {77, 48, 1}};
+      std::vector<int64_t> budgets(2);
+      HeadBudgets(terms, totals, spread, strata, budgets);
+      EXPECT_EQ(budgets, (std::vector<int64_t>{1000, 77}));
     }
   }
-  return {{static_cast<float>(max), static_cast<float>(sum), static_cast<float>(sum_sq),
-           static_cast<float>(sum_sq_norm), static_cast<int64_t>(tokens.size())},
-          {value.begin(), value.end()},
-          {value_sq.begin(), value_sq.end()}};
-}
-
-std::vector<uint32_t> Range(uint32_t from, uint32_t to) {
-  std::vector<uint32_t> tokens(to - from);
-  std::iota(tokens.begin(), tokens.end(), from);
-  return tokens;
-}
-
-TEST(EstimateHead, MatchesTwoPassMoments) {
-  const Rows rows = RandomRows(1000, 24, 5);
-  const std::vector<uint32_t> exact = Range(0, 40);
-  const std::vector<reference::SampledTokens> samples = {
-      {60, Range(40, 100)}, {300, Range(100, 150)}, {4000, Range(400, 600)}};
-  const Sums kept = SumRows(rows, exact);
-  std::vector<Sums> sums;
-  for (const auto& s : samples) sums.push_back(SumRows(rows, s.tokens));
-  std::vector<SampledStratum> strata;
-  for (size_t h = 0; h < samples.size(); ++h) {
-    strata.push_back({samples[h].token_count, sums[h].sums, sums[h].value, sums[h].value_sq});
-  }
-  const HeadEstimate got = EstimateHead(kept.sums, kept.value, strata);
-  const reference::Estimate want = reference::EstimateOutput(rows.kv, rows.logits, exact, samples);
-  const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 1e-4 * std::fabs(b)); };
-  near(got.max, want.max);
-  near(got.denominator, want.denominator);
-  near(got.exact_denominator, want.exact_denominator);
-  near(got.norm_sq, reference::Dot(want.numerator, want.numerator));
-  near(got.norm_sq_unbiased, want.norm_sq_unbiased);
-  near(got.variance, want.variance);
-  for (int i = 0; i < rows.kv.d; ++i) {
-    EXPECT_NEAR(got.numerator[i], want.numerator[i], 1e-4 * std::sqrt(got.norm_sq));
-  }
-  for (size_t h = 0; h < strata.size(); ++h) {
-    near(got.variance_x[h], want.moments[h].variance_x);
-    near(got.trace_n[h], want.moments[h].trace_n);
-    near(got.trace_o[h], want.moments[h].trace_o);
-  }
-  near(RelativeError(got, 1.6), 1.6 * std::sqrt(want.variance / want.norm_sq_unbiased));
-}
-
-TEST(EstimateHead, KnowsAllWhenEveryRowIsDrawn) {
-  const Rows rows = RandomRows(100, 8, 6);
-  const Sums kept = SumRows(rows, Range(0, 10));
-  const Sums drawn = SumRows(rows, Range(10, 100));
-  const std::vector<SampledStratum> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
-  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata);
-  EXPECT_EQ(e.variance, 0);
-  EXPECT_EQ(RelativeError(e, 1.6), 0);
-  EXPECT_NEAR(e.norm_sq_unbiased, e.norm_sq, 1e-9 * e.norm_sq);
-}
-
-TEST(EstimateHead, OneRowOfManySaysNothingAboutTheVariance) {
-  const Rows rows = RandomRows(100, 8, 7);
-  const Sums kept = SumRows(rows, Range(0, 10));
-  const Sums drawn = SumRows(rows, Range(10, 11));
-  std::vector<SampledStratum> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
-  EXPECT_EQ(RelativeError(EstimateHead(kept.sums, kept.value, strata), 1.6),
-            std::numeric_limits<double>::infinity());
-  strata[0].token_count = 1;
-  EXPECT_EQ(RelativeError(EstimateHead(kept.sums, kept.value, strata), 1.6), 0);
-}
-
-TEST(EstimateHead, AStratumFarAboveTheExactRowsSetsTheReference) {
-  Rows rows = RandomRows(100, 8, 8);
-  for (int t = 10; t < 100; ++t) rows.logits[t] += 300;
-  const Sums kept = SumRows(rows, Range(0, 10));
-  const Sums drawn = SumRows(rows, Range(10, 60));
-  const std::vector<SampledStratum> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
-  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata);
-  EXPECT_EQ(e.max, drawn.sums.max);
-  EXPECT_LT(e.exact_denominator / e.denominator, 1e-100);
-  EXPECT_TRUE(std::isfinite(RelativeError(e, 1.6)));
-}
-
-TEST(EstimateHead, NoExactRows) {
-  const Rows rows = RandomRows(100, 8, 9);
-  const Sums drawn = SumRows(rows, Range(0, 50));
-  const std::vector<SampledStratum> strata = {{100, drawn.sums, drawn.value, drawn.value_sq}};
-  const HeadEstimate e = EstimateHead(RowSums(), std::vector<float>(8, 0.0f), strata);
-  EXPECT_EQ(e.exact_denominator, 0);
-  EXPECT_NEAR(e.denominator, 2 * drawn.sums.sum, 1e-3);
 }
 
 }  // namespace

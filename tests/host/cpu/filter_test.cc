@@ -52,7 +52,7 @@ TEST(FilterTokens, MatchesAScalarLoop) {
     limits.count = 1 + round % (kTailStrataMax + 1);
     for (int e = 0; e < limits.count; ++e) {
       limits.edge[e] = static_cast<uint16_t>(e * 85);
-      limits.limit[e] = SampleLimits::Covering(thresholds[random() % std::size(thresholds)]);
+      limits.limit[e] = PlaceLimit(thresholds[random() % std::size(thresholds)]);
     }
     std::vector<uint32_t> wanted;
     for (int64_t i = 0; i < count; ++i) {
@@ -70,12 +70,12 @@ TEST(FilterTokens, MatchesAScalarLoop) {
 }
 
 TEST(SampleLimits, CoverTheirThreshold) {
-  EXPECT_EQ(SampleLimits::Covering(0), 0);
-  EXPECT_EQ(SampleLimits::Covering(uint64_t{1} << 32), 1 << (32 - kSampleLimitShift));
+  EXPECT_EQ(PlaceLimit(0), 0);
+  EXPECT_EQ(PlaceLimit(uint64_t{1} << 32), 1 << (32 - kSampleLimitShift));
   std::mt19937_64 random(6);
   for (int round = 0; round < 1000; ++round) {
     const uint64_t threshold = 1 + (random() >> (32 + random() % 32));
-    const uint64_t limit = SampleLimits::Covering(threshold);
+    const uint64_t limit = PlaceLimit(threshold);
     EXPECT_LT((threshold - 1) >> kSampleLimitShift, limit) << threshold;
     EXPECT_LT((limit << kSampleLimitShift) - threshold, uint64_t{1} << kSampleLimitShift);
   }

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "host/core/estimate.h"
+#include "host/core/softmax_sums.h"
+
+namespace spillway {
+
+// Sums of one query head over a stratum's rows.
+struct StratumSums {
+  int64_t token_count = 0;          // n_h
+  RowSums sums;                     // of the r_h = sums.count rows drawn; none adds nothing
+  std::span<const float> value;     // [d] sum x v
+  std::span<const float> value_sq;  // [d] sum x^2 v
+};
+
+// What is known of one query head.
+struct HeadEstimate : HeadTotals {
+  std::vector<double> numerator;       // [d] N^
+  std::vector<StratumSpread> spreads;  // per stratum
+};
+
+// exact: sums over sink, window and heavy set with exact_value = sum x v, [d].
+HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
+                          std::span<const StratumSums> strata);
+
+}  // namespace spillway

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+
+#include "host/base/limits.h"
+#include "host/core/host_device.h"
+
+namespace spillway {
+
+// Pages of keys that scores' references are taken from: every 64th from the
+// first candidate's on; of fewer than 1,024 pages at least 16, or all.
+struct ReferencePages {
+  int64_t first = 0;
+  int64_t step = 1;
+  int64_t count = 0;
+
+  // Candidates are tokens [begin, end), begin < end.
+  SPILLWAY_HOST_DEVICE static ReferencePages Of(int64_t begin, int64_t end) {
+    ReferencePages r;
+    r.first = begin / kPageTokenCount;
+    const int64_t last = (end - 1) / kPageTokenCount;
+    const int64_t sixteenth = (last - r.first) / 16;
+    r.step = sixteenth < 1 ? 1 : sixteenth > 64 ? 64 : sixteenth;
+    r.count = (last - r.first) / r.step + 1;
+    return r;
+  }
+  SPILLWAY_HOST_DEVICE int64_t page(int64_t i) const { return first + step * i; }
+};
+
+}  // namespace spillway

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+
+namespace spillway {
+
+// How the tokens beside sink, window and heavy set are attended: not at all, by
+// a uniform sample (vAttention, arXiv 2510.05688), by a stratified one, or by
+// LSH sampling (MagicPIG, arXiv 2410.16179).
+enum class Tail : uint8_t { kNone, kUniform, kStratified, kLshSampling };
+// What a uniform sample's size is computed from; see budget.h.
+enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
+
+// Whether a tail's estimate bounds the output's error: what certificates may
+// promise, and what the audit may raise.
+constexpr bool BoundsTheError(Tail tail, Bound bound) {
+  return tail == Tail::kStratified || (tail == Tail::kUniform && bound != Bound::kDenominator);
+}
+
+// What one (query, KV head) asks of its tail, every number resolved. Made with
+// {}, so that what is not set is 0.
+struct TailTerms {
+  Tail tail;
+  Bound bound;          // kUniform only
+  bool may_promise;     // if the estimate is within epsilon
+  int32_t pilot_count;  // rows a stratum
+  double epsilon;
+  double z;        // of the certificate: Phi^-1(1 - delta / 2)
+  double bound_z;  // BoundQuantile(bound, delta)
+  double inflation;
+  // Rows that sink, window, heavy set and tail may number; 0: no limit.
+  int64_t row_count_max;
+};
+
+}  // namespace spillway

@@ -1,0 +1,103 @@
+#include "host/cpu/group_sums.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "host/base/parallel.h"
+#include "host/cpu/kernels.h"
+#include "host/cpu/lsh_tail.h"
+
+namespace spillway {
+namespace {
+
+// Rows that one task folds.
+constexpr int64_t kTaskRows = 512;
+
+// Folds tokens into sums, which are empty, in this thread.
+absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQueries& queries,
+                      std::span<const uint32_t> tokens, int64_t first, const LshTail* lsh,
+                      GroupSums& sums) {
+  if (absl::Status status = context.CheckCancelled(); !status.ok()) return status;
+  const LayerRows& rows = *context.work->rows;
+  const DType dtype = context.spec().dtype;
+  const int group = context.spec().group();
+  const int d = context.spec().head_dim;
+  const auto count = static_cast<int64_t>(tokens.size());
+  float logits[kGroupMax * kRowBlock];
+  // Rows of this block and of the one to come: they lie far apart, so their
+  // latency is hidden by asking for them a block ahead.
+  const std::byte* buffers[2][kRowBlock];
+  const auto point = [&](int64_t at, const std::byte** out) {
+    for (int64_t i = 0; i < kRowBlock; ++i) {
+      out[i] = rows.Row(kv_head, tokens[std::min(at + i, count - 1)]);
+    }
+  };
+  point(0, buffers[0]);
+  for (int64_t i = 0; i < std::min<int64_t>(kRowBlock, count); ++i) {
+    PrefetchRow(buffers[0][i], rows.row_bytes());
+  }
+  int current = 0;
+  for (int64_t at = 0; at < count; at += kRowBlock, current ^= 1) {
+    const int m = static_cast<int>(std::min<int64_t>(kRowBlock, count - at));
+    const std::byte** pointers = buffers[current];
+    const std::byte** next = at + kRowBlock < count ? buffers[current ^ 1] : nullptr;
+    if (next != nullptr) point(at + kRowBlock, next);
+    if (!RowLogits(dtype, pointers, next, m, queries.rows(), logits)) {
+      for (int g = 0; g < group; ++g) {
+        absl::Status status =
+            NonFiniteLogit(context, kv_head, logits + g * kRowBlock, tokens.data() + at, m);
+        if (!status.ok()) return status;
+      }
+    }
+    if (lsh != nullptr) lsh->Weigh(first + at, m, pointers, logits);
+    if (sums.moments()) {
+      FoldRowsMoments(dtype, pointers, next, m, group, d, logits, sums.sums.data(),
+                      sums.value.data(), sums.value_sq.data());
+    } else {
+      FoldRows(dtype, pointers, next, m, nullptr, group, d, logits, sums.sums.data(),
+               sums.value.data());
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void GroupSums::Merge(const GroupSums& from) {
+  for (size_t head = 0; head < sums.size(); ++head) {
+    if (from.sums[head].count == 0) continue;
+    const SoftmaxSums::Factors factors = sums[head].Merge(from.sums[head]);
+    sums[head].count += from.sums[head].count;
+    const auto add = [&](std::vector<float>& to, const std::vector<float>& other, float keep,
+                         float take) {
+      for (size_t i = head * head_dim; i < (head + 1) * head_dim; ++i) {
+        to[i] = std::fma(to[i], keep, other[i] * take);
+      }
+    };
+    add(value, from.value, factors.keep, factors.take);
+    if (!moments()) continue;
+    add(value_sq, from.value_sq, factors.keep * factors.keep, factors.take * factors.take);
+  }
+}
+
+absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
+                        std::span<const uint32_t> tokens, GroupSums& into, const LshTail* lsh) {
+  const auto count = static_cast<int64_t>(tokens.size());
+  const int64_t tasks = (count + kTaskRows - 1) / kTaskRows;
+  std::vector<GroupSums> parts(
+      tasks, GroupSums(static_cast<int>(into.sums.size()), into.head_dim, into.moments()));
+  std::vector<absl::Status> statuses(tasks);
+  ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
+    const int64_t first = task * kTaskRows;
+    statuses[task] = FoldTask(context, kv_head, queries,
+                              tokens.subspan(first, std::min(kTaskRows, count - first)), first, lsh,
+                              parts[task]);
+  });
+  for (int64_t task = 0; task < tasks; ++task) {
+    if (!statuses[task].ok()) return statuses[task];
+    into.Merge(parts[task]);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace spillway

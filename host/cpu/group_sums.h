@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "host/core/softmax_sums.h"
+#include "host/cpu/attend_context.h"
+
+namespace spillway {
+
+class LshTail;
+
+// Softmax sums of a number of query heads over one set of rows, with their
+// numerators. The empty state is what the constructor makes.
+struct GroupSums {
+  int head_dim = 0;
+  std::vector<RowSums> sums;    // [heads]
+  std::vector<float> value;     // [heads][d] sum x v
+  std::vector<float> value_sq;  // [heads][d] sum x^2 v; empty without moments
+
+  GroupSums() = default;
+  GroupSums(int heads, int head_dim, bool moments)
+      : head_dim(head_dim),
+        sums(heads),
+        value(static_cast<size_t>(heads) * head_dim),
+        value_sq(moments ? value.size() : 0) {}
+
+  bool moments() const { return !value_sq.empty(); }
+  std::span<const float> ValueOf(int head) const { return Row(value, head); }
+  std::span<const float> ValueSqOf(int head) const { return Row(value_sq, head); }
+
+  // *this += from, sums over other rows.
+  void Merge(const GroupSums& from);
+
+ private:
+  std::span<const float> Row(const std::vector<float>& of, int head) const {
+    return {of.data() + static_cast<size_t>(head) * head_dim, static_cast<size_t>(head_dim)};
+  }
+};
+
+// Folds the rows of a KV head's tokens into sums, with moments where it keeps
+// them, in parallel; queries: of one query's group. With an LSH tail the tokens
+// are its own, and it weighs them. OUT_OF_RANGE names a token whose logit is not
+// finite; CANCELLED.
+absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
+                        std::span<const uint32_t> tokens, GroupSums& into,
+                        const LshTail* lsh = nullptr);
+
+}  // namespace spillway

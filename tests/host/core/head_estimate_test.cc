@@ -1,0 +1,146 @@
+#include "host/core/head_estimate.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "tests/reference/tail.h"
+
+namespace spillway {
+namespace {
+
+// Rows of random logits and values, summed as a device does, in fp64 rounded
+// to fp32 at the end.
+struct Rows {
+  reference::KeyValues kv;
+  std::vector<double> logits;
+};
+
+Rows RandomRows(int64_t n, int d, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<double> normal;
+  Rows rows;
+  rows.kv = {n, d, std::vector<double>(n * d), std::vector<double>(n * d)};
+  for (double& v : rows.kv.v) v = 0.7 + normal(random);
+  rows.logits.resize(n);
+  for (double& l : rows.logits) l = 2 * normal(random);
+  return rows;
+}
+
+struct Sums {
+  RowSums sums;
+  std::vector<float> value;
+  std::vector<float> value_sq;
+};
+
+Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
+  const int d = rows.kv.d;
+  double max = -std::numeric_limits<double>::infinity();
+  for (uint32_t t : tokens) max = std::max(max, rows.logits[t]);
+  max = static_cast<float>(max);
+  double sum = 0, sum_sq = 0, sum_sq_norm = 0;
+  std::vector<double> value(d), value_sq(d);
+  for (uint32_t t : tokens) {
+    const double x = std::exp(rows.logits[t] - max);
+    sum += x;
+    sum_sq += x * x;
+    sum_sq_norm += x * x * reference::Dot(rows.kv.Value(t), rows.kv.Value(t));
+    for (int i = 0; i < d; ++i) {
+      value[i] += x * rows.kv.Value(t)[i];
+      value_sq[i] += x * x * rows.kv.Value(t)[i];
+    }
+  }
+  return {RowSums({static_cast<float>(max), static_cast<float>(sum), static_cast<float>(sum_sq),
+                   static_cast<float>(sum_sq_norm)},
+                  static_cast<int64_t>(tokens.size())),
+          {value.begin(), value.end()},
+          {value_sq.begin(), value_sq.end()}};
+}
+
+std::vector<uint32_t> Range(uint32_t from, uint32_t to) {
+  std::vector<uint32_t> tokens(to - from);
+  std::iota(tokens.begin(), tokens.end(), from);
+  return tokens;
+}
+
+TEST(EstimateHead, MatchesTwoPassMoments) {
+  const Rows rows = RandomRows(1000, 24, 5);
+  const std::vector<uint32_t> exact = Range(0, 40);
+  const std::vector<reference::SampledTokens> samples = {
+      {60, Range(40, 100)}, {300, Range(100, 150)}, {4000, Range(400, 600)}};
+  const Sums kept = SumRows(rows, exact);
+  std::vector<Sums> sums;
+  for (const auto& s : samples) sums.push_back(SumRows(rows, s.tokens));
+  std::vector<StratumSums> strata;
+  for (size_t h = 0; h < samples.size(); ++h) {
+    strata.push_back({samples[h].token_count, sums[h].sums, sums[h].value, sums[h].value_sq});
+  }
+  const HeadEstimate got = EstimateHead(kept.sums, kept.value, strata);
+  const reference::Estimate want = reference::EstimateOutput(rows.kv, rows.logits, exact, samples);
+  const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 1e-4 * std::fabs(b)); };
+  near(got.max, want.max);
+  near(got.denominator, want.denominator);
+  near(got.exact_denominator, want.exact_denominator);
+  near(got.norm_sq, reference::Dot(want.numerator, want.numerator));
+  near(got.norm_sq_unbiased, want.norm_sq_unbiased);
+  near(got.variance, want.variance);
+  for (int i = 0; i < rows.kv.d; ++i) {
+    EXPECT_NEAR(got.numerator[i], want.numerator[i], 1e-4 * std::sqrt(got.norm_sq));
+  }
+  for (size_t h = 0; h < strata.size(); ++h) {
+    near(got.spreads[h].variance_x, want.moments[h].variance_x);
+    near(got.spreads[h].trace_n, want.moments[h].trace_n);
+    near(got.spreads[h].trace_o, want.moments[h].trace_o);
+  }
+  near(RelativeError(got, 1.6), 1.6 * std::sqrt(want.variance / want.norm_sq_unbiased));
+}
+
+TEST(EstimateHead, KnowsAllWhenEveryRowIsDrawn) {
+  const Rows rows = RandomRows(100, 8, 6);
+  const Sums kept = SumRows(rows, Range(0, 10));
+  const Sums drawn = SumRows(rows, Range(10, 100));
+  const std::vector<StratumSums> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
+  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata);
+  EXPECT_EQ(e.variance, 0);
+  EXPECT_EQ(RelativeError(e, 1.6), 0);
+  EXPECT_NEAR(e.norm_sq_unbiased, e.norm_sq, 1e-9 * e.norm_sq);
+}
+
+TEST(EstimateHead, OneRowOfManySaysNothingAboutTheVariance) {
+  const Rows rows = RandomRows(100, 8, 7);
+  const Sums kept = SumRows(rows, Range(0, 10));
+  const Sums drawn = SumRows(rows, Range(10, 11));
+  std::vector<StratumSums> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
+  EXPECT_EQ(RelativeError(EstimateHead(kept.sums, kept.value, strata), 1.6),
+            std::numeric_limits<double>::infinity());
+  strata[0].token_count = 1;
+  EXPECT_EQ(RelativeError(EstimateHead(kept.sums, kept.value, strata), 1.6), 0);
+}
+
+TEST(EstimateHead, AStratumFarAboveTheExactRowsSetsTheReference) {
+  Rows rows = RandomRows(100, 8, 8);
+  for (int t = 10; t < 100; ++t) rows.logits[t] += 300;
+  const Sums kept = SumRows(rows, Range(0, 10));
+  const Sums drawn = SumRows(rows, Range(10, 60));
+  const std::vector<StratumSums> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
+  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata);
+  EXPECT_EQ(e.max, drawn.sums.max);
+  EXPECT_LT(e.exact_denominator / e.denominator, 1e-100);
+  EXPECT_TRUE(std::isfinite(RelativeError(e, 1.6)));
+}
+
+TEST(EstimateHead, NoExactRows) {
+  const Rows rows = RandomRows(100, 8, 9);
+  const Sums drawn = SumRows(rows, Range(0, 50));
+  const std::vector<StratumSums> strata = {{100, drawn.sums, drawn.value, drawn.value_sq}};
+  const HeadEstimate e = EstimateHead(RowSums(), std::vector<float>(8, 0.0f), strata);
+  EXPECT_EQ(e.exact_denominator, 0);
+  EXPECT_NEAR(e.denominator, 2 * drawn.sums.sum, 1e-3);
+}
+
+}  // namespace
+}  // namespace spillway
