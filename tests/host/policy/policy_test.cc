@@ -305,13 +305,20 @@ TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
     EXPECT_FALSE(selector != Selector::kOracle && bears(longest + 1));
     policy.tail = Tail::kUniform;
     EXPECT_EQ(bears(4096), longest > 0);
+    // What a first selection misses has no rank.
+    for (const Selector first : {Selector::kHamming, Selector::kQuest, Selector::kOracle}) {
+      policy.candidate_selector = first;
+      for (const Tail tail : {Tail::kUniform, Tail::kStratified}) {
+        policy.tail = tail;
+        EXPECT_FALSE(bears(4096)) << static_cast<int>(selector) << " bits " << bits;
+      }
+    }
+    policy.tail = Tail::kUniform;
     policy.bound = Bound::kPaper;
     EXPECT_TRUE(bears(kFar));
+    policy.candidate_selector.reset();
+    EXPECT_TRUE(bears(kFar));
   }
-  Policy staged;
-  staged.selector = Selector::kSketch;
-  staged.candidate_selector = Selector::kQuest;
-  EXPECT_FALSE(RanksBearThePromise(staged, Spec(HashKind::kRotation), 4096));
 }
 
 }  // namespace
