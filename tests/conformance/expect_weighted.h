@@ -9,8 +9,9 @@ namespace spillway {
 
 // Expects of an attend that it is weighted attention over the rows that the
 // same request selects, and that its certificate is what those rows say.
+// promises: whether certificates within epsilon are to say STATISTICAL.
 void ExpectWeighted(const reference::Context& context, const std::vector<float>& q,
-                    const Policy& policy, const JobItem& attend, const JobItem& select,
-                    const std::string& what);
+                    const Policy& policy, bool promises, const JobItem& attend,
+                    const JobItem& select, const std::string& what);
 
 }  // namespace spillway

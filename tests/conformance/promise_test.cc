@@ -68,9 +68,8 @@ class UnrankedKeys : public ::testing::TestWithParam<DeviceFactory> {
       item = sequence_.RunOne(std::move(item));
       EXPECT_TRUE(item.status.ok()) << item.status;
       for (int h = 0; h < spec_.query_head_count; ++h) {
-        const bool beyond =
-            reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, h), exact_[h].out) >
-            policy.epsilon;
+        const bool beyond = reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, h),
+                                                        exact_[h].out) > policy.epsilon;
         const bool promised = item.attend->certificates[h].promise == Promise::kStatistical;
         ++counts.certificates;
         counts.beyond += beyond;

@@ -6,6 +6,15 @@
 
 namespace spillway::reference {
 
+double TwoSidedQuantile(double delta) {
+  double low = 0, high = 40;
+  for (int i = 0; i < 200; ++i) {
+    const double z = (low + high) / 2;
+    (std::erfc(z / std::sqrt(2.0)) > delta ? low : high) = z;
+  }
+  return low;
+}
+
 Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
                        std::span<const uint32_t> tokens, std::span<const double> o) {
   const double m = static_cast<double>(tokens.size());

@@ -8,6 +8,10 @@
 
 namespace spillway::reference {
 
+// The z that a standard normal number is beyond, to either side, with
+// probability delta.
+double TwoSidedQuantile(double delta);
+
 // Second moments of x = exp(s - M) over rows: two passes, divisor m - 1.
 struct Moments {
   double variance_x = 0;  // Var[x]
