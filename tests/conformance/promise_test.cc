@@ -1,6 +1,7 @@
 // Which certificates promise, written out.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <optional>
 #include <random>
 #include <string>
@@ -145,7 +146,90 @@ TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
   }
 }
 
+class Promises : public ::testing::TestWithParam<DeviceFactory> {};
+
+// A limit that takes rows takes the promise with them, also where those that
+// are left would do: budgets are inflated, so that less than half of them bring
+// the estimate within epsilon.
+TEST_P(Promises, ALimitThatBindsTakesThemAway) {
+  const ModelSpec spec = MakeSpec(2, 2, 64, DType::kF32);
+  DeviceBench bench(GetParam(), spec);
+  const Context context = reference::TraceContext(spec, 8192, 41);
+  const std::vector<float> q = reference::TraceQueries(context, 1, 42, 1.5);
+  BenchSequence sequence(bench);
+  ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+  for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
+    Policy policy = DefaultPolicy(spec);
+    policy.tail = tail;
+    policy.inflation = 3;
+    int64_t bound = 0, within = 0, just_bound = 0;
+    for (policy.seed = 1; policy.seed < 9; ++policy.seed) {
+      policy.row_count_max = 0;
+      const JobItem free = sequence.Attend(policy, q);
+      ASSERT_TRUE(free.status.ok()) << free.status;
+      const std::vector<int64_t>& wanted = free.attend->touched_row_counts;
+      const int64_t most = *std::max_element(wanted.begin(), wanted.end());
+      // Closely where draws come out a few rows above their budgets.
+      std::vector<int64_t> limits;
+      for (int64_t limit = 1200; limit < most; limit += limit / 10) limits.push_back(limit);
+      for (const int64_t rows : wanted) {
+        for (int64_t less = 0; less < 90; less += 3) limits.push_back(rows - less);
+      }
+      for (const int64_t limit : limits) {
+        policy.row_count_max = limit;
+        ASSERT_TRUE(Validate(policy, spec).empty()) << limit;
+        const JobItem item = sequence.Attend(policy, q);
+        ASSERT_TRUE(item.status.ok()) << item.status;
+        for (int h = 0; h < spec.query_head_count; ++h) {
+          const int kv_head = h / spec.group();
+          const Certificate& c = item.attend->certificates[h];
+          ASSERT_EQ(free.attend->certificates[h].promise, Promise::kStatistical);
+          ASSERT_LE(item.attend->touched_row_counts[kv_head], limit);
+          // A budget may be above what its draw came to: then a limit between them binds.
+          if (limit >= wanted[kv_head] &&
+              item.attend->touched_row_counts[kv_head] == wanted[kv_head]) {
+            continue;
+          }
+          EXPECT_EQ(c.promise, Promise::kNone)
+              << "limit " << limit << ", wanted " << wanted[kv_head];
+          ++bound;
+          within += c.relative_error <= policy.epsilon;
+          just_bound += limit + 90 > wanted[kv_head];
+        }
+      }
+    }
+    // Else nothing told them from errors beyond epsilon.
+    EXPECT_GT(within, bound / 2);
+    EXPECT_GT(just_bound, 0);
+  }
+}
+
+// Codes of 2 bits a dimension bear a promise over 65,536 tokens that a query
+// sees, whatever another query of the attend sees.
+TEST_P(Promises, EndWhereRanksWereNotFoundToBearThem) {
+  const ModelSpec spec =
+      MakeSpec(1, 1, 64, DType::kBF16, {.kind = HashKind::kRotation, .bits_per_dim = 2});
+  DeviceBench bench(GetParam(), spec);
+  const Context context = reference::TraceContext(spec, 65537, 43);
+  const std::vector<float> q = reference::TraceQueries(context, 4, 44, 1.5);
+  BenchSequence sequence(bench);
+  ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+  Policy policy = DefaultPolicy(spec);
+  policy.epsilon = 0.2;
+  const std::vector<int64_t> visible = {65536, 65537, 65535, 65537};
+  const JobItem item = sequence.Attend(policy, q, visible);
+  ASSERT_TRUE(item.status.ok()) << item.status;
+  for (size_t t = 0; t < visible.size(); ++t) {
+    const Certificate& c = item.attend->certificates[t];
+    ASSERT_LE(c.relative_error, policy.epsilon);
+    EXPECT_EQ(c.promise, visible[t] <= 65536 ? Promise::kStatistical : Promise::kNone)
+        << visible[t];
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, UnrankedKeys, ::testing::ValuesIn(DeviceFactories()),
+                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Devices, Promises, ::testing::ValuesIn(DeviceFactories()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
