@@ -7,19 +7,10 @@
 #include <map>
 #include <vector>
 
-#include "tests/reference/tail.h"
-
 namespace spillway {
-namespace {
 
-// The selection of (query, KV head) as exact rows and strata.
-struct Parts {
-  std::vector<uint32_t> exact;
-  std::vector<reference::SampledTokens> strata;
-};
-
-Parts Split(const Selection& selection) {
-  Parts parts;
+SelectionParts SplitSelection(const Selection& selection) {
+  SelectionParts parts;
   std::map<int, reference::SampledTokens> strata;
   std::map<int, double> weight;
   for (size_t i = 0; i < selection.indices.size(); ++i) {
@@ -37,8 +28,6 @@ Parts Split(const Selection& selection) {
   }
   return parts;
 }
-
-}  // namespace
 
 void ExpectWeighted(const reference::Context& context, const std::vector<float>& q,
                     const Policy& policy, bool promises, const JobItem& attend,
@@ -73,7 +62,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
       const int64_t at = t * spec.query_head_count + h;
       ASSERT_NEAR(work.lse[at], wanted.lse, 5e-5) << what;
 
-      const Parts parts = Split(s);
+      const SelectionParts parts = SplitSelection(s);
       const Certificate& c = work.certificates[at];
       EXPECT_EQ(c.visible_token_count, n);
       EXPECT_EQ(c.heavy_token_count, std::count(s.strata.begin(), s.strata.end(), kStratumHeavy));
