@@ -188,6 +188,8 @@ bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
 
 bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n) {
   if (policy.tail == Tail::kUniform && policy.bound == Bound::kPaper) return true;
+  // What a first selection misses has no rank.
+  if (policy.candidate_selector.has_value()) return false;
   // By bits a dimension of the estimates.
   const auto borne = [n](int bits) {
     return bits >= 3 ? n <= kThreeBitsTokenCount : bits == 2 && n <= kTwoBitsTokenCount;
@@ -199,8 +201,7 @@ bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n)
     case Selector::kAsymmetric:
       return borne(spec.hash.bits_per_dim);
     case Selector::kSketch:
-      // What a first selection misses has no rank.
-      return !policy.candidate_selector.has_value() && borne(4);
+      return borne(4);
     default:
       return false;
   }

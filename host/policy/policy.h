@@ -58,7 +58,8 @@ struct Policy {
 
 // Whether a selector's ranks over n visible tokens are good enough for a tail
 // that rests on them: as far as promises were found to be kept, and to twice
-// that length (docs/adr/0018). vAttention's lemmas rest on no ranks.
+// that length; never behind a first selection (docs/adr/0018). vAttention's
+// lemmas rest on no ranks.
 bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n);
 
 // What a policy asks of its tail. may_promise: if the estimate is within

@@ -207,6 +207,37 @@ TEST_F(EngineTest, RefusedAppendLeavesNoTrace) {
   EXPECT_TRUE(Fill(sequence, rows, 0, 5).ok());
 }
 
+// A chunk commits in all of its layers or in none.
+TEST_F(EngineTest, AppendThatFailsAtALaterLayerLeavesNoTrace) {
+  const auto sequence = NewSequence("s");
+  const std::vector<float> old = Rows(1, 4, 2), rows = Rows(50, 200, 2), other = Rows(90, 200, 2);
+  ASSERT_TRUE(Fill(sequence, old, 0, 4).ok());
+  const int64_t pages = model->row_pool.used_page_count();
+  const int64_t row_bytes = sequence->snapshot().row_bytes;
+  AppendResult result;
+  engine->Append({sequence, ChunkOf(rows, 4, 200, 0, 2), nullptr}, Into(&result));
+  device.Release();
+  ASSERT_FALSE(result.has_value()) << "the second layer was not awaited";
+  device.FailAppend(absl::InternalError("of the second layer"));
+  device.Release();
+  EXPECT_EQ(result->status().message(), "of the second layer");
+  EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(4, 4));
+  EXPECT_EQ(sequence->snapshot().row_bytes, row_bytes);
+  EXPECT_EQ(model->row_pool.used_page_count(), pages);
+  EXPECT_EQ(sequence->work.appended_row_count, 8);
+  // Other rows may take the place.
+  ASSERT_TRUE(Fill(sequence, other, 4, 200).ok());
+  EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(204, 204));
+  for (int layer = 0; layer < 2; ++layer) {
+    std::optional<absl::StatusOr<LayerRows>> shared;
+    engine->ShareRows(sequence, layer, Into(&shared));
+    float k[2];
+    std::memcpy(&k[0], (**shared).Row(0, 3), sizeof(float));
+    std::memcpy(&k[1], (**shared).Row(0, 4), sizeof(float));
+    EXPECT_THAT(k, ElementsAre(4, 90)) << "layer " << layer;
+  }
+}
+
 TEST_F(EngineTest, FailedAttendUndoesItsAppend) {
   const auto sequence = NewSequence("s");
   const std::vector<float> rows = Rows(1, 1), other = Rows(9, 1);

@@ -65,6 +65,8 @@ class ToyDevice final : public Device {
   }
   // What the next attend of any job fails with, after its append.
   void FailAttend(absl::Status status) { attend_error_ = std::move(status); }
+  // What the next append of any job fails with, before it writes.
+  void FailAppend(absl::Status status) { append_error_ = std::move(status); }
   void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
   // Says that codes live in memory of its own.
   void SetMemory(DeviceMemory memory, int64_t index_bytes_per_token) {
@@ -144,6 +146,10 @@ class ToyDevice final : public Device {
     auto& sequence = static_cast<ToySequence&>(*item.sequence);
     if (++sequence.user_count != 1) item.status = absl::InternalError("two jobs at once");
     if (item.append && item.status.ok()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      item.status = std::exchange(append_error_, absl::OkStatus());
+    }
+    if (item.append && item.status.ok()) {
       AppendWork& work = *item.append;
       for (int h = 0; h < work.rows->kv_head_count(); ++h) {
         work.rows->WriteRows(h, work.start, work.count, 0, work.count, work.k, work.v);
@@ -180,6 +186,7 @@ class ToyDevice final : public Device {
   int running_ = 0;
   int running_max_ = 0;
   absl::Status attend_error_;
+  absl::Status append_error_;
   absl::Status prepare_error_;
 };
 

@@ -217,7 +217,7 @@ def test_attends_keep_their_promise(
         out, _ = dense_attention(q, k[0], v[0])
         error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
         assert (error < 0.2).all()
-        within = result.certificate.relative_errors <= result.certificate.epsilon
+        within = result.certificate.relative_errors <= 0.1
         # Other ranks were not found to bear a promise.
         bears = policy.selector in (None, "sketch") and policy.candidates is None
         np.testing.assert_array_equal(result.certificate.promises == "statistical", within & bears)

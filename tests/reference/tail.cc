@@ -6,6 +6,15 @@
 
 namespace spillway::reference {
 
+double TwoSidedQuantile(double delta) {
+  double low = 0, high = 40;
+  for (int i = 0; i < 200; ++i) {
+    const double z = (low + high) / 2;
+    (std::erfc(z / std::sqrt(2.0)) > delta ? low : high) = z;
+  }
+  return low;
+}
+
 Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
                        std::span<const uint32_t> tokens, std::span<const double> o) {
   const double m = static_cast<double>(tokens.size());
@@ -68,6 +77,68 @@ Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
   }
   e.norm_sq_unbiased = std::max(Dot(e.numerator, e.numerator) - norm_variance, 0.0);
   return e;
+}
+
+int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, double inflation,
+                    double epsilon, double delta) {
+  if (pilot.norm_sq_unbiased == 0) return token_count;
+  const double n = static_cast<double>(token_count);
+  const double norm = std::sqrt(pilot.norm_sq_unbiased);
+  const Moments& m = pilot.moments.front();
+  // Of the estimate's deviation with b rows, sqrt(b) times.
+  const auto deviation = [&](double z, double variance) {
+    return z * n * inflation * std::sqrt(variance);
+  };
+  const double z = TwoSidedQuantile(delta), half_z = TwoSidedQuantile(delta / 2);
+  double root = 0;
+  switch (bound) {
+    case Bound::kDenominator:
+      root = deviation(z, m.variance_x) / (epsilon * pilot.denominator);
+      break;
+    case Bound::kPaper:
+      root = deviation(half_z, m.trace_n) / (epsilon / 2 * norm) +
+             deviation(half_z, m.variance_x) / (epsilon / 2 * pilot.denominator);
+      break;
+    case Bound::kRatio:
+      root = deviation(z, m.trace_o) / (epsilon * norm);
+      break;
+  }
+  const double b = root * root;
+  return static_cast<int64_t>(std::ceil(b * n / (b + n)));
+}
+
+std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const SampledTokens> drawn,
+                                    double inflation, double epsilon, double delta) {
+  const double z = TwoSidedQuantile(delta);
+  const double allowed = epsilon * epsilon * pilot.norm_sq_unbiased / (z * z);
+  // The least total has b_h = rate n_h T_h wherever that is neither below what
+  // is drawn nor above what there is; the rate is the least that suffices.
+  const auto rows = [&](double rate) {
+    std::vector<double> b;
+    for (size_t h = 0; h < drawn.size(); ++h) {
+      const double n = static_cast<double>(drawn[h].token_count);
+      const double spread = n * inflation * std::sqrt(pilot.moments[h].trace_o);
+      b.push_back(std::clamp(rate * spread, static_cast<double>(drawn[h].tokens.size()), n));
+    }
+    return b;
+  };
+  const auto variance = [&](const std::vector<double>& b) {
+    double sum = 0;
+    for (size_t h = 0; h < drawn.size(); ++h) {
+      const double n = static_cast<double>(drawn[h].token_count);
+      const double spread_sq = n * n * inflation * inflation * pilot.moments[h].trace_o;
+      sum += spread_sq * (1 / b[h] - 1 / n);
+    }
+    return sum;
+  };
+  double low = 1e-300, high = 1e300;
+  for (int i = 0; i < 2000 && high / low > 1 + 1e-12; ++i) {
+    const double rate = std::sqrt(low) * std::sqrt(high);
+    (variance(rows(rate)) <= allowed ? high : low) = rate;
+  }
+  std::vector<int64_t> whole;
+  for (const double b : rows(high)) whole.push_back(static_cast<int64_t>(std::ceil(b - 1e-9)));
+  return whole;
 }
 
 double AllottedVariance(std::span<const double> token_counts, std::span<const double> deviations,

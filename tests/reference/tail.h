@@ -4,9 +4,14 @@
 #include <span>
 #include <vector>
 
+#include "host/policy/policy.h"
 #include "tests/reference/attention.h"
 
 namespace spillway::reference {
+
+// The z that a standard normal number is beyond, to either side, with
+// probability delta.
+double TwoSidedQuantile(double delta);
 
 // Second moments of x = exp(s - M) over rows: two passes, divisor m - 1.
 struct Moments {
@@ -37,6 +42,17 @@ struct Estimate {
 };
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
                         std::span<const uint32_t> exact, std::span<const SampledTokens> strata);
+
+// Rows that a bound asks of a tail of one stratum, given its pilot's estimate:
+// the sample that the bound needs with replacement, less what the finite tail
+// saves, rounded up; all of it where the norm is unknown. Deviations count
+// `inflation` times.
+int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, double inflation,
+                    double epsilon, double delta);
+// Rows per stratum, at least `drawn` of each, for which z sqrt(variance) is
+// epsilon times the norm at the least total, rounded up.
+std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const SampledTokens> drawn,
+                                    double inflation, double epsilon, double delta);
 
 // Tr Var of N^ - o D^ for allotted rows: sum n_h^2 (1/b_h - 1/n_h) T_h^2.
 double AllottedVariance(std::span<const double> token_counts, std::span<const double> deviations,

@@ -128,6 +128,31 @@ TEST(Policy, DefaultsFitEveryKindOfModel) {
   }
 }
 
+// What an attend does that asks for nothing, as the API documents it.
+TEST(Policy, Defaults) {
+  const Policy policy = DefaultPolicy(Spec());
+  EXPECT_EQ(policy.sink_token_count, 64);
+  EXPECT_EQ(policy.window_token_count, 64);
+  EXPECT_EQ(policy.dense_token_count, 2048);
+  EXPECT_THAT(policy.dense_layers, IsEmpty());
+  EXPECT_EQ(policy.heavy_kind, HeavyKind::kCount);
+  EXPECT_EQ(policy.heavy_count, 256);
+  EXPECT_EQ(policy.heavy_mass, 0.95);
+  EXPECT_EQ(policy.heavy_floor, 64);
+  EXPECT_EQ(policy.heavy_ceiling, 4096);
+  EXPECT_FALSE(policy.candidate_selector.has_value());
+  EXPECT_EQ(policy.candidate_fraction, 0.25);
+  EXPECT_EQ(policy.tail, Tail::kStratified);
+  EXPECT_EQ(policy.bound, Bound::kRatio);
+  EXPECT_EQ(policy.epsilon, 0.1);
+  EXPECT_EQ(policy.delta, 0.1);
+  EXPECT_EQ(policy.pilot_token_count, 48);
+  EXPECT_EQ(policy.inflation, 1.25);
+  EXPECT_EQ(policy.seed, 0u);
+  EXPECT_EQ(policy.row_count_max, 0);
+  EXPECT_EQ(Spec().hash.bits_per_dim, 3);
+}
+
 TEST(Policy, SelectorsNeedTheirCodes) {
   Policy policy;
   policy.selector = Selector::kAsymmetric;
@@ -289,13 +314,20 @@ TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
     EXPECT_FALSE(selector != Selector::kOracle && bears(longest + 1));
     policy.tail = Tail::kUniform;
     EXPECT_EQ(bears(4096), longest > 0);
+    // What a first selection misses has no rank.
+    for (const Selector first : {Selector::kHamming, Selector::kQuest, Selector::kOracle}) {
+      policy.candidate_selector = first;
+      for (const Tail tail : {Tail::kUniform, Tail::kStratified}) {
+        policy.tail = tail;
+        EXPECT_FALSE(bears(4096)) << static_cast<int>(selector) << " bits " << bits;
+      }
+    }
+    policy.tail = Tail::kUniform;
     policy.bound = Bound::kPaper;
     EXPECT_TRUE(bears(kFar));
+    policy.candidate_selector.reset();
+    EXPECT_TRUE(bears(kFar));
   }
-  Policy staged;
-  staged.selector = Selector::kSketch;
-  staged.candidate_selector = Selector::kQuest;
-  EXPECT_FALSE(RanksBearThePromise(staged, Spec(HashKind::kRotation), 4096));
 }
 
 }  // namespace

@@ -1,0 +1,273 @@
+// Which rows a sparse attend draws of its tail: those whose place in the
+// step's order lies below what the pilot shows the bound to need, recomputed in
+// fp64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "host/core/keyed_hash.h"
+#include "tests/conformance/expect_weighted.h"
+#include "tests/reference/ranking.h"
+#include "tests/reference/tail.h"
+
+namespace spillway {
+namespace {
+
+using reference::Context;
+using reference::SampledTokens;
+
+// A threshold of sampling per stratum.
+using Thresholds = std::vector<uint64_t>;
+constexpr uint64_t kAll = uint64_t{1} << 32;
+
+class Budget : public ::testing::TestWithParam<DeviceFactory> {
+ protected:
+  static constexpr int64_t kTokens = 8192;
+  static constexpr int kLayers = 2;
+  static constexpr int kPilot = 48;
+  // The first stratum is read whole by a pilot of 48, but not by one of 16.
+  static constexpr int kHeavy = 64;
+
+  Budget()
+      : spec_(TwoLayers()),
+        bench_(GetParam(), spec_),
+        context_(reference::TraceContext(spec_, kTokens, 23)),
+        q_(reference::TraceQueries(context_, 1, 24, 1.5)),
+        sequence_(bench_),
+        policy_(DefaultPolicy(spec_)) {
+    for (int l = 0; l < kLayers; ++l) {
+      EXPECT_TRUE(sequence_.Append(context_, 0, kTokens, 0, l).ok());
+    }
+    policy_.heavy_count = kHeavy;
+    policy_.pilot_token_count = kPilot;
+    for (int h = 0; h < spec_.kv_head_count; ++h) kv_.push_back(context_.Head(h));
+    for (int h = 0; h < spec_.query_head_count; ++h) {
+      logits_.push_back(reference::Logits(kv_[h / spec_.group()], reference::Query(spec_, q_, 0, h),
+                                          spec_.softmax_scale, kTokens));
+    }
+  }
+
+  static ModelSpec TwoLayers() {
+    ModelSpec spec = MakeSpec(2, 3, 64, DType::kF32);
+    spec.layer_count = kLayers;
+    return spec;
+  }
+
+  // Of each KV head.
+  std::vector<SelectionParts> Select(const Policy& policy) {
+    const JobItem item = sequence_.Select(policy, q_, {visible_}, layer_);
+    EXPECT_TRUE(item.status.ok()) << item.status;
+    std::vector<SelectionParts> parts;
+    for (const Selection& s : item.attend->selections) parts.push_back(SplitSelection(s));
+    return parts;
+  }
+
+  // Every token of every stratum: for an error so small that it asks for them.
+  std::vector<SelectionParts> SelectAll(Policy policy) {
+    policy.bound = Bound::kRatio;
+    policy.epsilon = 1e-6;
+    const std::vector<SelectionParts> all = Select(policy);
+    for (const SelectionParts& parts : all) {
+      int64_t count = static_cast<int64_t>(parts.exact.size());
+      for (const SampledTokens& s : parts.strata) count += static_cast<int64_t>(s.tokens.size());
+      EXPECT_EQ(count, visible_);
+    }
+    return all;
+  }
+
+  SampleOrder Order(int kv_head) const {
+    return MakeSampleOrder(policy_.seed, layer_, kv_head, visible_, spec_.SampleBand(policy_.seed));
+  }
+
+  // Of a stratum's tokens those below a threshold.
+  static SampledTokens Below(const SampledTokens& all, const SampleOrder& order,
+                             uint64_t threshold) {
+    SampledTokens drawn;
+    drawn.token_count = static_cast<int64_t>(all.tokens.size());
+    for (const uint32_t t : all.tokens) {
+      if (SamplePlace(order, t) < threshold) drawn.tokens.push_back(t);
+    }
+    return drawn;
+  }
+
+  // A stratum of up to two pilots is read whole; of fewer than 8 tokens that a
+  // threshold finds, it doubles.
+  Thresholds PilotThresholds(const SelectionParts& all, const SampleOrder& order) {
+    Thresholds thresholds;
+    for (const SampledTokens& s : all.strata) {
+      const int64_t n = s.token_count;
+      uint64_t threshold =
+          n <= 2 * policy_.pilot_token_count ? kAll : SampleThreshold(policy_.pilot_token_count, n);
+      for (; threshold < kAll && Below(s, order, threshold).tokens.size() < 8; threshold *= 2) {
+        ++widened_;
+      }
+      thresholds.push_back(threshold);
+    }
+    return thresholds;
+  }
+
+  // Rows of each stratum that the query heads of a KV head ask for, at the most.
+  std::vector<int64_t> Wanted(int kv_head, const std::vector<uint32_t>& exact,
+                              const std::vector<SampledTokens>& pilot) {
+    std::vector<int64_t> wanted(pilot.size(), 0);
+    for (int h = kv_head * spec_.group(); h < (kv_head + 1) * spec_.group(); ++h) {
+      const reference::Estimate e =
+          reference::EstimateOutput(kv_[kv_head], logits_[h], exact, pilot);
+      const std::vector<int64_t> rows =
+          policy_.tail == Tail::kUniform
+              ? std::vector<int64_t>{reference::UniformRows(policy_.bound, e, pilot[0].token_count,
+                                                            policy_.inflation, policy_.epsilon,
+                                                            policy_.delta)}
+              : reference::StratifiedRows(e, pilot, policy_.inflation, policy_.epsilon,
+                                          policy_.delta);
+      for (size_t s = 0; s < rows.size(); ++s) {
+        const auto least = static_cast<int64_t>(pilot[s].tokens.size());
+        heads_differ_ += wanted[s] > least && rows[s] > least && wanted[s] != rows[s];
+        wanted[s] = std::max({wanted[s], rows[s], least});
+      }
+    }
+    return wanted;
+  }
+
+  void ExpectDrawn(const std::string& what) {
+    ASSERT_TRUE(Validate(policy_, spec_).empty()) << what;
+    const std::vector<SelectionParts> all = SelectAll(policy_), got = Select(policy_);
+    for (int h = 0; h < spec_.kv_head_count; ++h) {
+      const SampleOrder order = Order(h);
+      const Thresholds first = PilotThresholds(all[h], order);
+      std::vector<SampledTokens> pilot;
+      for (size_t s = 0; s < first.size(); ++s) {
+        pilot.push_back(Below(all[h].strata[s], order, first[s]));
+      }
+      const std::vector<int64_t> wanted = Wanted(h, all[h].exact, pilot);
+      ASSERT_EQ(got[h].strata.size(), wanted.size()) << what;
+      EXPECT_EQ(got[h].exact, all[h].exact) << what;
+      for (size_t s = 0; s < wanted.size(); ++s) {
+        const std::string where = what + ", seed " + std::to_string(policy_.seed) + ", KV head " +
+                                  std::to_string(h) + ", stratum " + std::to_string(s) +
+                                  ": wanted " + std::to_string(wanted[s]) + " of " +
+                                  std::to_string(pilot[s].token_count) + ", drawn " +
+                                  std::to_string(got[h].strata[s].tokens.size());
+        EXPECT_EQ(got[h].strata[s].token_count, pilot[s].token_count) << where;
+        // fp32 sums move a budget by a thousandth at most, and its rounding.
+        const int64_t slack = 1 + wanted[s] / 1000;
+        const auto with = [&](int64_t rows) {
+          const uint64_t threshold =
+              std::max(first[s], SampleThreshold(rows, pilot[s].token_count));
+          return Below(all[h].strata[s], order, threshold).tokens;
+        };
+        const std::vector<uint32_t>& drawn = got[h].strata[s].tokens;
+        const std::vector<uint32_t> least = with(wanted[s] - slack), most = with(wanted[s] + slack);
+        EXPECT_TRUE(std::includes(drawn.begin(), drawn.end(), least.begin(), least.end())) << where;
+        EXPECT_TRUE(std::includes(most.begin(), most.end(), drawn.begin(), drawn.end())) << where;
+        rows_after_pilot_ += static_cast<int64_t>(least.size() - pilot[s].tokens.size());
+        rows_left_ += pilot[s].token_count - static_cast<int64_t>(most.size());
+      }
+    }
+  }
+
+  const ModelSpec spec_;
+  DeviceBench bench_;
+  const Context context_;
+  const std::vector<float> q_;
+  BenchSequence sequence_;
+  Policy policy_;
+  int layer_ = 0;
+  int64_t visible_ = kTokens;
+  std::vector<reference::KeyValues> kv_;
+  std::vector<std::vector<double>> logits_;  // by query head
+  // What was seen.
+  int64_t widened_ = 0;
+  int64_t heads_differ_ = 0;
+  int64_t rows_after_pilot_ = 0;
+  int64_t rows_left_ = 0;
+};
+
+TEST_P(Budget, DrawsWhatTheBoundAsksFor) {
+  struct Case {
+    const char* name;
+    Tail tail;
+    Bound bound;
+    double epsilon, delta, inflation;
+  };
+  constexpr Tail kStratified = Tail::kStratified, kUniform = Tail::kUniform;
+  constexpr Bound kDenominator = Bound::kDenominator, kPaper = Bound::kPaper,
+                  kRatio = Bound::kRatio;
+  for (const Case& c : {Case{"stratified", kStratified, kRatio, 0.1, 0.1, 1.25},
+                        Case{"stratified, inflated", kStratified, kRatio, 0.2, 0.2, 3},
+                        Case{"stratified, more", kStratified, kRatio, 0.02, 0.05, 1},
+                        Case{"ratio", kUniform, kRatio, 0.1, 0.1, 1.25},
+                        Case{"ratio, inflated", kUniform, kRatio, 0.4, 0.05, 3},
+                        Case{"paper", kUniform, kPaper, 0.8, 0.1, 1.25},
+                        Case{"paper, inflated", kUniform, kPaper, 0.9, 0.2, 2},
+                        Case{"denominator", kUniform, kDenominator, 0.1, 0.1, 1.25},
+                        Case{"denominator, inflated", kUniform, kDenominator, 0.3, 0.3, 2}}) {
+    policy_.tail = c.tail;
+    policy_.bound = c.bound;
+    policy_.epsilon = c.epsilon;
+    policy_.delta = c.delta;
+    policy_.inflation = c.inflation;
+    heads_differ_ = rows_after_pilot_ = rows_left_ = 0;
+    for (policy_.seed = 0; policy_.seed < 20; ++policy_.seed) {
+      layer_ = policy_.seed % 3 == 1;
+      visible_ = kTokens - static_cast<int64_t>(policy_.seed % 4) * 7;
+      ExpectDrawn(c.name);
+    }
+    // A budget between pilot and everything, and different ones of query heads.
+    EXPECT_GT(rows_after_pilot_, 20 * kPilot) << c.name;
+    EXPECT_GT(rows_left_, 20 * kTokens / 10) << c.name;
+    EXPECT_GT(heads_differ_, 10) << c.name;
+  }
+}
+
+// A pilot of 16 sometimes finds fewer than 8 tokens of a stratum.
+TEST_P(Budget, APilotThatFindsFewIsWidened) {
+  policy_.pilot_token_count = 16;
+  for (policy_.seed = 1; policy_.seed < 60; ++policy_.seed) ExpectDrawn("pilot of 16");
+  EXPECT_GT(widened_, 0);
+}
+
+// Strata hold the ranks (k, 2k], (2k, 4k], ... of the group's scores, k the
+// heavy tokens.
+TEST_P(Budget, StrataAreCutByRank) {
+  policy_.selector = Selector::kOracle;
+  for (const int64_t heavy : {40, 256, 1000}) {
+    policy_.heavy_count = heavy;
+    const std::vector<SelectionParts> all = SelectAll(policy_);
+    const int64_t begin = policy_.sink_token_count, end = kTokens - policy_.window_token_count;
+    for (int h = 0; h < spec_.kv_head_count; ++h) {
+      const std::span<const std::vector<double>> logits(&logits_[h * spec_.group()], spec_.group());
+      std::vector<int> bins;
+      for (const double s : reference::GroupScores(logits, begin, end)) {
+        bins.push_back(reference::ScoreBin(s));
+      }
+      const std::vector<int64_t> chosen = reference::ExactTopK(bins, heavy);
+      std::vector<int> tail_bins;
+      std::vector<uint32_t> tail;
+      for (int64_t i = 0; i < end - begin; ++i) {
+        if (std::binary_search(chosen.begin(), chosen.end(), i)) continue;
+        tail.push_back(static_cast<uint32_t>(begin + i));
+        tail_bins.push_back(bins[i]);
+      }
+      const std::vector<int> wanted = reference::CutIntoStrata(tail_bins, heavy);
+      ASSERT_EQ(all[h].strata.size(), 1 + *std::max_element(wanted.begin(), wanted.end()));
+      int64_t differing = 0;
+      for (size_t i = 0; i < tail.size(); ++i) {
+        const std::vector<uint32_t>& tokens = all[h].strata[wanted[i]].tokens;
+        differing += !std::binary_search(tokens.begin(), tokens.end(), tail[i]);
+      }
+      // fp32 may put a token whose score lies at a bin's border on either side.
+      EXPECT_LE(differing, 10) << "heavy " << heavy << " KV head " << h;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Budget, ::testing::ValuesIn(DeviceFactories()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,53 @@
+#include <limits>
+
+#include "daemon/convert/attend.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace spillway {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+// Every field has a value of its own.
+TEST(FillCertificate, CarriesEachFieldWhereItBelongs) {
+  AttendWork work;
+  work.policy.epsilon = 0.3;
+  work.policy.delta = 0.07;
+  work.policy.inflation = 1.5;
+  work.certificates = {
+      {101, 11, 21, 0.25f, 0.75f, Promise::kStatistical},
+      {102, 12, 22, 0, 0.5f, Promise::kExact},
+      {103, 13, 23, std::numeric_limits<float>::infinity(), 0.125f, Promise::kNone}};
+  v1::Certificate certificate;
+  FillCertificate(work, certificate);
+  EXPECT_THAT(certificate.visible_token_counts(), ElementsAre(101, 102, 103));
+  EXPECT_THAT(certificate.heavy_token_counts(), ElementsAre(11, 12, 13));
+  EXPECT_THAT(certificate.sampled_token_counts(), ElementsAre(21, 22, 23));
+  EXPECT_THAT(certificate.relative_errors(),
+              ElementsAre(0.25f, 0, std::numeric_limits<float>::infinity()));
+  EXPECT_THAT(certificate.tail_masses(), ElementsAre(0.75f, 0.5f, 0.125f));
+  EXPECT_THAT(certificate.promises(),
+              ElementsAre(v1::PROMISE_STATISTICAL, v1::PROMISE_EXACT, v1::PROMISE_NONE));
+  EXPECT_EQ(certificate.epsilon(), 0.3);
+  EXPECT_EQ(certificate.delta(), 0.07);
+  EXPECT_EQ(certificate.inflation(), 1.5);
+  EXPECT_THAT(certificate.head_inflations(), IsEmpty());
+}
+
+// Heads that the audit has raised; the rest stays what was asked for.
+TEST(FillCertificate, NamesWhatHeadsWereGiven) {
+  AttendWork work;
+  work.policy.inflation = 1.5;
+  work.certificates.resize(1);
+  work.head_policies.assign(2, work.policy);
+  work.head_policies[1].inflation = 2.25;
+  v1::Certificate certificate;
+  FillCertificate(work, certificate);
+  EXPECT_EQ(certificate.inflation(), 1.5);
+  EXPECT_THAT(certificate.head_inflations(), ElementsAre(1.5, 2.25));
+}
+
+}  // namespace
+}  // namespace spillway
