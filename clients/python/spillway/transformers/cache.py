@@ -257,6 +257,11 @@ class SpillwayCache(Cache):
     caches of equal shape share, stays; `client.delete_model(cache.model)`
     deletes it.
 
+    A forward raises `spillway.NotFound` where a sequence was deleted or has
+    expired, and `spillway.DaemonRestarted`, which is one, where the daemon
+    has restarted and lost it. After `reset()` the cache starts empty on the
+    daemon that is there, with a model of the same kind.
+
     Attributes:
         statistics: Sums over the attends that the daemon served.
     """
@@ -279,8 +284,9 @@ class SpillwayCache(Cache):
             config: The model's config.
             client: Connection to the daemon; must outlive the cache.
             policy: Policy of its sequences; None is the daemon's default.
-            model: The daemon's model to use; None finds or creates one by the
-                shapes, the keys' dtype and the layers' scale.
+            model: The daemon's model to use, which a restarted daemon must be
+                given anew; None finds or creates one by the shapes, the keys'
+                dtype and the layers' scale.
             hash_weights: How that model makes codes.
             ttl: Idle time after which a sequence is deleted, seconds; None is
                 an hour, 0 is never.

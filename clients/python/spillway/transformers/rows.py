@@ -14,7 +14,7 @@ import torch
 
 from spillway.client import Client
 from spillway.decode import DecodeStream
-from spillway.errors import AlreadyExists, SpillwayError
+from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
 from spillway.indices import HashWeights
 from spillway.policy import Policy
 from spillway.results import AttendResult, Model
@@ -53,6 +53,8 @@ class RowStore:
         self.shapes = shapes
         self.model = model
         self.policy = policy
+        # Not found here: only the caller can create it anew.
+        self._model_is_given = model is not None
         self.rows: list[Row] = []
         # Overrides the rows' own policy: a fork keeps its source's.
         self.request_policy: Policy | None = None
@@ -62,7 +64,8 @@ class RowStore:
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
         """Makes the model known to the daemon and an empty sequence per row."""
-        if self.model is None:
+        if self.model is None or not (self.rows or self._model_is_given):
+            # For new rows each time: the daemon may have restarted since the last.
             self.model = self._find_model(dtype, scaling)
         self._check_model(self.model, dtype, scaling)
         if not self.rows:
@@ -178,10 +181,21 @@ class RowStore:
                 correlation_id, result = self._stream.recv()
                 results[row_of[correlation_id]] = result
             return results
-        except BaseException:
+        except BaseException as error:
             # Answers of abandoned steps must not meet the next ones.
             self._stream.close()
+            if isinstance(error, Unavailable):
+                self._check_restart()
             raise
+
+    def _check_restart(self) -> None:
+        """Raises DaemonRestarted where that is why a stream broke, which does not say so."""
+        try:
+            self.rows[0].sequence.refresh()
+        except NotFound:
+            raise
+        except SpillwayError:
+            return
 
     def select(self, indices: SequenceABC[int]) -> None:
         """Makes row i what row indices[i] was: forks, moves and deletes sequences."""
@@ -216,6 +230,7 @@ class RowStore:
             ttl=self._ttl,
         )
         made.request_policy = self.request_policy
+        made._model_is_given = self._model_is_given
         try:
             for row in self.rows:
                 made.rows.append(Row(row.sequence.fork(), row.padding))
