@@ -16,6 +16,7 @@ from spillway.policy import Policy
 from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.layer import Shared, SpillwayLayer
+from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import CacheStatistics, OnAttend
 from spillway.transformers.support import shapes_of
@@ -26,9 +27,18 @@ class SpillwayCache(Cache):
 
     Use it with `model.set_attn_implementation("spillway")` and pass it as
     `past_key_values`. The first forward attends locally and appends its K/V;
-    later ones append and attend in the daemon, sparsely up to 16 new tokens
-    and densely beyond. Batches with left padding, beam search, assisted
+    later ones append and attend in the daemon: to all tokens those of a
+    prompt, sparsely those of decoding, assisted decoding's candidates up to 16
+    at once among them. Batches with left padding, beam search, assisted
     decoding and later turns on the same cache work. It is not thread-safe.
+
+    Several tokens at once are of a prompt, but for candidates of assisted
+    decoding. One token is a step of decoding; directly after two or more
+    forwards of a prompt it may be the prompt's last chunk, and is attended
+    exactly. Taken for decoding all the same are the last token of a prompt
+    that has one more than `prefill_chunk_size` (not with `retain_prompt`),
+    chunks of one token, and candidates' successors: several tokens in a model
+    called directly after `generate()` has done assisted decoding.
 
     The sequences are deleted by `close()`, by `reset()`, at the end of a
     `with` block, or when the cache is collected. The daemon's model, which
@@ -69,9 +79,9 @@ class SpillwayCache(Cache):
             ttl: Idle time after which a sequence is deleted, seconds; None is
                 an hour, 0 is never.
             retain_prompt: Keeps the prompt's K/V in this process too until
-                the first step of at most 16 tokens, so that a prompt fed in
-                several forwards is attended locally. Without it the forwards
-                after the first attend in the daemon.
+                decoding begins, so that a prompt fed in several forwards is
+                attended locally. Without it the forwards after the first
+                attend in the daemon.
             on_attend: Called after each attend in the daemon. It may attend
                 to `event.sequence` itself.
 
@@ -158,6 +168,19 @@ class SpillwayCache(Cache):
             self._check_lengths()
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
+    @property
+    def _is_user_defined(self) -> bool:
+        """Set by generate(), before it decodes in any way, on a cache that it was given."""
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._shared.phase.begin_generation()
+
+    def activate_past_recording(self) -> None:
+        """Notes that assisted decoding begins, whose candidates are no prompt."""
+        self._shared.phase.begin_assisted_decoding()
+
     def _check_lengths(self) -> None:
         lengths = {layer.length for layer in self.layers}
         if len(lengths) > 1:
@@ -168,7 +191,7 @@ class SpillwayCache(Cache):
 
     def _end_prompt(self) -> None:
         """Drops the local copy of the prompt: the daemon's is about to change."""
-        self._shared.retaining = False
+        self._shared.phase.end_prompt()
         for layer in self.layers:
             layer.keys = layer.values = None
 
@@ -203,6 +226,7 @@ class SpillwayCache(Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number to remove that many tokens"
             )
+        self._shared.phase.note_crop()
         if tokens_to_remove == 0 or not self.sequences:
             return
         self._check_lengths()
@@ -222,6 +246,7 @@ class SpillwayCache(Cache):
         self._check_lengths()
         made = SpillwayCache.__new__(SpillwayCache)
         made._build(Shared(self._shared.store.fork(), False, None), False)
+        made._shared.phase = self._shared.phase.fork()
         for mine, copy in zip(self.layers, made.layers, strict=True):
             copy.length = mine.length
             copy.is_initialized = mine.is_initialized
@@ -232,7 +257,7 @@ class SpillwayCache(Cache):
         self._shared.appends.abandon()
         self._shared.store.release()
         self._shared.pending = None
-        self._shared.retaining = self._retain_prompt
+        self._shared.phase = Phase(self._retain_prompt)
         for layer in self.layers:
             layer.keys = layer.values = None
             layer.length = 0

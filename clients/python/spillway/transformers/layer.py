@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from spillway.transformers.appends import Appends
 from spillway.transformers.local import causal_attention
+from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
 from spillway.transformers.transfer import to_device
@@ -24,8 +25,9 @@ class Shared:
         self.statistics = CacheStatistics(store.shapes.layer_count)
         self.on_attend = on_attend
         self.appends = Appends()
-        # True while later parts of a prompt may attend locally.
-        self.retaining = retain_prompt
+        self.phase = Phase(retain_prompt)
+        # Whether the forward that runs brings tokens of a prompt.
+        self.prompt = True
         # The layer whose K/V were handed out and wait for its attention.
         self.pending: SpillwayLayer | None = None
 
@@ -123,10 +125,10 @@ class SpillwayLayer(CacheLayerMixin):
         counts = [
             total - row.padding - start for row, start in zip(store.rows, starts, strict=True)
         ]
-        sparse_max = store.client.server_info.limits.sparse_query_token_count_max
-        if self.length > 0 and query_count <= sparse_max:
-            shared.retaining = False
-        if not shared.retaining:
+        if self.index == 0:
+            shared.prompt = shared.phase.is_prompt(self.length, query_count)
+            shared.phase.retaining &= shared.prompt
+        if not shared.phase.retaining:
             self.keys = self.values = None
         if self.length == 0 or self.keys is not None:
             out = self._attend_local(q, k, v, starts, counts, scaling)
@@ -189,7 +191,7 @@ class SpillwayLayer(CacheLayerMixin):
         if self.keys is not None and self.values is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
-        if self._shared.retaining:
+        if self._shared.phase.retaining:
             self.keys, self.values = k, v
         if not any(row.padding for row in rows):
             return causal_attention(q, k, v, scaling)
@@ -215,7 +217,7 @@ class SpillwayLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Appends and attends in the daemon, which alone has the earlier K/V."""
         shared = self._shared
-        answers = shared.store.step(self.index, q, k, v, starts, counts)
+        answers = shared.store.step(self.index, q, k, v, starts, counts, exact=shared.prompt)
         batch_size, head_count, query_count, head_dim = q.shape
         if batch_size == 1 and counts[0] == query_count:
             host = answers[0][2].out[None]

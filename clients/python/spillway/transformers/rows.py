@@ -23,6 +23,8 @@ from spillway.tensors import DTypeName
 from spillway.transformers.support import Shapes
 from spillway.transformers.transfer import to_host
 
+_EXACT = Policy(selector="all")
+
 
 @dataclass
 class Row:
@@ -113,6 +115,8 @@ class RowStore:
         v: torch.Tensor,
         starts: SequenceABC[int],
         counts: SequenceABC[int],
+        *,
+        exact: bool = False,
     ) -> list[tuple[int, torch.Tensor, AttendResult]]:
         """Appends each row's newest tokens and attends to them.
 
@@ -124,6 +128,7 @@ class RowStore:
             starts: Position of each row's first new token.
             counts: New tokens of each row, at most T, the last of its T; rows
                 without any are left out.
+            exact: Attends to all rows, whatever the policy.
 
         Returns:
             (row, queries [count, H_q, d], result) of the rows with new tokens,
@@ -137,17 +142,18 @@ class RowStore:
             row: (k[row, :, length - counts[row] :], v[row, :, length - counts[row] :])
             for row in active
         }
+        policy = _EXACT if exact else self.request_policy
         # Of more queries the daemon's stream takes no append.
         limit = self.client.server_info.limits.sparse_query_token_count_max
         if all(counts[row] <= limit for row in active):
-            results = self._step_stream(layer, queries, news, starts)
+            results = self._step_stream(layer, queries, news, starts, policy)
         else:
             for row in active:
                 self.rows[row].sequence.append(layer, starts[row], *news[row])
             answers = self.client.attend(
                 layer,
                 {self.rows[row].sequence: query for row, query in queries.items()},
-                self.request_policy,
+                policy,
             )
             results = {row: answers[self.rows[row].sequence] for row in active}
         return [(row, queries[row], results[row]) for row in active]
@@ -158,6 +164,7 @@ class RowStore:
         queries: dict[int, torch.Tensor],
         news: dict[int, tuple[torch.Tensor, torch.Tensor]],
         starts: SequenceABC[int],
+        policy: Policy | None,
     ) -> dict[int, AttendResult]:
         """Sends every row's step before it waits, so that rows run in parallel."""
         if self._stream is None or self._stream.closed:
@@ -173,7 +180,7 @@ class RowStore:
                     k,
                     v,
                     start=starts[row],
-                    policy=self.request_policy,
+                    policy=policy,
                 )
                 row_of[sent] = row
             results = {}
