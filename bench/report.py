@@ -285,6 +285,7 @@ def _demo(result: dict[str, Any]) -> Iterator[str]:
             "yes" if run["needle_found"] else "**no**",
             f"{run['rows_touched_fraction']:.1%}",
             f"{run['observed_error_mean']:.4f} / {run['certified_error_mean']:.4f}",
+            f"{run['certificate_exceeded_fraction']:.2%} of {run['certificate_count']:,}",
             f"{run['observed_violation_fraction']:.2%} of {run['observed_count']:,}",
             f"{run['observed_violation_worst']['fraction']:.1%}, layer "
             f"{run['observed_violation_worst']['layer']}, head "
@@ -300,6 +301,7 @@ def _demo(result: dict[str, Any]) -> Iterator[str]:
         "word found",
         "rows read",
         "error observed / certified",
+        "beyond its certificate",
         "beyond epsilon",
         "worst",
         "same next token",

@@ -110,6 +110,7 @@ def summarize(
     observed = np.stack([np.stack(errors) for errors in observer.observed])
     certified = np.concatenate([np.concatenate(errors) for errors in observer.certified])
     finite = certified[np.isfinite(certified)]
+    ratios = observer.certificate_ratios()
     fractions = np.stack([np.stack(steps) for steps in observer.fractions])
     beyond = observed > observer.epsilon
     per_head = beyond.mean(axis=1)
@@ -135,6 +136,9 @@ def summarize(
         "certified_error_mean": float(finite.mean()),
         "observed_error_mean": float(observed.mean()),
         "observed_violation_fraction": float(beyond.mean()),
+        # Of the outputs that have a certificate to exceed.
+        "certificate_exceeded_fraction": report.exceeded_fraction(ratios),
+        "certificate_count": ratios.size,
         "top1_agreement": float(agreement),
         "top1_tokens": FORCED_TOKEN_COUNT,
         "dense_tokens_per_second": dense.tokens_per_second,

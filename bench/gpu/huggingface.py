@@ -38,7 +38,7 @@ import torch
 import transformers
 from spillway import DecodeStream, Policy, TopK, _serving
 from spillway.transformers import SpillwayCache
-from spillway.transformers import cache as cache_module
+from spillway.transformers import layer as layer_module
 from spillway.transformers import rows as rows_module
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -293,11 +293,11 @@ def stopwatches(bench: Bench) -> Iterator[dict[str, float]]:
         return watched
 
     places = {
-        "attend": (cache_module.SpillwayLayer, "attend"),
+        "attend": (layer_module.SpillwayLayer, "attend"),
         "q, k, v to the host": (rows_module, "to_host"),
         "send": (DecodeStream, "send"),
         "answer": (DecodeStream, "recv"),
-        "output to the device": (cache_module, "to_device"),
+        "output to the device": (layer_module, "to_device"),
     }
     with ExitStack() as stack:
         for name, (owner, attribute) in places.items():

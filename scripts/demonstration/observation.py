@@ -51,6 +51,18 @@ class Observer:
         self.epsilon = 0.0
         self.delta = 0.0
 
+    def certificate_ratios(self) -> np.ndarray:
+        """Observed over certified error of each recomputed output, [outputs].
+
+        An output is one attend's of one head. Those whose certificate knows no
+        error, or says exact, are left out: neither gives a ratio.
+        """
+        observed = np.concatenate([np.ravel(errors) for errors in self.observed])
+        certified = np.concatenate([np.ravel(errors) for errors in self.certified_then])
+        known = np.isfinite(certified) & (certified > 0)
+        ratios: np.ndarray = observed[known] / certified[known]
+        return ratios
+
     def __call__(self, event: AttendEvent) -> None:
         """Records one attend of one query."""
         layer, result = event.layer, event.result

@@ -20,6 +20,10 @@ from demonstration.observation import Observer
 
 AGREEMENT_MIN = 0.97
 ROWS_MAX = 0.13
+# Of observed over certified errors, in the picture.
+RATIO_SHOWN_MAX = 3.0
+RATIO_BIN_COUNT = 60
+WITHIN, BEYOND = "#2471a3", "#b03a2e"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
             Requirement(f"rows touched {rows:.4f} <= {ROWS_MAX}", rows <= ROWS_MAX),
         ]
     return made
+
+
+def exceeded_fraction(ratios: np.ndarray) -> float | None:
+    """Share of the outputs whose observed error exceeds the certified one.
+
+    Args:
+        ratios: Observed over certified errors; None is returned for none.
+    """
+    return float((ratios > 1).mean()) if ratios.size else None
 
 
 def print_table(summary: Mapping[str, Any], console: Console) -> None:
@@ -93,6 +106,12 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
         "0",
         f"{summary['observed_error_mean']:.4f}",
     )
+    exceeded = summary["certificate_exceeded_fraction"]
+    table.add_row(
+        f"beyond its certificate (< {summary['delta']:.0%})",
+        "",
+        "" if exceeded is None else f"{exceeded:.2%}",
+    )
     worst = summary["observed_violation_worst"]
     table.add_row("beyond the promise", "", f"{summary['observed_violation_fraction']:.2%}")
     table.add_row(
@@ -107,7 +126,7 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(observer: Observer, summary: Mapping[str, Any], path: Path) -> None:
-    """Draws rows touched per layer, and certified against observed errors."""
+    """Draws rows touched per layer, and observed over certified errors."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
     figure.suptitle(
         f"{summary['model']} over {summary['context_tokens']:,} tokens, default policy", fontsize=13
@@ -129,47 +148,38 @@ def _draw_rows(axes: Any, observer: Observer, mean: float) -> None:
     axes.vlines(layers, low, high, color="#1b4f72", linewidth=1.2, label="5 % to 95 %")
     axes.axhline(100 * mean, color="#b03a2e", linestyle="--", label=f"all layers, {mean:.1%}")
     axes.set(xlabel="layer", ylabel="rows touched, % of the visible rows", title="Rows touched")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
+    # Room for the legend above what is drawn.
+    axes.set_ylim(0, 1.35 * max(high.max(), values.max()))
+    axes.legend(frameon=False, loc="upper right")
 
 
 def _draw_errors(axes: Any, observer: Observer) -> None:
-    quantile = 1 - observer.delta
-    observed = np.stack([np.quantile(np.stack(x), quantile, axis=0) for x in observer.observed])
-    certified = np.stack([np.stack(x).mean(axis=0) for x in observer.certified_then])
-    layer_of = np.repeat(np.arange(observed.shape[0]), observed.shape[1])
-    known = np.isfinite(certified).ravel() & (observed > 0).ravel() & (certified > 0).ravel()
-    points = axes.scatter(
-        observed.ravel()[known],
-        certified.ravel()[known],
-        c=layer_of[known],
-        cmap="viridis",
-        s=18,
-        alpha=0.85,
-        linewidths=0,
-    )
-    axes.figure.colorbar(points, ax=axes, label="layer")
-    shown = np.concatenate([observed.ravel()[known], certified.ravel()[known], [observer.epsilon]])
-    low, high = shown.min() / 1.3, shown.max() * 1.3
-    axes.plot([low, high], [low, high], color="black", linewidth=1, label="observed = certified")
-    axes.axhline(observer.epsilon, color="#b03a2e", linestyle="--", linewidth=1)
-    axes.axvline(
-        observer.epsilon,
-        color="#b03a2e",
-        linestyle="--",
-        linewidth=1,
-        label=f"epsilon = {observer.epsilon:g}",
-    )
+    ratios = observer.certificate_ratios()
+    beyond = exceeded_fraction(ratios)
+    shown = np.minimum(ratios[ratios > 1], RATIO_SHOWN_MAX)
+    bins = np.linspace(0, RATIO_SHOWN_MAX, RATIO_BIN_COUNT + 1)
+    for part, edges, colour in (
+        (ratios[ratios <= 1], bins[bins <= 1], WITHIN),
+        (shown, bins[bins >= 1], BEYOND),
+    ):
+        weights = np.full(part.shape, 100 / max(ratios.size, 1))
+        axes.hist(part, bins=edges, weights=weights, color=colour)
+    axes.axvline(1, color="black", linewidth=1.5)
+    top = 1.25 * axes.get_ylim()[1]
     axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=(low, high),
-        ylim=(low, high),
-        xlabel=f"observed relative error, {quantile:.0%} of the attends are below",
-        ylabel=f"certified relative error at {quantile:.0%}, mean",
-        title="Certified against observed error, a point per layer and head",
+        xlim=(0, shown.max(initial=1.5) + 0.1),
+        ylim=(0, top),
+        xlabel="observed error / certified error, of one attend and head",
+        ylabel=f"share of {ratios.size:,} outputs, %",
+        title="Each observed error against its own certificate",
     )
-    left_out = int((~known).sum())
-    if left_out:
-        axes.plot([], [], " ", label=f"{left_out} points without a finite, positive error")
-    axes.legend(frameon=False, loc="upper left")
+    if not ratios.size:
+        axes.text(0.5, 0.5, "no output has one", transform=axes.transAxes, ha="center")
+        return
+    for x, side, colour, text in (
+        (0.97, "right", WITHIN, f"{1 - beyond:.1%}\nwithin its certificate"),
+        (1.03, "left", BEYOND, f"{beyond:.1%} beyond it\n(up to {observer.delta:.0%} may be)"),
+    ):
+        axes.text(x, 0.97 * top, text, ha=side, va="top", color=colour, fontsize=12, weight="bold")
+    if (ratios > RATIO_SHOWN_MAX).any():
+        axes.text(RATIO_SHOWN_MAX, 0, "and more", ha="right", va="bottom", fontsize=8)

@@ -25,6 +25,7 @@ from spillway._proto import (
 )
 from spillway.decode import DecodeStream
 from spillway.errors import (
+    NotFound,
     SpillwayError,
     Unavailable,
     VersionMismatch,
@@ -309,11 +310,13 @@ class Client:
             if not isinstance(ttl, datetime.timedelta):
                 ttl = datetime.timedelta(seconds=ttl)
             message.ttl.FromTimedelta(ttl)
+        # Asked before: had the daemon restarted in between, the model would be gone.
+        boot_id = self.get_server_info().boot_id
         response = self._call(
             self._stubs.sequences.CreateSequence,
             sequence_service_pb2.CreateSequenceRequest(sequence_id=sequence_id, sequence=message),
         )
-        return Sequence(self, response.sequence)
+        return Sequence(self, response.sequence, boot_id)
 
     def get_sequence(self, name: str) -> Sequence:
         """Returns a handle of an existing sequence, `sequences/{id}`.
@@ -321,9 +324,10 @@ class Client:
         Raises:
             NotFound: No such sequence.
         """
+        boot_id = self.get_server_info().boot_id
         request = sequence_service_pb2.GetSequenceRequest(name=name)
         response = self._call(self._stubs.sequences.GetSequence, request)
-        return Sequence(self, response.sequence)
+        return Sequence(self, response.sequence, boot_id)
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
         """Yields every sequence by name, page after page.
@@ -445,7 +449,11 @@ class Client:
                     part_policies[part.item],
                     None if sight is None else sight[part.start : part.end],
                 )
-            response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
+            try:
+                response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
+            except NotFound as error:
+                named = (s for s in sequences if s.name == error.metadata.get("name"))
+                raise next((s._explain(error) for s in named), error) from None
             for part, result in zip(group, response.results, strict=True):
                 answers[part.item].append(result)
 
@@ -457,7 +465,7 @@ class Client:
                     _split.merge_results(answer), decoder_like(queries[sequence])
                 )
                 continue
-            failure = error_from_status(failed.status)
+            failure = sequence._explain(error_from_status(failed.status))
             if not return_errors:
                 raise failure
             results[sequence] = failure

@@ -171,7 +171,7 @@ class DecodeStream:
         if response.result.status.code:
             if pending.appends:
                 pending.sequence._forget()
-            failure = error_from_status(response.result.status)
+            failure = pending.sequence._explain(error_from_status(response.result.status))
             failure.correlation_id = response.correlation_id
             raise failure
         return response.correlation_id, AttendResult(response.result, pending.decode)

@@ -89,6 +89,10 @@ class NotFound(SpillwayError):
     code = "NOT_FOUND"
 
 
+class DaemonRestarted(NotFound):
+    """The daemon has restarted since it had the sequence, and has lost its models too."""
+
+
 class AlreadyExists(SpillwayError):
     """The id is taken, or other rows are at that position."""
 
@@ -184,6 +188,30 @@ def error_from_status(status: Any) -> SpillwayError:
             fields = [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
     kind = _BY_CODE.get(code, SpillwayError)
     return kind(status.message, code=code, reason=reason, metadata=metadata, fields=fields)
+
+
+def tell_restart(error: SpillwayError, boot_id: str) -> SpillwayError:
+    """Tells a sequence that a restart took from one that was deleted or has expired.
+
+    Args:
+        error: What a call that names the sequence failed with.
+        boot_id: The daemon's when it had the sequence.
+
+    Returns:
+        A `DaemonRestarted` where the daemon has another boot_id now and no
+        such sequence; else the error itself.
+    """
+    now = error.metadata.get("boot_id", boot_id)
+    if error.reason != "SEQUENCE_NOT_FOUND" or now == boot_id:
+        return error
+    made = DaemonRestarted(
+        f"{error.metadata['name']} is lost: the daemon has restarted (boot_id {boot_id}, now "
+        f"{now}) with none of the models and sequences it had",
+        reason=error.reason,
+        metadata=error.metadata,
+    )
+    made.correlation_id = error.correlation_id
+    return made
 
 
 def error_from_rpc(error: grpc.RpcError) -> SpillwayError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spillway import _split
 from spillway._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
-from spillway.errors import SpillwayError
+from spillway.errors import NotFound, SpillwayError, tell_restart
 from spillway.policy import Policy
 from spillway.results import AppendResult, AttendResult, Certificate, Pages, Selection, SequenceInfo
 from spillway.tensors import (
@@ -35,13 +35,20 @@ class Sequence:
     appends, truncations and forks of one handle come from one thread at a
     time. Reads (attend, select, fetch_pages) may overlap each other.
 
+    Every call raises `NotFound` where the sequence was deleted or has expired,
+    and `DaemonRestarted`, which is one, where the daemon lost it by a restart.
+
     Attributes:
         name: Resource name, `sequences/{id}`.
         model: `models/{id}`.
     """
 
-    def __init__(self, client: Client, message: sequence_service_pb2.Sequence) -> None:
+    def __init__(
+        self, client: Client, message: sequence_service_pb2.Sequence, boot_id: str
+    ) -> None:
         self._client = client
+        # Of the daemon that has the sequence.
+        self._boot_id = boot_id
         self.name = message.name
         self.model = message.model
         self._layer_token_counts: list[int] | None = None
@@ -54,6 +61,24 @@ class Sequence:
     def _learn(self, message: sequence_service_pb2.Sequence) -> None:
         self._generation = message.generation
         self._layer_token_counts = list(message.layer_token_counts)
+
+    def _explain(self, error: SpillwayError) -> SpillwayError:
+        """Tells whether a restart of the daemon took the sequence."""
+        return tell_restart(error, self._boot_id)
+
+    def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
+        """Calls a method that names this sequence."""
+        try:
+            return self._client._call(method, request, timeout=timeout)
+        except NotFound as error:
+            raise self._explain(error) from None
+
+    def _stream(self, method: Any, request: Any, timeout: float | None) -> Iterator[Any]:
+        """Calls a method that names this sequence and has a stream of responses."""
+        try:
+            yield from self._client._stream(method, request, timeout=timeout)
+        except NotFound as error:
+            raise self._explain(error) from None
 
     def _forget(self) -> None:
         """Makes the next use of a length ask the daemon."""
@@ -88,7 +113,7 @@ class Sequence:
         Raises:
             NotFound: It was deleted or has expired.
         """
-        message = self._client._call(
+        message = self._call(
             self._client._stubs.sequences.GetSequence,
             sequence_service_pb2.GetSequenceRequest(name=self.name),
         ).sequence
@@ -148,9 +173,7 @@ class Sequence:
                 yield request
 
         try:
-            response = self._client._call(
-                self._client._stubs.attention.Append, requests(), timeout=timeout
-            )
+            response = self._call(self._client._stubs.attention.Append, requests(), timeout=timeout)
         except SpillwayError:
             self._forget()
             raise
@@ -226,9 +249,7 @@ class Sequence:
         """
         request = attention_service_pb2.SelectRequest(layer=layer)
         self._fill_item(request.item, q, policy, None if visible is None else [visible])
-        response = self._client._call(
-            self._client._stubs.attention.Select, request, timeout=timeout
-        )
+        response = self._call(self._client._stubs.attention.Select, request, timeout=timeout)
         chosen = response.selection
         decode = decoder_like(q)
         return Selection(
@@ -280,9 +301,7 @@ class Sequence:
                 encode_numbers(np.asarray(selection.indices), tensor_pb2.DTYPE_U32)
             )
         decode = decoder_like(q if like is None else like)
-        responses = self._client._stream(
-            self._client._stubs.attention.FetchPages, request, timeout=timeout
-        )
+        responses = self._stream(self._client._stubs.attention.FetchPages, request, timeout)
         for response in responses:
             has_strata = response.HasField("strata")
             yield Pages(
@@ -305,11 +324,11 @@ class Sequence:
             AlreadyExists: The id is taken.
             ResourceExhausted: The daemon's memory limit.
         """
-        response = self._client._call(
+        response = self._call(
             self._client._stubs.sequences.ForkSequence,
             sequence_service_pb2.ForkSequenceRequest(name=self.name, sequence_id=sequence_id),
         )
-        return Sequence(self._client, response.sequence)
+        return Sequence(self._client, response.sequence, self._boot_id)
 
     def truncate(self, token_count: int) -> SequenceInfo:
         """Drops the newest tokens of every layer longer than `token_count`.
@@ -317,7 +336,7 @@ class Sequence:
         Raises:
             OutOfRange: `token_count` is above the sequence's.
         """
-        response = self._client._call(
+        response = self._call(
             self._client._stubs.sequences.TruncateSequence,
             sequence_service_pb2.TruncateSequenceRequest(name=self.name, token_count=token_count),
         )
@@ -330,7 +349,7 @@ class Sequence:
         Raises:
             NotFound: It was deleted or has expired.
         """
-        self._client._call(
+        self._call(
             self._client._stubs.sequences.DeleteSequence,
             sequence_service_pb2.DeleteSequenceRequest(name=self.name),
         )

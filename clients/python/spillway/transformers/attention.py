@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function
 
-from spillway.transformers.cache import SpillwayLayer
+from spillway.transformers.layer import SpillwayLayer
 from spillway.transformers.support import UnsupportedModelError
 
 # Arguments with which some model kinds change the softmax.

@@ -14,7 +14,7 @@ import torch
 
 from spillway.client import Client
 from spillway.decode import DecodeStream
-from spillway.errors import AlreadyExists, SpillwayError
+from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
 from spillway.indices import HashWeights
 from spillway.policy import Policy
 from spillway.results import AttendResult, Model
@@ -22,6 +22,8 @@ from spillway.sequence import Sequence
 from spillway.tensors import DTypeName
 from spillway.transformers.support import Shapes
 from spillway.transformers.transfer import to_host
+
+_EXACT = Policy(selector="all")
 
 
 @dataclass
@@ -53,6 +55,8 @@ class RowStore:
         self.shapes = shapes
         self.model = model
         self.policy = policy
+        # Not found here: only the caller can create it anew.
+        self._model_is_given = model is not None
         self.rows: list[Row] = []
         # Overrides the rows' own policy: a fork keeps its source's.
         self.request_policy: Policy | None = None
@@ -62,7 +66,8 @@ class RowStore:
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
         """Makes the model known to the daemon and an empty sequence per row."""
-        if self.model is None:
+        if self.model is None or not (self.rows or self._model_is_given):
+            # For new rows each time: the daemon may have restarted since the last.
             self.model = self._find_model(dtype, scaling)
         self._check_model(self.model, dtype, scaling)
         if not self.rows:
@@ -110,6 +115,8 @@ class RowStore:
         v: torch.Tensor,
         starts: SequenceABC[int],
         counts: SequenceABC[int],
+        *,
+        exact: bool = False,
     ) -> list[tuple[int, torch.Tensor, AttendResult]]:
         """Appends each row's newest tokens and attends to them.
 
@@ -121,6 +128,7 @@ class RowStore:
             starts: Position of each row's first new token.
             counts: New tokens of each row, at most T, the last of its T; rows
                 without any are left out.
+            exact: Attends to all rows, whatever the policy.
 
         Returns:
             (row, queries [count, H_q, d], result) of the rows with new tokens,
@@ -134,17 +142,18 @@ class RowStore:
             row: (k[row, :, length - counts[row] :], v[row, :, length - counts[row] :])
             for row in active
         }
+        policy = _EXACT if exact else self.request_policy
         # Of more queries the daemon's stream takes no append.
         limit = self.client.server_info.limits.sparse_query_token_count_max
         if all(counts[row] <= limit for row in active):
-            results = self._step_stream(layer, queries, news, starts)
+            results = self._step_stream(layer, queries, news, starts, policy)
         else:
             for row in active:
                 self.rows[row].sequence.append(layer, starts[row], *news[row])
             answers = self.client.attend(
                 layer,
                 {self.rows[row].sequence: query for row, query in queries.items()},
-                self.request_policy,
+                policy,
             )
             results = {row: answers[self.rows[row].sequence] for row in active}
         return [(row, queries[row], results[row]) for row in active]
@@ -155,6 +164,7 @@ class RowStore:
         queries: dict[int, torch.Tensor],
         news: dict[int, tuple[torch.Tensor, torch.Tensor]],
         starts: SequenceABC[int],
+        policy: Policy | None,
     ) -> dict[int, AttendResult]:
         """Sends every row's step before it waits, so that rows run in parallel."""
         if self._stream is None or self._stream.closed:
@@ -170,7 +180,7 @@ class RowStore:
                     k,
                     v,
                     start=starts[row],
-                    policy=self.request_policy,
+                    policy=policy,
                 )
                 row_of[sent] = row
             results = {}
@@ -178,10 +188,21 @@ class RowStore:
                 correlation_id, result = self._stream.recv()
                 results[row_of[correlation_id]] = result
             return results
-        except BaseException:
+        except BaseException as error:
             # Answers of abandoned steps must not meet the next ones.
             self._stream.close()
+            if isinstance(error, Unavailable):
+                self._check_restart()
             raise
+
+    def _check_restart(self) -> None:
+        """Raises DaemonRestarted where that is why a stream broke, which does not say so."""
+        try:
+            self.rows[0].sequence.refresh()
+        except NotFound:
+            raise
+        except SpillwayError:
+            return
 
     def select(self, indices: SequenceABC[int]) -> None:
         """Makes row i what row indices[i] was: forks, moves and deletes sequences."""
@@ -216,6 +237,7 @@ class RowStore:
             ttl=self._ttl,
         )
         made.request_policy = self.request_policy
+        made._model_is_given = self._model_is_given
         try:
             for row in self.rows:
                 made.rows.append(Row(row.sequence.fork(), row.padding))

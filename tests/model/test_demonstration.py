@@ -1,0 +1,94 @@
+"""What the demonstration says of errors and their certificates."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from demonstration import report
+from demonstration.observation import Observer
+from rich.console import Console
+
+# Two layers, two recomputed attends each, two heads. One certificate knows
+# nothing and one says exact; of the six others the second and the last are
+# exceeded, the third is met exactly.
+OBSERVED = [[[0.01, 0.03], [0.02, 0.05]], [[0.04, 1e-7], [0.078, 0.5]]]
+CERTIFIED = [[[0.02, 0.02], [0.02, np.inf]], [[0.08, 0.0], [0.1, 0.1]]]
+RATIOS = [0.5, 1.5, 1.0, 0.5, 0.78, 5.0]
+SUMMARY: dict[str, Any] = {
+    "model": "M",
+    "context_tokens": 7,
+    "needle_found": None,
+    "dense_tokens_per_second": 1.0,
+    "tokens_per_second": 1.0,
+    "dense_prefill_seconds": 1.0,
+    "prefill_seconds": 1.0,
+    "rows_touched_fraction": 0.1,
+    "top1_tokens": 1,
+    "top1_agreement": 1.0,
+    "kl_divergence_mean": 0.0,
+    "epsilon": 0.1,
+    "delta": 0.1,
+    "certified_error_mean": 0.02,
+    "observed_count": 8,
+    "observed_error_mean": 0.02,
+    "observed_violation_fraction": 0.0,
+    "observed_violation_worst": {"layer": 0, "head": 0, "fraction": 0.0, "count": 2},
+    "kv_bytes_host": 1,
+    "index_bytes": 1,
+}
+
+
+def observer(observed: list[Any], certified: list[Any]) -> Observer:
+    made = Observer(seed=0, layer_count=2, step_count=2, recomputed_count=2)
+    made.epsilon = made.delta = 0.1
+    for layer in range(2):
+        made.observed[layer] = [np.array(errors) for errors in observed[layer]]
+        made.certified_then[layer] = [np.array(errors) for errors in certified[layer]]
+        made.fractions[layer] = [np.array([0.1]), np.array([0.2])]
+    return made
+
+
+def printed(summary: dict[str, Any]) -> dict[str, str]:
+    """The table's last column by its first."""
+    text = io.StringIO()
+    report.print_table(summary, Console(file=text, width=100))
+    rows = [line.strip("│").split("│") for line in text.getvalue().splitlines() if "│" in line]
+    return {row[0].strip(): row[-1].strip() for row in rows}
+
+
+def test_share_beyond_the_certificate() -> None:
+    ratios = observer(OBSERVED, CERTIFIED).certificate_ratios()
+    assert ratios == pytest.approx(RATIOS)
+    assert report.exceeded_fraction(ratios) == pytest.approx(2 / 6)
+    table = printed({**SUMMARY, "certificate_exceeded_fraction": 2 / 6})
+    assert table["beyond its certificate (< 10%)"] == "33.33%"
+
+
+def test_picture_of_the_share() -> None:
+    figure, axes = plt.subplots()
+    report._draw_errors(axes, observer(OBSERVED, CERTIFIED))
+    bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in axes.patches]
+    plt.close(figure)
+    drawn = {(round(x, 3), round(height, 2)) for x, _, height in bars if height}
+    # In percent of six outputs, 0.05 wide; the last is beyond what is shown.
+    assert drawn == {(0.5, 33.33), (0.75, 16.67), (0.95, 16.67), (1.5, 16.67), (2.95, 16.67)}
+    assert {round(width, 3) for _, width, _ in bars} == {0.05}
+    within, beyond, more = (text.get_text() for text in axes.texts)
+    assert within == "66.7%\nwithin its certificate"
+    assert beyond == "33.3% beyond it\n(up to 10% may be)"
+    assert more == "and more"
+
+
+def test_no_certificate_to_exceed(tmp_path: Path) -> None:
+    exact = [[[0.0, 0.0], [0.0, 0.0]]] * 2
+    made = observer(exact, exact)
+    assert report.exceeded_fraction(made.certificate_ratios()) is None
+    summary = {**SUMMARY, "certificate_exceeded_fraction": None}
+    assert printed(summary)["beyond its certificate (< 10%)"] == ""
+    report.draw(made, summary, tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 0

@@ -1,0 +1,219 @@
+"""Tokens of a prompt attend to all tokens, in whatever chunks they come; decoding is sparse.
+
+Layer 0's attends in the daemon are written out as (queries, whether all rows
+were read). The first forward never gets there: it attends in this process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from random_llama import generate, llama, prompt
+from spillway import Client, Policy, TopK
+from spillway.transformers import AttendEvent, SpillwayCache
+from transformers import DynamicCache
+
+# Of 1,100 tokens and more it reads 64 + 64 + 16: what is sparse is seen to be.
+SPARSE = Policy(dense_token_count=1024, heavy=TopK(count=16), tail="none")
+EXACT = True
+STEP = (1, not EXACT)
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    """The model with transformers' own attention."""
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def spilled() -> Any:
+    """The same model with Spillway's."""
+    model = llama()
+    model.set_attn_implementation("spillway")
+    return model
+
+
+class Seen(list[tuple[int, bool]]):
+    """Attends of layer 0, and what they read."""
+
+    def __call__(self, event: AttendEvent) -> None:
+        """Notes an attend."""
+        if event.layer > 0:
+            return
+        touched = event.result.touched_row_counts
+        visible = event.result.certificate.visible_token_counts[:, :1]
+        whole = bool((touched == visible).all())
+        assert whole or (touched <= 144).all()
+        self.append((len(event.query), whole))
+
+
+@contextmanager
+def watched(client: Client, model: Any, **options: Any) -> Iterator[tuple[SpillwayCache, Seen]]:
+    """A cache whose sparse attends are known from its exact ones."""
+    seen = Seen()
+    with SpillwayCache(model.config, client, policy=SPARSE, on_attend=seen, **options) as cache:
+        yield cache, seen
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "expected"),
+    [
+        (1200, None, [STEP, STEP, STEP]),
+        (1210, 400, [(400, EXACT), (400, EXACT), (10, EXACT), (1, EXACT), STEP, STEP]),
+        (1202, 400, [(400, EXACT), (400, EXACT), (2, EXACT), (1, EXACT), STEP, STEP]),
+        # The last chunk is one token.
+        (1201, 400, [(400, EXACT), (400, EXACT), (1, EXACT), STEP, STEP, STEP]),
+        # It is not, but cannot be told from the case above.
+        (1200, 400, [(400, EXACT), (400, EXACT), (1, EXACT), STEP, STEP]),
+        (1120, 10, [(10, EXACT)] * 111 + [(1, EXACT), STEP, STEP]),
+        # The second chunk of two is one token, as is a first step.
+        (1101, 1100, [STEP, STEP, STEP, STEP]),
+        (1100, 1100, [STEP, STEP, STEP]),
+    ],
+)
+def test_chunks(
+    client: Client,
+    spilled: Any,
+    length: int,
+    chunk: int | None,
+    expected: list[tuple[int, bool]],
+) -> None:
+    ids = prompt(1, length)
+    with watched(client, spilled) as (cache, seen):
+        generate(spilled, ids, cache, prefill_chunk_size=chunk, max_new_tokens=4)
+        assert seen == expected
+        assert cache.sequences[0].token_count == length + 3
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk"), [(1200, 400), (1201, 400), (1210, 400), (1100, 1100), (1101, 1100)]
+)
+def test_chunks_of_a_retained_prompt(client: Client, spilled: Any, length: int, chunk: int) -> None:
+    with watched(client, spilled, retain_prompt=True) as (cache, seen):
+        generate(spilled, prompt(1, length), cache, prefill_chunk_size=chunk, max_new_tokens=4)
+        # The first single token may end the prompt, and attends in this process.
+        first_is_prompt = length % chunk == 1
+        assert seen == ([STEP, STEP, STEP] if first_is_prompt else [STEP, STEP])
+        assert all(layer.keys is None for layer in cache.layers)
+        assert cache.sequences[0].token_count == length + 3
+
+
+@pytest.mark.parametrize("retain_prompt", [False, True])
+@pytest.mark.parametrize("rest", [1, 2, 10, 16, 17])
+def test_logits_after_a_short_chunk(
+    client: Client, dense: Any, spilled: Any, rest: int, retain_prompt: bool
+) -> None:
+    ids = prompt(1, 1200 + rest)
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    expected: Any = generate(dense, ids, **options)
+    with watched(client, spilled, retain_prompt=retain_prompt) as (cache, _):
+        made: Any = generate(spilled, ids, cache, prefill_chunk_size=400, **options)
+    torch.testing.assert_close(made.logits[0], expected.logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_short_part_of_a_padded_row(client: Client, spilled: Any) -> None:
+    ids = prompt(2, 1300)
+    # Of the last chunk's 50 tokens the second row has 5.
+    ids[1, :1295] = 0
+    ids[0, :50] = 0
+    with watched(client, spilled) as (cache, seen):
+        generate(spilled, ids, cache, prefill_chunk_size=1250, max_new_tokens=3)
+        assert seen == [(50, EXACT), (5, EXACT), (1, EXACT), (1, EXACT), STEP, (1, EXACT)]
+
+
+@pytest.mark.parametrize("length", [1, 10, 30])
+def test_second_turn(client: Client, spilled: Any, length: int) -> None:
+    ids = prompt(1, 1200)
+    with watched(client, spilled) as (cache, seen):
+        first = generate(spilled, ids, cache, max_new_tokens=3)
+        assert seen == [STEP, STEP]
+        seen.clear()
+        # The first turn's last token is new to the cache too.
+        turn = torch.cat([first, prompt(1, length)], dim=1)
+        generate(spilled, turn, cache, max_new_tokens=3)
+        assert seen == [(length + 1, EXACT), STEP, STEP]
+
+
+def test_continued_generation_is_no_prompt(client: Client, spilled: Any) -> None:
+    with watched(client, spilled) as (cache, seen):
+        first = generate(spilled, prompt(1, 1200), cache, max_new_tokens=3)
+        generate(spilled, first, cache, max_new_tokens=3)
+        assert seen == [STEP] * 5
+
+
+def kinds(seen: Seen) -> set[bool]:
+    """Whether all, some or none of the attends were exact."""
+    return {exact for _, exact in seen}
+
+
+def test_candidates_are_no_prompt(client: Client, spilled: Any) -> None:
+    # Every continuation is found in what came before.
+    ids = prompt(1, 100).repeat(1, 12)
+    assisted = {"prompt_lookup_num_tokens": 5}
+    with watched(client, spilled) as (cache, seen):
+        first = generate(spilled, ids, cache, max_new_tokens=20, **assisted)
+        assert max(count for count, _ in seen) > 1
+        assert kinds(seen) == {not EXACT}
+        # A turn after it is a prompt, though generate() cropped the cache last.
+        seen.clear()
+        generate(spilled, torch.cat([first, prompt(1, 9)], dim=1), cache, max_new_tokens=3)
+        assert seen == [(10, EXACT), STEP, STEP]
+        # So is a turn that begins assisted decoding, with its first candidates.
+        seen.clear()
+        turn = prompt(1, 10)
+        generate(spilled, turn, cache, max_new_tokens=20, attention_mask=None, **assisted)
+        assert seen[0][0] >= 10
+        assert seen[0][1] is EXACT
+        assert kinds(Seen(seen[1:])) == {not EXACT}
+
+
+def test_tokens_after_crop_are_a_prompt(client: Client, spilled: Any) -> None:
+    ids = prompt(1, 1200)
+    with watched(client, spilled) as (cache, seen), torch.no_grad():
+        for count in (600, 300, 300):
+            spilled(ids[:, :count], past_key_values=cache)
+        cache.crop(-4)
+        for count in (1, 3, 1):
+            spilled(ids[:, :count], past_key_values=cache)
+        assert seen == [(300, EXACT), (300, EXACT), STEP, (3, EXACT), STEP]
+
+
+def test_fork_goes_on_with_the_prompt(client: Client, spilled: Any) -> None:
+    ids = prompt(1, 1201)
+    with watched(client, spilled) as (cache, _), torch.no_grad():
+        for count in (600, 600):
+            spilled(ids[:, :count], past_key_values=cache)
+        seen = Seen()
+        with copy.deepcopy(cache) as fork:
+            fork.on_attend = seen
+            for _ in range(2):
+                spilled(ids[:, 1200:], past_key_values=fork)
+        assert seen == [(1, EXACT), STEP]
+
+
+def test_policy_of_requests(client: Client, spilled: Any) -> None:
+    ids = prompt(1, 1200)
+    with watched(client, spilled) as (cache, seen), torch.no_grad():
+        cache.request_policy = SPARSE
+        for count in (1190, 10, 1, 1):
+            spilled(ids[:, :count], past_key_values=cache)
+        assert seen == [(10, EXACT), (1, EXACT), STEP]
+
+
+def test_own_cache_of_transformers_agrees(client: Client, dense: Any, spilled: Any) -> None:
+    ids = prompt(2, 1230)
+    ids[0, :70] = 0
+    mask = (ids != 0).long()
+    own = DynamicCache(config=dense.config)
+    with watched(client, spilled) as (cache, _), torch.no_grad():
+        for start, stop in ((0, 1200), (1200, 1207), (1207, 1229), (1229, 1230)):
+            part = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}
+            position = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:stop]
+            mine = spilled(**part, position_ids=position, past_key_values=cache).logits[:, -1]
+            theirs = dense(**part, position_ids=position, past_key_values=own).logits[:, -1]
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
