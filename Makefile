@@ -57,7 +57,7 @@ lint: setup venv proto ## formatting, ruff, mypy, API compatibility
 	@clang-format --dry-run -Werror $(CPP_FILES)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	cd clients/python && ../../$(PYTHON) -m mypy
+	$(PYTHON) -m mypy
 
 format: setup venv ## format everything in place
 	@clang-format -i $(CPP_FILES)
@@ -93,4 +93,4 @@ gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached 
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment
-	rm -rf build .venv clients/python/spillway/_proto
+	rm -rf build .venv clients/python/spillway/_proto clients/python/build clients/lab/build

@@ -36,10 +36,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import spillway
 import torch
 import transformers
-from spillway import DecodeStream, Policy, TopK, _serving
+from spillway import DecodeStream, Policy, TopK
 from spillway.transformers import SpillwayCache
 from spillway.transformers import cache as cache_module
 from spillway.transformers import rows as rows_module
+from spillway_lab import serving
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,11 +262,11 @@ def measure_link(bench: Bench) -> float:
 @contextmanager
 def running_daemon(device: str, memory_bytes: int) -> Iterator[str]:
     """Starts spillwayd on a socket of its own and yields the target."""
-    binary = _serving.find_binary(ROOT)
+    binary = serving.find_binary(ROOT)
     flags = ("--device", device, "--memory-limit", str(memory_bytes))
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
         log = Path(folder) / "spillwayd.log"
-        with _serving.running_daemon(binary, log, *flags, timeout=60) as target:
+        with serving.running_daemon(binary, log, *flags, timeout=60) as target:
             yield target
 
 

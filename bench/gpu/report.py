@@ -2,7 +2,7 @@
 
 attend.jsonl, encode.jsonl and peers.jsonl are what bench/gpu/attend_bench,
 encode_bench and peers.py wrote in one run on one machine; link.csv comes from
-`spillway bench link`, tests.json from scripts/gpu-test.sh. attend_trace.jsonl
+`spillway-lab bench link`, tests.json from scripts/gpu-test.sh. attend_trace.jsonl
 is what attend_bench --data wrote and huggingface.jsonl what huggingface.py
 wrote; without one its section is left out.
 """

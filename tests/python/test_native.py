@@ -9,6 +9,7 @@ import pytest
 import spillway
 from daemon_process import binary
 from spillway import _native
+from spillway_lab.serving import prefer_library
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,12 @@ def test_not_installed(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_one_beside_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_LIBRARY", "mine")
-    _native.prefer(binary())
+    prefer_library(binary())
     assert _native._INSTALLED == "libspillway.so.1"
     monkeypatch.delenv("SPILLWAY_LIBRARY")
     archive = tmp_path / "spillway" / "lib" / "libspillway.so.1"
     archive.parent.mkdir(parents=True)
     archive.touch()
-    _native.prefer(tmp_path / "spillway" / "bin" / "spillwayd")
+    prefer_library(tmp_path / "spillway" / "bin" / "spillwayd")
     with pytest.raises(OSError, match=str(archive)):
         _native.library()

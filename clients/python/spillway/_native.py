@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 import weakref
-from pathlib import Path
 from typing import Any
 
 from google.rpc import status_pb2
@@ -60,17 +59,6 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         function = getattr(loaded, f"spillway_decode_{name}")
         function.restype, function.argtypes = result, arguments
     return loaded
-
-
-def prefer(binary: Path) -> None:
-    """Takes the libspillway that lies with a daemon, in a build tree or an unpacked archive.
-
-    Where `SPILLWAY_LIBRARY` is set, that stays.
-    """
-    for folder in ("clients/c", "lib"):
-        path = binary.resolve().parent.parent / folder / _INSTALLED
-        if path.exists():
-            os.environ.setdefault(_ENVIRONMENT, str(path))
 
 
 class NativeStream:
