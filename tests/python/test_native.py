@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,51 @@ def test_not_installed(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport(target) == "grpcio"
     with pytest.raises(OSError, match="libspillway-is-not-here"):
         spillway.connect(target, native=True)
+
+
+def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
+    """Where the package's own library is, and no other is named or installed."""
+    monkeypatch.delenv("SPILLWAY_LIBRARY")
+    monkeypatch.setattr(_native, "_OWN", path)
+    monkeypatch.setattr(_native, "_INSTALLED", "libspillway-is-not-here.so.1")
+    return path
+
+
+def built() -> Path:
+    return binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+
+
+def test_the_package_own_comes_before_the_system(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own(monkeypatch, tmp_path / "libspillway.so.1")
+    assert transport(target) == "grpcio"
+    _native.library.cache_clear()
+    shutil.copy(built(), path)
+    monkeypatch.setattr(_native, "_INSTALLED", str(built()))
+    loaded = _native.library()
+    assert loaded is not None
+    assert loaded._name == str(path)
+    # What is named comes before both.
+    _native.library.cache_clear()
+    monkeypatch.setenv("SPILLWAY_LIBRARY", str(tmp_path / "mine.so"))
+    with pytest.raises(OSError, match=r"mine\.so"):
+        _native.library()
+
+
+def test_a_package_own_that_does_not_load_is_told(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own(monkeypatch, tmp_path / "libspillway.so.1")
+    path.write_text("not machine code")
+    with pytest.warns(RuntimeWarning, match=rf"go through grpcio: {path}: .*(short|header)"):
+        assert transport(target) == "grpcio"
+    with pytest.raises(OSError, match=rf"{path}: .*; libspillway-is-not-here"):
+        spillway.connect(target, native=True)
+    _native.library.cache_clear()
+    monkeypatch.setattr(_native, "_INSTALLED", str(built()))
+    with pytest.warns(RuntimeWarning, match=rf"the system's .*: {path}: "):
+        assert transport(target) == "libspillway"
 
 
 def test_the_one_beside_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
