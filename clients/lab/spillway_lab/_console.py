@@ -41,9 +41,25 @@ def layer_ranges(text: str) -> list[tuple[str, int, int]]:
     return ranges
 
 
-def where_of(model: str) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` is to be told of a folder, a name or a `.gguf` file."""
-    path = Path(model)
+def from_pretrained(kind: Any, model: str, **options: Any) -> Any:
+    """What transformers makes of a folder, a name on the hub or a `.gguf` file.
+
+    Args:
+        kind: A class of transformers with `from_pretrained`.
+        model: What the command line was told.
+        options: For `from_pretrained`.
+
+    Raises:
+        typer.BadParameter: It is none of them, or holds no model.
+    """
+    name, path = model, Path(model)
     if path.suffix == ".gguf":
-        return str(path.parent), {"gguf_file": path.name}
-    return model, {}
+        if not path.is_file():
+            raise typer.BadParameter(f"there is no file {model}")
+        name, options = str(path.parent), {**options, "gguf_file": path.name}
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        absent = "" if path.exists() else "there is no such folder; of the hub: "
+        reason = str(error).strip().splitlines()[0]
+        raise typer.BadParameter(f"{model} cannot be loaded: {absent}{reason}") from error

@@ -22,6 +22,7 @@ from spillway_lab.evaluation import (
     perplexity,
     presets,
     report,
+    results,
     retrieval,
 )
 from spillway_lab.evaluation.asking import ASKED
@@ -48,8 +49,10 @@ def _layers(text: str) -> tuple[int, ...] | None:
 
 def _setting(
     model: Annotated[str, typer.Argument(help="folder, name on the hub, or .gguf file")],
-    texts: Annotated[list[Path], typer.Argument(help="text files, .gz or not", exists=True)],
-    output: Annotated[Path, typer.Option(help="folder of the results")],
+    texts: Annotated[
+        list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
     length: Annotated[int, typer.Option(min=1024, help="tokens of a stretch of text")] = 8192,
     stretches: Annotated[int, typer.Option(min=1, help="stretches, the text's last")] = 1,
     queries: Annotated[int, typer.Option(min=2, help="of a stretch, in its last eighth")] = 64,
@@ -62,13 +65,19 @@ def _setting(
     daemon_device: Annotated[str, typer.Option(help="of a daemon started here")] = "auto",
     calibration: Annotated[
         list[Path] | None,
-        typer.Option(help="text that offline choices learn from; none: what precedes", exists=True),
+        typer.Option(
+            help="text that offline choices learn from; none: what precedes",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     mlp: Annotated[
-        Path | None, typer.Option(help="hash weights of spillway-lab train-hash", exists=True)
+        Path | None,
+        typer.Option(help="hash weights of spillway-lab train-hash", exists=True, dir_okay=False),
     ] = None,
     hashattention: Annotated[
-        Path | None, typer.Option(help="hash weights in HashAttention's form", exists=True)
+        Path | None,
+        typer.Option(help="hash weights in HashAttention's form", exists=True, dir_okay=False),
     ] = None,
 ) -> Setting:
     return Setting(
@@ -222,7 +231,11 @@ app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity)
 
 @app.command("report")
 def _report(
-    folder: Annotated[Path, typer.Argument(help="of a section's results", exists=True)],
+    folder: Annotated[
+        Path, typer.Argument(help="of a section's results", exists=True, file_okay=False)
+    ],
 ) -> None:
     """Makes the Markdown and the pictures of a folder again, from its JSON alone."""
+    if not results.read(folder):
+        raise typer.BadParameter(f"{folder} has no results, such as fidelity.json")
     report.make(folder, console)

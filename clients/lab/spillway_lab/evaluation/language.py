@@ -9,20 +9,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from spillway_lab._console import where_of
+from spillway_lab._console import from_pretrained
 from spillway_lab.training.traces import read_text
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a folder, a name on the hub or a `.gguf` file."""
-    name, where = where_of(model)
-    return AutoTokenizer.from_pretrained(name, **where)
+    return from_pretrained(AutoTokenizer, model)
 
 
 def yarn_factor(model: str, token_count: int) -> float:
     """By how much YaRN stretches the model's positions to reach a length; 1: not at all."""
-    name, where = where_of(model)
-    longest = AutoConfig.from_pretrained(name, **where).max_position_embeddings
+    longest = from_pretrained(AutoConfig, model).max_position_embeddings
     return max(1.0, token_count / longest)
 
 
@@ -35,8 +33,7 @@ def load_model(model: str, device: str, factor: float) -> Any:
         factor: Of YaRN; 1 leaves the positions as they are.
     """
     logging.disable_progress_bar()
-    name, where = where_of(model)
-    config = AutoConfig.from_pretrained(name, **where)
+    config = from_pretrained(AutoConfig, model)
     if factor > 1:
         longest = config.max_position_embeddings
         config.rope_parameters = {
@@ -47,7 +44,7 @@ def load_model(model: str, device: str, factor: float) -> Any:
         }
         config.max_position_embeddings = int(factor * longest)
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, **where)
+    loaded = from_pretrained(AutoModelForCausalLM, model, config=config, dtype=dtype)
     return loaded.to(device).eval()
 
 

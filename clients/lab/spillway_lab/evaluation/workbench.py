@@ -77,8 +77,7 @@ class Workbench:
     @cached_property
     def shapes(self) -> Shapes:
         """Of the model's attention."""
-        name, where = _console.where_of(self.setting.model)
-        return shapes_of(AutoConfig.from_pretrained(name, **where))
+        return shapes_of(_console.from_pretrained(AutoConfig, self.setting.model))
 
     @cached_property
     def tokenizer(self) -> Any:

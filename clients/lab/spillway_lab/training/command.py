@@ -18,7 +18,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from spillway.indices import MlpHash
 
-from spillway_lab._console import layer_ranges, where_of
+from spillway_lab._console import from_pretrained, layer_ranges
 from spillway_lab._console import progress as progress_of
 from spillway_lab.training.hash_mlp import save_hash
 from spillway_lab.training.published import import_hata, import_spotlight
@@ -49,10 +49,9 @@ def _load(model: str, device: torch.device) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    name, where = where_of(model)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    loaded = AutoModel.from_pretrained(name, dtype=dtype, **where)
-    return loaded.to(device).eval(), AutoTokenizer.from_pretrained(name, **where)
+    loaded = from_pretrained(AutoModel, model, dtype=dtype)
+    return loaded.to(device).eval(), from_pretrained(AutoTokenizer, model)
 
 
 def _layers(text: str, layer_count: int) -> list[int]:
@@ -158,8 +157,10 @@ def _report(
 
 def train_hash(
     model: Annotated[str, typer.Argument(help="folder, name on the hub, or .gguf file")],
-    texts: Annotated[list[Path], typer.Argument(help="text files, .gz or not", exists=True)],
-    output: Annotated[Path, typer.Option(help="safetensors file to write")],
+    texts: Annotated[
+        list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
     traces_folder: Annotated[
         Path | None,
         typer.Option("--traces", help="keeps the traces here, or takes those that are here"),
@@ -292,8 +293,10 @@ def _traces(
             )
         console.print(f"Taking the traces in {folder}")
         return Traces.open(folder)
+    with _refusals():
+        text = read_text(texts)
     loaded, tokenizer = _load(model, device)
-    ids = tokenizer(read_text(texts), return_tensors="pt", verbose=False).input_ids[0]
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     with progress_of("reading", console) as progress, _refusals():
         bar = progress.add_task("")
         traces = collect(
@@ -316,8 +319,8 @@ import_app = typer.Typer(
 
 @import_app.command("spotlight")
 def _spotlight(
-    checkpoint: Annotated[Path, typer.Argument(help=".pth file", exists=True)],
-    output: Annotated[Path, typer.Option(help="safetensors file to write")],
+    checkpoint: Annotated[Path, typer.Argument(help=".pth file", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
     layers: Annotated[int, typer.Option(min=1, help="of the model it is for")],
 ) -> None:
     """Of Spotlight Attention: a list of tensors without names, an MLP a query head."""
@@ -329,8 +332,10 @@ def _spotlight(
 
 @import_app.command("hata")
 def _hata(
-    folder: Annotated[Path, typer.Argument(help="of hash_weight_layer_*.pt", exists=True)],
-    output: Annotated[Path, typer.Option(help="safetensors file to write")],
+    folder: Annotated[
+        Path, typer.Argument(help="of hash_weight_layer_*.pt", exists=True, file_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
 ) -> None:
     """Of HATA: one matrix a KV head and layer."""
     with _refusals():

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from spillway.indices import MlpHash
 from torch import nn
@@ -205,10 +205,13 @@ def describe_hash(path: str | Path) -> MlpHash:
     """What to create a model with for the weights of a file of `save_hash`.
 
     Raises:
-        ValueError: The file says nothing of it.
+        ValueError: The file says nothing of it, or is none of safetensors.
     """
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(
             f"{path} does not describe its hash: not written by spillway-lab train-hash"

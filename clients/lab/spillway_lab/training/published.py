@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from spillway.indices import MlpHash
 
 from spillway_lab.training.hash_mlp import HashMlp
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    # Of what torch has not saved, it raises what its unpickler stumbles over.
+    except Exception as error:
+        raise ValueError(f"{path} is not a file that torch.save wrote: {error}") from error
 
 
 def import_spotlight(path: Path, layer_count: int) -> tuple[dict[str, torch.Tensor], MlpHash]:
@@ -27,7 +36,7 @@ def import_spotlight(path: Path, layer_count: int) -> tuple[dict[str, torch.Tens
     Raises:
         ValueError: The file is not such a list for as many layers.
     """
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    loaded = _load(path)
     if not isinstance(loaded, list) or not all(torch.is_tensor(t) for t in loaded):
         raise ValueError(f"{path} is not a list of tensors")
     if len(loaded) != 4 * layer_count:
@@ -76,7 +85,7 @@ def import_hata(folder: Path) -> tuple[dict[str, torch.Tensor], int, MlpHash]:
     tensors: dict[str, torch.Tensor] = {}
     shape: tuple[int, ...] = ()
     for layer, path in enumerate(paths):
-        weight = torch.load(path, map_location="cpu", weights_only=True)
+        weight = _load(path)
         if torch.is_tensor(weight):
             shape = shape or tuple(weight.shape)
         if not torch.is_tensor(weight) or weight.dim() != 3 or tuple(weight.shape) != shape:

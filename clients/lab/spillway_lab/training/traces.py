@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -91,10 +92,19 @@ def _path(folder: Path, layer: int, index: int) -> Path:
 
 
 def read_text(files: Sequence[Path]) -> str:
-    """The text of files one after the other; `.gz` is unpacked."""
+    """The text of files one after the other; `.gz` is unpacked.
+
+    Raises:
+        ValueError: A `.gz` file is none.
+    """
     parts = []
     for file in files:
-        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        data = file.read_bytes()
+        if file.suffix == ".gz":
+            try:
+                data = gzip.decompress(data)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{file} is not a gzip file: {error}") from error
         parts.append(data.decode(errors="replace"))
     return "\n".join(parts)
 
