@@ -79,7 +79,7 @@ def _ours_keeps_its_promise(found: Sections) -> list[Row]:
         low, high = cell["interval"]
         rows.append(
             (
-                f"ours: violations of {label} stay under delta .1 at epsilon {epsilon:g}",
+                f"ours: violations of {label} stay under delta 0.1 at epsilon {epsilon:g}",
                 f"{cell['verdict']}: {100 * cell['share']:.2f} % ({100 * low:.2f}-"
                 f"{100 * high:.2f} %); worst layer {worst['layer']}, head {worst['head']}: "
                 f"{100 * worst['share']:.1f} %",
@@ -94,7 +94,7 @@ def _a_third_of_the_rows(found: Sections) -> list[Row]:
         return []
     ratio = ours["rows"]["mean"] / paper["rows"]["mean"]
     said = (
-        "ours: at epsilon .1 at most a third of the rows of vAttention's lemmas with an oracle's "
+        "ours: at epsilon 0.1 at most a third of the rows of vAttention's lemmas with an oracle's "
         "heavy set"
     )
     seen = (

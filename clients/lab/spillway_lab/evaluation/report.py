@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,31 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = 
     ]
 
 
+def number(value: float, digits: int) -> str:
+    """A number in so many significant digits, never with an exponent."""
+    return format(Decimal(f"{value:.{digits}g}"), "f")
+
+
 def percent(share: float) -> str:
     """A share in two digits or so."""
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.1f} %"
+    return f"{_hundredths(share)} %"
 
 
 def span(interval: Sequence[float]) -> str:
     """An interval of shares."""
-    return f"{100 * interval[0]:.2g}-{100 * interval[1]:.2g} %"
+    return f"{_hundredths(interval[0])}-{_hundredths(interval[1])} %"
+
+
+def _hundredths(share: float) -> str:
+    if share < 0.1:
+        return number(100 * share, 2)
+    return f"{100 * share:.1f}".replace("100.0", "100")
 
 
 def between(interval: Sequence[float]) -> str:
     """An interval of numbers."""
     dash = "-" if interval[0] >= 0 else " to "
-    return f"{interval[0]:.3g}{dash}{interval[1]:.3g}"
+    return f"{number(interval[0], 3)}{dash}{number(interval[1], 3)}"
 
 
 def _head(told: Told) -> str:
