@@ -37,7 +37,7 @@ demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, 
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE)
 
-test: test-cpp test-python ## all tests
+test: test-cpp test-python ## all tests but those that need a GPU, which gpu-test runs
 
 test-cpp: build ## C++ tests on the release build
 	ctest --test-dir build/release --output-on-failure --parallel $(JOBS)
