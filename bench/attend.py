@@ -1,6 +1,6 @@
 """Attends of the CPU device against a plain read and torch's SDPA, and their growth.
 
-One run gives three results: `all` against its memory floor, the default policy
+One run gives three results: `all` against a plain read, the default policy
 against `all` and SDPA, and how rows and time of the default policy grow. All of
 them see the same rows and queries; every call starts from cold caches, and
 they take turns, one of each per repetition.
@@ -187,7 +187,7 @@ def measure_length(
     # Codes of every key (bits of each dimension and a factor) and the rows touched.
     code_bytes = tensors.meta["head_dim"] * RotationHash().bits_per_dim // 8 + 2
     needed = code_bytes * length + row_bytes * row["touched_rows_mean"]
-    row["default_floor_us"] = row["read_us"] * needed / (row_bytes * length)
+    row["default_read_us"] = row["read_us"] * needed / (row_bytes * length)
     if peers:
         row |= against_fastest(row)
     return row
@@ -231,6 +231,7 @@ def run(binaries: Path, data: Path, repetitions: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "repetitions": repetitions,
+        "plain_read": worker.info["plain_read"],
         "data": tensors.meta,
         "rows": rows,
         "fits": fits,
