@@ -37,7 +37,7 @@ demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, 
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE)
 
-test: test-cpp test-python ## all tests
+test: test-cpp test-python ## all tests but those that need a GPU, which gpu-test runs
 
 test-cpp: build ## C++ tests on the release build
 	ctest --test-dir build/release --output-on-failure --parallel $(JOBS)
@@ -57,7 +57,7 @@ lint: setup venv proto ## formatting, ruff, mypy, API compatibility
 	@clang-format --dry-run -Werror $(CPP_FILES)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	cd clients/python && ../../$(PYTHON) -m mypy
+	$(PYTHON) -m mypy
 
 format: setup venv ## format everything in place
 	@clang-format -i $(CPP_FILES)
@@ -93,4 +93,4 @@ gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached 
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment
-	rm -rf build .venv clients/python/spillway/_proto
+	rm -rf build .venv clients/python/spillway/_proto clients/python/build clients/lab/build

@@ -1,6 +1,6 @@
 """Attends of the CPU device against a plain read and torch's SDPA, and their growth.
 
-One run gives three results: `all` against its memory floor, the default policy
+One run gives three results: `all` against a plain read, the default policy
 against `all` and SDPA, and how rows and time of the default policy grow. All of
 them see the same rows and queries; every call starts from cold caches, and
 they take turns, one of each per repetition.
@@ -187,12 +187,19 @@ def measure_length(
     # Codes of every key (bits of each dimension and a factor) and the rows touched.
     code_bytes = tensors.meta["head_dim"] * RotationHash().bits_per_dim // 8 + 2
     needed = code_bytes * length + row_bytes * row["touched_rows_mean"]
-    row["default_floor_us"] = row["read_us"] * needed / (row_bytes * length)
-    for kind in ("gqa", "grouped") if peers else ():
-        fastest = min((name for name in peers if kind in name), key=lambda name: row[f"{name}_us"])
-        row[f"fastest_{kind}"] = fastest
-        row[f"{kind}_over_default"] = row[f"{fastest}_us"] / row["default_us"]
+    row["default_read_us"] = row["read_us"] * needed / (row_bytes * length)
+    if peers:
+        row |= against_fastest(row)
     return row
+
+
+def against_fastest(row: dict[str, Any]) -> dict[str, Any]:
+    """The form of SDPA that one would pick, and its time over the default policy's."""
+    fastest = min(PEERS, key=lambda name: row[f"{name}_us"])
+    return {
+        "fastest_sdpa": fastest,
+        "fastest_sdpa_over_default": row[f"{fastest}_us"] / row["default_us"],
+    }
 
 
 def fit_log(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -224,6 +231,7 @@ def run(binaries: Path, data: Path, repetitions: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "repetitions": repetitions,
+        "plain_read": worker.info["plain_read"],
         "data": tensors.meta,
         "rows": rows,
         "fits": fits,
@@ -232,11 +240,8 @@ def run(binaries: Path, data: Path, repetitions: int) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    peer = "".join(
-        f", SDPA {kind} {row[row[f'fastest_{kind}'] + '_us']:.0f} us"
-        for kind in ("gqa", "grouped")
-        if f"fastest_{kind}" in row
-    )
+    fastest = row.get("fastest_sdpa")
+    peer = f", {fastest} {row[f'{fastest}_us']:.0f} us" if fastest else ""
     return (
         f"  {row['token_count']:7d} tokens: "
         f"read {row['read_us']:.0f} us, all {row['all_us']:.0f} us, "

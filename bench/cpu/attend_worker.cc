@@ -1,7 +1,8 @@
 // Holds K/V of one layer on a CPU device and measures what it is told to, so
 // that a driver can interleave it with its peers. Reads one JSON object a line
 // from standard input and answers each with one line:
-//   {"op": "read", "token_count": n}    plain parallel read of those rows
+//   {"op": "read", "token_count": n}    plain parallel read of those rows, from
+//                                       cold caches
 //   {"op": "attend", "selector": "all" | "default", "query": i, "visible": n,
 //    "out": path or absent}             one attend; out receives [H_q][d] fp32
 //   {"op": "flush"}                     empty the caches
@@ -57,7 +58,7 @@ absl::StatusOr<Json> Answer(Fixture& fixture, const MappedFile& queries, CacheFl
     return Json::object();
   }
   if (op == "attend") return Attend(fixture, queries, request);
-  if (op == "read") return Json{{"us", 1e6 * fixture.ReadRows(request.at("token_count"))}};
+  if (op == "read") return Json{{"us", 1e6 * fixture.ReadRows(request.at("token_count"), flush)}};
   if (op == "memory") {
     return Json{{"row_bytes", fixture.rows().bytes()},
                 {"index_bytes", fixture.sequence().index_bytes()},
@@ -76,7 +77,8 @@ absl::Status Serve(const std::string& directory) {
   absl::Status status = (*fixture)->Append(k.data(), v.data(), tokens, 0, tokens);
   if (!status.ok()) return status;
   std::cout << Json{{"device", (*fixture)->device().info().description},
-                    {"thread_count", (*fixture)->device().info().thread_count}}
+                    {"thread_count", (*fixture)->device().info().thread_count},
+                    {"plain_read", kPlainReadHow}}
             << std::endl;
   CacheFlush flush;
   for (std::string line; std::getline(std::cin, line);) {

@@ -1,31 +1,13 @@
 #include "bench/cpu/fixture.h"
 
-#include <tbb/parallel_for.h>
-
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <future>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "host/cpu/kernels.h"
 
 namespace spillway::bench {
-
-double ReadSpans(tbb::task_arena& threads, std::span<const std::byte* const> spans, int64_t bytes) {
-  static std::atomic<uint64_t> sum{0};  // so that no read is left out
-  const auto start = std::chrono::steady_clock::now();
-  threads.execute([&] {
-    tbb::parallel_for(tbb::blocked_range<size_t>(0, spans.size(), 16), [&](const auto& range) {
-      uint64_t part = 0;
-      for (size_t i = range.begin(); i != range.end(); ++i) part += ReadAll(spans[i], bytes);
-      sum.fetch_add(part, std::memory_order_relaxed);
-    });
-  });
-  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
-  return spent.count();
-}
 
 absl::StatusOr<std::unique_ptr<Fixture>> Fixture::Create(ModelSpec spec, int thread_count,
                                                          int64_t memory_bytes) {
@@ -109,12 +91,12 @@ absl::StatusOr<Fixture::Attended> Fixture::Attend(const Policy& policy, const fl
   return Attended{*std::move(job->items[0].attend), job->device_time_us};
 }
 
-double Fixture::ReadRows(int64_t token_count) {
+double Fixture::ReadRows(int64_t token_count, CacheFlush& flush) {
   std::vector<const std::byte*> pages;
   for (int h = 0; h < rows_->kv_head_count(); ++h) {
     for (int64_t p = 0; p * kPageTokenCount < token_count; ++p) pages.push_back(rows_->Page(h, p));
   }
-  return ReadSpans(threads_, pages, kPageTokenCount * rows_->row_bytes());
+  return PlainReadSeconds(threads_, pages, kPageTokenCount * rows_->row_bytes(), flush);
 }
 
 }  // namespace spillway::bench

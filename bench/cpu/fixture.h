@@ -5,32 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "bench/cpu/plain_read.h"
 #include "host/cpu/cpu_device.h"
 #include "host/memory/page_pool.h"
 
 namespace spillway::bench {
-
-// Seconds that `threads` take to read `bytes` at each of `spans`, once, in
-// parallel.
-double ReadSpans(tbb::task_arena& threads, std::span<const std::byte* const> spans, int64_t bytes);
-
-// Reads and writes memory of its own, several times what the last-level cache
-// holds, so that what is measured next starts cold.
-class CacheFlush {
- public:
-  explicit CacheFlush(int64_t bytes = int64_t{128} << 20) : data_(bytes / 8) {}
-  void Run() {
-    for (uint64_t& word : data_) ++word;
-  }
-
- private:
-  std::vector<uint64_t> data_;
-};
 
 // One layer of one sequence on a CPU device, driven without a daemon. Not
 // thread-safe.
@@ -53,9 +35,9 @@ class Fixture {
   // One query [H_q][d] fp32 that sees the first `visible` tokens.
   absl::StatusOr<Attended> Attend(const Policy& policy, const float* q, int64_t visible);
 
-  // Seconds that the device's number of threads take to read the rows of the
-  // first token_count tokens of every KV head, in parallel, once.
-  double ReadRows(int64_t token_count);
+  // PlainReadSeconds of the rows of the first token_count tokens of every KV
+  // head, with the device's number of threads.
+  double ReadRows(int64_t token_count, CacheFlush& flush);
 
   Device& device() { return *device_; }
   DeviceModel& model() { return *model_; }

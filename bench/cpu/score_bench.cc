@@ -1,11 +1,11 @@
 // Scoring, threshold and compaction of one KV head's codes against reading
-// those codes alone, and the score kernels against their alternatives.
+// those codes alone.
 //
 // The keys are the first KV head's of the data directory, repeated up to the
 // count asked for; the query group is its first. Caches are flushed before each
-// measurement: between two attends of a model they hold other things. Every result is compared with
-// a plain reference before it is timed. Writes one JSON object to standard
-// output.
+// measurement: between two attends of a model they hold other things. Every
+// result is compared with a plain reference before it is timed. Writes one JSON
+// object to standard output.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -15,8 +15,6 @@
 #include <functional>
 #include <iostream>
 #include <limits>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -27,11 +25,6 @@
 #include "host/cpu/score_pass.h"
 #include "nlohmann/json.hpp"
 #include "tests/reference/ranking.h"
-#ifdef SPILLWAY_BENCH_ALTERNATIVES
-#include "bench/cpu/alternatives.h"
-#include "host/base/elements.h"
-#include "host/core/quantiser.h"
-#endif
 
 namespace spillway::bench {
 namespace {
@@ -263,8 +256,7 @@ absl::StatusOr<Json> MeasurePass(Scored& scored, const Options& options, bool ha
     std::vector<double> reads;
     std::vector<double> passes;
     for (int i = -1; i < options.repetitions; ++i) {  // the first warms up
-      flush.Run();
-      const double read = ReadSpans(threads, spans, span_bytes);
+      const double read = PlainReadSeconds(threads, spans, span_bytes, flush);
       flush.Run();
       const double pass = Seconds([&] { threads.execute([&] { heavy = scored.Pass(); }); });
       if (!heavy.ok()) return heavy.status();
@@ -287,134 +279,8 @@ absl::StatusOr<Json> MeasurePass(Scored& scored, const Options& options, bool ha
   return rows;
 }
 
-#ifdef SPILLWAY_BENCH_ALTERNATIVES
-// Kernels alone, one thread, over all pages; query weights drawn at random.
-absl::StatusOr<Json> MeasureKernels(Scored& scored, const Options& options, bool hamming) {
-  std::mt19937 random(1);
-  std::vector<uint8_t> signs(kGroup * kDims);
-  std::vector<int8_t> odd(kGroup * kDims);
-  for (auto& s : signs) s = random() & 1u;
-  for (auto& w : odd) w = static_cast<int8_t>(2 * static_cast<int>(random() % 16) - 15);
-
-  ScoreQuery query;
-  query.layout = scored.model().layout();
-  query.row_count = hamming ? 1 : kGroup;
-  std::vector<int8_t> weights(query.row_count * kDims);
-  for (int j = 0; j < kDims; ++j) {
-    if (hamming) {
-      int set = 0;
-      for (int r = 0; r < kGroup; ++r) set += signs[r * kDims + j];
-      weights[j] = static_cast<int8_t>(2 * set - kGroup);
-      query.offset[0] += kGroup - set;
-    } else {
-      for (int r = 0; r < kGroup; ++r) weights[r * kDims + j] = 2 * odd[r * kDims + j];
-    }
-  }
-  query.weights = weights.data();
-  std::fill_n(query.coefficient, kGroup, 1.0f);
-
-  const std::vector<const std::byte*> spans = scored.Spans();
-  const int64_t pages = static_cast<int64_t>(spans.size());
-  const int planes = hamming ? 1 : 2;
-  const int64_t tiled_bytes = int64_t{planes} * kPlaneBytes;
-  std::vector<uint8_t> nibbles(pages * tiled_bytes);
-  std::vector<uint32_t> words(pages * tiled_bytes / 4);
-  std::vector<uint8_t> codes(128 * kDims);
-  for (int64_t p = 0; p < pages; ++p) {
-    for (int64_t i = 0; i < 128 * kDims; ++i) {
-      codes[i] =
-          static_cast<uint8_t>(scored.Code(p * 128 + i / kDims, static_cast<int>(i % kDims)));
-    }
-    TileForPopcount(codes.data(), planes, words.data() + p * tiled_bytes / 4);
-    TileForNibbles(codes.data(), planes, nibbles.data() + p * tiled_bytes);
-  }
-  const PopcountQuery popcount = MakePopcountQuery(signs.data(), odd.data());
-  const NibbleQuery nibble = MakeNibbleQuery(signs.data(), odd.data());
-  std::vector<int32_t> sums(kGroup * 128);
-  // A page's results: bins of hamming, logits of asymmetric.
-  std::vector<uint16_t> bins(128);
-  std::vector<float> logits(kGroup * 128);
-  const auto finish = [&](int64_t p) {
-    FinishLogits(sums.data(), 1.0f,
-                 reinterpret_cast<const uint16_t*>(spans[p] + query.layout.factor_offset_bytes()),
-                 logits.data());
-  };
-  struct Kernel {
-    std::string name;
-    std::function<void(int64_t)> page;
-    std::vector<double> seconds;
-  };
-  std::vector<Kernel> kernels;
-  kernels.push_back({absl::StrCat("dot product of bytes (used), ", SimdTargetName()),
-                     [&](int64_t p) {
-                       const ScanPage page{spans[p], p + 1 < pages ? spans[p + 1] : nullptr};
-                       if (hamming) return HammingBins(query, page, 0, 8, bins.data());
-                       AsymmetricLogits(query, page, logits.data());
-                     },
-                     {}});
-  if (AlternativesSupported()) {
-    kernels.push_back({"popcount (VPOPCNTDQ)",
-                       [&](int64_t p) {
-                         const uint32_t* w = words.data() + p * tiled_bytes / 4;
-                         if (hamming) return HammingPopcount(popcount, w, bins.data());
-                         AsymmetricPopcount(popcount, w, sums.data());
-                         finish(p);
-                       },
-                       {}});
-    kernels.push_back({"nibble tables (PSHUFB)",
-                       [&](int64_t p) {
-                         const uint8_t* t = nibbles.data() + p * tiled_bytes;
-                         if (hamming) return HammingNibbles(nibble, t, bins.data());
-                         AsymmetricNibbles(nibble, t, sums.data());
-                         finish(p);
-                       },
-                       {}});
-  }
-  for (int64_t p = 0; p < std::min<int64_t>(pages, 64); ++p) {
-    kernels[0].page(p);
-    const std::vector<uint16_t> expected_bins = bins;
-    const std::vector<float> expected_logits = logits;
-    for (size_t k = 1; k < kernels.size(); ++k) {
-      std::fill(bins.begin(), bins.end(), uint16_t{0xAAAA});
-      std::fill(logits.begin(), logits.end(), -1.0e9f);
-      kernels[k].page(p);
-      if (hamming ? bins != expected_bins : logits != expected_logits) {
-        return absl::InternalError(absl::StrCat(kernels[k].name, " differs on page ", p));
-      }
-    }
-  }
-  CacheFlush flush;
-  tbb::task_arena one_thread(1);
-  std::vector<double> reads;
-  const int64_t span_bytes =
-      hamming ? query.layout.factor_offset_bytes() : query.layout.page_bytes();
-  for (int i = -1; i < options.repetitions; ++i) {
-    flush.Run();
-    const double read = ReadSpans(one_thread, spans, span_bytes);
-    if (i >= 0) reads.push_back(read);
-    for (Kernel& kernel : kernels) {
-      flush.Run();
-      const double spent = Seconds([&] {
-        for (int64_t p = 0; p < pages; ++p) kernel.page(p);
-      });
-      if (i >= 0) kernel.seconds.push_back(spent);
-    }
-  }
-  Json rows = Json::array();
-  const double keys = static_cast<double>(pages) * kPageTokenCount;
-  for (const Kernel& kernel : kernels) {
-    rows.push_back({{"selector", hamming ? "hamming" : "asymmetric"},
-                    {"kernel", kernel.name},
-                    {"ns_per_key", 1e9 * Median(kernel.seconds) / keys},
-                    {"read_ns_per_key", 1e9 * Median(reads) / keys},
-                    {"share_of_read_rate", Median(reads) / Median(kernel.seconds)}});
-  }
-  return rows;
-}
-#endif
-
 absl::StatusOr<Json> Run(const Options& options) {
-  Json result{{"passes", Json::array()}, {"kernels", Json::array()}};
+  Json result{{"plain_read", kPlainReadHow}, {"passes", Json::array()}};
   for (const int bits : {1, 2, HashSpec().bits_per_dim}) {
     const bool hamming = bits == 1;
     Scored scored;
@@ -424,12 +290,6 @@ absl::StatusOr<Json> Run(const Options& options) {
     absl::StatusOr<Json> rows = MeasurePass(scored, options, hamming);
     if (!rows.ok()) return rows.status();
     for (Json& row : *rows) result["passes"].push_back(std::move(row));
-#ifdef SPILLWAY_BENCH_ALTERNATIVES
-    if (bits > 2) continue;  // what others there are is of fewer
-    rows = MeasureKernels(scored, options, hamming);
-    if (!rows.ok()) return rows.status();
-    for (Json& row : *rows) result["kernels"].push_back(std::move(row));
-#endif
   }
   return result;
 }

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import spillway
 import torch
-from spillway import _serving
 from spillway.transformers import SpillwayCache, appends
+from spillway_lab import serving
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,11 +89,11 @@ def main() -> None:
 
     measure("transformers, resident", lambda: DynamicCache(config=config))
     model.set_attn_implementation("spillway")
-    binary = _serving.find_binary(ROOT)
+    binary = serving.find_binary(ROOT)
     flags = ("--device", options.device, "--memory-limit", str(2 * row_bytes + (4 << 30)))
     with (
         tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
-        _serving.running_daemon(binary, Path(folder) / "log", *flags, timeout=60) as target,
+        serving.running_daemon(binary, Path(folder) / "log", *flags, timeout=60) as target,
         spillway.connect(target) as client,
     ):
 

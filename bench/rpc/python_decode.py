@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import spillway
 import torch
-from spillway import DecodeStream, Sequence, _serving
+from spillway import DecodeStream, Sequence
+from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -88,13 +89,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20, help=f"of {STEPS} steps, of each kind")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    binary = _serving.find_binary(ROOT)
+    binary = serving.find_binary(ROOT)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
         target = stack.enter_context(
-            _serving.running_daemon(
-                binary, folder / "log", "--device", arguments.device, timeout=60
-            )
+            serving.running_daemon(binary, folder / "log", "--device", arguments.device, timeout=60)
         )
         clients = [stack.enter_context(spillway.connect(target, native=n)) for n in (False, True)]
         model = clients[0].create_model(

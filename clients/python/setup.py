@@ -2,20 +2,27 @@
 
 `python setup.py build_proto` generates them alone, for an editable install
 whose .proto files changed.
+
+A wheel is pure unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1: then it
+carries that file, and is for the platform that it is built on.
 """
 
+import os
 import re
+import shutil
 import tempfile
 from importlib import resources
 from pathlib import Path
 
-from setuptools import Command, setup
+from setuptools import Command, Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 PROTO = HERE.parent.parent / "proto"
 OUT = HERE / "spillway" / "_proto"
+LIBRARY = os.environ.get("SPILLWAY_LIBRARY_FILE")
 
 IMPORT = re.compile(r"^from spillway\.v1 import ", re.MULTILINE)
 MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')spillway\.v1\.")
@@ -71,14 +78,38 @@ class BuildProto(Command):
 
 
 class BuildPy(build_py):
-    """Generates the stubs before Python files are collected."""
+    """Generates the stubs before Python files are collected, and adds libspillway."""
 
     def run(self):
+        if LIBRARY and not Path(LIBRARY).is_file():
+            raise FileNotFoundError(f"SPILLWAY_LIBRARY_FILE names {LIBRARY}, which is no file")
         self.run_command("build_proto")
         # The packages were listed before the generated one existed.
         if "spillway._proto" not in self.packages:
             self.packages.append("spillway._proto")
+        made = Path(self.build_lib) / "spillway"
+        if not self.editable_mode:
+            # What an earlier build left there would go into the wheel too.
+            shutil.rmtree(made, ignore_errors=True)
         super().run()
+        if LIBRARY and not self.editable_mode:
+            (made / "_lib").mkdir()
+            shutil.copy(LIBRARY, made / "_lib" / "libspillway.so.1")
+
+
+class BdistWheel(bdist_wheel):
+    """Names the platform alone: any Python loads libspillway."""
+
+    def get_tag(self):
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+class Contents(Distribution):
+    """Tells a wheel that has machine code from one that has none."""
+
+    def has_ext_modules(self):
+        return bool(LIBRARY)
 
 
 class Sdist(sdist):
@@ -89,4 +120,12 @@ class Sdist(sdist):
         super().run()
 
 
-setup(cmdclass={"build_proto": BuildProto, "build_py": BuildPy, "sdist": Sdist})
+setup(
+    distclass=Contents,
+    cmdclass={
+        "bdist_wheel": BdistWheel,
+        "build_proto": BuildProto,
+        "build_py": BuildPy,
+        "sdist": Sdist,
+    },
+)

@@ -163,7 +163,5 @@ void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const*
 void FoldRowsMoments(DType dtype, const std::byte* const* rows, const std::byte* const* next,
                      int count, int head_count, int head_dim, float* logits, RowSums* sums,
                      float* value, float* value_sq);
-// One pass over memory that reads every byte: the floor that benchmarks use.
-uint64_t ReadAll(const std::byte* data, int64_t bytes);
 
 }  // namespace spillway

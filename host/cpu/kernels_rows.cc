@@ -423,24 +423,6 @@ void FoldRowsMomentsImpl(DType dtype, const std::byte* const* rows, const std::b
                 value_sq);
 }
 
-uint64_t ReadAllImpl(const std::byte* data, int64_t bytes) {
-  const hn::CappedTag<uint64_t, 8> d;
-  const int64_t n = static_cast<int64_t>(hn::Lanes(d));
-  const auto* p = reinterpret_cast<const uint64_t*>(data);
-  const int64_t count = bytes / 8;
-  auto a = hn::Zero(d), b = hn::Zero(d), c = hn::Zero(d), e = hn::Zero(d);
-  int64_t i = 0;
-  for (; i + 4 * n <= count; i += 4 * n) {
-    a = hn::Xor(a, hn::LoadU(d, p + i));
-    b = hn::Xor(b, hn::LoadU(d, p + i + n));
-    c = hn::Xor(c, hn::LoadU(d, p + i + 2 * n));
-    e = hn::Xor(e, hn::LoadU(d, p + i + 3 * n));
-  }
-  uint64_t sum = hn::GetLane(hn::SumOfLanes(d, hn::Xor(hn::Xor(a, b), hn::Xor(c, e))));
-  for (; i < count; ++i) sum ^= p[i];
-  return sum;
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace spillway
 HWY_AFTER_NAMESPACE();
@@ -450,7 +432,6 @@ namespace spillway {
 HWY_EXPORT(RowLogitsImpl);
 HWY_EXPORT(FoldRowsImpl);
 HWY_EXPORT(FoldRowsMomentsImpl);
-HWY_EXPORT(ReadAllImpl);
 
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
                const RowQueries& queries, float* logits) {
@@ -467,9 +448,6 @@ void FoldRowsMoments(DType dtype, const std::byte* const* rows, const std::byte*
                      float* value, float* value_sq) {
   HWY_DYNAMIC_DISPATCH(FoldRowsMomentsImpl)
   (dtype, rows, next, count, head_count, head_dim, logits, sums, value, value_sq);
-}
-uint64_t ReadAll(const std::byte* data, int64_t bytes) {
-  return HWY_DYNAMIC_DISPATCH(ReadAllImpl)(data, bytes);
 }
 }  // namespace spillway
 #endif

@@ -107,7 +107,8 @@ for bench in attend_bench encode_bench; do
 done
 
 # Python as a checkout has it; what torch and transformers bring is there.
-in_tree=(env -u LD_LIBRARY_PATH -C tree PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python"
+in_tree=(env -u LD_LIBRARY_PATH -C tree 
+  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab"
   SPILLWAY_LIBRARY="$PWD/lib/libspillway.so.1"
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 SPILLWAY_TEST_DEVICE="$device")
 pytest=(python3 -m pytest -q -p no:cacheprovider --durations=10)

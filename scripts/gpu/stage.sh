@@ -2,8 +2,8 @@
 # Collects what needs a GPU in build/gpu-bundle, which runs on a machine with a
 # driver and neither toolkit nor checkout: programs and the libraries that they
 # need beyond the C and C++ runtimes (LD_LIBRARY_PATH=FOLDER/lib
-# FOLDER/bin/PROGRAM), and in FOLDER/tree the Python client with its tests, the
-# demonstration and benchmarks. FOLDER/run_all.sh runs it all.
+# FOLDER/bin/PROGRAM), and in FOLDER/tree the Python packages with their tests,
+# the demonstration and benchmarks. FOLDER/run_all.sh runs it all.
 #   stage.sh             makes the folder anew
 #   stage.sh PROGRAM...  adds programs to it
 #   stage.sh --model     puts the demonstration's model, in two parts, in
@@ -65,8 +65,9 @@ stage_tree() {
   mkdir -p "$bundle/tree"
   [[ -f clients/python/spillway/_proto/__init__.py ]] ||
     (cd clients/python && "../../$python" setup.py --quiet build_proto)
-  cp -r --parents README.md clients/python/spillway clients/python/examples clients/cpp/examples \
-    scripts/demo.py scripts/demonstration tests/python tests/model bench/gpu/*.py bench/rpc/python_decode.py \
+  cp -r --parents README.md clients/python/spillway clients/python/examples \
+    clients/lab/spillway_lab clients/cpp/examples scripts/demo.py scripts/demonstration \
+    tests/python tests/model bench/gpu/*.py bench/rpc/python_decode.py \
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
   stage_wrapper daemon/spillwayd ../../../..

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spillway import _native, _serving
+from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def binary() -> Path:
     """The daemon under test: $SPILLWAYD, else the release build's."""
-    return _serving.find_binary(ROOT)
+    return serving.find_binary(ROOT)
 
 
 def device() -> str:
@@ -38,7 +38,7 @@ def device_flags(*flags: str) -> tuple[str, ...]:
 @contextmanager
 def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
     """Serves on a unix socket in the folder and yields the target."""
-    _native.prefer(binary())
+    serving.prefer_library(binary())
     target = f"unix:{folder}/spillwayd.sock"
     log = folder / "spillwayd.log"
     with log.open("wb") as output:
@@ -48,10 +48,10 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        _serving.wait_until_serving(process, target, log, timeout=30)
+        serving.wait_until_serving(process, target, log, timeout=30)
         yield target
     finally:
-        _serving.end(process)
+        serving.end(process)
     assert process.returncode == 0, f"the daemon ended with {process.returncode}:\n" + tail(log)
 
 

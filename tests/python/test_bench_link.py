@@ -1,4 +1,4 @@
-"""`spillway bench link` over a program that tells recorded measurements."""
+"""`spillway-lab bench link` over a program that tells recorded measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spillway.bench import app, link, link_plots
+from spillway_lab.bench import app, link, link_plots
 from typer.testing import CliRunner, Result
 
 GIB = 2**30
@@ -223,7 +223,7 @@ def test_without_a_gpu_nothing_is_written(fake: Fake, tmp_path: Path) -> None:
     message = "no NVIDIA GPU can be used here: the driver shows none"
     done = run(fake([], f"spillway-link-bench: {message}\n", "2"), out)
     assert done.exit_code == 2
-    assert done.stderr.strip() == f"spillway bench link: {message}"
+    assert done.stderr.strip() == f"spillway-lab bench link: {message}"
     assert (out / "link.csv").read_text() == "earlier"
     assert not list(out.glob("*.png"))
 
@@ -304,7 +304,7 @@ def test_what_was_left_out_is_told(fake: Fake, tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: Path) -> None:
     program = fake(with_progress([measurement("rows")], 9), end="wait")
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "spillway.cli", "bench", "link"]
+    command = [sys.executable, "-m", "spillway_lab.cli", "bench", "link"]
     process = subprocess.Popen(
         [*command, "--program", str(program), "--out", str(out)],
         stdout=subprocess.PIPE,
@@ -330,7 +330,7 @@ def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: 
 
 def test_the_command_names_its_subcommands() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "spillway.cli", "--help"],
+        [sys.executable, "-m", "spillway_lab.cli", "--help"],
         capture_output=True,
         text=True,
         check=True,

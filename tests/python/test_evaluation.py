@@ -15,34 +15,34 @@ import spillway
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from spillway.evaluation import ablation, intervals, language, perplexity, results, retrieval
-from spillway.evaluation.attends import EXACT, Case, Outcome, measure, rows_in_daemon
-from spillway.evaluation.calibration import choose_channels
-from spillway.evaluation.command import app
-from spillway.evaluation.decoding import Row, step
-from spillway.evaluation.fidelity import at_equal_rows
-from spillway.evaluation.indexing import (
+from spillway.policy import Policy
+from spillway.transformers.support import Shapes
+from spillway_lab.evaluation import ablation, intervals, language, perplexity, results, retrieval
+from spillway_lab.evaluation.attends import EXACT, Case, Outcome, measure, rows_in_daemon
+from spillway_lab.evaluation.calibration import choose_channels
+from spillway_lab.evaluation.command import app
+from spillway_lab.evaluation.decoding import Row, step
+from spillway_lab.evaluation.fidelity import at_equal_rows
+from spillway_lab.evaluation.indexing import (
     DEFAULT_INDEX,
     Index,
     NotServedError,
     check_policy,
     write_rotations,
 )
-from spillway.evaluation.methods import chosen, registry
-from spillway.evaluation.recording import grid_of
-from spillway.evaluation.retrieval import score, true_tops
-from spillway.evaluation.setting import Setting
-from spillway.evaluation.tasks import TASKS, needle_at, sized
-from spillway.evaluation.workbench import Workbench
-from spillway.policy import Policy
-from spillway.training.hash_mlp import (
+from spillway_lab.evaluation.methods import chosen, registry
+from spillway_lab.evaluation.recording import grid_of
+from spillway_lab.evaluation.retrieval import score, true_tops
+from spillway_lab.evaluation.setting import Setting
+from spillway_lab.evaluation.tasks import TASKS, needle_at, sized
+from spillway_lab.evaluation.workbench import Workbench
+from spillway_lab.training.hash_mlp import (
     HashAttentionMlps,
     HashMlp,
     Hyperplanes,
     ThreeLayerMlp,
     save_hash,
 )
-from spillway.transformers.support import Shapes
 from tiny_model import WORDS, draw_words, save_tiny_llama
 from typer.testing import CliRunner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import spillway
 from daemon_process import binary
 from spillway import _native
+from spillway_lab.serving import prefer_library
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +54,59 @@ def test_not_installed(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
         spillway.connect(target, native=True)
 
 
+def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
+    """Where the package's own library is, and no other is named or installed."""
+    monkeypatch.delenv("SPILLWAY_LIBRARY")
+    monkeypatch.setattr(_native, "_OWN", path)
+    monkeypatch.setattr(_native, "_INSTALLED", "libspillway-is-not-here.so.1")
+    return path
+
+
+def built() -> Path:
+    return binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+
+
+def test_the_package_own_comes_before_the_system(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own(monkeypatch, tmp_path / "libspillway.so.1")
+    assert transport(target) == "grpcio"
+    _native.library.cache_clear()
+    shutil.copy(built(), path)
+    monkeypatch.setattr(_native, "_INSTALLED", str(built()))
+    loaded = _native.library()
+    assert loaded is not None
+    assert loaded._name == str(path)
+    # What is named comes before both.
+    _native.library.cache_clear()
+    monkeypatch.setenv("SPILLWAY_LIBRARY", str(tmp_path / "mine.so"))
+    with pytest.raises(OSError, match=r"mine\.so"):
+        _native.library()
+
+
+def test_a_package_own_that_does_not_load_is_told(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own(monkeypatch, tmp_path / "libspillway.so.1")
+    path.write_text("not machine code")
+    with pytest.warns(RuntimeWarning, match=rf"go through grpcio: {path}: .*(short|header)"):
+        assert transport(target) == "grpcio"
+    with pytest.raises(OSError, match=rf"{path}: .*; libspillway-is-not-here"):
+        spillway.connect(target, native=True)
+    _native.library.cache_clear()
+    monkeypatch.setattr(_native, "_INSTALLED", str(built()))
+    with pytest.warns(RuntimeWarning, match=rf"the system's .*: {path}: "):
+        assert transport(target) == "libspillway"
+
+
 def test_the_one_beside_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_LIBRARY", "mine")
-    _native.prefer(binary())
+    prefer_library(binary())
     assert _native._INSTALLED == "libspillway.so.1"
     monkeypatch.delenv("SPILLWAY_LIBRARY")
     archive = tmp_path / "spillway" / "lib" / "libspillway.so.1"
     archive.parent.mkdir(parents=True)
     archive.touch()
-    _native.prefer(tmp_path / "spillway" / "bin" / "spillwayd")
+    prefer_library(tmp_path / "spillway" / "bin" / "spillwayd")
     with pytest.raises(OSError, match=str(archive)):
         _native.library()

@@ -15,7 +15,7 @@ import torch
 from helpers import delete_model
 from safetensors.torch import save_file
 from spillway import Policy, TopK
-from spillway.training import (
+from spillway_lab.training import (
     HashMlp,
     Traces,
     Training,
@@ -25,14 +25,14 @@ from spillway.training import (
     save_hash,
     train_layer,
 )
-from spillway.training.ranking import (
+from spillway_lab.training.ranking import (
     intersection_over_union,
     ranking_loss,
     softsign,
     top_counts,
     true_scores,
 )
-from spillway.training.trainer import CENTRE_TOKEN_COUNT
+from spillway_lab.training.trainer import CENTRE_TOKEN_COUNT
 from tiny_model import WORDS, draw_words, save_tiny_llama
 
 DIM = 32
@@ -271,9 +271,9 @@ def test_a_file_with_a_layer_missing(tmp_path: Path) -> None:
 
 
 def train(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs `spillway train-hash`."""
+    """Runs `spillway-lab train-hash`."""
     return subprocess.run(
-        [sys.executable, "-m", "spillway.cli", *map(str, words)],
+        [sys.executable, "-m", "spillway_lab.cli", *map(str, words)],
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},

@@ -1,7 +1,7 @@
 // spillway-link-bench: how fast rows travel between host memory and a GPU, by
 // engine, row size, span, density, order, SM count, direction, NUMA node and
 // way of pinning. Writes a JSON object a line (docs/link.md);
-// `spillway bench link` turns them into tables and plots.
+// `spillway-lab bench link` turns them into tables and plots.
 #include <cuda_runtime_api.h>
 
 #include <CLI/CLI.hpp>

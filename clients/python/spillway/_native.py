@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from spillway.errors import error_from_status
 _ENVIRONMENT = "SPILLWAY_LIBRARY"
 _INTERFACE = 1
 _INSTALLED = f"libspillway.so.{_INTERFACE}"
+# Of a wheel for a platform.
+_OWN = Path(__file__).with_name("_lib") / _INSTALLED
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 # Python looks at signals, Ctrl-C among them, between two waits.
 _WAIT_SECONDS = 0.2
@@ -24,26 +27,49 @@ _WAIT_SECONDS = 0.2
 
 @functools.cache
 def library(required: bool = False) -> ctypes.CDLL | None:
-    """Returns libspillway, None where it is not installed.
+    """Returns libspillway, None where there is none.
 
-    It is the file that `SPILLWAY_LIBRARY` names; where that is not set,
-    libspillway.so as the system's loader finds it; none where it is empty.
+    It is the file that `SPILLWAY_LIBRARY` names, and none where that is empty.
+    Where it is not set, it is the package's own, which a wheel for a platform
+    has, or else libspillway.so as the system's loader finds it.
 
     Args:
         required: Not to find it is an error.
 
     Raises:
         OSError: It cannot be loaded, and was named or is required.
+
+    Warns:
+        RuntimeWarning: The package's own cannot be loaded, and another, or
+            none, is returned.
     """
     named = os.environ.get(_ENVIRONMENT)
-    path = _INSTALLED if named is None else named
-    try:
-        if not path:
-            raise OSError(f"{_ENVIRONMENT} is empty")
-        loaded = ctypes.CDLL(path)
-    except OSError as error:
-        if named or required:
-            raise OSError(f"libspillway cannot be loaded: {error}; see {_ENVIRONMENT}") from None
+    if named == "":
+        if required:
+            raise OSError(f"libspillway is not to be loaded: {_ENVIRONMENT} is empty")
+        return None
+    own = str(_OWN)
+    paths = [named] if named else [own, _INSTALLED] if _OWN.exists() else [_INSTALLED]
+    failures: dict[str, str] = {}
+    loaded = path = None
+    for path in paths:
+        try:
+            loaded = ctypes.CDLL(path)
+            break
+        except OSError as error:
+            failures[path] = f"{path}: {error}"
+    if loaded is None and (named or required):
+        told = "; ".join(failures.values())
+        raise OSError(f"libspillway cannot be loaded: {told}; {_ENVIRONMENT} names another")
+    if own in failures and not named:
+        instead = "grpcio" if loaded is None else f"the system's {_INSTALLED}"
+        warnings.warn(
+            f"the libspillway of this package cannot be loaded, decode streams go through "
+            f"{instead}: {failures[own]}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    if loaded is None:
         return None
     interface = loaded.spillway_interface()
     if interface != _INTERFACE:
@@ -60,17 +86,6 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         function = getattr(loaded, f"spillway_decode_{name}")
         function.restype, function.argtypes = result, arguments
     return loaded
-
-
-def prefer(binary: Path) -> None:
-    """Takes the libspillway that lies with a daemon, in a build tree or an unpacked archive.
-
-    Where `SPILLWAY_LIBRARY` is set, that stays.
-    """
-    for folder in ("clients/c", "lib"):
-        path = binary.resolve().parent.parent / folder / _INSTALLED
-        if path.exists():
-            os.environ.setdefault(_ENVIRONMENT, str(path))
 
 
 class NativeStream:

@@ -1,0 +1,65 @@
+"""What the commands of a language model share: what they are told of it, and progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+def progress(what: str, console: Console) -> Progress:
+    """A progress bar."""
+    return Progress(
+        TextColumn(what),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def layer_ranges(text: str) -> list[tuple[str, int, int]]:
+    """The parts of a list of layers such as "0,4-6": as written, the first and the last."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or not (last if dash else first).isdigit():
+            raise typer.BadParameter(f"{part!r} is not a layer, nor two with a dash between")
+        ranges.append((part, int(first), int(last or first)))
+    return ranges
+
+
+def from_pretrained(kind: Any, model: str, **options: Any) -> Any:
+    """What transformers makes of a folder, a name on the hub or a `.gguf` file.
+
+    Args:
+        kind: A class of transformers with `from_pretrained`.
+        model: What the command line was told.
+        options: For `from_pretrained`.
+
+    Raises:
+        typer.BadParameter: It is none of them, or holds no model.
+    """
+    name, path = model, Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise typer.BadParameter(f"there is no file {model}")
+        name, options = str(path.parent), {**options, "gguf_file": path.name}
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        absent = "" if path.exists() else "there is no such folder; of the hub: "
+        reason = str(error).strip().splitlines()[0]
+        raise typer.BadParameter(f"{model} cannot be loaded: {absent}{reason}") from error

@@ -1,0 +1,69 @@
+"""The command `spillway-lab`: measures, draws, trains and evaluates.
+
+Talking to a daemon (status, models, sequences, attend-bench) is the business of the C++
+tool, `spillway`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NamedTuple
+
+import typer
+
+
+class _Command(NamedTuple):
+    """A command or a group of them.
+
+    Attributes:
+        module: Imported when the command is asked for: some take seconds.
+        attribute: The function, or the group.
+        summary: For the list of commands.
+    """
+
+    module: str
+    attribute: str
+    summary: str
+
+
+_COMMANDS = {
+    "bench": _Command("spillway_lab.bench", "app", "Experiments with the hardware."),
+    "eval": _Command(
+        "spillway_lab.evaluation.command", "app", "Methods of sparse attention, compared."
+    ),
+    "train-hash": _Command(
+        "spillway_lab.training.command", "train_hash", "Trains hash functions for a model."
+    ),
+    "import-hash": _Command(
+        "spillway_lab.training.command",
+        "import_app",
+        "Turns published hash weights into a file that the daemon loads.",
+    ),
+}
+
+
+def main() -> None:
+    """Runs the command line."""
+    asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    app = typer.Typer(
+        help="Experiments around Spillway. The commands that talk to a daemon (status, models, "
+        "sequences, attend-bench) are in the C++ tool, spillway.",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    for name, command in _COMMANDS.items():
+        if name != asked:
+            app.command(name, help=command.summary)(lambda: None)
+            continue
+        found = getattr(importlib.import_module(command.module), command.attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
+    app(prog_name="spillway-lab")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What papers claim, and we expect, beside what a folder of results shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Sections = dict[str, dict[str, Any]]
+Row = tuple[str, str]
+
+
+def seen(found: Sections) -> list[Row]:
+    """Each claim and what was seen; those whose sections were not measured are left out."""
+    return [row for claim in _CLAIMS for row in claim(found)]
+
+
+def _top_k_below_vattention(found: Sections) -> list[Row]:
+    if "fidelity" not in found:
+        return []
+    equal = {e["name"]: e for e in found["fidelity"]["found"].get("at_equal_rows", ())}
+    pairs = []
+    for name, entry in equal.items():
+        base = name.removeprefix("vattention-")
+        plain = equal.get("oracle-top-k" if base == "oracle" else base)
+        if name == base or plain is None or None in (entry["error"], plain["error"]):
+            continue
+        ratio = plain["error"] / entry["error"]
+        pairs.append(f"{entry['label'].removeprefix('vAttention on ')} {ratio:.2f}")
+    if not pairs:
+        return []
+    said = "vAttention: at equal density top-k's error is above its own"
+    return [(said, "top-k's mean error over vAttention's at equal rows: " + ", ".join(pairs))]
+
+
+def _ours_below_all(found: Sections) -> list[Row]:
+    if "fidelity" not in found:
+        return []
+    section = found["fidelity"]["found"]
+    practical = {m["name"] for m in section["methods"] if m["practical"]}
+    others = [
+        e
+        for e in section.get("at_equal_rows", ())
+        if e["name"] in practical and not e["name"].startswith("ours") and e["error"] is not None
+    ]
+    if not others:
+        return []
+    best = min(others, key=lambda e: e["error"])
+    low, high = best["ratio_interval"]
+    verdict = "yes" if low > 1 else "no" if high < 1 else "not decided"
+    said = "ours: at equal rows the default's mean error is below every other practical method's"
+    return [
+        (
+            said,
+            f"{verdict}: the best other is {best['label']} with {best['ratio']:.2f} times its "
+            f"error ({low:.2f}-{high:.2f}), of {len(others)} that touch as many rows",
+        )
+    ]
+
+
+def _cell(found: Sections, name: str, epsilon: float, delta: float) -> dict[str, Any] | None:
+    for promise in found["guarantee"]["found"]["promises"] if "guarantee" in found else ():
+        for cell in promise["cells"]:
+            if (promise["name"], cell["epsilon"], cell["delta"]) == (name, epsilon, delta):
+                assert isinstance(cell, dict)
+                return cell
+    return None
+
+
+def _ours_keeps_its_promise(found: Sections) -> list[Row]:
+    rows = []
+    for name, label, epsilon in (
+        ("stratified-codes", "the default", 0.1),
+        ("stratified-codes", "the default", 0.2),
+        ("stratified-codes", "the default", 0.05),
+    ):
+        cell = _cell(found, name, epsilon, 0.1)
+        if cell is None:
+            continue
+        worst = cell["worst"]
+        low, high = cell["interval"]
+        rows.append(
+            (
+                f"ours: violations of {label} stay under delta 0.1 at epsilon {epsilon:g}",
+                f"{cell['verdict']}: {100 * cell['share']:.2f} % ({100 * low:.2f}-"
+                f"{100 * high:.2f} %); worst layer {worst['layer']}, head {worst['head']}: "
+                f"{100 * worst['share']:.1f} %",
+            )
+        )
+    return rows
+
+
+def _a_third_of_the_rows(found: Sections) -> list[Row]:
+    ours, paper = (_cell(found, name, 0.1, 0.1) for name in ("stratified-codes", "paper-oracle"))
+    if ours is None or paper is None:
+        return []
+    ratio = ours["rows"]["mean"] / paper["rows"]["mean"]
+    said = (
+        "ours: at epsilon 0.1 at most a third of the rows of vAttention's lemmas with an oracle's "
+        "heavy set"
+    )
+    seen = (
+        f"{'yes' if ratio <= 1 / 3 else 'no'}: {ours['rows']['mean']:,.0f} of "
+        f"{paper['rows']['mean']:,.0f}, {ratio:.2f}"
+    )
+    return [(said, seen)]
+
+
+def _twilight_prunes(found: Sections) -> list[Row]:
+    if "perplexity" not in found:
+        return []
+    rows = []
+    for method in found["perplexity"]["found"]["methods"]:
+        if method["kind"] != "Twilight":
+            continue
+        for point in method["points"]:
+            ratio, agreement = point["perplexity_ratio"], point["agreement"]
+            low, high = ratio["interval"]
+            rows.append(
+                f"{method['label']}, p {point['value']}: {100 * (1 - point['rows']['share']):.0f} "
+                f"% pruned, perplexity x{ratio['mean']:.3f} ({low:.3f}-{high:.3f}), "
+                f"{100 * agreement['mean']:.1f} % the same next token"
+            )
+    said = "Twilight: up to 98 % of the tokens pruned without loss"
+    return [(said, "; ".join(rows))] if rows else []
+
+
+def _trained_beats_lsh(found: Sections) -> list[Row]:
+    if "retrieval" not in found:
+        return []
+    rankings = {r["name"]: r for r in found["retrieval"]["found"]["rankings"]}
+    said = "Spotlight: trained codes reach 3 times the IoU of LSH"
+    if "mlp" not in rankings:
+        return [(said, "not measured: no trained weights were given (`--mlp`)")]
+    trained = rankings["mlp"]
+    pairs = [
+        f"{trained['iou_head']['mean'] / rankings[name]['iou_head']['mean']:.2f} times that of "
+        f"{rankings[name]['label']}"
+        for name in ("lsh-128-raw", "lsh-128")
+        if name in rankings
+    ]
+    return [(said, f"IoU {trained['iou_head']['mean']:.3f}: " + ", ".join(pairs))]
+
+
+def _codes_beat_others(found: Sections) -> list[Row]:
+    if "retrieval" not in found:
+        return []
+    rankings = found["retrieval"]["found"]["rankings"]
+    rows = []
+    for ours in (r for r in rankings if r["family"] == "ours"):
+        others = [
+            r
+            for r in rankings
+            if r["family"] not in ("ours", "oracle") and r["bytes_per_key"] <= ours["bytes_per_key"]
+        ]
+        if not others:
+            continue
+        best = max(others, key=lambda r: r["iou_group"]["mean"])
+        mine, its = ours["iou_group"]["mean"], best["iou_group"]["mean"]
+        rows.append(
+            f"{'yes' if mine > its else 'no'} for {ours['label']}: {mine:.2f} in "
+            f"{ours['bytes_per_key']:g} bytes, {best['label']} {its:.2f} in "
+            f"{best['bytes_per_key']:g}"
+        )
+    said = "ours: codes find more of the true top (IoU) than others in as many bytes a key"
+    return [(said, "; ".join(rows))] if rows else []
+
+
+def _answers_as_dense(found: Sections) -> list[Row]:
+    rows = []
+    for section in ("needle", "ruler"):
+        for method in found[section]["found"]["methods"] if section in found else ():
+            if method["label"].startswith("ours"):
+                low, high = (100 * bound for bound in method["less_interval"])
+                rows.append(
+                    f"{section}: {100 * method['score']:.0f} %, "
+                    f"{100 * method['less_than_dense']:+.0f} ({low:+.0f} to {high:+.0f}) to dense, "
+                    f"{100 * method['row_share']:.0f} % of the rows"
+                )
+    return [("ours: answers as dense attention does", "; ".join(rows))] if rows else []
+
+
+_CLAIMS = (
+    _top_k_below_vattention,
+    _twilight_prunes,
+    _trained_beats_lsh,
+    _codes_beat_others,
+    _answers_as_dense,
+    _ours_below_all,
+    _ours_keeps_its_promise,
+    _a_third_of_the_rows,
+)

@@ -1,0 +1,241 @@
+"""The commands of `spillway-lab eval`."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from spillway.errors import SpillwayError
+
+from spillway_lab._console import layer_ranges
+from spillway_lab.evaluation import (
+    ablation,
+    fidelity,
+    guarantee,
+    needle,
+    perplexity,
+    presets,
+    report,
+    results,
+    retrieval,
+)
+from spillway_lab.evaluation.asking import ASKED
+from spillway_lab.evaluation.indexing import NotServedError
+from spillway_lab.evaluation.setting import Setting
+from spillway_lab.evaluation.workbench import Workbench
+
+console = Console(highlight=False)
+app = typer.Typer(
+    help="How good, how sparse and how honest methods of sparse attention are.",
+    no_args_is_help=True,
+)
+
+
+def _layers(text: str) -> tuple[int, ...] | None:
+    """The layers that "0,4-6" names; None for all."""
+    if text in ("", "all"):
+        return None
+    layers: set[int] = set()
+    for _, first, last in layer_ranges(text):
+        layers.update(range(first, last + 1))
+    return tuple(sorted(layers))
+
+
+def _setting(
+    model: Annotated[str, typer.Argument(help="folder, name on the hub, or .gguf file")],
+    texts: Annotated[
+        list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
+    length: Annotated[int, typer.Option(min=1024, help="tokens of a stretch of text")] = 8192,
+    stretches: Annotated[int, typer.Option(min=1, help="stretches, the text's last")] = 1,
+    queries: Annotated[int, typer.Option(min=2, help="of a stretch, in its last eighth")] = 64,
+    layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "all",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option(help="of the model: cpu or cuda:N")] = "cpu",
+    daemon: Annotated[
+        str | None, typer.Option(help="target of a running daemon; none: $SPILLWAYD is started")
+    ] = None,
+    daemon_device: Annotated[str, typer.Option(help="of a daemon started here")] = "auto",
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="text that offline choices learn from; none: what precedes",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    mlp: Annotated[
+        Path | None,
+        typer.Option(help="hash weights of spillway-lab train-hash", exists=True, dir_okay=False),
+    ] = None,
+    hashattention: Annotated[
+        Path | None,
+        typer.Option(help="hash weights in HashAttention's form", exists=True, dir_okay=False),
+    ] = None,
+) -> Setting:
+    return Setting(
+        model=model,
+        texts=tuple(texts),
+        output=output,
+        token_count=length,
+        stretch_count=stretches,
+        query_count=queries,
+        layers=_layers(layers),
+        seed=seed,
+        device=device,
+        daemon=daemon,
+        daemon_device=daemon_device,
+        calibration=tuple(calibration or ()),
+        mlp=mlp,
+        hashattention=hashattention,
+    )
+
+
+def _section(run: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes the options of a setting and those of `run` after its bench."""
+    shared = list(inspect.signature(_setting, eval_str=True).parameters.values())
+    own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+
+    def command(**options: Any) -> None:
+        setting = _setting(**{p.name: options.pop(p.name) for p in shared})
+        # A daemon that was started here ends with it, however it is ended.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            with Workbench(setting, console) as bench:
+                run(bench, **options)
+        except (NotServedError, SpillwayError, ValueError, FileNotFoundError) as error:
+            console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
+            raise typer.Exit(1) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        report.make(setting.output, console)
+
+    arguments = [p for p in shared if p.default is inspect.Parameter.empty]
+    options = [p for p in shared if p.default is not inspect.Parameter.empty]
+    parameters = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*arguments, *own, *options)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _numbers(text: str) -> list[float]:
+    """Numbers with commas between."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not numbers with commas between") from None
+
+
+def _names(numbers: tuple[float, ...]) -> str:
+    return ",".join(f"{number:g}" for number in numbers)
+
+
+def _fidelity(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+) -> None:
+    """Error against rows touched, a curve per method."""
+    fidelity.run(bench, methods)
+
+
+def _guarantee(
+    bench: Workbench,
+    promises: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    epsilons: Annotated[str, typer.Option()] = _names(guarantee.EPSILONS),
+    deltas: Annotated[str, typer.Option()] = _names(guarantee.DELTAS),
+    seeds: Annotated[int, typer.Option(min=1, help="draws of every query")] = 1,
+) -> None:
+    """How often errors are beyond epsilon, against the delta promised."""
+    guarantee.run(bench, promises, _numbers(epsilons), _numbers(deltas), seeds)
+
+
+def _retrieval(
+    bench: Workbench,
+    rankings: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+) -> None:
+    """IoU with the true top and captured mass, per ranking and code length."""
+    retrieval.run(bench, rankings)
+
+
+def _ablation(
+    bench: Workbench,
+    parts: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+) -> None:
+    """What each part of the default policy is for."""
+    ablation.run(bench, parts)
+
+
+def _perplexity(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    tokens: Annotated[int, typer.Option(min=32, help="decoded of a stretch")] = 256,
+    budgets: Annotated[int, typer.Option(min=1, help="points of a method's curve")] = 3,
+) -> None:
+    """Next tokens against dense attention's: agreement, divergence, perplexity."""
+    perplexity.run(bench, methods, tokens, budgets)
+
+
+def _lengths(text: str) -> list[int]:
+    """Lengths in tokens with commas between."""
+    return [int(number) for number in _numbers(text)]
+
+
+def _needle(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="name or name=budget, commas between")] = ASKED,
+    lengths: Annotated[str, typer.Option(help="in tokens")] = "4096,8192",
+    depths: Annotated[str, typer.Option(help="0: the beginning, 1: the end")] = "0,.25,.5,.75,1",
+    samples: Annotated[int, typer.Option(min=1, help="of a depth and length")] = 2,
+) -> None:
+    """Needles in a haystack: depth by length, beside dense attention."""
+    needle.run_needle(bench, methods, _lengths(lengths), _numbers(depths), samples)
+
+
+def _ruler(
+    bench: Workbench,
+    methods: Annotated[str, typer.Option(help="name or name=budget, commas between")] = ASKED,
+    lengths: Annotated[str, typer.Option(help="in tokens; YaRN beyond the model's")] = "4096,8192",
+    tasks: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="of a task and length")] = 5,
+) -> None:
+    """Tasks after RULER: single and multi key, variable tracking, common words."""
+    needle.run_ruler(bench, methods, _lengths(lengths), tasks, samples)
+
+
+def _all(
+    bench: Workbench,
+    preset: Annotated[str, typer.Option(help="small, for minutes on two cores, or full")] = "full",
+) -> None:
+    """Every section, by a preset of their own options."""
+    if preset not in presets.PRESETS:
+        raise ValueError(f"no preset {preset!r}; there are {', '.join(presets.PRESETS)}")
+    for run, options in presets.PRESETS[preset]:
+        run(bench, **options)
+    report.show(bench.setting.output, console)
+
+
+for _run in (_fidelity, _guarantee, _retrieval, _ablation, _perplexity, _needle, _ruler, _all):
+    app.command(_run.__name__[1:])(_section(_run))
+app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity))
+
+
+@app.command("report")
+def _report(
+    folder: Annotated[
+        Path, typer.Argument(help="of a section's results", exists=True, file_okay=False)
+    ],
+) -> None:
+    """Makes the Markdown and the pictures of a folder again, from its JSON alone."""
+    if not results.read(folder):
+        raise typer.BadParameter(f"{folder} has no results, such as fidelity.json")
+    report.make(folder, console)

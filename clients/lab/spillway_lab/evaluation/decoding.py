@@ -1,0 +1,140 @@
+"""A language model whose attention the daemon computes, over rows that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from spillway.client import Client
+from spillway.decode import DecodeStream
+from spillway.policy import Policy
+from spillway.sequence import Sequence
+from transformers import AttentionInterface, AttentionMaskInterface
+
+_NAME = "spillway_evaluation"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of several that are decoded together.
+
+    Attributes:
+        sequence: With the rows of what precedes, in every layer.
+        policy: How rows are chosen.
+    """
+
+    sequence: Sequence
+    policy: Policy
+
+
+@dataclass
+class Steps:
+    """What some tokens gave one row.
+
+    Attributes:
+        logits: After each token, float32 [T, vocabulary].
+        rows: Rows touched by each KV head, [layers, T, H_kv].
+        shares: The same of the visible, [layers, T, H_kv].
+    """
+
+    logits: torch.Tensor
+    rows: npt.NDArray[np.int64]
+    shares: npt.NDArray[np.float64]
+
+
+class _Forward:
+    """Where one forward attends, and what it touched."""
+
+    def __init__(self, stream: DecodeStream, rows: SequenceABC[Row], start: int) -> None:
+        self._stream = stream
+        self._rows = rows
+        self._start = start
+        # Of each row a count per layer, [T, H_kv].
+        self.touched: list[list[npt.NDArray[np.int64]]] = [[] for _ in rows]
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Appends [B, H_kv, T, d] and attends with [B, H_q, T, d]; output [B, T, H_q, d]."""
+        keys, values = (x.to("cpu", torch.bfloat16) for x in (key, value))
+        queries = query.transpose(1, 2).to("cpu", torch.float32)
+        number = {}
+        for i, row in enumerate(self._rows):
+            sent = self._stream.send(
+                row.sequence,
+                module.layer_idx,
+                queries[i],
+                keys[i],
+                values[i],
+                start=self._start,
+                policy=row.policy,
+            )
+            number[sent] = i
+        out = torch.empty_like(queries)
+        for _ in self._rows:
+            sent, result = self._stream.recv()
+            out[number[sent]] = result.out
+            self.touched[number[sent]].append(result.touched_row_counts)
+        return out.to(query.device, query.dtype)
+
+
+@contextmanager
+def _attention_by(model: Any, forward: _Forward) -> Iterator[None]:
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        return forward.attend(module, query, key, value), None
+
+    AttentionInterface.register(_NAME, attend)
+    # Every query sees what precedes it and itself.
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def step(
+    model: Any, client: Client, rows: SequenceABC[Row], tokens: torch.Tensor, start: int
+) -> list[Steps]:
+    """Decodes given tokens [B, T] at positions from `start` on, each row its own.
+
+    Sixteen tokens at a time, or as many as the daemon serves sparsely at once:
+    at every layer their K/V are appended before they attend, each to what it
+    sees, which is what one after the other would do.
+
+    Args:
+        model: The language model.
+        client: Connection to the daemon.
+        rows: B sequences of `start` tokens.
+        tokens: Token ids.
+        start: Position of the first.
+
+    Returns:
+        What each row gave.
+    """
+    limit = client.server_info.limits.sparse_query_token_count_max
+    logits, touched = [], []
+    with client.decode() as stream:
+        for first in range(0, tokens.shape[1], limit):
+            some = tokens[:, first : first + limit].to(model.device)
+            forward = _Forward(stream, rows, start + first)
+            positions = start + first + torch.arange(some.shape[1], device=model.device)
+            with torch.inference_mode(), _attention_by(model, forward):
+                answer = model(
+                    input_ids=some, position_ids=positions.expand_as(some), use_cache=False
+                )
+            logits.append(answer.logits.float().cpu())
+            touched.append(np.array(forward.touched))
+    whole = torch.cat(logits, dim=1)
+    counts = np.concatenate(touched, axis=2)
+    visible = np.arange(start + 1, start + tokens.shape[1] + 1)
+    return [Steps(whole[i], counts[i], counts[i] / visible[:, None]) for i in range(len(rows))]

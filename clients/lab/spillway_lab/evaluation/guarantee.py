@@ -1,0 +1,142 @@
+"""`spillway-lab eval guarantee`: how often errors are beyond epsilon, against delta."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from spillway.indices import KeyIndices, RotationHash
+from spillway.policy import Bound, Policy, Selector
+
+from spillway_lab.evaluation import results, summary
+from spillway_lab.evaluation.attends import Case, Outcome, measure
+from spillway_lab.evaluation.indexing import DEFAULT_INDEX, Index
+from spillway_lab.evaluation.methods import DEFAULT_BITS, lsh_index, vattention
+from spillway_lab.evaluation.workbench import Workbench
+
+EPSILONS = (0.05, 0.1, 0.2)
+DELTAS = (0.02, 0.05, 0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A tail with the bound that sets its size, and ranks to stand on.
+
+    Attributes:
+        name: Short.
+        tail: `uniform` or `stratified`.
+        bound: Of a uniform tail.
+        ranks: For people.
+        selector: The daemon's.
+        index: What it needs.
+    """
+
+    name: str
+    tail: str
+    bound: Bound | None
+    ranks: str
+    selector: Selector
+    index: Index
+
+    def case(self, epsilon: float, delta: float, seed: int, token_count: int) -> Case:
+        """What is attended by at a cell of the grid."""
+        if self.bound is None:
+            policy = Policy(selector=self.selector, epsilon=epsilon, delta=delta)
+        else:
+            policy = vattention(self.selector, self.bound, epsilon, delta, token_count)
+        # Equal policies are measured once: the default's seed stays unsaid.
+        return Case(self.index, dataclasses.replace(policy, seed=seed) if seed else policy)
+
+
+def promises(head_dim: int) -> list[Promise]:
+    """Every bound and tail, with an oracle's ranks and with ranks that can be had."""
+    sketch = Index(key_indices=KeyIndices(sketch=True))
+    tails: tuple[tuple[str, Bound | None], ...] = (
+        ("denominator", "denominator"),
+        ("paper", "paper"),
+        ("ratio", "ratio"),
+        ("stratified", None),
+    )
+    ranks: tuple[tuple[str, str, Selector, Index], ...] = (
+        ("oracle", "oracle", "oracle", DEFAULT_INDEX),
+        ("sketch", "4-bit keys", "sketch", sketch),
+        ("codes", f"{DEFAULT_BITS}-bit codes", "asymmetric", DEFAULT_INDEX),
+        ("lsh", "LSH", "hamming", lsh_index(head_dim)),
+    )
+    made = [
+        Promise(f"{tail}-{name}", "uniform" if bound else tail, bound, label, selector, index)
+        for tail, bound in tails
+        for name, label, selector, index in ranks
+    ]
+    for bits in (bits for bits in (1, 2, 3, 4) if bits != DEFAULT_BITS):
+        index = Index(RotationHash(bits_per_dim=bits))
+        label, name = f"{bits}-bit codes", f"stratified-{bits}-bits"
+        made.append(Promise(name, "stratified", None, label, "asymmetric", index))
+    return made
+
+
+def run(
+    bench: Workbench,
+    names: str = "",
+    epsilons: Sequence[float] = EPSILONS,
+    deltas: Sequence[float] = DELTAS,
+    seed_count: int = 1,
+) -> None:
+    """Measures the grids and writes `guarantee.json`."""
+    wanted = chosen(names, bench.shapes.head_dim)
+    seeds = [bench.setting.seed + i for i in range(seed_count)]
+    cells = [(p, epsilon, delta) for p in wanted for epsilon in epsilons for delta in deltas]
+    n = bench.setting.token_count
+    cases = [p.case(eps, delta, seed, n) for p, eps, delta in cells for seed in seeds]
+    outcomes = measure(bench, cases, "guarantee")
+    told: dict[str, list[dict[str, Any]]] = {p.name: [] for p in wanted}
+    for number, (promise, epsilon, delta) in enumerate(cells):
+        of_seeds = outcomes[number * seed_count : (number + 1) * seed_count]
+        told[promise.name].append(_cell(of_seeds, epsilon, delta))
+    found = [
+        {
+            "name": p.name,
+            "tail": p.tail,
+            "bound": p.bound,
+            "ranks": p.ranks,
+            "cells": told[p.name],
+        }
+        for p in wanted
+    ]
+    parameters = {"epsilons": list(epsilons), "deltas": list(deltas), "seeds": seeds}
+    results.write(bench, "guarantee", parameters, {"promises": found})
+
+
+def _cell(of_seeds: Sequence[Outcome], epsilon: float, delta: float) -> dict[str, Any]:
+    """One cell of a grid; draws of several seeds are of the same positions."""
+    outcome = Outcome.joined(of_seeds, axis=1)
+    positions = np.tile(summary.positions_of(of_seeds[0]), len(of_seeds))
+    violated = summary.violations(outcome, epsilon, positions)
+    low, high = violated["interval"]
+    return {
+        "epsilon": epsilon,
+        "delta": delta,
+        "verdict": "kept" if high <= delta else "broken" if low > delta else "open",
+        **violated,
+        "rows": summary.rows(outcome),
+        "certified_median": np.median(outcome.certified),
+    }
+
+
+def chosen(names: str, head_dim: int) -> list[Promise]:
+    """The promises that a list with commas names; all of an empty one.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    known = {promise.name: promise for promise in promises(head_dim)}
+    if not names:
+        return list(known.values())
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"no promise {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in wanted]

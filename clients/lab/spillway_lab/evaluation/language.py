@@ -1,0 +1,55 @@
+"""The language model, longer contexts by YaRN, and the text in tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from spillway_lab._console import from_pretrained
+from spillway_lab.training.traces import read_text
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a folder, a name on the hub or a `.gguf` file."""
+    return from_pretrained(AutoTokenizer, model)
+
+
+def yarn_factor(model: str, token_count: int) -> float:
+    """By how much YaRN stretches the model's positions to reach a length; 1: not at all."""
+    longest = from_pretrained(AutoConfig, model).max_position_embeddings
+    return max(1.0, token_count / longest)
+
+
+def load_model(model: str, device: str, factor: float) -> Any:
+    """The model, in float32 on a CPU and else in bfloat16.
+
+    Args:
+        model: Folder, name on the hub, or `.gguf` file.
+        device: Where.
+        factor: Of YaRN; 1 leaves the positions as they are.
+    """
+    logging.disable_progress_bar()
+    config = from_pretrained(AutoConfig, model)
+    if factor > 1:
+        longest = config.max_position_embeddings
+        config.rope_parameters = {
+            **config.rope_parameters,
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": longest,
+        }
+        config.max_position_embeddings = int(factor * longest)
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    loaded = from_pretrained(AutoModelForCausalLM, model, config=config, dtype=dtype)
+    return loaded.to(device).eval()
+
+
+def tokenize(tokenizer: Any, texts: tuple[Path, ...]) -> torch.Tensor:
+    """Token ids of files one after the other, int64 [N]."""
+    ids = tokenizer(read_text(texts), return_tensors="pt", verbose=False).input_ids[0]
+    assert isinstance(ids, torch.Tensor)
+    return ids

@@ -1,0 +1,287 @@
+"""The methods that are compared, each with the knob that sets its budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spillway.indices import KeyIndices, RotationHash
+from spillway.policy import Bound, Candidates, Policy, Selector, TopK, TopP
+from spillway.transformers.support import Shapes
+
+from spillway_lab.evaluation.attends import Case
+from spillway_lab.evaluation.indexing import DEFAULT_INDEX, Index, index_of_file, stacked_rotations
+from spillway_lab.evaluation.setting import Setting
+
+OURS = "ours"
+DEFAULT_BITS = RotationHash().bits_per_dim
+OUR_BASE = f"our {DEFAULT_BITS}-bit codes"
+OTHER_BASES = "all tokens"
+EPSILONS = (0.025, 0.05, 0.1, 0.2, 0.4)
+SHARES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+MASSES = (0.5, 0.7, 0.85, 0.95, 0.98, 0.99, 0.999)
+# Heavy set and pilot (their base rate) of vAttention where its epsilon is the knob, of the tokens.
+HEAVY_SHARE = 0.02
+PILOT_SHARE = 0.01
+# As vAttention's authors tuned it, out of their search grids: by the density aimed at, heavy
+# share, base rate, and epsilon = delta.
+VATTENTION_TUNED = {
+    "2 %": (0.01, 0.005, 0.2),
+    "5 %": (0.025, 0.01, 0.1),
+    "10 %": (0.05, 0.025, 0.05),
+    "15 %": (0.1, 0.04, 0.05),
+    "20 %": (0.1, 0.05, 0.025),
+}
+# Tables and bits of a bucket's name, from few rows to many; (75, 8) and (150, 10) are the authors'.
+LSH_TABLES = ((50, 10), (150, 10), (75, 8), (150, 8), (300, 8))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a method's knob.
+
+    Attributes:
+        value: The knob's value, for people.
+        case: What is attended by.
+    """
+
+    value: str
+    case: Case
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of choosing rows.
+
+    Attributes:
+        name: As `--methods` has it.
+        label: For pictures and tables.
+        base: Whose ranks it stands on; methods of one base share a panel.
+        kind: `top-k`, `top-p`, `Twilight`, `vAttention`, `MagicPIG` or `ours`.
+        knob: What sets its budget.
+        practical: Whether it could serve: no oracle is asked.
+        points: From few rows to many.
+    """
+
+    name: str
+    label: str
+    base: str
+    kind: str
+    knob: str
+    practical: bool
+    points: tuple[Point, ...]
+
+    def described(self) -> dict[str, Any]:
+        """All but its points, for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "points"}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A way to rank keys.
+
+    Attributes:
+        name: As methods' names begin.
+        label: For people.
+        selector: The daemon's.
+        index: What it needs to be kept.
+    """
+
+    name: str
+    label: str
+    selector: Selector
+    index: Index
+
+
+def lsh_index(head_dim: int) -> Index:
+    """Spotlight's baseline: 128 random hyperplanes, keys as they are."""
+    return stacked_rotations(128, head_dim, raw_keys=True)
+
+
+def label_channel_count(head_dim: int) -> int:
+    """Double Sparsity's channels of a key: a quarter, a multiple of 8."""
+    return max(8, head_dim // 4 // 8 * 8)
+
+
+def bases(setting: Setting, shapes: Shapes) -> list[Base]:
+    """The rankings that methods stand on; trained ones where weights were given."""
+    channels = KeyIndices(label_channel_count=label_channel_count(shapes.head_dim))
+    made = [
+        Base("oracle", "oracle ranks", "oracle", DEFAULT_INDEX),
+        Base("quest", "Quest", "quest", Index(key_indices=KeyIndices(quest_page_token_count=16))),
+        Base("double-sparsity", "Double Sparsity", "double_sparsity", Index(key_indices=channels)),
+        # Keys as they are, as published: they rank better so than centred.
+        Base("lsh", "Spotlight LSH", "hamming", lsh_index(shapes.head_dim)),
+    ]
+    if setting.mlp is not None:
+        made.append(Base("mlp", "Spotlight MLP", "hamming", index_of_file(setting.mlp)))
+    if setting.hashattention is not None:
+        made.append(
+            Base("hashattention", "HashAttention", "hamming", index_of_file(setting.hashattention))
+        )
+    made.append(Base("codes", OUR_BASE, "asymmetric", DEFAULT_INDEX))
+    return made
+
+
+def with_sketch(index: Index) -> Index:
+    """The index with Twilight's 4-bit keys beside it."""
+    kept = vars(index.key_indices or KeyIndices()) | {"sketch": True}
+    return Index(index.hash_weights, KeyIndices(**kept), index.weights, index.rotation_seed)
+
+
+def top_p(mass: float) -> TopP:
+    """Top-p as Twilight has it: nothing but the mass decides."""
+    return TopP(mass=mass, floor_token_count=1, ceiling_token_count=1 << 30)
+
+
+def vattention(
+    selector: Selector,
+    bound: Bound,
+    epsilon: float,
+    delta: float,
+    token_count: int,
+    heavy_share: float = HEAVY_SHARE,
+    pilot_share: float = PILOT_SHARE,
+) -> Policy:
+    """vAttention: a heavy set, and a uniform sample whose size a bound sets."""
+    return Policy(
+        selector=selector,
+        heavy=TopK(fraction=heavy_share),
+        tail="uniform",
+        bound=bound,
+        epsilon=epsilon,
+        delta=delta,
+        pilot_token_count=max(16, math.ceil(pilot_share * token_count)),
+    )
+
+
+def magicpig(tables: int, bits: int) -> Case:
+    """MagicPIG: a sample by LSH alone."""
+    index = Index(RotationHash(), KeyIndices(lsh_table_count=tables, lsh_bits=bits))
+    return Case(index, Policy(heavy=TopK(count=0), tail="lsh_sampling"))
+
+
+def registry(setting: Setting, shapes: Shapes) -> list[Method]:
+    """Every method that can be measured in a setting."""
+    made = []
+    for base in bases(setting, shapes):
+        made += _on_base(base, setting.token_count)
+    return [*made, _twilight_alone(), _magicpig(), *(_ours(bits) for bits in (2, 3, 4))]
+
+
+def _on_base(base: Base, token_count: int) -> list[Method]:
+    """Top-k, top-p of an oracle, Twilight and vAttention by one ranking."""
+    selector, practical = base.selector, base.name != "oracle"
+    label = base.label if practical else "oracle"
+
+    def method(name: str, label: str, kind: str, knob: str, points: Iterable[Point]) -> Method:
+        return Method(name, label, base.label, kind, knob, practical, tuple(points))
+
+    def point(value: object, policy: Policy, index: Index = base.index) -> Point:
+        return Point(str(value), Case(index, policy))
+
+    made = [
+        method(
+            base.name if practical else "oracle-top-k",
+            f"{label} top-k",
+            "top-k",
+            "share",
+            (point(x, _dropped(selector, TopK(fraction=x))) for x in SHARES),
+        ),
+        method(
+            f"twilight-{base.name}",
+            f"Twilight on {label}",
+            "Twilight",
+            "mass",
+            (point(x, _pruned(selector, x), with_sketch(base.index)) for x in MASSES),
+        ),
+        method(
+            f"vattention-{base.name}",
+            f"vAttention on {label}",
+            "vAttention",
+            "density",
+            (
+                point(density, vattention(selector, "denominator", both, both, token_count, *sizes))
+                for density, (*sizes, both) in VATTENTION_TUNED.items()
+            ),
+        ),
+    ]
+    if not practical:
+        made += [
+            method(
+                "oracle-top-p",
+                "oracle top-p",
+                "top-p",
+                "mass",
+                (point(x, _dropped(selector, top_p(x))) for x in MASSES),
+            ),
+            method(
+                "vattention-paper-oracle",
+                "vAttention on oracle, by its lemmas",
+                "its lemmas",
+                "epsilon",
+                (
+                    point(x, vattention(selector, "paper", x, 0.1, token_count))
+                    for x in EPSILONS[::-1]
+                ),
+            ),
+        ]
+    return made
+
+
+def _dropped(selector: Selector, heavy: TopK | TopP) -> Policy:
+    """The heavy set alone."""
+    return Policy(selector=selector, heavy=heavy, tail="none")
+
+
+def _pruned(selector: Selector, mass: float) -> Policy:
+    """Twilight: a quarter of the tokens by a first selector, pruned by 4-bit keys."""
+    first = Candidates(selector, fraction=0.25)
+    return dataclasses.replace(_dropped("sketch", top_p(mass)), candidates=first)
+
+
+def _twilight_alone() -> Method:
+    index = Index(key_indices=KeyIndices(sketch=True))
+    points = tuple(
+        Point(f"{mass:g}", Case(index, _dropped("sketch", top_p(mass)))) for mass in MASSES
+    )
+    label = "Twilight on all tokens"
+    return Method("twilight", label, OTHER_BASES, "Twilight", "mass", True, points)
+
+
+def _magicpig() -> Method:
+    points = tuple(
+        Point(f"K{bits} L{tables}", magicpig(tables, bits)) for tables, bits in LSH_TABLES
+    )
+    return Method("magicpig", "MagicPIG", OTHER_BASES, "MagicPIG", "tables", True, points)
+
+
+def _ours(bits: int) -> Method:
+    default = bits == DEFAULT_BITS
+    index = DEFAULT_INDEX if default else Index(RotationHash(bits_per_dim=bits))
+    points = tuple(
+        Point(f"{epsilon:g}", Case(index, Policy(epsilon=epsilon))) for epsilon in EPSILONS[::-1]
+    )
+    name = OURS if default else f"{OURS}-{bits}-bits"
+    kind = OURS if default else f"{OURS}, {bits} bits"
+    label = "ours (default)" if default else f"ours, {bits} bits"
+    return Method(name, label, OUR_BASE, kind, "epsilon", True, points)
+
+
+def chosen(methods: Sequence[Method], names: str) -> list[Method]:
+    """The methods that a list with commas names; all of an empty one.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    if not names:
+        return list(methods)
+    known = {method.name: method for method in methods}
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"no method {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in wanted]

@@ -1,0 +1,30 @@
+"""A daemon for as long as an evaluation runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from spillway_lab import serving
+
+
+def find_binary() -> Path:
+    """The daemon to run: $SPILLWAYD, else the one on the path."""
+    named = os.environ.get("SPILLWAYD") or shutil.which("spillwayd")
+    if not named or not Path(named).exists():
+        raise FileNotFoundError(
+            f"no daemon at {named or 'the path'}; name it with SPILLWAYD, or a running one with "
+            "--daemon"
+        )
+    return Path(named)
+
+
+def running_daemon(log: Path, device: str) -> AbstractContextManager[str]:
+    """Starts spillwayd, yields the target, ends it.
+
+    Its audit is off, so that nothing changes what a policy does.
+    """
+    flags = ("--device", device, "--audit-share", "0")
+    return serving.running_daemon(find_binary(), log, *flags, timeout=60)

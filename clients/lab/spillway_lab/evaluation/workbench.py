@@ -1,0 +1,210 @@
+"""The model, its recordings and the daemon, each made when it is first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from spillway.client import Client, connect
+from spillway.indices import MlpHash
+from spillway.results import Model
+from spillway.transformers.support import Shapes, shapes_of
+from transformers import AutoConfig
+
+from spillway_lab import _console
+from spillway_lab.evaluation import calibration, language
+from spillway_lab.evaluation.indexing import Index, create_model, write_channels, write_rotations
+from spillway_lab.evaluation.recording import Recording, grid_of, record
+from spillway_lab.evaluation.serving import running_daemon
+from spillway_lab.evaluation.setting import Setting
+from spillway_lab.evaluation.store import Store, digest
+
+CALIBRATION_TOKEN_COUNT = 8192
+
+
+class Workbench:
+    """Everything that sections measure with; use it as a context manager."""
+
+    def __init__(self, setting: Setting, console: Console) -> None:
+        self.setting = setting
+        self.console = console
+        self._exits = contextlib.ExitStack()
+        self._models: dict[Index, Model] = {}
+        self._loaded: tuple[float, Any] | None = None
+        setting.work.mkdir(parents=True, exist_ok=True)
+        (setting.work / ".gitignore").write_text("*\n")
+        self.store = Store(setting.work / "parts")
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+    # The language model.
+
+    def load(self, factor: float | None = None) -> Any:
+        """The language model; one at a time is kept.
+
+        Args:
+            factor: YaRN's; None is what the stretches' length needs.
+        """
+        factor = self.factor if factor is None else factor
+        if self._loaded is None or self._loaded[0] != factor:
+            self._loaded = None
+            model = language.load_model(self.setting.model, self.setting.device, factor)
+            self._loaded = (factor, model)
+        return self._loaded[1]
+
+    @cached_property
+    def factor(self) -> float:
+        """YaRN's factor for the stretches' length."""
+        return language.yarn_factor(self.setting.model, self.setting.token_count)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Of the model's attention."""
+        return shapes_of(_console.from_pretrained(AutoConfig, self.setting.model))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return language.load_tokenizer(self.setting.model)
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """The whole text, int64 [N]."""
+        return language.tokenize(self.tokenizer, self.setting.texts)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that are measured."""
+        if self.setting.layers is None:
+            return tuple(range(self.shapes.layer_count))
+        return self.setting.layers
+
+    # Recordings.
+
+    @cached_property
+    def first_token(self) -> int:
+        """Where the evaluated part of the text begins."""
+        setting = self.setting
+        first = len(self.tokens) - setting.stretch_count * setting.token_count
+        if first < 0:
+            raise ValueError(
+                f"the text has {len(self.tokens):,} tokens, and {setting.stretch_count} "
+                f"stretches of {setting.token_count:,} are asked for"
+            )
+        return first
+
+    @cached_property
+    def recordings(self) -> list[Recording]:
+        """The evaluated stretches, the last of the text."""
+        count = self.setting.token_count
+        made = []
+        for stretch in range(self.setting.stretch_count):
+            start = self.first_token + stretch * count
+            made.append(
+                self._record(self.tokens[start : start + count], grid_of(count), self.factor)
+            )
+        return made
+
+    def _record(self, tokens: torch.Tensor, grid: Sequence[int], factor: float) -> Recording:
+        key = {
+            "model": self.setting.model,
+            "device": torch.device(self.setting.device).type,
+            "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+            "grid": list(grid),
+            "factor": factor,
+        }
+        folder, name = self.setting.work / "recordings", digest(key)
+        if not (folder / name / "recording.json").exists():
+            self.console.print(f"The model reads {len(tokens):,} tokens densely, this once ...")
+        return record(lambda: self.load(factor), tokens, grid, folder, name)
+
+    @cached_property
+    def calibration(self) -> Recording:
+        """A stretch to make offline choices on, none of it evaluated."""
+        if self.setting.calibration:
+            tokens = language.tokenize(self.tokenizer, self.setting.calibration)
+        else:
+            tokens = self.tokens[: self.first_token]
+        tokens = tokens[:CALIBRATION_TOKEN_COUNT]
+        if len(tokens) < 256:
+            raise ValueError(
+                f"{len(tokens)} tokens before the evaluated text are too few to calibrate on; name "
+                "other text with --calibration"
+            )
+        every = max(1, len(tokens) // 256)
+        factor = language.yarn_factor(self.setting.model, len(tokens))
+        return self._record(tokens, range(every - 1, len(tokens), every), factor)
+
+    # The daemon.
+
+    @cached_property
+    def client(self) -> Client:
+        """A connection to the daemon."""
+        target = self.setting.daemon
+        if target is None:
+            log = self.setting.work / "spillwayd.log"
+            target = self._exits.enter_context(running_daemon(log, self.setting.daemon_device))
+        return self._exits.enter_context(connect(target, timeout=600))
+
+    @property
+    def daemon_told(self) -> dict[str, Any]:
+        """What tells this daemon's results from another's."""
+        info = self.client.server_info
+        return {"version": info.version, "device": info.devices[0].name.split(":")[0]}
+
+    def daemon_model(self, index: Index, scaling: float) -> Model:
+        """The daemon's model of an index."""
+        if index not in self._models:
+            made = create_model(self.client, index, self.shapes, scaling, self._upload)
+            self._exits.callback(self._delete, made)
+            self._models[index] = made
+        return self._models[index]
+
+    def _delete(self, model: Model) -> None:
+        for info in list(self.client.list_sequences(model)):
+            self.client.get_sequence(info.name).delete()
+        self.client.delete_model(model)
+
+    def _upload(self, index: Index) -> Path | None:
+        """The file that an index needs, made if it is not there."""
+        if index.weights is not None:
+            return index.weights
+        folder = self.setting.work / "uploads"
+        folder.mkdir(exist_ok=True)
+        if index.rotation_seed is not None:
+            assert isinstance(index.hash_weights, MlpHash)
+            name = digest([index.described(), vars(self.shapes)])
+            path = folder / f"rotations-{name}.safetensors"
+            if not path.exists():
+                write_rotations(path, index.hash_weights, self.shapes, index.rotation_seed)
+            return path
+        count = 0 if index.key_indices is None else index.key_indices.label_channel_count
+        if not count:
+            return None
+        path = folder / f"channels-{count}-{self.calibration.name}.safetensors"
+        if not path.exists():
+            write_channels(path, calibration.choose_channels(self.calibration, count))
+        return path
+
+    # Progress.
+
+    def progress(self, what: str) -> Progress:
+        """A progress bar."""
+        return _console.progress(what, self.console)

@@ -1,0 +1,22 @@
+"""Trains the hash functions that `Selector hamming` ranks keys by."""
+
+from spillway_lab.training.hash_mlp import HashMlp, Hyperplanes, describe_hash, save_hash
+from spillway_lab.training.published import import_hata, import_spotlight
+from spillway_lab.training.traces import Sample, Traces, collect, read_text
+from spillway_lab.training.trainer import LayerResult, Training, train_layer
+
+__all__ = [
+    "HashMlp",
+    "Hyperplanes",
+    "LayerResult",
+    "Sample",
+    "Traces",
+    "Training",
+    "collect",
+    "describe_hash",
+    "import_hata",
+    "import_spotlight",
+    "read_text",
+    "save_hash",
+    "train_layer",
+]

@@ -1,0 +1,344 @@
+"""`spillway-lab train-hash` and `spillway-lab import-hash`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from spillway.indices import MlpHash
+
+from spillway_lab._console import from_pretrained, layer_ranges
+from spillway_lab._console import progress as progress_of
+from spillway_lab.training.hash_mlp import save_hash
+from spillway_lab.training.published import import_hata, import_spotlight
+from spillway_lab.training.traces import Traces, collect, read_text
+from spillway_lab.training.trainer import (
+    LayerResult,
+    Method,
+    Training,
+    held_out_count,
+    train_layer,
+)
+
+console = Console()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What cannot be used is the command line's error."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _load(model: str, device: torch.device) -> tuple[Any, Any]:
+    """A model without its head, and its tokenizer; of a folder, a name or a GGUF file."""
+    from transformers import AutoModel, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    loaded = from_pretrained(AutoModel, model, dtype=dtype)
+    return loaded.to(device).eval(), from_pretrained(AutoTokenizer, model)
+
+
+def _layers(text: str, layer_count: int) -> list[int]:
+    """The layers that "0,4-6" names."""
+    if not text:
+        return list(range(layer_count))
+    layers: set[int] = set()
+    for part, begin, end in layer_ranges(text):
+        if not begin <= end < layer_count:
+            raise typer.BadParameter(f"layers {part} are not a part of [0, {layer_count - 1}]")
+        layers.update(range(begin, end + 1))
+    return sorted(layers)
+
+
+def _named(layers: list[int]) -> str:
+    """Layers as `_layers` reads them."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+class _Parts:
+    """Layers that are trained, so that an interrupted training goes on."""
+
+    def __init__(self, folder: Path, traces: Traces, training: Training) -> None:
+        self.folder = folder
+        told = [dataclasses.asdict(training), traces.meta()]
+        self.key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer_{layer:03d}.safetensors"
+
+    def read(self, layer: int) -> tuple[dict[str, torch.Tensor], LayerResult] | None:
+        """A layer that was trained alike, or nothing."""
+        path = self._path(layer).with_suffix(".json")
+        if not path.exists():
+            return None
+        told = json.loads(path.read_text())
+        if told.pop("key") != self.key:
+            return None
+        return load_file(self._path(layer)), LayerResult(**told)
+
+    def write(self, tensors: dict[str, torch.Tensor], result: LayerResult) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, self._path(result.layer))
+        told = {"key": self.key, **dataclasses.asdict(result)}
+        # Last: a layer counts when this is there.
+        part = self.folder / "part.json"
+        part.write_text(json.dumps(told))
+        part.replace(self._path(result.layer).with_suffix(".json"))
+
+
+def _means(results: list[LayerResult]) -> tuple[float, float, float]:
+    """Over layers and heads: of the trained codes, of LSH's, and their ratio."""
+    iou = [x for r in results for x in r.iou]
+    lsh = [x for r in results for x in r.lsh_iou]
+    return sum(iou) / len(iou), sum(lsh) / len(lsh), sum(iou) / sum(lsh)
+
+
+def _show(results: list[LayerResult], training: Training) -> None:
+    table = Table(title=f"held-out IoU with the true top {training.share:.0%}")
+    for name in ("layer", "trained", "worst head", "LSH", "trained / LSH", "steps", "seconds"):
+        table.add_column(name, justify="right")
+
+    def row(name: str, of: list[LayerResult], *rest: str) -> None:
+        iou, lsh, gain = _means(of)
+        worst = min(x for r in of for x in r.iou)
+        table.add_row(name, f"{iou:.3f}", f"{worst:.3f}", f"{lsh:.3f}", f"{gain:.2f}", *rest)
+
+    for r in results:
+        row(str(r.layer), [r], f"{r.best_step} of {r.step_count}", f"{r.seconds:.0f}")
+    row("all", results, "", f"{sum(r.seconds for r in results):.0f}")
+    console.print(table)
+
+
+def _report(
+    results: list[LayerResult], traces: Traces, training: Training, device: torch.device
+) -> dict[str, Any]:
+    iou, lsh, gain = _means(results)
+    return {
+        "model": traces.model,
+        "sample_count": traces.sample_count,
+        "held_out_count": held_out_count(traces),
+        "token_count": traces.token_count,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "training": dataclasses.asdict(training),
+        "iou": iou,
+        "lsh_iou": lsh,
+        "gain": gain,
+        "layers": [dataclasses.asdict(r) | {"gain": r.gain} for r in results],
+    }
+
+
+def train_hash(
+    model: Annotated[str, typer.Argument(help="folder, name on the hub, or .gguf file")],
+    texts: Annotated[
+        list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
+    traces_folder: Annotated[
+        Path | None,
+        typer.Option("--traces", help="keeps the traces here, or takes those that are here"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=256, help="of a stretch of text")] = 8192,
+    samples: Annotated[int, typer.Option(min=2, help="most stretches")] = 8,
+    layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "",
+    method: Annotated[Method, typer.Option(help="whose MLPs and loss")] = "spotlight",
+    hash_bits: Annotated[
+        int | None, typer.Option(min=32, max=1024, help="a multiple of 32; 128, hashattention 32")
+    ] = None,
+    hidden: Annotated[int, typer.Option(min=0, max=4096, help="0: head_dim")] = 0,
+    per_query_head: Annotated[bool, typer.Option(help="an MLP a query head")] = False,
+    raw_keys: Annotated[bool, typer.Option(help="hash keys without centring them")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="most, of a layer")] = 1000,
+    queries: Annotated[int, typer.Option(min=1, help="of a step")] = 32,
+    share: Annotated[float, typer.Option(min=1e-4, max=0.5, help="that is a query's top")] = 0.02,
+    alpha: Annotated[float, typer.Option(help="margin of the loss")] = 3.0,
+    beta: Annotated[float, typer.Option(min=0, help="factor on differences of scores")] = 1.0,
+    gamma: Annotated[float, typer.Option(min=0, help="steepness of the soft sign")] = 64.0,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-3,
+    judge_every: Annotated[int, typer.Option(min=1, help="steps between looks")] = 100,
+    patience: Annotated[int, typer.Option(min=1, help="looks without gain that end it")] = 4,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto")] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Trains hash functions for `Selector hamming`, as Spotlight Attention or HashAttention do.
+
+    The model reads the text in stretches; its queries and keys are what is
+    trained on, the last tenth of the stretches what is judged by. An
+    interrupted training goes on where it was when it is started again alike.
+    """
+    if hash_bits is None:
+        hash_bits = 32 if method == "hashattention" else 128
+    if hash_bits % 32:
+        raise typer.BadParameter(f"{hash_bits} is not a multiple of 32", param_hint="--hash-bits")
+    where = _device(device)
+    if method == "hashattention":
+        # As published: keys as they are, an MLP a query head, 128 wide.
+        per_query_head = raw_keys = True
+        hidden = hidden or 128
+    training = Training(
+        method=method,
+        hash_bits=hash_bits,
+        hidden_dim=hidden or None,
+        per_query_head=per_query_head,
+        raw_keys=raw_keys,
+        step_count=steps,
+        query_count=queries,
+        share=share,
+        alpha=alpha,
+        beta=beta,
+        gamma=gamma,
+        learning_rate=learning_rate,
+        judge_every=judge_every,
+        patience=patience,
+        seed=seed,
+    )
+    parts_folder = output.with_name(output.name + ".parts")
+    folder = traces_folder or parts_folder / "traces"
+    traces = _traces(model, texts, folder, tokens, samples, where, seed)
+    wanted = _layers(layers, traces.layer_count)
+    parts = _Parts(parts_folder, traces, training)
+    with progress_of("training", console) as progress:
+        bar = progress.add_task("", total=len(wanted) * steps)
+        for at, layer in enumerate(wanted):
+            if parts.read(layer) is None:
+
+                def on_step(step: int, loss: float, iou: float, at: int = at) -> None:
+                    progress.update(
+                        bar,
+                        completed=at * steps + step,
+                        description=f"layer {wanted[at]}: loss {loss:.3f}, held-out IoU {iou:.3f}",
+                    )
+
+                function, result = train_layer(traces, layer, training, where, on_step)
+                parts.write(function.tensors(layer), result)
+            progress.update(bar, completed=(at + 1) * steps)
+    trained = [parts.read(layer) for layer in range(traces.layer_count)]
+    _show([part[1] for part in trained if part is not None], training)
+    missing = [layer for layer, part in enumerate(trained) if part is None]
+    if missing:
+        console.print(
+            f"{output} waits for layers {_named(missing)}: the daemon takes all or none. What is "
+            f"trained is in {parts_folder}."
+        )
+        return
+    done = [part for part in trained if part is not None]
+    described = MlpHash(
+        hash_bits=hash_bits,
+        hidden_dim=hidden or traces.head_dim,
+        per_query_head=per_query_head,
+        raw_keys=raw_keys,
+        hidden_layer_count=2 if method == "hashattention" else 1,
+        query_weights=method == "hashattention",
+    )
+    tensors = {name: tensor for part, _ in done for name, tensor in part.items()}
+    save_hash(output, tensors, traces.layer_count, described)
+    report = output.with_suffix(".json")
+    told = _report([result for _, result in done], traces, training, where)
+    report.write_text(json.dumps(told, indent=1) + "\n")
+    shutil.rmtree(parts_folder)
+    console.print(f"Written: {output}, {report}")
+
+
+def _traces(
+    model: str,
+    texts: list[Path],
+    folder: Path,
+    tokens: int,
+    samples: int,
+    device: torch.device,
+    seed: int,
+) -> Traces:
+    """The traces of the folder, if they are what is asked for, or new ones."""
+    asked = {
+        "model": model,
+        "texts": [[str(text), text.stat().st_size] for text in texts],
+        "tokens": tokens,
+        "samples": samples,
+        "seed": seed,
+    }
+    request = folder / "request.json"
+    if request.exists():
+        if json.loads(request.read_text()) != asked:
+            raise typer.BadParameter(
+                f"{folder} holds traces of another request: {request.read_text().strip()}; "
+                "remove it, or name another folder",
+                param_hint="--traces",
+            )
+        console.print(f"Taking the traces in {folder}")
+        return Traces.open(folder)
+    with _refusals():
+        text = read_text(texts)
+    loaded, tokenizer = _load(model, device)
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    with progress_of("reading", console) as progress, _refusals():
+        bar = progress.add_task("")
+        traces = collect(
+            loaded,
+            ids,
+            folder,
+            token_count=tokens,
+            sample_count=samples,
+            seed=seed,
+            on_sample=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    request.write_text(json.dumps(asked) + "\n")
+    return traces
+
+
+import_app = typer.Typer(
+    help="Turns published hash weights into a file that the daemon loads.", no_args_is_help=True
+)
+
+
+@import_app.command("spotlight")
+def _spotlight(
+    checkpoint: Annotated[Path, typer.Argument(help=".pth file", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
+    layers: Annotated[int, typer.Option(min=1, help="of the model it is for")],
+) -> None:
+    """Of Spotlight Attention: a list of tensors without names, an MLP a query head."""
+    with _refusals():
+        tensors, described = import_spotlight(checkpoint, layers)
+    save_hash(output, tensors, layers, described)
+    console.print(f"Written: {output}: {described}")
+
+
+@import_app.command("hata")
+def _hata(
+    folder: Annotated[
+        Path, typer.Argument(help="of hash_weight_layer_*.pt", exists=True, file_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
+) -> None:
+    """Of HATA: one matrix a KV head and layer."""
+    with _refusals():
+        tensors, layer_count, described = import_hata(folder)
+    save_hash(output, tensors, layer_count, described)
+    console.print(f"Written: {output}: {described}")

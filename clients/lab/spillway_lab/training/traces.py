@@ -1,0 +1,217 @@
+"""Traces: the queries and keys that a model's attention saw while it read a text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from spillway.transformers.support import shapes_of
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_META = "traces.json"
+_RECORDING = "spillway_recording"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One layer's view of one stretch of text, after the positional encoding.
+
+    Attributes:
+        keys: [H_kv, n, d], float32.
+        queries: [H_q, m, d] of some of the tokens, float32.
+        positions: int64 [m], ascending: which. Query t sees positions[t] + 1 keys.
+    """
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Traces:
+    """A folder of samples, bfloat16 on disk.
+
+    Attributes:
+        folder: Where they are.
+        model: What the model calls itself.
+        layer_count: Transformer layers.
+        query_head_count: Query heads per layer, H_q.
+        kv_head_count: K/V heads per layer, H_kv.
+        head_dim: Elements of a key, d.
+        sample_count: Stretches of text.
+        token_count: Tokens of each, n.
+    """
+
+    folder: Path
+    model: str
+    layer_count: int
+    query_head_count: int
+    kv_head_count: int
+    head_dim: int
+    sample_count: int
+    token_count: int
+
+    @classmethod
+    def open(cls, folder: Path) -> Traces:
+        """Opens a folder that `collect` filled.
+
+        Raises:
+            ValueError: It did not, or not to the end.
+        """
+        path = folder / _META
+        if not path.exists():
+            raise ValueError(f"{folder} holds no traces: {_META} is not there")
+        return cls(folder=folder, **json.loads(path.read_text()))
+
+    def meta(self) -> dict[str, Any]:
+        """What they are, wherever."""
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
+
+    def sample(self, layer: int, index: int, device: torch.device) -> Sample:
+        """Reads one sample of one layer."""
+        tensors = load_file(_path(self.folder, layer, index))
+        return Sample(
+            keys=tensors["keys"].to(device).float(),
+            queries=tensors["queries"].to(device).float(),
+            positions=tensors["positions"].to(device),
+        )
+
+
+def _path(folder: Path, layer: int, index: int) -> Path:
+    return folder / f"layer_{layer:03d}_sample_{index:03d}.safetensors"
+
+
+def read_text(files: Sequence[Path]) -> str:
+    """The text of files one after the other; `.gz` is unpacked.
+
+    Raises:
+        ValueError: A `.gz` file is none.
+    """
+    parts = []
+    for file in files:
+        data = file.read_bytes()
+        if file.suffix == ".gz":
+            try:
+                data = gzip.decompress(data)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{file} is not a gzip file: {error}") from error
+        parts.append(data.decode(errors="replace"))
+    return "\n".join(parts)
+
+
+@contextmanager
+def attention_seen(model: Any, see: Callable[..., None]) -> Iterator[None]:
+    """Lets the model attend as ever, and shows what with.
+
+    Args:
+        model: A transformers model.
+        see: Called before each layer attends with the layer's index, queries
+            [1, H_q, T, d], keys and values [1, H_kv, n, d], all after the
+            positional encoding, and the factor on q.k.
+    """
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, *args: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        see(module.layer_idx, query, key, value, scaling)
+        return sdpa_attention_forward(module, query, key, value, *args, scaling=scaling, **kwargs)
+
+    AttentionInterface.register(_RECORDING, attend)
+    AttentionMaskInterface.register(_RECORDING, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_RECORDING)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def collect(
+    model: Any,
+    tokens: torch.Tensor,
+    folder: Path,
+    *,
+    token_count: int,
+    sample_count: int | None = None,
+    query_count: int = 2048,
+    seed: int = 0,
+    on_sample: Callable[[int, int], None] | None = None,
+) -> Traces:
+    """Lets the model read a text in stretches and keeps what its attention sees.
+
+    Args:
+        model: A transformers model of plain causal attention (Llama, Qwen,
+            Mistral without a window, SmolLM and their like).
+        tokens: Token ids of the text, int64 [N].
+        folder: Where the samples go; made if need be.
+        token_count: Tokens of a stretch, at least 256.
+        sample_count: Most stretches, spread over the text; None is all.
+        query_count: Queries that are kept of a stretch, drawn at random.
+        seed: Of that draw.
+        on_sample: Called with the stretches read and their number.
+
+    Returns:
+        The traces.
+
+    Raises:
+        ValueError: The text is too short for two stretches: one to train on
+            and one to judge by.
+        UnsupportedModelError: The model's attention is not plain.
+    """
+    shapes = shapes_of(model.config)
+    whole = len(tokens) // token_count
+    count = whole if sample_count is None else min(whole, sample_count)
+    if token_count < 256 or count < 2:
+        raise ValueError(
+            f"{len(tokens)} tokens are {whole} stretches of {token_count}; at least 2 of at least "
+            "256 tokens are needed, one of them to judge by"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.empty(0)
+    index = 0
+
+    def keep(layer: int, query: torch.Tensor, key: torch.Tensor, *_: Any) -> None:
+        queries = query[0][:, positions.to(query.device)]
+        save_file(
+            {
+                "keys": key[0].to("cpu", torch.bfloat16).contiguous(),
+                "queries": queries.to("cpu", torch.bfloat16).contiguous(),
+                "positions": positions,
+            },
+            _path(folder, layer, index),
+        )
+
+    with attention_seen(model, keep):
+        for index in range(count):
+            # The first and the last stretch, and evenly between.
+            start = index * (whole - 1) // max(1, count - 1) * token_count
+            kept = torch.randperm(token_count, generator=generator)[:query_count]
+            positions = kept.sort().values
+            stretch = tokens[start : start + token_count].to(model.device)
+            with torch.inference_mode():
+                model.base_model(input_ids=stretch[None], use_cache=False)
+            if on_sample is not None:
+                on_sample(index + 1, count)
+    traces = Traces(
+        folder=folder,
+        model=getattr(model.config, "_name_or_path", "") or model.config.model_type,
+        layer_count=shapes.layer_count,
+        query_head_count=shapes.query_head_count,
+        kv_head_count=shapes.kv_head_count,
+        head_dim=shapes.head_dim,
+        sample_count=count,
+        token_count=token_count,
+    )
+    (folder / _META).write_text(json.dumps(traces.meta(), indent=1) + "\n")
+    return traces

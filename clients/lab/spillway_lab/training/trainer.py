@@ -1,0 +1,320 @@
+"""Trains the hash MLPs of a layer on its traces."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from spillway_lab.training.hash_mlp import HashAttentionMlps, HashMlp, Hyperplanes, ThreeLayerMlp
+from spillway_lab.training.ranking import (
+    classification_loss,
+    intersection_over_union,
+    ranking_loss,
+    softsign,
+    true_scores,
+)
+from spillway_lab.training.traces import Sample, Traces
+
+# The daemon's centre is the mean of so many first keys (docs/adr/0002).
+CENTRE_TOKEN_COUNT = 1024
+_JUDGED_QUERY_COUNT = 64  # of a stretch
+
+
+Method = Literal["spotlight", "hashattention"]
+Function = HashMlp | HashAttentionMlps
+
+
+@dataclass(frozen=True)
+class Training:
+    """How hash functions are made and trained.
+
+    The defaults of loss and optimiser are those of Spotlight Attention (arXiv
+    2508.19740, section 4 and table 7).
+
+    Attributes:
+        method: `spotlight`, or `hashattention` (arXiv 2412.14468): MLPs of two
+            hidden layers, of their own for queries, that learn to tell a
+            query's top from the other keys; signs are smoothed by tanh. It
+            needs `per_query_head`.
+        hash_bits: Bits of a code, a multiple of 32.
+        hidden_dim: Width of the hidden layer; None is head_dim.
+        per_query_head: One MLP a query head, keys having a code of each, instead
+            of one a KV head.
+        raw_keys: Keys are hashed as they are, not less their head's centre.
+        step_count: Most steps of a layer.
+        query_count: Queries of a step.
+        top_sample_count: Keys of a query's top in a step.
+        other_sample_count: Other keys in a step.
+        share: Of the visible keys that are a query's top.
+        alpha: Margin of the loss.
+        beta: Factor on the difference of two scores.
+        gamma: Steepness of the soft sign.
+        learning_rate: AdamW's, after the warm-up and before the cosine.
+        weight_decay: AdamW's.
+        judge_every: Steps between two looks at the held-out stretches.
+        patience: Looks without a better result that end the training.
+        seed: Of weights and draws.
+    """
+
+    method: Method = "spotlight"
+    hash_bits: int = 128
+    hidden_dim: int | None = None
+    per_query_head: bool = False
+    raw_keys: bool = False
+    step_count: int = 1000
+    query_count: int = 32
+    top_sample_count: int = 32
+    other_sample_count: int = 128
+    share: float = 0.02
+    alpha: float = 3.0
+    beta: float = 1.0
+    gamma: float = 64.0
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    judge_every: int = 100
+    patience: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """A trained layer.
+
+    Attributes:
+        layer: Which.
+        iou: Of the trained codes on the held-out stretches, per query head.
+        lsh_iou: Of random hyperplanes of as many bits, per query head.
+        step_count: Steps made.
+        best_step: After which the weights were kept.
+        seconds: Time taken.
+    """
+
+    layer: int
+    iou: list[float]
+    lsh_iou: list[float]
+    step_count: int
+    best_step: int
+    seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Mean over heads of the trained codes' over LSH's."""
+        return sum(self.iou) / sum(self.lsh_iou)
+
+
+class _Stretch:
+    """A sample as the hash functions see it: H heads, G query heads that share each.
+
+    Attributes:
+        keys: As they are ranked, [H, n, d].
+        hashed: As they are hashed, [H, n, d].
+        queries: [H, G, m, d].
+        positions: int64 [m].
+    """
+
+    def __init__(self, sample: Sample, training: Training) -> None:
+        group = sample.queries.shape[0] // sample.keys.shape[0]
+        self.keys, shared = sample.keys, group
+        if training.per_query_head:
+            self.keys, shared = sample.keys.repeat_interleave(group, 0), 1
+        self.hashed = self.keys
+        if not training.raw_keys:
+            self.hashed = self.keys - self.keys[:, :CENTRE_TOKEN_COUNT].mean(1, keepdim=True)
+        self.queries = sample.queries.unflatten(0, (-1, shared))
+        self.positions = sample.positions
+
+
+class _Task:
+    """Some queries of a stretch, and what they should find.
+
+    Attributes:
+        hashed: Keys as they are hashed, [H, n, d].
+        queries: [H, G, Q, d].
+        visible: int64 [Q].
+        scores: The true ones, [H, G, Q, n].
+    """
+
+    def __init__(self, stretch: _Stretch, which: torch.Tensor) -> None:
+        self.hashed = stretch.hashed
+        self.queries = stretch.queries[:, :, which]
+        self.visible = stretch.positions[which] + 1
+        self.scores = true_scores(self.queries, stretch.keys, self.visible)
+
+    def codes(self, function: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
+        ask = function.of_queries if isinstance(function, HashAttentionMlps) else function
+        of_queries = ask(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
+        return function(self.hashed), of_queries
+
+
+class _Layer:
+    """A layer's stretches: those to learn from, and what is asked of those held out."""
+
+    def __init__(
+        self, traces: Traces, layer: int, held_out: int, training: Training, device: torch.device
+    ) -> None:
+        self.training = training
+        self.device = device
+        stretches = [
+            _Stretch(traces.sample(layer, i, device), training) for i in range(traces.sample_count)
+        ]
+        self.learned = stretches[:-held_out]
+        self.judged = [self._later_half(stretch) for stretch in stretches[-held_out:]]
+
+    def _later_half(self, stretch: _Stretch) -> _Task:
+        """Queries of the later half, where there is something to find."""
+        seen = stretch.positions.numel()
+        which = torch.linspace(seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2))
+        return _Task(stretch, which.long().to(self.device))
+
+    def input_scale(self) -> torch.Tensor:
+        """Root mean square of what is hashed, [H]."""
+        stretch = self.learned[0]
+        keys = stretch.hashed.square().mean((1, 2))
+        queries = stretch.queries.square().mean((1, 2, 3))
+        return ((keys + queries) / 2).sqrt().clamp(min=1e-6)
+
+    @torch.no_grad()
+    def judge(self, function: nn.Module) -> torch.Tensor:
+        """Intersection over union on the held-out stretches, per query head [H_q]."""
+        parts = []
+        for task in self.judged:
+            y_keys, y_queries = task.codes(function)
+            found = intersection_over_union(
+                y_keys > 0, y_queries > 0, task.scores, task.visible, self.training.share
+            )
+            parts.append(found.flatten(0, 1))
+        return torch.cat(parts, dim=1).mean(1)
+
+    def loss(self, function: Function, generator: torch.Generator) -> torch.Tensor:
+        """Of one stretch and some of its queries, both drawn."""
+        training = self.training
+        index = torch.randint(len(self.learned), (), generator=generator, device=self.device)
+        stretch = self.learned[int(index)]
+        count = len(stretch.positions)
+        size = (min(training.query_count, count),)
+        which = torch.randint(count, size, generator=generator, device=self.device)
+        task = _Task(stretch, which)
+        y_keys, y_queries = task.codes(function)
+        if training.method == "hashattention":
+            return classification_loss(
+                torch.einsum("hgqb,hnb->hgqn", y_queries.tanh(), y_keys.tanh()),
+                task.scores,
+                task.visible,
+                share=training.share,
+                top_sample_count=training.top_sample_count,
+                other_sample_count=training.other_sample_count,
+                generator=generator,
+            )
+        estimates = torch.einsum(
+            "hgqb,hnb->hgqn", softsign(y_queries, training.gamma), softsign(y_keys, training.gamma)
+        )
+        return ranking_loss(
+            estimates,
+            task.scores,
+            task.visible,
+            share=training.share,
+            top_sample_count=training.top_sample_count,
+            other_sample_count=training.other_sample_count,
+            alpha=training.alpha,
+            beta=training.beta,
+            generator=generator,
+        )
+
+
+def held_out_count(traces: Traces) -> int:
+    """The last stretches, a tenth and at least one, which are judged by."""
+    return max(1, traces.sample_count // 10)
+
+
+def _random(traces: Traces, layer: int, training: Training, input_scale: torch.Tensor) -> Function:
+    """The MLPs before they are trained."""
+    generator = torch.Generator().manual_seed(training.seed + layer)
+    sizes = (
+        traces.query_head_count if training.per_query_head else traces.kv_head_count,
+        traces.head_dim,
+        training.hidden_dim or traces.head_dim,
+        training.hash_bits,
+        input_scale,
+        generator,
+    )
+    if training.method == "hashattention":
+        if not training.per_query_head:
+            raise ValueError("method hashattention has an MLP a query head")
+        return HashAttentionMlps(ThreeLayerMlp(*sizes), ThreeLayerMlp(*sizes))
+    return HashMlp.random(*sizes)
+
+
+def train_layer(
+    traces: Traces,
+    layer: int,
+    training: Training,
+    device: torch.device,
+    on_step: Callable[[int, float, float], None] | None = None,
+) -> tuple[Function, LayerResult]:
+    """Trains the MLPs of one layer, all heads beside each other.
+
+    Args:
+        traces: At least two samples; the last are held out.
+        layer: Which layer.
+        training: How.
+        device: Where.
+        on_step: Called with the step, its loss and the best held-out IoU so far.
+
+    Returns:
+        The MLPs that did best on the held-out stretches, and how well.
+    """
+    begin = time.perf_counter()
+    data = _Layer(traces, layer, held_out_count(traces), training, device)
+    generator = torch.Generator(device).manual_seed(training.seed + layer)
+    function = _random(traces, layer, training, data.input_scale())
+    optimizer = torch.optim.AdamW(
+        function.parameters(),
+        lr=training.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=training.weight_decay,
+    )
+    warm_up = max(1, training.step_count // 100)
+
+    def rate(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 * (1 + math.cos(math.pi * step / training.step_count))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    best = data.judge(function)
+    kept = {name: value.clone() for name, value in function.state_dict().items()}
+    best_step = step = 0
+    for step in range(1, training.step_count + 1):
+        loss = data.loss(function, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(function.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % training.judge_every == 0 or step == training.step_count:
+            judged = data.judge(function)
+            if judged.mean() > best.mean():
+                best, best_step = judged, step
+                kept = {name: value.clone() for name, value in function.state_dict().items()}
+            elif step - best_step >= training.patience * training.judge_every:
+                break
+        if on_step is not None and (step % 10 == 0 or step == training.step_count):
+            on_step(step, loss.item(), best.mean().item())
+    function.load_state_dict(kept)
+    lsh = data.judge(Hyperplanes(traces.head_dim, training.hash_bits, training.seed, device))
+    result = LayerResult(
+        layer=layer,
+        iou=best.tolist(),
+        lsh_iou=lsh.tolist(),
+        step_count=step,
+        best_step=best_step,
+        seconds=time.perf_counter() - begin,
+    )
+    return function, result

@@ -1,0 +1,168 @@
+"""What the two wheels hold: the client without a program, the research tools with one."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from daemon_process import ROOT, binary
+
+if not (ROOT / "clients/python/pyproject.toml").exists():
+    pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
+
+
+class Wheels(NamedTuple):
+    """Built from one copy of the sources, the one with libspillway first."""
+
+    platform: Path
+    pure: Path
+    lab: Path
+
+
+def build(package: Path, output: Path, library: Path | None) -> Path:
+    environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY_FILE"}
+    if library is not None:
+        environment["SPILLWAY_LIBRARY_FILE"] = str(library)
+    # Nothing is fetched: the environment has what builds.
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", output, package],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = output.glob("*.whl")
+    return wheel
+
+
+def copied(folder: Path) -> Path:
+    """The sources of both packages and of the API, without what was built of them."""
+    left_out = shutil.ignore_patterns("build", "_proto", "*.egg-info", "__pycache__")
+    for name in ("proto", "clients/python", "clients/lab"):
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    return folder / "clients"
+
+
+def real_library() -> Path:
+    return binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    """Both wheels, and the client's with libspillway."""
+    folder = tmp_path_factory.mktemp("wheels")
+    clients = copied(folder)
+    platform = build(clients / "python", folder / "platform", real_library())
+    # What an earlier build left behind is in no wheel.
+    stale = clients / "python/build/lib/spillway/stale.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    pure = build(clients / "python", folder / "pure", None)
+    return Wheels(platform, pure, build(clients / "lab", folder / "lab", None))
+
+
+def files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def programs(wheel: Path) -> dict[str, str]:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".dist-info/entry_points.txt"):
+                told = configparser.ConfigParser()
+                told.read_string(archive.read(name).decode())
+                return dict(told["console_scripts"])
+    return {}
+
+
+def test_programs(wheels: Wheels) -> None:
+    assert programs(wheels.pure) == {}
+    assert programs(wheels.platform) == {}
+    assert programs(wheels.lab) == {"spillway-lab": "spillway_lab.cli:main"}
+
+
+def test_neither_holds_the_other(wheels: Wheels) -> None:
+    for wheel, package in zip(wheels, ("spillway", "spillway", "spillway_lab"), strict=True):
+        assert {name.split("/")[0] for name in files(wheel)} == {
+            package,
+            f"{package}-0.1.0.dist-info",
+        }
+        assert {f"{package}/__init__.py", f"{package}/py.typed"} <= files(wheel)
+    assert "spillway/_proto/attention_service_pb2.pyi" in files(wheels.pure)
+    subpackages = {name.split("/")[1] for name in files(wheels.pure) if name.count("/") == 2}
+    assert subpackages == {"_proto", "transformers"}
+    assert "spillway_lab/evaluation/command.py" in files(wheels.lab)
+
+
+def test_libspillway_is_there_when_given(wheels: Wheels) -> None:
+    library = "spillway/_lib/libspillway.so.1"
+    with zipfile.ZipFile(wheels.platform) as archive:
+        assert archive.read(library) == real_library().read_bytes()
+    assert files(wheels.pure) == {n for n in files(wheels.platform) if n != library}
+    assert wheels.pure.name == "spillway-0.1.0-py3-none-any.whl"
+    assert wheels.lab.name == "spillway_lab-0.1.0-py3-none-any.whl"
+    assert wheels.platform.name.startswith("spillway-0.1.0-py3-none-linux_")
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    clients = copied(tmp_path)
+    with pytest.raises(AssertionError, match="SPILLWAY_LIBRARY_FILE names /none, which is no file"):
+        build(clients / "python", tmp_path / "made", Path("/none"))
+    assert not list(tmp_path.glob("made/*.whl"))
+
+
+def run(unpacked: Path, code: str) -> str:
+    """Runs code with a wheel's files before all else that is installed."""
+    environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_streams_go_through_the_wheel_own_library(
+    wheels: Wheels, target: str, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheels.platform) as archive:
+        archive.extractall(tmp_path)
+    used = run(
+        tmp_path,
+        f"import spillway\n"
+        f"with spillway.connect({target!r}, native=True) as client, client.decode() as stream:\n"
+        f"    print(stream.transport, client._library._name)",
+    )
+    assert used == f"libspillway {tmp_path}/spillway/_lib/libspillway.so.1"
+
+
+def test_help_loads_nothing_that_is_slow(wheels: Wheels, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheels.lab) as archive:
+        archive.extractall(tmp_path)
+    shown = run(
+        tmp_path,
+        "import sys\n"
+        "sys.argv = ['spillway-lab', '--help']\n"
+        "from spillway_lab.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    slow = {'torch', 'transformers', 'numpy', 'matplotlib', 'grpc', 'spillway'}\n"
+        "    print('ends with', end.code, 'loaded', slow & set(sys.modules))",
+    )
+    assert "Usage: spillway-lab" in shown
+    for command in ("bench", "eval", "train-hash", "import-hash"):
+        assert command in shown
+    assert shown.endswith("ends with 0 loaded set()")
