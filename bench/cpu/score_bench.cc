@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "bench/cpu/fixture.h"
 #include "bench/mapped_file.h"
+#include "host/core/quantiser.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/score_pass.h"
 #include "nlohmann/json.hpp"

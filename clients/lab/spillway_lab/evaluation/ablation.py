@@ -14,7 +14,7 @@ from spillway.policy import Policy, TopK
 from spillway.sequence import Sequence as DaemonSequence
 
 from spillway_lab.evaluation import intervals, results, summary
-from spillway_lab.evaluation.attends import EXACT, Case, Positions, measure, rows_in_daemon
+from spillway_lab.evaluation.attends import EXACT, Case, measure, rows_in_daemon
 from spillway_lab.evaluation.indexing import DEFAULT_INDEX, Index, stacked_rotations
 from spillway_lab.evaluation.methods import DEFAULT_BITS
 from spillway_lab.evaluation.recording import Recording
