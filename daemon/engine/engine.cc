@@ -72,7 +72,7 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
   }
   const int64_t bytes = EstimateWeightBytes(model.spec) + kModelTableBytes;
   absl::StatusOr<MemoryReservation> reservation =
-      budget_->Reserve(bytes, "the hash weights of a model");
+      budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels);
   if (!reservation.ok()) return reservation.status();
   absl::StatusOr<std::unique_ptr<DeviceModel>> device =
       device_->CreateModel(model.spec, safetensors);

@@ -37,6 +37,9 @@ void LogSystem(const Config& config, const Topology& topology, const Device& dev
   }
 }
 
+// Of the memory limit, what rows and codes never take beside the messages' share.
+constexpr int64_t kAttendShare = 32;
+
 int Fail(const absl::Status& status) {
   LogError("cannot_start", {{"error", std::string(status.message())}});
   return 1;
@@ -45,9 +48,12 @@ int Fail(const absl::Status& status) {
 }  // namespace
 
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
-  MemoryBudget budget(config.memory_limit_bytes);
+  const int64_t limit_bytes = config.memory_limit_bytes;
+  MemoryBudget budget(limit_bytes, MemoryBudget::MessageShare(limit_bytes));
   ArenaOptions arena_options;
-  arena_options.limit_bytes = config.memory_limit_bytes;
+  // Rows and codes leave room for page tables and workspaces, so that what
+  // fills the rest can be attended to.
+  arena_options.limit_bytes = limit_bytes - budget.message_bytes() - limit_bytes / kAttendShare;
   // The arena comes before the device, which registers its chunks.
   std::unique_ptr<Device> device;
   Arena::ChunkObserver observer;

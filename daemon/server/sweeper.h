@@ -8,8 +8,8 @@
 
 namespace spillway {
 
-// Deletes expired sequences once a second, in a thread of its own, as long as
-// it lives.
+// Once a second, in a thread of its own, as long as it lives: deletes expired
+// sequences and gives memory back that stays free.
 class Sweeper {
  public:
   explicit Sweeper(Engine& engine)
@@ -18,6 +18,7 @@ class Sweeper {
           while (!wake_.wait_for(lock, std::chrono::seconds(1), [this] { return stopped_; })) {
             lock.unlock();
             engine.SweepExpired();
+            engine.arena().GiveBackIdle();
             lock.lock();
           }
         }) {}

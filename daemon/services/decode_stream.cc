@@ -173,7 +173,7 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
       2 * bytes + static_cast<int64_t>(request.item().q().data().size() +
                                        request.chunk().k().data().size() +
                                        request.chunk().v().data().size()),
-      "a request");
+      "a request", MemoryUse::kMessages);
   if (!reservation.ok()) return reservation.status();
   message.reservation = *std::move(reservation);
   return absl::OkStatus();

@@ -67,6 +67,8 @@ class CudaDevice final : public Device {
     return absl::OkStatus();
   }
   void UnregisterMemory(std::span<std::byte> chunk) override {
+    // Any thread: without this CUDA would wake the first GPU for it.
+    SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
     SPILLWAY_CUDA_REPORT(cudaHostUnregister(chunk.data()));
   }
 

@@ -32,14 +32,17 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
     const int64_t bins = grown(histogram_count, held_bins);
     // The old buffers go first, so that old and new are never held at once.
     *w = SelectWorkspace();
-    auto reservation =
-        budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "workspace of an attend");
+    const auto reserve = [&] {
+      return budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "the workspace of an attend",
+                              MemoryUse::kWorkspaces);
+    };
+    absl::StatusOr<MemoryReservation> reservation = reserve();
     if (!reservation.ok()) {
-      absl::MutexLock lock(&mutex_);
-      idle_.clear();
-    }
-    if (!reservation.ok()) {
-      reservation = budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "workspace of an attend");
+      {
+        absl::MutexLock lock(&mutex_);
+        idle_.clear();
+      }
+      reservation = reserve();
     }
     if (!reservation.ok()) return reservation.status();
     w->reservation = *std::move(reservation);

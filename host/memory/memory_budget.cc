@@ -1,5 +1,6 @@
 #include "host/memory/memory_budget.h"
 
+#include <algorithm>
 #include <cassert>
 #include <string>
 
@@ -7,6 +8,44 @@
 #include "absl/strings/str_cat.h"
 
 namespace spillway {
+namespace {
+
+// Of the limit: an eighth, which a daemon of many connections has use for, but
+// no more than hundreds of the largest messages take, and no less than one of
+// the largest and its answer.
+constexpr int64_t kMessageShare = 8;
+constexpr int64_t kMessageBytesMost = int64_t{1} << 30;
+constexpr int64_t kMessageBytesLeast = int64_t{16} << 20;
+
+// Adds to `used` unless that would pass `limit`.
+bool AddWithin(std::atomic<int64_t>& used, int64_t bytes, int64_t limit) {
+  int64_t now = used.load(std::memory_order_relaxed);
+  do {
+    // Compared by subtraction: now + bytes could overflow.
+    if (bytes > limit - now) return false;
+  } while (!used.compare_exchange_weak(now, now + bytes, std::memory_order_relaxed));
+  return true;
+}
+
+}  // namespace
+
+std::string_view MemoryUseName(MemoryUse use) {
+  switch (use) {
+    case MemoryUse::kPages:
+      return "rows and codes";
+    case MemoryUse::kModels:
+      return "models";
+    case MemoryUse::kTables:
+      return "page tables";
+    case MemoryUse::kWorkspaces:
+      return "workspaces";
+    case MemoryUse::kMessages:
+      return "messages";
+    case MemoryUse::kOther:
+      return "other";
+  }
+  return "unknown";
+}
 
 absl::Status MemoryExhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) {
   absl::Status status = absl::ResourceExhaustedError(
@@ -17,14 +56,58 @@ absl::Status MemoryExhausted(std::string_view what, int64_t needed_bytes, int64_
   return status;
 }
 
-absl::StatusOr<MemoryReservation> MemoryBudget::Reserve(int64_t bytes, std::string_view what) {
+int64_t MemoryBudget::MessageShare(int64_t limit_bytes) {
+  return std::min(std::clamp(limit_bytes / kMessageShare, kMessageBytesLeast, kMessageBytesMost),
+                  limit_bytes / 2);
+}
+
+int64_t MemoryBudget::used_bytes() const {
+  return contents_bytes_.load(std::memory_order_relaxed) + used_bytes(MemoryUse::kMessages);
+}
+
+int64_t MemoryBudget::FreeBytes(MemoryUse use) const {
+  return use == MemoryUse::kMessages
+             ? message_bytes_ - used_bytes(use)
+             : limit_bytes_ - message_bytes_ - contents_bytes_.load(std::memory_order_relaxed);
+}
+
+bool MemoryBudget::TryCharge(int64_t bytes, MemoryUse use) {
+  std::atomic<int64_t>& used = used_bytes_[static_cast<int>(use)];
+  if (use == MemoryUse::kMessages) return AddWithin(used, bytes, message_bytes_);
+  if (!AddWithin(contents_bytes_, bytes, limit_bytes_ - message_bytes_)) return false;
+  used.fetch_add(bytes, std::memory_order_relaxed);
+  return true;
+}
+
+void MemoryBudget::Release(int64_t bytes, MemoryUse use) {
+  used_bytes_[static_cast<int>(use)].fetch_sub(bytes, std::memory_order_relaxed);
+  if (use != MemoryUse::kMessages) contents_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+}
+
+absl::StatusOr<MemoryReservation> MemoryBudget::Reserve(int64_t bytes, std::string_view what,
+                                                        MemoryUse use) {
   assert(bytes >= 0);
-  int64_t used = used_bytes_.load(std::memory_order_relaxed);
-  do {
-    // Compared by subtraction: used + bytes could overflow.
-    if (bytes > limit_bytes_ - used) return MemoryExhausted(what, bytes, limit_bytes_ - used);
-  } while (!used_bytes_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
-  return MemoryReservation(this, bytes);
+  if (TryCharge(bytes, use)) return MemoryReservation(this, bytes, use);
+  if (use != MemoryUse::kMessages && use != MemoryUse::kPages &&
+      bytes <= limit_bytes_ - message_bytes_) {
+    const MutexLock lock(mutex_);
+    for (const Reclaim& reclaim : reclaims_) {
+      const int64_t missing = bytes - FreeBytes(use);
+      if (missing > 0) reclaim(missing);
+    }
+    if (TryCharge(bytes, use)) return MemoryReservation(this, bytes, use);
+  }
+  return MemoryExhausted(what, bytes, FreeBytes(use));
+}
+
+std::list<MemoryBudget::Reclaim>::iterator MemoryBudget::AddReclaim(Reclaim reclaim) {
+  const MutexLock lock(mutex_);
+  return reclaims_.insert(reclaims_.end(), std::move(reclaim));
+}
+
+void MemoryBudget::RemoveReclaim(std::list<Reclaim>::iterator reclaim) {
+  const MutexLock lock(mutex_);
+  reclaims_.erase(reclaim);
 }
 
 }  // namespace spillway

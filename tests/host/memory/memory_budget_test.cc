@@ -12,7 +12,9 @@
 namespace spillway {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 TEST(MemoryBudget, ChargesUntilTheReservationGoes) {
   MemoryBudget budget(100);
@@ -53,6 +55,60 @@ TEST(MemoryBudget, AHugeRequestDoesNotOverflow) {
   const auto held = budget.Reserve(100, "held");
   EXPECT_FALSE(budget.Reserve(std::numeric_limits<int64_t>::max(), "huge").ok());
   EXPECT_EQ(budget.used_bytes(), 100);
+}
+
+TEST(MemoryBudget, MessagesHaveAShareOfTheirOwn) {
+  MemoryBudget budget(100, 30);
+  EXPECT_EQ(budget.free_bytes(), 70);
+  const auto pages = budget.Reserve(70, "pages", MemoryUse::kPages);
+  ASSERT_TRUE(pages.ok());
+  EXPECT_FALSE(budget.Reserve(1, "a table", MemoryUse::kTables).ok());
+  {
+    const auto message = budget.Reserve(30, "a message", MemoryUse::kMessages);
+    ASSERT_TRUE(message.ok()) << "what is full of pages leaves messages their share";
+    EXPECT_EQ(budget.used_bytes(), 100);
+    EXPECT_EQ(budget.used_bytes(MemoryUse::kMessages), 30);
+    EXPECT_EQ(budget.used_bytes(MemoryUse::kPages), 70);
+    const absl::Status status = budget.Reserve(7, "b", MemoryUse::kMessages).status();
+    EXPECT_THAT(std::string(status.message()), HasSubstr("7 bytes of memory and 0 bytes are free"));
+  }
+  EXPECT_EQ(budget.used_bytes(), 70);
+}
+
+TEST(MemoryBudget, MessagesDoNotGoBeyondTheirShare) {
+  MemoryBudget budget(100, 30);
+  EXPECT_FALSE(budget.Reserve(31, "a message", MemoryUse::kMessages).ok());
+  const auto message = budget.Reserve(30, "a message", MemoryUse::kMessages);
+  ASSERT_TRUE(message.ok());
+  EXPECT_TRUE(budget.Reserve(70, "pages", MemoryUse::kPages).ok());
+}
+
+TEST(MemoryBudget, TheMessagesShareIsAnEighthWithinBounds) {
+  constexpr int64_t kMiB = int64_t{1} << 20, kGiB = int64_t{1} << 30;
+  EXPECT_EQ(MemoryBudget::MessageShare(100), 50);
+  EXPECT_EQ(MemoryBudget::MessageShare(64 * kMiB), 16 * kMiB);
+  EXPECT_EQ(MemoryBudget::MessageShare(4 * kGiB), 512 * kMiB);
+  EXPECT_EQ(MemoryBudget::MessageShare(1024 * kGiB), kGiB);
+}
+
+TEST(MemoryBudget, AsksForWhatIsMissingBeforeItRefuses) {
+  MemoryBudget budget(100, 20);
+  auto held = budget.Reserve(60, "pages", MemoryUse::kPages);
+  ASSERT_TRUE(held.ok());
+  std::vector<int64_t> asked;
+  const auto reclaim = budget.AddReclaim([&](int64_t bytes) {
+    asked.push_back(bytes);
+    *held = MemoryReservation();
+  });
+  EXPECT_FALSE(budget.Reserve(21, "pages", MemoryUse::kPages).ok());
+  EXPECT_FALSE(budget.Reserve(21, "a message", MemoryUse::kMessages).ok());
+  EXPECT_FALSE(budget.Reserve(81, "more than there is", MemoryUse::kTables).ok());
+  EXPECT_THAT(asked, IsEmpty());
+  EXPECT_TRUE(budget.Reserve(20, "what fits", MemoryUse::kTables).ok());
+  EXPECT_THAT(asked, IsEmpty());
+  EXPECT_TRUE(budget.Reserve(33, "a table", MemoryUse::kTables).ok());
+  EXPECT_THAT(asked, ElementsAre(13));
+  budget.RemoveReclaim(reclaim);
 }
 
 TEST(MemoryBudget, IsNeverPassedByManyThreads) {
