@@ -258,6 +258,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
   line.config.memory_limit_bytes = memory_limit_default;
 
   CLI::App app("Keeps KV caches in host memory and attends to them.", "spillwayd");
+  app.footer(
+      "SIGTERM, SIGINT and SIGHUP end the daemon: it takes no new calls and waits --grace seconds\n"
+      "for those that run. Under nohup it ignores SIGHUP. Settings are read once, at the start.");
   std::string path;
   app.add_option("--config", path, "TOML file with settings; flags win over it");
   app.add_flag("--print-config", line.print_config, "print the settings in force and exit");

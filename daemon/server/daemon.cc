@@ -1,5 +1,6 @@
 #include "daemon/server/daemon.h"
 
+#include <cstring>
 #include <memory>
 
 #include "absl/strings/str_cat.h"
@@ -76,7 +77,7 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     LogInfo("serving", {{"address", (*server)->address()}, {"boot_id", (*server)->boot_id()}});
     int signal = 0;
     sigwait(&signals, &signal);
-    LogInfo("draining", {{"signal", signal == SIGTERM ? "SIGTERM" : "SIGINT"},
+    LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(config.grace_seconds)}});
     (*server)->Drain(absl::Seconds(config.grace_seconds));
     auditor.Stop();

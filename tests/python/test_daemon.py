@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import stat
 import subprocess
@@ -33,10 +34,13 @@ def write(folder: Path, text: str) -> str:
 
 
 @contextmanager
-def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A daemon with JSON logs, and the address that it says it serves."""
+def process(*flags: str, before: tuple[str, ...] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A daemon with JSON logs, and the address that it says it serves.
+
+    `before` is a command that starts it.
+    """
     with subprocess.Popen(
-        [binary(), "--log-format", "json", *device_flags(*flags)],
+        [*before, binary(), "--log-format", "json", *device_flags(*flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -225,6 +229,30 @@ def test_facts_of_the_system_are_logged_once(tmp_path: Path) -> None:
     for fact in ("cores", "numa", "huge_pages", "memory", "simd", "serving", "stopped"):
         assert said.count(fact) == 1, fact
     assert said.count("device") == device_count
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_signals_that_end_the_daemon_in_good_order(tmp_path: Path, name: str) -> None:
+    socket = tmp_path / "spillwayd.sock"
+    with process("--listen", f"unix:{socket}") as (daemon, _):
+        daemon.send_signal(signal.Signals[name])
+        assert daemon.wait(timeout=30) == 0
+        assert daemon.stdout is not None
+        said = [json.loads(line) for line in daemon.stdout]
+    (draining,) = [entry for entry in said if entry["event"] == "draining"]
+    assert draining["signal"] == name
+    assert said[-1]["event"] == "stopped"
+    assert not socket.exists()
+
+
+def test_under_nohup_a_terminal_that_closes_does_not_end_it(tmp_path: Path) -> None:
+    flags = ("--listen", f"unix:{tmp_path}/spillwayd.sock")
+    with process(*flags, before=("nohup",)) as (daemon, address):
+        daemon.send_signal(signal.SIGHUP)
+        with spillway.connect(address) as client:
+            assert client.health()
+        daemon.terminate()
+        assert daemon.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize("grace", ["30", "0.2"])
