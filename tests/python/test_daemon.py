@@ -137,6 +137,23 @@ def test_bad_starts(flags: tuple[str, ...]) -> None:
     assert len(done.stdout + done.stderr) > 10
 
 
+@pytest.mark.parametrize("limit", ["900GiB", "64TiB"])
+def test_a_limit_above_the_machines_memory_is_refused(tmp_path: Path, limit: str) -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if physical >= 900 << 30:
+        pytest.skip("has as much")
+    file = write(tmp_path, f"[memory]\nlimit = '{limit}'\n")
+    socket = f"unix:{tmp_path}/spillwayd.sock"
+    for flags, setting in ((("--memory-limit", limit), "--memory-limit"), (("--config", file), file)):
+        done = run("--listen", socket, *flags)
+        assert done.returncode == 2
+        assert f'"{limit}" is more memory than there is' in done.stderr
+        assert f"the machine has {physical / 2**30:.1f} GiB" in done.stderr
+        assert setting in done.stderr
+    # The largest that fits is taken: the control group may leave less.
+    assert run("--memory-limit", "1GiB", "--print-config").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("devices", "named"),
     [
