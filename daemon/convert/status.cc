@@ -32,9 +32,10 @@ constexpr std::array<const char*, 17> kCodeNames = {
 
 }  // namespace
 
-google::rpc::Status StatusConverter::ToRpc(const absl::Status& status) const {
+google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   google::rpc::Status rpc;
-  if (status.ok()) return rpc;
+  if (plain.ok()) return rpc;
+  const absl::Status status = explain_(plain);
   const int code = static_cast<int>(status.code());
   rpc.set_code(code);
   rpc.set_message(std::string(status.message()));

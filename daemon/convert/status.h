@@ -1,7 +1,9 @@
 // The one place where errors of the engine become errors of the API.
 #pragma once
 
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "google/rpc/status.pb.h"
@@ -14,7 +16,12 @@ namespace spillway {
 // at fault. Thread-safe.
 class StatusConverter {
  public:
-  explicit StatusConverter(std::string boot_id) : boot_id_(std::move(boot_id)) {}
+  // Says more of an error.
+  using Explain = std::function<absl::Status(const absl::Status&)>;
+
+  // explain is thread-safe.
+  StatusConverter(std::string boot_id, Explain explain)
+      : boot_id_(std::move(boot_id)), explain_(std::move(explain)) {}
 
   google::rpc::Status ToRpc(const absl::Status& status) const;
   // The same as the status of a call, with its binary details.
@@ -22,6 +29,7 @@ class StatusConverter {
 
  private:
   const std::string boot_id_;
+  const Explain explain_;
 };
 
 }  // namespace spillway

@@ -13,10 +13,7 @@ namespace {
 
 // The same error, naming the item of a request with several.
 absl::Status AtItem(const absl::Status& status, size_t index) {
-  absl::Status named(status.code(), absl::StrCat("items[", index, "]: ", status.message()));
-  status.ForEachPayload(
-      [&](absl::string_view url, const absl::Cord& value) { named.SetPayload(url, value); });
-  return named;
+  return WithMessage(status, absl::StrCat("items[", index, "]: ", status.message()));
 }
 
 }  // namespace

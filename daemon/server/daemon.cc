@@ -50,7 +50,7 @@ int Fail(const absl::Status& status) {
 
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
   const int64_t limit_bytes = config.memory_limit_bytes;
-  MemoryBudget budget(limit_bytes, MemoryBudget::MessageShare(limit_bytes));
+  MemoryBudget budget(limit_bytes, MemoryBudget::MessageShare(limit_bytes), "--memory-limit");
   ArenaOptions arena_options;
   // Rows and codes leave room for page tables and workspaces, so that what
   // fills the rest can be attended to.

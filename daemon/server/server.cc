@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/convert/attend.h"
+#include "daemon/engine/holders.h"
 #include "daemon/server/sweeper.h"
 #include "daemon/services/admin_service.h"
 #include "daemon/services/attention_service.h"
@@ -31,7 +32,8 @@ constexpr int kBackgroundThreadCount = 2;
 struct Server::Impl {
   Impl(const Config& config, Engine& engine)
       : boot_id(Registry::MakeId()),
-        status(boot_id),
+        status(boot_id,
+               [&engine](const absl::Status& error) { return NameHolders(error, engine); }),
         background(kBackgroundThreadCount, 0),
         context{
             engine,

@@ -149,7 +149,7 @@ class CudaDevice final : public Device {
 
   CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count)
       : ordinal_(ordinal),
-        budget_(memory_limit_bytes),
+        budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
         arena_limit_bytes_(memory_limit_bytes - std::min(memory_limit_bytes / 4, kWorkspaceBytes)),
         workers_(thread_count) {}
 

@@ -114,7 +114,7 @@ absl::Status Arena::Impl::Grow(int64_t slab_count) {
     if (chunk == chunks.end()) break;
     gap = chunk->first + chunk->second.slab_count;
   }
-  return MemoryExhausted("the arena", slab_count * kSlabBytes, FreeBytes());
+  return budget->Exhausted("the arena", slab_count * kSlabBytes, FreeBytes());
 }
 
 absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
@@ -292,6 +292,11 @@ void Arena::GiveBackIdle() {
   impl_->GiveBack(slab_count * kSlabBytes);
   const MutexLock lock(impl_->mutex);
   impl_->idle_count_min = impl_->idle_count;
+}
+
+absl::Status Arena::Exhausted(std::string_view what, int64_t needed_bytes,
+                              int64_t free_bytes) const {
+  return impl_->budget->Exhausted(what, needed_bytes, free_bytes, MemoryUse::kPages);
 }
 
 std::byte* Arena::base() const { return impl_->backing->base(); }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -86,6 +87,9 @@ class Arena {
   // the time since the last call. For a timer: with one call a second half of
   // what stays free is gone after five.
   void GiveBackIdle();
+
+  // MemoryExhausted() for memory of this arena, naming its budget's limit.
+  absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) const;
 
   // First slab; every slab lies in [base, base + slab_capacity() * kSlabBytes).
   std::byte* base() const;

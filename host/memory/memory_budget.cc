@@ -27,6 +27,19 @@ bool AddWithin(std::atomic<int64_t>& used, int64_t bytes, int64_t limit) {
   return true;
 }
 
+void SetPayload(std::string_view url, const std::string& value, absl::Status& status) {
+  status.SetPayload(absl::string_view(url.data(), url.size()), absl::Cord(value));
+}
+
+absl::Status Refusal(std::string_view what, int64_t needed_bytes, int64_t free_bytes,
+                     const std::string& of) {
+  absl::Status status = absl::ResourceExhaustedError(
+      absl::StrCat(std::string(what), " needs ", needed_bytes, " bytes of memory and ", free_bytes,
+                   " bytes are free", of));
+  SetPayload(kNeededFreePayload, absl::StrCat(needed_bytes, " ", free_bytes), status);
+  return status;
+}
+
 }  // namespace
 
 std::string_view MemoryUseName(MemoryUse use) {
@@ -48,11 +61,18 @@ std::string_view MemoryUseName(MemoryUse use) {
 }
 
 absl::Status MemoryExhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) {
-  absl::Status status = absl::ResourceExhaustedError(
-      absl::StrCat(std::string(what), " needs ", needed_bytes, " bytes of memory and ", free_bytes,
-                   " bytes are free"));
-  status.SetPayload(absl::string_view(kNeededFreePayload.data(), kNeededFreePayload.size()),
-                    absl::Cord(absl::StrCat(needed_bytes, " ", free_bytes)));
+  return Refusal(what, needed_bytes, free_bytes, "");
+}
+
+absl::Status MemoryBudget::Exhausted(std::string_view what, int64_t needed_bytes,
+                                     int64_t free_bytes, MemoryUse use) const {
+  std::string of = absl::StrCat(" of the limit of ", limit_bytes_, " bytes");
+  if (!setting_.empty()) absl::StrAppend(&of, ", which ", setting_, " sets");
+  if (use == MemoryUse::kMessages) {
+    of = absl::StrCat(" of the ", message_bytes_, " that messages have", of);
+  }
+  absl::Status status = Refusal(what, needed_bytes, free_bytes, of);
+  SetPayload(kMemoryLimitPayload, absl::StrCat(limit_bytes_, " ", setting_), status);
   return status;
 }
 
@@ -97,7 +117,7 @@ absl::StatusOr<MemoryReservation> MemoryBudget::Reserve(int64_t bytes, std::stri
     }
     if (TryCharge(bytes, use)) return MemoryReservation(this, bytes, use);
   }
-  return MemoryExhausted(what, bytes, FreeBytes(use));
+  return Exhausted(what, bytes, FreeBytes(use), use);
 }
 
 std::list<MemoryBudget::Reclaim>::iterator MemoryBudget::AddReclaim(Reclaim reclaim) {

@@ -34,8 +34,9 @@ class MemoryBudget {
   // Gives at least so many bytes of its charge back where it can.
   using Reclaim = std::function<void(int64_t bytes)>;
 
-  explicit MemoryBudget(int64_t limit_bytes, int64_t message_bytes = 0)
-      : limit_bytes_(limit_bytes), message_bytes_(message_bytes) {}
+  // setting: what raises the limit, for refusals: "--memory-limit".
+  explicit MemoryBudget(int64_t limit_bytes, int64_t message_bytes = 0, std::string setting = "")
+      : limit_bytes_(limit_bytes), message_bytes_(message_bytes), setting_(std::move(setting)) {}
   MemoryBudget(const MemoryBudget&) = delete;
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
@@ -49,12 +50,17 @@ class MemoryBudget {
   absl::StatusOr<MemoryReservation> Reserve(int64_t bytes, std::string_view what,
                                             MemoryUse use = MemoryUse::kOther);
 
+  // MemoryExhausted() that also names the limit and what raises it.
+  absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes,
+                         MemoryUse use = MemoryUse::kOther) const;
+
   // Asks `reclaim` from now on, until RemoveReclaim with what this returns.
   // reclaim must not reserve, other than for pages.
   std::list<Reclaim>::iterator AddReclaim(Reclaim reclaim) ABSL_LOCKS_EXCLUDED(mutex_);
   void RemoveReclaim(std::list<Reclaim>::iterator reclaim) ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t limit_bytes() const { return limit_bytes_; }
+  const std::string& setting() const { return setting_; }
   // Of the limit, for messages alone.
   int64_t message_bytes() const { return message_bytes_; }
   int64_t used_bytes() const;
@@ -73,6 +79,7 @@ class MemoryBudget {
 
   const int64_t limit_bytes_;
   const int64_t message_bytes_;
+  const std::string setting_;
   std::atomic<int64_t> contents_bytes_{0};  // of everything but messages
   std::array<std::atomic<int64_t>, kMemoryUseCount> used_bytes_{};
   Mutex mutex_;
@@ -83,6 +90,8 @@ class MemoryBudget {
 // "needed free") that the daemon turns into ErrorInfo metadata.
 absl::Status MemoryExhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes);
 inline constexpr std::string_view kNeededFreePayload = "spillway/needed_free_bytes";
+// The limit and its setting, "limit setting", where the status knows them.
+inline constexpr std::string_view kMemoryLimitPayload = "spillway/memory_limit";
 
 // Owner of charged bytes. Movable, not thread-safe.
 class MemoryReservation {

@@ -125,3 +125,26 @@ def test_memory_that_stays_free_goes_back_to_the_system(client: spillway.Client)
     while client.statistics().memory.arena_committed_bytes > 0:
         assert time.monotonic() < deadline, client.statistics().memory
         time.sleep(0.2)
+
+
+def test_a_refusal_names_the_limit_and_who_holds_the_memory(client: spillway.Client) -> None:
+    model = new_model(client)
+    small, large = (client.create_sequence(model) for _ in range(2))
+    small.append(0, 0, rows_of(model, 100), rows_of(model, 100))
+    error = fill(large, rows_of(model, 500))
+    memory = client.statistics().memory
+    held = large.refresh()
+    large_bytes = held.row_bytes + held.index_bytes
+    assert error.needed_bytes is not None
+    assert error.free_bytes is not None
+    assert error.needed_bytes > error.free_bytes
+    assert f"needs {error.needed_bytes} bytes" in error.message
+    assert f"{error.free_bytes} bytes are free" in error.message
+    assert f"limit of {LIMIT_BYTES} bytes, which --memory-limit sets" in error.message
+    assert f"held by rows and codes {memory.used_bytes - memory.other_bytes}, " in error.message
+    assert f"the largest is {large.name} with {large_bytes}" in error.message
+    assert error.metadata["limit_bytes"] == str(LIMIT_BYTES)
+    assert error.metadata["limit_setting"] == "--memory-limit"
+    assert error.metadata["largest_sequence"] == large.name
+    assert error.metadata["largest_sequence_bytes"] == str(large_bytes)
+    delete_model(client, model)

@@ -50,6 +50,21 @@ TEST(MemoryBudget, RefusesWithNeededAndFreeBytes) {
   EXPECT_TRUE(budget.Reserve(30, "the rest").ok());
 }
 
+TEST(MemoryBudget, RefusalsNameTheLimitAndItsSetting) {
+  MemoryBudget budget(100, 30, "--memory-limit");
+  EXPECT_EQ(std::string(budget.Reserve(71, "a table", MemoryUse::kTables).status().message()),
+            "a table needs 71 bytes of memory and 70 bytes are free of the limit of 100 bytes, "
+            "which --memory-limit sets");
+  const absl::Status status = budget.Reserve(31, "a request", MemoryUse::kMessages).status();
+  EXPECT_EQ(std::string(status.message()),
+            "a request needs 31 bytes of memory and 30 bytes are free of the 30 that messages "
+            "have of the limit of 100 bytes, which --memory-limit sets");
+  const auto limit =
+      status.GetPayload(absl::string_view(kMemoryLimitPayload.data(), kMemoryLimitPayload.size()));
+  ASSERT_TRUE(limit.has_value());
+  EXPECT_EQ(std::string(*limit), "100 --memory-limit");
+}
+
 TEST(MemoryBudget, AHugeRequestDoesNotOverflow) {
   MemoryBudget budget(100);
   const auto held = budget.Reserve(100, "held");
