@@ -43,6 +43,7 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   google::rpc::ErrorInfo info;
   info.set_domain("spillway");
   info.set_reason(details.reason.empty() ? kCodeNames.at(code) : details.reason);
+  note_(status, info.reason());
   for (const auto& [key, value] : details.metadata) (*info.mutable_metadata())[key] = value;
   (*info.mutable_metadata())["boot_id"] = boot_id_;
   rpc.add_details()->PackFrom(info);

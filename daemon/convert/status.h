@@ -18,10 +18,12 @@ class StatusConverter {
  public:
   // Says more of an error.
   using Explain = std::function<absl::Status(const absl::Status&)>;
+  // Takes note of an error that is answered, with its reason.
+  using Note = std::function<void(const absl::Status& status, const std::string& reason)>;
 
-  // explain is thread-safe.
-  StatusConverter(std::string boot_id, Explain explain)
-      : boot_id_(std::move(boot_id)), explain_(std::move(explain)) {}
+  // Both are thread-safe.
+  StatusConverter(std::string boot_id, Explain explain, Note note)
+      : boot_id_(std::move(boot_id)), explain_(std::move(explain)), note_(std::move(note)) {}
 
   google::rpc::Status ToRpc(const absl::Status& status) const;
   // The same as the status of a call, with its binary details.
@@ -30,6 +32,7 @@ class StatusConverter {
  private:
   const std::string boot_id_;
   const Explain explain_;
+  const Note note_;
 };
 
 }  // namespace spillway

@@ -42,7 +42,7 @@ void LogSystem(const Config& config, const Topology& topology, const Device& dev
 constexpr int64_t kAttendShare = 32;
 
 int Fail(const absl::Status& status) {
-  LogError("cannot_start", {{"error", std::string(status.message())}});
+  Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
 }
 

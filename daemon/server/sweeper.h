@@ -5,20 +5,22 @@
 #include <thread>
 
 #include "daemon/engine/engine.h"
+#include "daemon/server/event_log.h"
 
 namespace spillway {
 
 // Once a second, in a thread of its own, as long as it lives: deletes expired
-// sequences and gives memory back that stays free.
+// sequences, gives memory back that stays free, and flushes the log of events.
 class Sweeper {
  public:
-  explicit Sweeper(Engine& engine)
-      : thread_([this, &engine] {
+  Sweeper(Engine& engine, EventLog& events)
+      : thread_([this, &engine, &events] {
           std::unique_lock<std::mutex> lock(mutex_);
           while (!wake_.wait_for(lock, std::chrono::seconds(1), [this] { return stopped_; })) {
             lock.unlock();
-            engine.SweepExpired();
+            for (const ExpiredSequence& sequence : engine.SweepExpired()) events.Expired(sequence);
             engine.arena().GiveBackIdle();
+            events.Flush();
             lock.lock();
           }
         }) {}
