@@ -95,7 +95,8 @@ void Engine::AttendOperation::Submit() {
     }
     if (Auditor* const auditor = engine_->options_.auditor;
         auditor != nullptr && auditor->enabled()) {
-      Audited& audited = audited_.emplace_back(item.work.policy);
+      Audited& audited = audited_.emplace_back();
+      audited.policy = item.work.policy;
       audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.work);
       item.work.audited = true;
     }

@@ -11,8 +11,8 @@
 #include "absl/time/time.h"
 #include "daemon/engine/model.h"
 #include "daemon/engine/ordered_queues.h"
+#include "host/base/mutex.h"
 #include "host/memory/layer_rows.h"
-#include "host/memory/mutex.h"
 
 namespace spillway {
 

@@ -9,7 +9,7 @@
 #include "absl/status/status.h"
 #include "daemon/engine/engine.h"
 #include "daemon/server/logging.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 

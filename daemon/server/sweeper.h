@@ -1,11 +1,11 @@
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
+#include <chrono>
 #include <thread>
 
 #include "daemon/engine/engine.h"
 #include "daemon/server/event_log.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 
@@ -14,29 +14,37 @@ namespace spillway {
 class Sweeper {
  public:
   Sweeper(Engine& engine, EventLog& events)
-      : thread_([this, &engine, &events] {
-          std::unique_lock<std::mutex> lock(mutex_);
-          while (!wake_.wait_for(lock, std::chrono::seconds(1), [this] { return stopped_; })) {
-            lock.unlock();
-            for (const ExpiredSequence& sequence : engine.SweepExpired()) events.Expired(sequence);
-            engine.arena().GiveBackIdle();
-            events.Flush();
-            lock.lock();
-          }
-        }) {}
+      : engine_(engine), events_(events), thread_([this] { Run(); }) {}
   ~Sweeper() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mutex_);
       stopped_ = true;
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
     thread_.join();
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stopped_ = false;
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
+    MutexLock lock(mutex_);
+    while (!stopped_) {
+      const auto next = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+      while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
+      }
+      if (stopped_) return;
+      lock.Unlock();
+      for (const ExpiredSequence& sequence : engine_.SweepExpired()) events_.Expired(sequence);
+      engine_.arena().GiveBackIdle();
+      events_.Flush();
+      lock.Lock();
+    }
+  }
+
+  Engine& engine_;
+  EventLog& events_;
+  Mutex mutex_;
+  CondVar wake_;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -9,7 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
 #include "daemon/services/call.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {

@@ -9,7 +9,7 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
                                                             int64_t histogram_count) {
   std::unique_ptr<SelectWorkspace> w;
   {
-    absl::MutexLock lock(&mutex_);
+    const MutexLock lock(mutex_);
     if (!idle_.empty()) {
       w = std::move(idle_.back());
       idle_.pop_back();
@@ -39,7 +39,7 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
     absl::StatusOr<MemoryReservation> reservation = reserve();
     if (!reservation.ok()) {
       {
-        absl::MutexLock lock(&mutex_);
+        const MutexLock lock(mutex_);
         idle_.clear();
       }
       reservation = reserve();
@@ -55,7 +55,7 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
 }
 
 void WorkspacePool::Return(std::unique_ptr<SelectWorkspace> workspace) {
-  absl::MutexLock lock(&mutex_);
+  const MutexLock lock(mutex_);
   idle_.push_back(std::move(workspace));
 }
 

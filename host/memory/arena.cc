@@ -9,8 +9,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "host/base/mutex.h"
 #include "host/memory/host_backing.h"
-#include "host/memory/mutex.h"
 #include "host/memory/topology.h"
 
 namespace spillway {
