@@ -319,7 +319,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     std::ostringstream out;
-    line.exit_code = app.exit(error, out, out);
+    // Not the parser's own codes: 2 is a wrong command line everywhere.
+    line.exit_code = app.exit(error, out, out) == 0 ? 0 : 2;
     line.message = out.str();
     return line;
   }

@@ -14,7 +14,17 @@ import spillway
 from daemon_process import running_daemon
 
 # Written at the start and at the end.
-FACTS = {"cores", "numa", "huge_pages", "memory", "simd", "device", "serving", "draining", "stopped"}
+FACTS = {
+    "cores",
+    "numa",
+    "huge_pages",
+    "memory",
+    "simd",
+    "device",
+    "serving",
+    "draining",
+    "stopped",
+}
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
