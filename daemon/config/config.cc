@@ -61,7 +61,8 @@ Setting Number(const char* key, const char* flag, const char* help, double Confi
           flag,
           help,
           false,
-          [=](Config& config, const std::string& text) {
+          [field, in_range = std::move(in_range), wanted = std::move(wanted)](
+              Config& config, const std::string& text) {
             double value = 0;
             if (!absl::SimpleAtod(text, &value) || !in_range(value)) return Refuse(text, wanted);
             config.*field = value;

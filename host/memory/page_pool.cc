@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cassert>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -40,6 +41,7 @@ class FreePlaces {
   int64_t Take(int64_t from) {
     int64_t place = Find(from);
     if (place < 0) place = Find(0);
+    assert(place >= 0);
     words_[place / kWordBits] &= ~(uint64_t{1} << (place % kWordBits));
     --count_;
     return place;
