@@ -70,7 +70,7 @@ format: setup venv ## format everything in place
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-proto: venv ## the API may only grow: compare with the frozen descriptor
+proto: venv ## what differs between the API and its frozen descriptor; nothing may
 	@$(PYTHON) scripts/check_proto.py
 
 asan: setup ## C++ tests under AddressSanitizer and UBSan
