@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help setup venv build demo test test-cpp test-python bench eval-small lint format proto asan tsan package gpu-test clean
+.PHONY: help setup venv build demo test test-cpp test-python bench eval-small lint tidy format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -59,12 +59,18 @@ lint: setup venv proto ## formatting, ruff, mypy, API compatibility
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
+tidy: ## clang-tidy and thread-safety analysis of host, daemon and clients; FILES='host/memory/.*'
+	@scripts/setup.sh tidy
+	$(call configure,tidy)
+	cmake --build --preset tidy --parallel $(JOBS) --target spillway_proto
+	run-clang-tidy -quiet -p build/tidy -j $(JOBS) $(call quote,$(CURDIR)/($(if $(FILES),$(FILES),(host|daemon|clients)/.*)))
+
 format: setup venv ## format everything in place
 	@clang-format -i $(CPP_FILES)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-proto: venv ## the API may only grow: compare with the frozen descriptor
+proto: venv ## what differs between the API and its frozen descriptor; nothing may
 	@$(PYTHON) scripts/check_proto.py
 
 asan: setup ## C++ tests under AddressSanitizer and UBSan

@@ -26,6 +26,11 @@ int main(int argc, char** argv) {
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  // A terminal that closes ends the daemon in good order too; one that was told
+  // to ignore that (nohup) goes on.
+  struct sigaction hangup = {};
+  sigaction(SIGHUP, nullptr, &hangup);
+  if (hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   const absl::StatusOr<spillway::Topology> topology = spillway::DetectTopology();
@@ -33,13 +38,8 @@ int main(int argc, char** argv) {
     std::cerr << "spillwayd: " << topology.status().message() << '\n';
     return 1;
   }
-  // The rest is for the system and for the model runner beside us.
-  constexpr int64_t kLimitShareNumerator = 3, kLimitShareDenominator = 4;
-  const int64_t mib = int64_t{1} << 20;
-  const int64_t memory_limit =
-      topology->memory_limit_bytes() / kLimitShareDenominator * kLimitShareNumerator / mib * mib;
   const absl::StatusOr<spillway::CommandLine> line =
-      spillway::ParseCommandLine(argc, argv, memory_limit, SPILLWAY_VERSION);
+      spillway::ParseCommandLine(argc, argv, *topology, SPILLWAY_VERSION);
   if (!line.ok()) {
     std::cerr << "spillwayd: " << line.status().message() << '\n';
     return 2;

@@ -90,7 +90,7 @@ serve() {
     fail "$daemon does not serve"
   fi
 
-  status=$("${within[@]}" "$tool" status --json --target "unix:$socket") ||
+  status=$("${within[@]}" "$tool" status --format json --target "unix:$socket") ||
     fail "$tool gets no answer"
   grep -q "\"version\": *\"$version\"" <<<"$status" || fail "the daemon is not $version: $status"
   "${within[@]}" "$tool" attend-bench --tokens 1024 --target "unix:$socket" >/dev/null ||

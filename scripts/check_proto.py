@@ -1,17 +1,20 @@
-"""Compares the API with its frozen descriptor set and allows only additions.
+"""Compares the API with its frozen descriptor set: no change goes unnoticed.
 
 The frozen set is proto/spillway_v1.txtpb, in protobuf's text form so that a
-review shows what a change adds. Without arguments the check fails on a breaking
-change, and on an addition that has not been frozen; --update freezes additions
-and still refuses a breaking change.
+review shows what a change does. Without arguments the check prints what differs
+and fails if anything does. --update freezes the API as it is, once the section
+"Unreleased" of CHANGELOG.md names every message, field, enum, value, service
+and call that was added, changed or removed: `DecodeRequest.append`.
 """
 
 import argparse
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from google.protobuf import descriptor_pb2, text_format
 from grpc_tools import protoc
@@ -19,6 +22,7 @@ from grpc_tools import protoc
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
 FROZEN = PROTO / "spillway_v1.txtpb"
+CHANGELOG = ROOT / "CHANGELOG.md"
 
 # Maps the path of an element ("spillway.v1.Policy field 3") to what a client's
 # binary or source depends on.
@@ -84,41 +88,89 @@ def elements(files: descriptor_pb2.FileDescriptorSet) -> Elements:
     return found
 
 
-def breaking_changes(frozen: Elements, current: Elements) -> list[str]:
-    changes = []
+class Change(NamedTuple):
+    """A difference between two APIs.
+
+    Attributes:
+        text: For people.
+        names: What the changelog has to name.
+    """
+
+    text: str
+    names: frozenset[str]
+
+
+def short_name(element: str, shape: tuple[object, ...]) -> str:
+    """`DecodeRequest.append` of "field spillway.v1.DecodeRequest = 4" with its shape."""
+    kind, name = element.split(" = ")[0].split(" ")
+    name = re.sub(r"^spillway\.v\d+\.", "", name)
+    if kind == "field":
+        return f"{name}.{shape[0]}"
+    if kind == "value":
+        return str(shape[0])
+    return name.replace("/", ".")
+
+
+def within(element: str) -> str:
+    """The message, enum or service that holds a field, value or call; "" of the others."""
+    holders = {"field": "message", "value": "enum", "rpc": "service"}
+    kind, name = element.split(" = ")[0].split(" ")
+    return f"{holders[kind]} {name.split('/')[0]}" if kind in holders else ""
+
+
+def changes(frozen: Elements, current: Elements) -> list[Change]:
+    """What was removed, changed and added, in this order.
+
+    What comes or goes with its message, enum or service is named by that.
+    """
+    found = []
     for element, shape in frozen.items():
         if element not in current:
-            changes.append(f"removed: {element} {shape or ''}".rstrip())
-        elif current[element] != shape:
-            changes.append(f"changed: {element} from {shape} to {current[element]}")
-    return changes
+            names = {short_name(element, shape)} if within(element) in {"", *current} else set()
+            found.append(Change(f"removed: {element} {shape or ''}".rstrip(), frozenset(names)))
+    for element, shape in frozen.items():
+        if element in current and current[element] != shape:
+            names = {short_name(element, shape), short_name(element, current[element])}
+            text = f"changed: {element} from {shape} to {current[element]}"
+            found.append(Change(text, frozenset(names)))
+    for element, shape in current.items():
+        if element not in frozen:
+            names = {short_name(element, shape)} if within(element) in {"", *frozen} else set()
+            found.append(Change(f"added: {element} {shape or ''}".rstrip(), frozenset(names)))
+    return found
+
+
+def unnamed(found: list[Change], changelog: str) -> list[str]:
+    """Names that the section "Unreleased" of a changelog lacks, sorted."""
+    section = re.search(r"^## \[?Unreleased\]?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+    said = set(re.findall(r"`([^`]+)`", section[1])) if section else set()
+    return sorted({name for change in found for name in change.names} - said)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--update", action="store_true", help="freeze what was added")
+    parser.add_argument("--update", action="store_true", help="freeze the API as it is")
     update = parser.parse_args().update
 
     api = compile_api()
     current = elements(api)
-    frozen_set = descriptor_pb2.FileDescriptorSet()
+    frozen = descriptor_pb2.FileDescriptorSet()
     if FROZEN.exists():
-        text_format.Parse(FROZEN.read_text(), frozen_set)
-    frozen = elements(frozen_set)
-
-    changes = breaking_changes(frozen, current)
-    if changes:
-        print(f"The API breaks clients of {FROZEN.relative_to(ROOT)}:", *changes, sep="\n  ")
-        return 1
-    added = sorted(current.keys() - frozen.keys())
-    if update:
-        FROZEN.write_text(text_format.MessageToString(api))
-        print(f"Froze {len(added)} additions.")
+        text_format.Parse(FROZEN.read_text(), frozen)
+    found = changes(elements(frozen), current)
+    if not found:
+        print(f"The API matches its frozen descriptor: {len(current)} elements.")
         return 0
-    if added:
-        print("Not frozen yet; run scripts/check_proto.py --update:", *added, sep="\n  ")
+    print(f"The API differs from {FROZEN.relative_to(ROOT)}:", *(c.text for c in found), sep="\n  ")
+    missing = unnamed(found, CHANGELOG.read_text())
+    if missing:
+        print(f"{CHANGELOG.name}, section Unreleased, does not name:", *missing, sep="\n  ")
         return 1
-    print(f"The API matches its frozen descriptor: {len(current)} elements.")
+    if not update:
+        print("Not frozen yet: run scripts/check_proto.py --update")
+        return 1
+    FROZEN.write_text(text_format.MessageToString(api))
+    print(f"Froze {len(found)} changes.")
     return 0
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs every system package that building and testing need, from Debian's
-# own archive. Works for root and for a user with sudo; when everything is
-# there already it asks dpkg only and changes nothing.
+# own archive, and with "tidy" what `make tidy` needs beside. Works for root and
+# for a user with sudo; when everything is there already it asks dpkg only and
+# changes nothing.
 set -euo pipefail
 
 packages=(
@@ -19,6 +20,15 @@ packages=(
   # Lint, and the Python client's virtual environment.
   clang-format git python3 python3-venv
 )
+
+case "${1:-}" in
+  "") ;;
+  tidy) packages+=(clang clang-tidy) ;;
+  *)
+    echo "usage: $0 [tidy]" >&2
+    exit 2
+    ;;
+esac
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
   echo "setup: this script installs Debian packages and found no dpkg and apt-get;" >&2

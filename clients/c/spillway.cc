@@ -1,11 +1,9 @@
 #include "spillway.h"
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "grpcpp/channel.h"
@@ -15,6 +13,7 @@
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/channel_arguments.h"
+#include "host/base/mutex.h"
 
 namespace {
 
@@ -59,24 +58,24 @@ struct spillway_decode_stream {
 
   int Send(const void* message, size_t size) {
     grpc::Slice slice(message, size);
-    std::unique_lock lock(mutex_);
+    const spillway::MutexLock lock(mutex_);
     if (broken_) return -1;
     to_write_.emplace_back(&slice, 1);
     WriteNext();
     // Mostly it is written already, and the next message need not wait.
-    if (!driven_) Drive(lock, /*deadline=*/Clock::time_point());
+    if (!driven_) Drive(/*deadline=*/Clock::time_point());
     return 0;
   }
 
   int Receive(double timeout_seconds, const void** message, size_t* size) {
     const Clock::time_point deadline = After(timeout_seconds);
-    std::unique_lock lock(mutex_);
+    const spillway::MutexLock lock(mutex_);
     wanted_ = true;
     ReadNext();
     while (!arrived_ && !ended_) {
       if (driven_) {
-        if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) break;
-      } else if (!Drive(lock, deadline)) {
+        if (!changed_.WaitUntil(mutex_, deadline)) break;
+      } else if (!Drive(deadline)) {
         break;
       }
     }
@@ -101,9 +100,7 @@ struct spillway_decode_stream {
   enum class Event : intptr_t { kStarted = 1, kWritten, kRead, kFinished };
   static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
 
-  // Below: with mutex_ held.
-
-  void WriteNext() {
+  void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!started_ || writing_ || broken_ || to_write_.empty()) return;
     writing_ = true;
     call_->Write(to_write_.front(), Tag(Event::kWritten));
@@ -112,18 +109,18 @@ struct spillway_decode_stream {
 
   // A message is read when it is asked for: what the daemon may have in flight
   // stays bounded by what it allows.
-  void ReadNext() {
+  void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!started_ || reading_ || arrived_ || finishing_ || !wanted_) return;
     reading_ = true;
     call_->Read(&incoming_, Tag(Event::kRead));
   }
 
-  void Break() {
+  void Break() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     broken_ = true;
     to_write_.clear();
   }
 
-  void Finish() {
+  void Finish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     Break();
     if (finishing_) return;
     finishing_ = true;
@@ -131,21 +128,21 @@ struct spillway_decode_stream {
   }
 
   // Waits for one event of the queue, without the lock; false at the deadline.
-  bool Drive(std::unique_lock<std::mutex>& lock, Clock::time_point deadline) {
+  bool Drive(Clock::time_point deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     driven_ = true;
-    lock.unlock();
+    mutex_.Unlock();
     void* tag;
     bool ok;
     const auto next = queue_.AsyncNext(&tag, &ok, deadline);
-    lock.lock();
+    mutex_.Lock();
     driven_ = false;
     const bool got = next == grpc::CompletionQueue::GOT_EVENT;
     if (got) Handle(static_cast<Event>(reinterpret_cast<intptr_t>(tag)), ok);
-    changed_.notify_all();
+    changed_.NotifyAll();
     return got;
   }
 
-  void Handle(Event event, bool ok) {
+  void Handle(Event event, bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     switch (event) {
       case Event::kStarted:
         if (!ok) return Finish();
@@ -176,23 +173,24 @@ struct spillway_decode_stream {
   grpc::CompletionQueue queue_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<grpc::ByteBuffer> to_write_;
-  grpc::ByteBuffer incoming_;
-  grpc::Slice received_;  // the last message that was given
+  spillway::Mutex mutex_;
+  spillway::CondVar changed_;
+  std::deque<grpc::ByteBuffer> to_write_ ABSL_GUARDED_BY(mutex_);
+  grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
+  grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // the last message that was given
+  // Read without the lock once the stream has ended.
   grpc::Status status_;
   std::string message_;
   std::string details_;
-  bool driven_ = false;   // a thread waits for the queue
-  bool started_ = false;  // reads and writes may begin
-  bool writing_ = false;
-  bool reading_ = false;
-  bool wanted_ = false;   // a message, by a receive that waits or gave up
-  bool arrived_ = false;  // and it is in received_
-  bool broken_ = false;   // nothing can be written any more
-  bool finishing_ = false;
-  bool ended_ = false;
+  bool driven_ ABSL_GUARDED_BY(mutex_) = false;   // a thread waits for the queue
+  bool started_ ABSL_GUARDED_BY(mutex_) = false;  // reads and writes may begin
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a message, by a receive that waits or gave up
+  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // and it is in received_
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;   // nothing can be written any more
+  bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }

@@ -11,12 +11,15 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "toml.hpp"
 
 namespace spillway {
 namespace {
+
+constexpr char kMemoryLimitKey[] = "memory.limit";
 
 // One setting: how it is named in the file and on the command line, and how
 // text becomes its value and back. In the file numbers and booleans are bare.
@@ -58,7 +61,8 @@ Setting Number(const char* key, const char* flag, const char* help, double Confi
           flag,
           help,
           false,
-          [=](Config& config, const std::string& text) {
+          [field, in_range = std::move(in_range), wanted = std::move(wanted)](
+              Config& config, const std::string& text) {
             double value = 0;
             if (!absl::SimpleAtod(text, &value) || !in_range(value)) return Refuse(text, wanted);
             config.*field = value;
@@ -142,7 +146,9 @@ const std::vector<Setting>& Settings() {
               &Config::stream_count_max, 1, 65536),
       Integer("server.decode_in_flight_max", "--decode-in-flight-max",
               "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1, 1024),
-      {"memory.limit", "--memory-limit", "everything the daemon may hold, such as 64GiB", true,
+      {kMemoryLimitKey, "--memory-limit",
+       "everything the daemon may hold, such as 64GiB; by default three quarters of the memory",
+       true,
        [](Config& config, const std::string& text) {
          const absl::StatusOr<int64_t> bytes = ParseBytes(text);
          if (bytes.ok()) config.memory_limit_bytes = *bytes;
@@ -211,18 +217,50 @@ std::string ValueText(const toml::value& value) {
   return "a value that is neither string, number nor boolean";
 }
 
+// The rest is for the system and for the model runner beside us.
+int64_t DefaultMemoryLimit(const Topology& topology) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  return topology.memory_limit_bytes() / 4 * 3 / kMiB * kMiB;
+}
+
+std::string Gibibytes(int64_t bytes) {
+  return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / (int64_t{1} << 30));
+}
+
+// Memory that is not there would be found missing in the middle of an append,
+// by the kernel, which ends the daemon for it.
+absl::Status CheckFits(int64_t bytes, const std::string& text, const Topology& topology) {
+  if (bytes <= topology.memory_limit_bytes()) return absl::OkStatus();
+  const std::string machine = absl::StrCat("the machine has ", Gibibytes(topology.memory_bytes));
+  return absl::InvalidArgumentError(
+      absl::StrCat("\"", text, "\" is more memory than there is: ", machine,
+                   topology.memory_limit_bytes() < topology.memory_bytes
+                       ? absl::StrCat(", the control group's limit is ",
+                                      Gibibytes(topology.memory_limit_bytes()))
+                       : ""));
+}
+
+absl::Status Apply(const Setting& setting, const std::string& text, const Topology& topology,
+                   Config& config) {
+  absl::Status status = setting.set(config, text);
+  if (status.ok() && setting.key == std::string(kMemoryLimitKey)) {
+    status = CheckFits(config.memory_limit_bytes, text, topology);
+  }
+  return status;
+}
+
 absl::Status SetFromFile(const std::string& path, const std::string& key, const toml::value& value,
-                         Config& config) {
+                         const Topology& topology, Config& config) {
   for (const Setting& setting : Settings()) {
     if (key != setting.key) continue;
-    absl::Status status = setting.set(config, ValueText(value));
+    absl::Status status = Apply(setting, ValueText(value), topology, config);
     if (status.ok()) return status;
     return absl::InvalidArgumentError(absl::StrCat(path, ": ", key, ": ", status.message()));
   }
   return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", key));
 }
 
-absl::Status ReadFile(const std::string& path, Config& config) {
+absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
   try {
     const toml::value file = toml::parse(path);
     for (const auto& [section, value] : file.as_table()) {
@@ -230,7 +268,8 @@ absl::Status ReadFile(const std::string& path, Config& config) {
         return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", section));
       }
       for (const auto& [name, inner] : value.as_table()) {
-        absl::Status status = SetFromFile(path, absl::StrCat(section, ".", name), inner, config);
+        absl::Status status =
+            SetFromFile(path, absl::StrCat(section, ".", name), inner, topology, config);
         if (!status.ok()) return status;
       }
     }
@@ -251,13 +290,15 @@ std::string DefaultListen() {
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
-                                             int64_t memory_limit_default,
-                                             const std::string& version) {
+                                             const Topology& topology, const std::string& version) {
   CommandLine line;
   line.config.listen = DefaultListen();
-  line.config.memory_limit_bytes = memory_limit_default;
+  line.config.memory_limit_bytes = DefaultMemoryLimit(topology);
 
   CLI::App app("Keeps KV caches in host memory and attends to them.", "spillwayd");
+  app.footer(
+      "SIGTERM, SIGINT and SIGHUP end the daemon: it takes no new calls and waits --grace seconds\n"
+      "for those that run. Under nohup it ignores SIGHUP. Settings are read once, at the start.");
   std::string path;
   app.add_option("--config", path, "TOML file with settings; flags win over it");
   app.add_flag("--print-config", line.print_config, "print the settings in force and exit");
@@ -279,17 +320,19 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     std::ostringstream out;
-    line.exit_code = app.exit(error, out, out);
+    // Not the parser's own codes: 2 is a wrong command line everywhere.
+    line.exit_code = app.exit(error, out, out) == 0 ? 0 : 2;
     line.message = out.str();
     return line;
   }
   if (!path.empty()) {
-    if (absl::Status status = ReadFile(path, line.config); !status.ok()) return status;
+    if (absl::Status status = ReadFile(path, topology, line.config); !status.ok()) return status;
   }
   for (const Setting& setting : Settings()) {
     const auto flag = flags.find(setting.key);
     if (flag == flags.end()) continue;
-    if (absl::Status status = setting.set(line.config, flag->second); !status.ok()) {
+    absl::Status status = Apply(setting, flag->second, topology, line.config);
+    if (!status.ok()) {
       return absl::InvalidArgumentError(absl::StrCat(setting.flag, ": ", status.message()));
     }
   }

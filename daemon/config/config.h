@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "host/memory/topology.h"
 
 namespace spillway {
 
@@ -18,7 +19,8 @@ struct Config {
   std::string listen;
   // Whether a TCP address may be other than loopback.
   bool allow_remote = false;
-  // Everything the daemon may hold.
+  // Everything the daemon may hold; by default three quarters of the machine's
+  // memory, or of the control group's limit.
   int64_t memory_limit_bytes = 0;
   // "auto" alone: every GPU, or the CPU where there is none; "cpu" alone; or
   // GPUs, each "cuda:N" or its UUID, no name twice.
@@ -58,11 +60,11 @@ struct CommandLine {
 };
 
 // Flags, over the file that --config names, over the defaults. Unknown keys
-// in the file, values that do not parse and values out of range are
-// INVALID_ARGUMENT that names them. memory_limit_default: for --memory-limit.
+// in the file, values that do not parse and values out of range, among them a
+// memory limit above what the machine has, are INVALID_ARGUMENT that names
+// them.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
-                                             int64_t memory_limit_default,
-                                             const std::string& version);
+                                             const Topology& topology, const std::string& version);
 
 // The config as a TOML file that gives the same config.
 std::string ToToml(const Config& config);

@@ -24,8 +24,9 @@ absl::Status PrepareDirectory(const std::string& directory) {
     return SystemError(absl::StrCat("cannot make ", directory));
   }
   struct stat info {};
-  if (lstat(directory.c_str(), &info) != 0)
+  if (lstat(directory.c_str(), &info) != 0) {
     return SystemError(absl::StrCat("cannot read ", directory));
+  }
   if (!S_ISDIR(info.st_mode)) {
     return absl::FailedPreconditionError(absl::StrCat(directory, " is not a directory"));
   }

@@ -32,9 +32,10 @@ constexpr std::array<const char*, 17> kCodeNames = {
 
 }  // namespace
 
-google::rpc::Status StatusConverter::ToRpc(const absl::Status& status) const {
+google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   google::rpc::Status rpc;
-  if (status.ok()) return rpc;
+  if (plain.ok()) return rpc;
+  const absl::Status status = explain_(plain);
   const int code = static_cast<int>(status.code());
   rpc.set_code(code);
   rpc.set_message(std::string(status.message()));
@@ -42,6 +43,7 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& status) const {
   google::rpc::ErrorInfo info;
   info.set_domain("spillway");
   info.set_reason(details.reason.empty() ? kCodeNames.at(code) : details.reason);
+  note_(status, info.reason());
   for (const auto& [key, value] : details.metadata) (*info.mutable_metadata())[key] = value;
   (*info.mutable_metadata())["boot_id"] = boot_id_;
   rpc.add_details()->PackFrom(info);

@@ -1,7 +1,9 @@
 // The one place where errors of the engine become errors of the API.
 #pragma once
 
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "google/rpc/status.pb.h"
@@ -14,7 +16,14 @@ namespace spillway {
 // at fault. Thread-safe.
 class StatusConverter {
  public:
-  explicit StatusConverter(std::string boot_id) : boot_id_(std::move(boot_id)) {}
+  // Says more of an error.
+  using Explain = std::function<absl::Status(const absl::Status&)>;
+  // Takes note of an error that is answered, with its reason.
+  using Note = std::function<void(const absl::Status& status, const std::string& reason)>;
+
+  // Both are thread-safe.
+  StatusConverter(std::string boot_id, Explain explain, Note note)
+      : boot_id_(std::move(boot_id)), explain_(std::move(explain)), note_(std::move(note)) {}
 
   google::rpc::Status ToRpc(const absl::Status& status) const;
   // The same as the status of a call, with its binary details.
@@ -22,6 +31,8 @@ class StatusConverter {
 
  private:
   const std::string boot_id_;
+  const Explain explain_;
+  const Note note_;
 };
 
 }  // namespace spillway

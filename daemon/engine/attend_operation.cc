@@ -13,10 +13,7 @@ namespace {
 
 // The same error, naming the item of a request with several.
 absl::Status AtItem(const absl::Status& status, size_t index) {
-  absl::Status named(status.code(), absl::StrCat("items[", index, "]: ", status.message()));
-  status.ForEachPayload(
-      [&](absl::string_view url, const absl::Cord& value) { named.SetPayload(url, value); });
-  return named;
+  return WithMessage(status, absl::StrCat("items[", index, "]: ", status.message()));
 }
 
 }  // namespace
@@ -98,7 +95,8 @@ void Engine::AttendOperation::Submit() {
     }
     if (Auditor* const auditor = engine_->options_.auditor;
         auditor != nullptr && auditor->enabled()) {
-      Audited& audited = audited_.emplace_back(item.work.policy);
+      Audited& audited = audited_.emplace_back();
+      audited.policy = item.work.policy;
       audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.work);
       item.work.audited = true;
     }

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {

@@ -86,14 +86,14 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
                 .out = {work.out.begin() + t * width, work.out.begin() + (t + 1) * width},
                 .certificates = {first, first + heads}};
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (stopped_ || queue_.size() == kWaitingMax) {
         dropped_count_.fetch_add(1, std::memory_order_relaxed);
         continue;
       }
       queue_.push_back(std::move(check));
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
   }
 }
 
@@ -114,8 +114,8 @@ void Auditor::Perform(const Check& check) const {
     for (int g = h * spec.group(); g < (h + 1) * spec.group(); ++g) {
       if (check.certificates[g].promise != Promise::kStatistical) continue;
       ++checks;
-      violations +=
-          IsViolation(check.out.data() + g * d, exact->data() + g * d, d, check.policy.epsilon);
+      violations += IsViolation(check.out.data() + int64_t{g} * d, exact->data() + int64_t{g} * d,
+                                d, check.policy.epsilon);
     }
     if (checks == 0) continue;
     check.model->audits.Record(check.layer, h, check.levels.empty() ? 0 : check.levels[h],
@@ -125,31 +125,35 @@ void Auditor::Perform(const Check& check) const {
 
 void Auditor::Run() {
   using Clock = std::chrono::steady_clock;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return stopped_ || !queue_.empty(); });
+    while (!stopped_ && queue_.empty()) wake_.Wait(mutex_);
     if (stopped_) return;
     const Clock::time_point begin = Clock::now();
     {
       const Check check = std::move(queue_.front());
       queue_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       Perform(check);
     }
-    const auto rest = (Clock::now() - begin) * (1 / options_.cpu_share - 1);
-    lock.lock();
-    wake_.wait_for(lock, rest, [this] { return stopped_; });
+    const Clock::time_point end = Clock::now();
+    const auto rest =
+        std::chrono::duration_cast<Clock::duration>((end - begin) * (1 / options_.cpu_share - 1));
+    lock.Lock();
+    while (!stopped_ && wake_.WaitUntil(mutex_, end + rest)) {
+    }
   }
 }
 
 void Auditor::Stop() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopped_ = true;
   }
   cancel_->Cancel();
-  wake_.notify_one();
+  wake_.NotifyOne();
   if (thread_.joinable()) thread_.join();
+  const MutexLock lock(mutex_);
   queue_.clear();
 }
 

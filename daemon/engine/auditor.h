@@ -1,16 +1,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "daemon/engine/model.h"
+#include "host/base/mutex.h"
 #include "host/device/device.h"
 
 namespace spillway {
@@ -74,10 +73,10 @@ class Auditor {
   const std::shared_ptr<CancelToken> cancel_ = std::make_shared<CancelToken>();
   std::atomic<uint64_t> offered_count_{0};
   std::atomic<int64_t> dropped_count_{0};
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Check> queue_;  // guarded by mutex_
-  bool stopped_ = false;     // guarded by mutex_
+  Mutex mutex_;
+  CondVar wake_;
+  std::deque<Check> queue_ ABSL_GUARDED_BY(mutex_);
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -72,7 +72,7 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
   }
   const int64_t bytes = EstimateWeightBytes(model.spec) + kModelTableBytes;
   absl::StatusOr<MemoryReservation> reservation =
-      budget_->Reserve(bytes, "the hash weights of a model");
+      budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels);
   if (!reservation.ok()) return reservation.status();
   absl::StatusOr<std::unique_ptr<DeviceModel>> device =
       device_->CreateModel(model.spec, safetensors);
@@ -207,11 +207,16 @@ void Engine::Delete(std::string_view id, std::function<void(absl::Status)> done)
   });
 }
 
-void Engine::SweepExpired() {
+std::vector<ExpiredSequence> Engine::SweepExpired() {
   const auto idle = [this](const Sequence& sequence) { return queues_.IsIdle(sequence.lane); };
+  std::vector<ExpiredSequence> expired;
+  const absl::Time now = options_.clock();
   for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(idle)) {
-    RunInTurn(std::move(sequence), [](Sequence& expired) { expired.Clear(); });
+    expired.push_back({sequence->name, sequence->model->name, sequence->snapshot().token_count,
+                       now - sequence->last_use_time()});
+    RunInTurn(std::move(sequence), [](Sequence& sequence) { sequence.Clear(); });
   }
+  return expired;
 }
 
 void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<LayerRows> done) {

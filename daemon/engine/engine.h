@@ -27,6 +27,14 @@ struct EngineOptions {
   Auditor* auditor = nullptr;
 };
 
+// A sequence that nobody used for its ttl.
+struct ExpiredSequence {
+  std::string name;
+  std::string model_name;
+  int64_t token_count = 0;
+  absl::Duration idle;
+};
+
 // Models, sequences and what is done to them. Operations on one sequence run
 // one after the other in the order they came, different sequences in parallel.
 // Whatever may wait answers through `done`, called once, from the calling
@@ -81,8 +89,8 @@ class Engine {
                 std::function<void(absl::Status)> done);
   // Gone from the list at once; its memory is free when done is called.
   void Delete(std::string_view id, std::function<void(absl::Status)> done);
-  // Deletes what has expired.
-  void SweepExpired();
+  // Deletes what has expired, and tells what that was.
+  std::vector<ExpiredSequence> SweepExpired();
 
   // --- K/V and attention. CheckFinite() is the caller's to do before.
 

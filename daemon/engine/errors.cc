@@ -23,9 +23,21 @@ absl::string_view View(std::string_view text) { return {text.data(), text.size()
 
 }  // namespace
 
+absl::Status WithMessage(const absl::Status& status, std::string_view message) {
+  absl::Status other(status.code(), View(message));
+  status.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& value) { other.SetPayload(url, value); });
+  return other;
+}
+
 absl::Status WithReason(absl::Status status, std::string_view reason,
                         const std::vector<std::pair<std::string, std::string>>& metadata) {
   status.SetPayload(kReason, absl::Cord(View(reason)));
+  return WithMetadata(std::move(status), metadata);
+}
+
+absl::Status WithMetadata(absl::Status status,
+                          const std::vector<std::pair<std::string, std::string>>& metadata) {
   for (const auto& [key, value] : metadata) {
     status.SetPayload(absl::StrCat(kMetadata, key), absl::Cord(value));
   }
@@ -83,6 +95,11 @@ ErrorDetails DetailsOf(const absl::Status& status) {
       details.metadata.emplace_back("needed_bytes", text.substr(0, space));
       details.metadata.emplace_back("free_bytes", text.substr(space + 1));
       if (details.reason.empty()) details.reason = "MEMORY_EXHAUSTED";
+    } else if (url == View(kMemoryLimitPayload)) {
+      const std::string text(value);
+      const size_t space = text.find(' ');
+      details.metadata.emplace_back("limit_bytes", text.substr(0, space));
+      details.metadata.emplace_back("limit_setting", text.substr(space + 1));
     }
   });
   std::sort(fields.begin(), fields.end(),

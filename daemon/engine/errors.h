@@ -22,6 +22,11 @@ struct ErrorDetails {
 // The status with a reason for programs and values that belong to it.
 absl::Status WithReason(absl::Status status, std::string_view reason,
                         const std::vector<std::pair<std::string, std::string>>& metadata = {});
+// The same code and details with another message.
+absl::Status WithMessage(const absl::Status& status, std::string_view message);
+// Adds values that belong to the error.
+absl::Status WithMetadata(absl::Status status,
+                          const std::vector<std::pair<std::string, std::string>>& metadata);
 // Adds the fields to the status.
 absl::Status WithFields(absl::Status status, const std::vector<FieldError>& fields);
 // INVALID_ARGUMENT, reason INVALID_FIELD, naming every field. REQUIRES: at

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 

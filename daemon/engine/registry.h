@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/engine/sequence.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 

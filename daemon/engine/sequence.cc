@@ -59,8 +59,8 @@ absl::Status Sequence::ReserveTables(MemoryBudget& budget) {
       TableBytes(model->spec) + RowBytes(rows) / model->row_pool.page_bytes() * kTableBytesPerPage;
   if (needed <= reserved) return absl::OkStatus();
   const int64_t step = reserved == 0 ? 0 : kTableStepBytes;
-  absl::StatusOr<MemoryReservation> more =
-      budget.Reserve(std::max(needed - reserved, step), "the page tables of a sequence");
+  absl::StatusOr<MemoryReservation> more = budget.Reserve(
+      std::max(needed - reserved, step), "the page tables of a sequence", MemoryUse::kTables);
   if (!more.ok()) return more.status();
   table_reservations_.push_back(*std::move(more));
   return absl::OkStatus();

@@ -11,8 +11,8 @@
 #include "absl/time/time.h"
 #include "daemon/engine/model.h"
 #include "daemon/engine/ordered_queues.h"
+#include "host/base/mutex.h"
 #include "host/memory/layer_rows.h"
-#include "host/memory/mutex.h"
 
 namespace spillway {
 
@@ -52,9 +52,10 @@ class Sequence {
   void Renew(absl::Time now) {
     last_use_ns_.store(absl::ToUnixNanos(now), std::memory_order_relaxed);
   }
-  absl::Time expire_time() const {
-    return absl::FromUnixNanos(last_use_ns_.load(std::memory_order_relaxed)) + ttl;
+  absl::Time last_use_time() const {
+    return absl::FromUnixNanos(last_use_ns_.load(std::memory_order_relaxed));
   }
+  absl::Time expire_time() const { return last_use_time() + ttl; }
 
   SequenceSnapshot snapshot() const;
 

@@ -1,5 +1,6 @@
 #include "daemon/server/daemon.h"
 
+#include <cstring>
 #include <memory>
 
 #include "absl/strings/str_cat.h"
@@ -37,17 +38,23 @@ void LogSystem(const Config& config, const Topology& topology, const Device& dev
   }
 }
 
+// Of the memory limit, what rows and codes never take beside the messages' share.
+constexpr int64_t kAttendShare = 32;
+
 int Fail(const absl::Status& status) {
-  LogError("cannot_start", {{"error", std::string(status.message())}});
+  Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
 }
 
 }  // namespace
 
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
-  MemoryBudget budget(config.memory_limit_bytes);
+  const int64_t limit_bytes = config.memory_limit_bytes;
+  MemoryBudget budget(limit_bytes, MemoryBudget::MessageShare(limit_bytes), "--memory-limit");
   ArenaOptions arena_options;
-  arena_options.limit_bytes = config.memory_limit_bytes;
+  // Rows and codes leave room for page tables and workspaces, so that what
+  // fills the rest can be attended to.
+  arena_options.limit_bytes = limit_bytes - budget.message_bytes() - limit_bytes / kAttendShare;
   // The arena comes before the device, which registers its chunks.
   std::unique_ptr<Device> device;
   Arena::ChunkObserver observer;
@@ -70,7 +77,7 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     LogInfo("serving", {{"address", (*server)->address()}, {"boot_id", (*server)->boot_id()}});
     int signal = 0;
     sigwait(&signals, &signal);
-    LogInfo("draining", {{"signal", signal == SIGTERM ? "SIGTERM" : "SIGINT"},
+    LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(config.grace_seconds)}});
     (*server)->Drain(absl::Seconds(config.grace_seconds));
     auditor.Stop();

@@ -7,8 +7,8 @@
 
 namespace spillway {
 
-// Serves until SIGTERM or SIGINT, then drains. Returns the process's exit
-// code; errors are logged. REQUIRES: the signals are blocked in every thread.
+// Serves until one of the signals comes, then drains. Returns the process's
+// exit code; errors are logged. REQUIRES: the signals are blocked in every thread.
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals);
 
 }  // namespace spillway

@@ -17,25 +17,16 @@ std::string Quoted(const std::string& value) {
   return nlohmann::json(value).dump(-1, ' ', false, replace);
 }
 
-void Log(spdlog::level::level_enum level, const std::string& event,
-         const std::vector<LogField>& fields) {
-  if (!spdlog::should_log(level)) return;
-  std::string line;
-  if (json_lines) {
-    // The pattern writes the braces, time and level around it.
-    line = absl::StrCat("\"event\":", Quoted(event));
-    for (const LogField& field : fields) {
-      absl::StrAppend(&line, ",", Quoted(field.key), ":", Quoted(field.value));
-    }
-  } else {
-    line = event;
-    for (const LogField& field : fields) {
-      const bool plain =
-          !field.value.empty() && field.value.find_first_of(" \"=\n\r\t") == std::string::npos;
-      absl::StrAppend(&line, " ", field.key, "=", plain ? field.value : Quoted(field.value));
-    }
+spdlog::level::level_enum ToSpdlog(LogLevel level) {
+  switch (level) {
+    case LogLevel::kInfo:
+      return spdlog::level::info;
+    case LogLevel::kWarning:
+      return spdlog::level::warn;
+    case LogLevel::kError:
+      return spdlog::level::err;
   }
-  spdlog::log(level, spdlog::string_view_t(line));
+  return spdlog::level::err;
 }
 
 }  // namespace
@@ -51,14 +42,25 @@ void SetUpLogging(const Config& config) {
   spdlog::set_default_logger(std::move(logger));
 }
 
-void LogInfo(const std::string& event, const std::vector<LogField>& fields) {
-  Log(spdlog::level::info, event, fields);
-}
-void LogWarning(const std::string& event, const std::vector<LogField>& fields) {
-  Log(spdlog::level::warn, event, fields);
-}
-void LogError(const std::string& event, const std::vector<LogField>& fields) {
-  Log(spdlog::level::err, event, fields);
+void Log(LogLevel level, const std::string& event, const std::vector<LogField>& fields) {
+  const spdlog::level::level_enum spdlog_level = ToSpdlog(level);
+  if (!spdlog::should_log(spdlog_level)) return;
+  std::string line;
+  if (json_lines) {
+    // The pattern writes the braces, time and level around it.
+    line = absl::StrCat("\"event\":", Quoted(event));
+    for (const LogField& field : fields) {
+      absl::StrAppend(&line, ",", Quoted(field.key), ":", Quoted(field.value));
+    }
+  } else {
+    line = event;
+    for (const LogField& field : fields) {
+      const bool plain =
+          !field.value.empty() && field.value.find_first_of(" \"=\n\r\t") == std::string::npos;
+      absl::StrAppend(&line, " ", field.key, "=", plain ? field.value : Quoted(field.value));
+    }
+  }
+  spdlog::log(spdlog_level, spdlog::string_view_t(line));
 }
 
 }  // namespace spillway

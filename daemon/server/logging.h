@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "daemon/config/config.h"
 
 namespace spillway {
@@ -14,9 +17,12 @@ struct LogField {
   std::string key;
   std::string value;
 };
-// Logs an event with its values at level info, warning or error. Thread-safe.
-void LogInfo(const std::string& event, const std::vector<LogField>& fields = {});
-void LogWarning(const std::string& event, const std::vector<LogField>& fields = {});
-void LogError(const std::string& event, const std::vector<LogField>& fields = {});
+enum class LogLevel { kInfo, kWarning, kError };
+
+// Logs an event with its values. Thread-safe.
+void Log(LogLevel level, const std::string& event, const std::vector<LogField>& fields = {});
+inline void LogInfo(const std::string& event, const std::vector<LogField>& fields = {}) {
+  Log(LogLevel::kInfo, event, fields);
+}
 
 }  // namespace spillway

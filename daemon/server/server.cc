@@ -7,6 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/convert/attend.h"
+#include "daemon/engine/holders.h"
+#include "daemon/server/event_log.h"
 #include "daemon/server/sweeper.h"
 #include "daemon/services/admin_service.h"
 #include "daemon/services/attention_service.h"
@@ -31,7 +33,11 @@ constexpr int kBackgroundThreadCount = 2;
 struct Server::Impl {
   Impl(const Config& config, Engine& engine)
       : boot_id(Registry::MakeId()),
-        status(boot_id),
+        status(
+            boot_id, [&engine](const absl::Status& error) { return NameHolders(error, engine); },
+            [this](const absl::Status& error, const std::string& reason) {
+              events.Refused(error, reason);
+            }),
         background(kBackgroundThreadCount, 0),
         context{
             engine,
@@ -48,9 +54,11 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
-        sweeper(engine) {}
+        sweeper(engine, events) {}
+  ~Impl() { events.Flush(); }
 
   const std::string boot_id;
+  EventLog events;
   const StatusConverter status;
   StreamSet streams;
   tbb::task_arena background;

@@ -1,39 +1,50 @@
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
+#include <chrono>
 #include <thread>
 
 #include "daemon/engine/engine.h"
+#include "daemon/server/event_log.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 
-// Deletes expired sequences once a second, in a thread of its own, as long as
-// it lives.
+// Once a second, in a thread of its own, as long as it lives: deletes expired
+// sequences, gives memory back that stays free, and flushes the log of events.
 class Sweeper {
  public:
-  explicit Sweeper(Engine& engine)
-      : thread_([this, &engine] {
-          std::unique_lock<std::mutex> lock(mutex_);
-          while (!wake_.wait_for(lock, std::chrono::seconds(1), [this] { return stopped_; })) {
-            lock.unlock();
-            engine.SweepExpired();
-            lock.lock();
-          }
-        }) {}
+  Sweeper(Engine& engine, EventLog& events)
+      : engine_(engine), events_(events), thread_([this] { Run(); }) {}
   ~Sweeper() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mutex_);
       stopped_ = true;
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
     thread_.join();
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stopped_ = false;
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
+    MutexLock lock(mutex_);
+    while (!stopped_) {
+      const auto next = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+      while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
+      }
+      if (stopped_) return;
+      lock.Unlock();
+      for (const ExpiredSequence& sequence : engine_.SweepExpired()) events_.Expired(sequence);
+      engine_.arena().GiveBackIdle();
+      events_.Flush();
+      lock.Lock();
+    }
+  }
+
+  Engine& engine_;
+  EventLog& events_;
+  Mutex mutex_;
+  CondVar wake_;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -21,14 +21,16 @@ void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
                 v1::MemoryStatistics& memory) {
   const ArenaStatistics arena = engine.arena().statistics();
   memory.set_limit_bytes(engine.budget().limit_bytes());
-  memory.set_used_bytes(engine.budget().used_bytes());
+  const int64_t other_bytes =
+      engine.budget().used_bytes() - engine.budget().used_bytes(MemoryUse::kPages);
+  // The budget is charged for whole chunks; slabs that are free in them are for
+  // whoever asks next.
+  memory.set_used_bytes(arena.used_bytes + other_bytes);
   memory.set_arena_committed_bytes(arena.committed_bytes);
   memory.set_arena_huge_page_bytes(arena.huge_page_bytes);
   memory.set_row_bytes(row_bytes);
   memory.set_index_bytes(index_bytes);
-  // The budget is charged for whole arena chunks and for everything else.
-  memory.set_other_bytes(
-      std::max<int64_t>(engine.budget().used_bytes() - arena.committed_bytes, 0));
+  memory.set_other_bytes(other_bytes);
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ absl::StatusOr<AppendRequest> AppendStream::Parse(const v1::AppendRequest& reque
   absl::StatusOr<Chunk> rows = ChunkFromProto(chunk, (*sequence)->model->spec);
   if (!rows.ok()) return rows.status();
   absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
-      static_cast<int64_t>(chunk.k().data().size() + chunk.v().data().size()), "a request");
+      static_cast<int64_t>(chunk.k().data().size() + chunk.v().data().size()), "a request",
+      MemoryUse::kMessages);
   if (!reservation.ok()) return reservation.status();
   reservation_ = *std::move(reservation);
   return AppendRequest{*std::move(sequence), *std::move(rows), cancel_};

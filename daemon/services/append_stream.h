@@ -4,7 +4,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "daemon/services/call.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {

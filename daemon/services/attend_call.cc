@@ -73,7 +73,7 @@ class AttendCall final : public UnaryCall {
                                 kMessageBytesMax, "; send fewer queries"));
     }
     absl::StatusOr<MemoryReservation> reservation =
-        services_.engine.budget().Reserve(held_bytes, "a request");
+        services_.engine.budget().Reserve(held_bytes, "a request", MemoryUse::kMessages);
     if (!reservation.ok()) return reservation.status();
     reservation_ = *std::move(reservation);
     return absl::OkStatus();

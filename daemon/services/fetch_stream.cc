@@ -24,7 +24,7 @@ FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackSer
                          const v1::FetchPagesRequest& request)
     : services_(services), cancel_(MakeCancelToken(context)) {
   absl::StatusOr<MemoryReservation> reservation =
-      services_.engine.budget().Reserve(kMessageBytes, "a stream of rows");
+      services_.engine.budget().Reserve(kMessageBytes, "a stream of rows", MemoryUse::kMessages);
   absl::Status status = reservation.status();
   if (status.ok()) {
     reservation_ = *std::move(reservation);

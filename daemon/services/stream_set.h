@@ -4,7 +4,7 @@
 #include <unordered_map>
 
 #include "absl/base/thread_annotations.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 

@@ -41,8 +41,8 @@ absl::Status UploadStream::Begin() {
   }
   model_ = *std::move(model);
   owns_upload_ = true;
-  absl::StatusOr<MemoryReservation> reservation =
-      services_.engine.budget().Reserve(total_bytes_, "the upload of hash weights");
+  absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
+      total_bytes_, "the upload of hash weights", MemoryUse::kModels);
   if (!reservation.ok()) return reservation.status();
   reservation_ = *std::move(reservation);
   file_.reserve(static_cast<size_t>(total_bytes_));

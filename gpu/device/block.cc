@@ -13,7 +13,7 @@ constexpr int64_t kBlockBytesMin = 4096;
 PagePool* BlockPools::Of(int64_t bytes) {
   const auto size =
       static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kBlockBytesMin))));
-  const absl::MutexLock lock(&mutex_);
+  const MutexLock lock(mutex_);
   std::unique_ptr<PagePool>& pool = pools_[size];
   if (pool == nullptr) pool = std::make_unique<PagePool>(arena_, size);
   return pool.get();

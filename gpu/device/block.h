@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
+#include "host/base/mutex.h"
 #include "host/memory/page_pool.h"
 
 namespace spillway::cuda {
@@ -22,7 +22,7 @@ class BlockPools {
 
  private:
   Arena* arena_ = nullptr;
-  absl::Mutex mutex_;
+  Mutex mutex_;
   std::map<int64_t, std::unique_ptr<PagePool>> pools_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -15,6 +13,7 @@
 #include "gpu/cuda/device_backing.h"
 #include "gpu/device/job_run.h"
 #include "host/base/elements.h"
+#include "host/base/mutex.h"
 #include "host/codes/mlp.h"
 #include "tbb/task_arena.h"
 
@@ -51,10 +50,10 @@ class CudaDevice final : public Device {
                                                         MemoryBudget* host_budget);
   ~CudaDevice() override {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       stopping_ = true;
     }
-    changed_.notify_all();
+    changed_.NotifyAll();
     if (finisher_.joinable()) finisher_.join();
   }
 
@@ -67,6 +66,8 @@ class CudaDevice final : public Device {
     return absl::OkStatus();
   }
   void UnregisterMemory(std::span<std::byte> chunk) override {
+    // Any thread: without this CUDA would wake the first GPU for it.
+    SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
     SPILLWAY_CUDA_REPORT(cudaHostUnregister(chunk.data()));
   }
 
@@ -121,7 +122,7 @@ class CudaDevice final : public Device {
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     Lane* lane = nullptr;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (idle_.empty()) {
         waiting_.push_back({std::move(job), std::move(done)});
         return;
@@ -146,7 +147,7 @@ class CudaDevice final : public Device {
 
   CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count)
       : ordinal_(ordinal),
-        budget_(memory_limit_bytes),
+        budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
         arena_limit_bytes_(memory_limit_bytes - std::min(memory_limit_bytes / 4, kWorkspaceBytes)),
         workers_(thread_count) {}
 
@@ -165,12 +166,12 @@ class CudaDevice final : public Device {
   tbb::task_arena workers_;
   std::vector<std::unique_ptr<Lane>> lanes_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stopping_ = false;
-  std::vector<Lane*> idle_;
-  std::deque<Task> waiting_;
-  std::deque<Running> running_;
+  Mutex mutex_;
+  CondVar changed_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<Lane*> idle_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Running> running_ ABSL_GUARDED_BY(mutex_);
   std::thread finisher_;
 };
 
@@ -215,8 +216,9 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
         Lane::Create(&device->budget_, host_budget,
                      std::min(kWaveBytes, (limit - device->arena_limit_bytes_) / kLaneCount));
     if (!lane.ok()) return lane.status();
-    device->idle_.push_back(lane->get());
     device->lanes_.push_back(*std::move(lane));
+    const MutexLock lock(device->mutex_);
+    device->idle_.push_back(device->lanes_.back().get());
   }
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
   device->info_.description =
@@ -248,10 +250,10 @@ void CudaDevice::Start(Task task, Lane* lane) {
     if (running.status.ok()) running.status = running.run->Enqueue();
   });
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     running_.push_back(std::move(running));
   }
-  changed_.notify_one();
+  changed_.NotifyOne();
 }
 
 void CudaDevice::Finish() {
@@ -262,8 +264,8 @@ void CudaDevice::Finish() {
   for (;;) {
     Running running;
     {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return stopping_ || !running_.empty(); });
+      const MutexLock lock(mutex_);
+      while (!stopping_ && running_.empty()) changed_.Wait(mutex_);
       if (running_.empty()) return;
       running = std::move(running_.front());
       running_.pop_front();
@@ -297,7 +299,7 @@ void CudaDevice::End(Running running) {
   running.run.reset();
   Task next;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (waiting_.empty()) {
       idle_.push_back(running.lane);
     } else {

@@ -9,7 +9,7 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
                                                             int64_t histogram_count) {
   std::unique_ptr<SelectWorkspace> w;
   {
-    absl::MutexLock lock(&mutex_);
+    const MutexLock lock(mutex_);
     if (!idle_.empty()) {
       w = std::move(idle_.back());
       idle_.pop_back();
@@ -32,14 +32,17 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
     const int64_t bins = grown(histogram_count, held_bins);
     // The old buffers go first, so that old and new are never held at once.
     *w = SelectWorkspace();
-    auto reservation =
-        budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "workspace of an attend");
+    const auto reserve = [&] {
+      return budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "the workspace of an attend",
+                              MemoryUse::kWorkspaces);
+    };
+    absl::StatusOr<MemoryReservation> reservation = reserve();
     if (!reservation.ok()) {
-      absl::MutexLock lock(&mutex_);
-      idle_.clear();
-    }
-    if (!reservation.ok()) {
-      reservation = budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "workspace of an attend");
+      {
+        const MutexLock lock(mutex_);
+        idle_.clear();
+      }
+      reservation = reserve();
     }
     if (!reservation.ok()) return reservation.status();
     w->reservation = *std::move(reservation);
@@ -52,7 +55,7 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
 }
 
 void WorkspacePool::Return(std::unique_ptr<SelectWorkspace> workspace) {
-  absl::MutexLock lock(&mutex_);
+  const MutexLock lock(mutex_);
   idle_.push_back(std::move(workspace));
 }
 

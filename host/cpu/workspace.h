@@ -7,7 +7,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
+#include "host/base/mutex.h"
 #include "host/memory/memory_budget.h"
 
 namespace spillway {
@@ -51,7 +51,7 @@ class WorkspacePool {
   void Return(std::unique_ptr<SelectWorkspace> workspace);
 
   MemoryBudget* const budget_;
-  absl::Mutex mutex_;
+  Mutex mutex_;
   std::vector<std::unique_ptr<SelectWorkspace>> idle_ ABSL_GUARDED_BY(mutex_);
 };
 

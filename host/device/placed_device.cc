@@ -10,7 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 namespace {

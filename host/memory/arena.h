@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,7 +30,7 @@ struct ArenaOptions {
 
 struct ArenaStatistics {
   int64_t limit_bytes = 0;
-  int64_t committed_bytes = 0;  // obtained from the system
+  int64_t committed_bytes = 0;  // obtained from the system now
   int64_t used_bytes = 0;       // in slabs that are handed out
   int64_t huge_page_bytes = 0;  // AnonHugePages of the mapping, from smaps
 };
@@ -40,9 +41,11 @@ class ArenaBacking {
   virtual ~ArenaBacking() = default;
   // Slab-aligned; the same for all its life.
   virtual std::byte* base() const = 0;
-  // [base + what is committed, + bytes) becomes usable memory, or everything
-  // is as before.
+  // Memory of whole slabs from base on, not committed now, becomes usable, or
+  // everything is as before.
   virtual absl::Status Commit(std::span<std::byte> memory) = 0;
+  // The opposite, for what one Commit was given. False: this memory is kept.
+  virtual bool Release(std::span<std::byte>) { return false; }
   // Between two places of committed memory that do not overlap; done when it
   // returns.
   virtual void Copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
@@ -51,7 +54,9 @@ class ArenaBacking {
 // Memory that pages come from, committed chunk by chunk and handed out in 2
 // MiB-aligned slabs. By default host memory: one private anonymous mapping,
 // advised to use huge pages, bound to its NUMA node and touched in parallel.
-// Committed memory is kept for reuse and charged to the budget. Thread-safe.
+// Committed memory is charged to the budget. Chunks of which nothing is used
+// are kept for reuse until the budget asks for them or GiveBackIdle.
+// Thread-safe.
 class Arena {
  public:
   // Called with every chunk after it is committed and before it goes; a
@@ -78,6 +83,14 @@ class Arena {
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);
 
+  // Gives back to system and budget an eighth of the chunks that were free all
+  // the time since the last call. For a timer: with one call a second half of
+  // what stays free is gone after five.
+  void GiveBackIdle();
+
+  // MemoryExhausted() for memory of this arena, naming its budget's limit.
+  absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) const;
+
   // First slab; every slab lies in [base, base + slab_capacity() * kSlabBytes).
   std::byte* base() const;
   // Slabs of the limit.
@@ -88,6 +101,8 @@ class Arena {
   // Bytes that can still be handed out before admission refuses: slabs
   // committed and free, plus what budget and limit still allow.
   int64_t free_bytes() const;
+  // Of those, bytes of slabs that are committed.
+  int64_t spare_bytes() const;
   ArenaStatistics statistics() const;  // reads /proc/self/smaps
 
  private:

@@ -26,7 +26,7 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
     }
   }
   if (needed == 0) return absl::OkStatus();
-  if (needed > pool_->free_page_count()) return PagesExhausted("an append", needed, *pool_);
+  if (needed > pool_->free_page_count()) return pool_->Exhausted("an append", needed);
   std::vector<PageTable::StagedWrite> staged;
   staged.reserve(heads_.size());
   for (const PageTable& head : heads_) {
@@ -34,7 +34,7 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
     if (!write.ok()) {
       staged.clear();  // before the free bytes are counted
       if (!absl::IsResourceExhausted(write.status())) return write.status();
-      return PagesExhausted("an append", needed, *pool_);
+      return pool_->Exhausted("an append", needed);
     }
     staged.push_back(*std::move(write));
   }

@@ -1,62 +1,118 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <list>
+#include <string>
 #include <string_view>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 
 class MemoryReservation;
 
+// What memory is held for.
+enum class MemoryUse { kPages, kModels, kTables, kWorkspaces, kMessages, kOther };
+inline constexpr int kMemoryUseCount = 6;
+// For people: "rows and codes", "messages", ...
+std::string_view MemoryUseName(MemoryUse use);
+
 // The limit on everything that the daemon holds: arena chunks, model weights,
-// tables, workspaces, messages in flight. Thread-safe.
+// tables, workspaces, messages in flight. Messages have a share of their own,
+// which nothing else can take and beyond which they cannot go: a daemon that is
+// full of K/V still hears what would empty it, and messages cannot keep K/V
+// out. Thread-safe.
 class MemoryBudget {
  public:
-  explicit MemoryBudget(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
+  // Gives at least so many bytes of its charge back where it can.
+  using Reclaim = std::function<void(int64_t bytes)>;
+
+  // setting: what raises the limit, for refusals: "--memory-limit".
+  explicit MemoryBudget(int64_t limit_bytes, int64_t message_bytes = 0, std::string setting = "")
+      : limit_bytes_(limit_bytes), message_bytes_(message_bytes), setting_(std::move(setting)) {}
   MemoryBudget(const MemoryBudget&) = delete;
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
-  // Charges bytes until the reservation goes. RESOURCE_EXHAUSTED, naming
-  // `what`, the bytes needed and the bytes free, when they do not fit; then
-  // nothing is charged.
-  absl::StatusOr<MemoryReservation> Reserve(int64_t bytes, std::string_view what);
+  // Of a limit, what a daemon keeps for messages.
+  static int64_t MessageShare(int64_t limit_bytes);
+
+  // Charges bytes until the reservation goes. What does not fit is asked of
+  // those who can reclaim, but not for pages: who reclaims holds pages.
+  // RESOURCE_EXHAUSTED, naming `what`, the bytes needed and the bytes free,
+  // when they do not fit; then nothing is charged.
+  absl::StatusOr<MemoryReservation> Reserve(int64_t bytes, std::string_view what,
+                                            MemoryUse use = MemoryUse::kOther);
+
+  // MemoryExhausted() that also names the limit and what raises it.
+  absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes,
+                         MemoryUse use = MemoryUse::kOther) const;
+
+  // Asks `reclaim` from now on, until RemoveReclaim with what this returns.
+  // reclaim must not reserve, other than for pages.
+  std::list<Reclaim>::iterator AddReclaim(Reclaim reclaim) ABSL_LOCKS_EXCLUDED(mutex_);
+  void RemoveReclaim(std::list<Reclaim>::iterator reclaim) ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t limit_bytes() const { return limit_bytes_; }
-  int64_t used_bytes() const { return used_bytes_.load(std::memory_order_relaxed); }
-  int64_t free_bytes() const { return limit_bytes_ - used_bytes(); }
+  const std::string& setting() const { return setting_; }
+  // Of the limit, for messages alone.
+  int64_t message_bytes() const { return message_bytes_; }
+  int64_t used_bytes() const;
+  int64_t used_bytes(MemoryUse use) const {
+    return used_bytes_[static_cast<int>(use)].load(std::memory_order_relaxed);
+  }
+  // Free for everything but messages.
+  int64_t free_bytes() const { return FreeBytes(MemoryUse::kOther); }
 
  private:
   friend class MemoryReservation;
+  int64_t FreeBytes(MemoryUse use) const;
+  // Whether the bytes fitted and are charged now.
+  bool TryCharge(int64_t bytes, MemoryUse use);
+  void Release(int64_t bytes, MemoryUse use);
+
   const int64_t limit_bytes_;
-  std::atomic<int64_t> used_bytes_{0};
+  const int64_t message_bytes_;
+  const std::string setting_;
+  std::atomic<int64_t> contents_bytes_{0};  // of everything but messages
+  std::array<std::atomic<int64_t>, kMemoryUseCount> used_bytes_{};
+  Mutex mutex_;
+  std::list<Reclaim> reclaims_ ABSL_GUARDED_BY(mutex_);
 };
 
 // RESOURCE_EXHAUSTED for `what` with a payload (kNeededFreePayload,
 // "needed free") that the daemon turns into ErrorInfo metadata.
 absl::Status MemoryExhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes);
 inline constexpr std::string_view kNeededFreePayload = "spillway/needed_free_bytes";
+// The limit and its setting, "limit setting", where the status knows them.
+inline constexpr std::string_view kMemoryLimitPayload = "spillway/memory_limit";
 
 // Owner of charged bytes. Movable, not thread-safe.
 class MemoryReservation {
  public:
   MemoryReservation() = default;
   MemoryReservation(MemoryReservation&& o) noexcept
-      : budget_(std::exchange(o.budget_, nullptr)), bytes_(std::exchange(o.bytes_, 0)) {}
+      : budget_(std::exchange(o.budget_, nullptr)),
+        bytes_(std::exchange(o.bytes_, 0)),
+        use_(o.use_) {}
   MemoryReservation& operator=(MemoryReservation&& o) noexcept {
     if (this != &o) {
       Release();
       budget_ = std::exchange(o.budget_, nullptr);
       bytes_ = std::exchange(o.bytes_, 0);
+      use_ = o.use_;
     }
     return *this;
   }
   ~MemoryReservation() { Release(); }
   void Release() {
-    if (budget_ != nullptr) budget_->used_bytes_.fetch_sub(bytes_, std::memory_order_relaxed);
+    if (budget_ != nullptr) budget_->Release(bytes_, use_);
     budget_ = nullptr;
     bytes_ = 0;
   }
@@ -64,9 +120,11 @@ class MemoryReservation {
 
  private:
   friend class MemoryBudget;
-  MemoryReservation(MemoryBudget* budget, int64_t bytes) : budget_(budget), bytes_(bytes) {}
+  MemoryReservation(MemoryBudget* budget, int64_t bytes, MemoryUse use)
+      : budget_(budget), bytes_(bytes), use_(use) {}
   MemoryBudget* budget_ = nullptr;
   int64_t bytes_ = 0;
+  MemoryUse use_ = MemoryUse::kOther;
 };
 
 }  // namespace spillway

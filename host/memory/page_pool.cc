@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cassert>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -11,7 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "host/memory/mutex.h"
+#include "host/base/mutex.h"
 
 namespace spillway {
 namespace {
@@ -40,6 +41,7 @@ class FreePlaces {
   int64_t Take(int64_t from) {
     int64_t place = Find(from);
     if (place < 0) place = Find(0);
+    assert(place >= 0);
     words_[place / kWordBits] &= ~(uint64_t{1} << (place % kWordBits));
     --count_;
     return place;
@@ -186,7 +188,7 @@ absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
   const absl::StatusOr<uint32_t> slab = impl_->ChooseSlab(neighbour);
   if (!slab.ok()) {
     if (!absl::IsResourceExhausted(slab.status())) return slab.status();
-    return MemoryExhausted("a page", page_bytes_, 0);
+    return impl_->arena->Exhausted("a page", page_bytes_, 0);
   }
   FreePlaces& places = impl_->slabs.at(*slab);
   const bool beside = neighbour && impl_->SlabOf(neighbour) == *slab;
@@ -261,6 +263,14 @@ int64_t PagePool::spare_page_count() const {
 int64_t PagePool::free_page_count() const {
   return spare_page_count() +
          impl_->arena->free_bytes() / (impl_->slab_count * kSlabBytes) * impl_->pages_per_slab;
+}
+
+absl::Status PagePool::Exhausted(std::string_view what, int64_t needed_pages) const {
+  int64_t needed_bytes = 0;
+  if (__builtin_mul_overflow(needed_pages, page_bytes_, &needed_bytes)) {
+    needed_bytes = std::numeric_limits<int64_t>::max();
+  }
+  return impl_->arena->Exhausted(what, needed_bytes, free_page_count() * page_bytes_);
 }
 
 int64_t PagePool::pages_per_slab() const { return impl_->pages_per_slab; }

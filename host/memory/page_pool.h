@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -57,6 +58,8 @@ class PagePool {
   // the arena would give. Another user of the arena may take them first, and
   // where slab_count() > 1 its free slabs may not adjoin.
   int64_t free_page_count() const;
+  // RESOURCE_EXHAUSTED for `what`, which needs that many pages of the pool.
+  absl::Status Exhausted(std::string_view what, int64_t needed_pages) const;
   // Pages of one allocation of slab_count() adjacent slabs.
   int64_t pages_per_slab() const;
   // Slabs taken at once: as few as leave at most 1/64 of them unused.

@@ -4,17 +4,8 @@
 #include <cassert>
 #include <cstdio>
 #include <cstdlib>
-#include <limits>
 
 namespace spillway {
-
-absl::Status PagesExhausted(std::string_view what, int64_t needed_pages, const PagePool& pool) {
-  int64_t needed_bytes = 0;
-  if (__builtin_mul_overflow(needed_pages, pool.page_bytes(), &needed_bytes)) {
-    needed_bytes = std::numeric_limits<int64_t>::max();
-  }
-  return MemoryExhausted(what, needed_bytes, pool.free_page_count() * pool.page_bytes());
-}
 
 PageTable::StagedWrite::~StagedWrite() {
   for (const auto& [position, page] : pages_) pool_->Release(page);
@@ -55,7 +46,7 @@ absl::StatusOr<PageTable::StagedWrite> PageTable::StageWrite(int64_t begin, int6
   // Before anything is taken: a request that cannot fit costs nothing.
   const int64_t needed = NewPageCount(begin, end);
   if (needed == 0) return staged;
-  if (needed > pool_->free_page_count()) return PagesExhausted("a write", needed, *pool_);
+  if (needed > pool_->free_page_count()) return pool_->Exhausted("a write", needed);
   const int64_t first = begin / page_item_count_;
   PageRef neighbour = first > 0 ? pages_[first - 1] : PageRef{};
   for (int64_t i = first; i < PagesFor(end); ++i) {
@@ -66,7 +57,7 @@ absl::StatusOr<PageTable::StagedWrite> PageTable::StageWrite(int64_t begin, int6
     const absl::StatusOr<PageRef> page = pool_->Allocate(neighbour);
     if (!page.ok()) {
       if (!absl::IsResourceExhausted(page.status())) return page.status();
-      return PagesExhausted("a write", needed, *pool_);
+      return pool_->Exhausted("a write", needed);
     }
     staged.pages_.emplace_back(i, *page);
     neighbour = *page;

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -73,9 +72,5 @@ class PageTable {
   int64_t page_item_count_;
   std::vector<PageRef> pages_;
 };
-
-// needed_pages of `pool` for `what`, refused: RESOURCE_EXHAUSTED with the
-// bytes needed and those free for that pool.
-absl::Status PagesExhausted(std::string_view what, int64_t needed_pages, const PagePool& pool);
 
 }  // namespace spillway

@@ -314,12 +314,17 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   EXPECT_TRUE(engine->registry().FindSequence("used").ok());
   now += absl::Seconds(6);
   EXPECT_TRUE(absl::IsNotFound(engine->registry().FindSequence("idle").status()));
-  engine->SweepExpired();
+  const std::vector<ExpiredSequence> expired = engine->SweepExpired();
+  ASSERT_EQ(expired.size(), 1u);
+  EXPECT_EQ(expired[0].name, "sequences/idle");
+  EXPECT_EQ(expired[0].model_name, "models/m");
+  EXPECT_EQ(expired[0].token_count, 0);
+  EXPECT_EQ(expired[0].idle, absl::Seconds(12));
   EXPECT_EQ(engine->registry().sequence_count(), 2) << "one is used, one is busy";
   device.ReleaseAll();
   EXPECT_TRUE(engine->registry().FindSequence("busy").ok());
   now += absl::Seconds(11);
-  engine->SweepExpired();
+  EXPECT_EQ(engine->SweepExpired().size(), 2u);
   EXPECT_EQ(engine->registry().sequence_count(), 0);
   EXPECT_EQ(model->row_pool.used_page_count(), 0);
 }

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import spillway
 
@@ -22,7 +23,7 @@ SHAPE = ["--query-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--tokens"
 
 
 def run(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the tool with pipes, so that it prints JSON."""
+    """Runs the tool with pipes."""
     return subprocess.run(
         [BINARY, "--target", target, *arguments],
         capture_output=True,
@@ -33,9 +34,14 @@ def run(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_json(target: str, *arguments: str) -> Any:
-    done = run(target, *arguments)
+    done = run(target, "--format", "json", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def columns(table: str) -> int:
+    """The longest line."""
+    return max(len(line) for line in table.splitlines())
 
 
 def run_on_terminal(target: str, *arguments: str) -> str:
@@ -80,13 +86,21 @@ def test_status_tells_the_tokens_that_still_fit(
 def test_status_on_a_terminal_is_a_table(target: str, model: spillway.Model) -> None:
     shown = run_on_terminal(target, "status")
     assert shown.startswith("spillwayd ")
-    header, row = (line for line in shown.splitlines() if "MODEL" in line or model.name in line)
+    model_id = model.name.removeprefix("models/")
+    header, row = (line for line in shown.splitlines() if "MODEL" in line or model_id in line)
     assert "TOKENS THAT FIT" in header
-    assert row.split()[:3] == [model.name, "0", "0"]
+    assert row.split()[:3] == [model_id, "0", "0"]
 
 
-def test_json_can_be_asked_for_on_a_terminal(target: str) -> None:
-    assert "boot_id" in json.loads(run_on_terminal(target, "status", "--json"))
+def test_a_pipe_gets_what_a_terminal_gets(target: str, model: spillway.Model) -> None:
+    assert run(target, "models").stdout == run_on_terminal(target, "models")
+    assert run(target, "models", "--format", "table").stdout == run(target, "models").stdout
+    on_terminal = run_on_terminal(target, "models", "--format", "json")
+    assert on_terminal == run(target, "--format", "json", "models").stdout
+    assert model.name in [entry["name"] for entry in json.loads(on_terminal)["models"]]
+    done = run(target, "models", "--format", "xml")
+    assert done.returncode == 2
+    assert "xml" in done.stderr
 
 
 def test_lists_models_and_sequences(
@@ -102,6 +116,80 @@ def test_lists_models_and_sequences(
     assert listed == run_json(target, "sequences", "--model", model.name.split("/")[1])["sequences"]
     sequence.delete()
     assert run_json(target, "sequences", "--model", model.name) == {"sequences": []}
+
+
+def test_tables_fit_in_a_hundred_columns(
+    target: str, client: spillway.Client, model: spillway.Model
+) -> None:
+    sequence = client.create_sequence(model)
+    rows = np.zeros((2, 2, 12_345, 16), np.float32)
+    sequence.append(0, 0, rows, rows)
+    for command in ("sequences", "models"):
+        shown = run(target, command).stdout
+        assert columns(shown) <= 100
+    (row,) = [x for x in run(target, "sequences").stdout.splitlines() if sequence.name[10:] in x]
+    # Rows of 2 layers, 2 KV heads, K and V of 16 floats each, in whole pages: 97 of 128 tokens.
+    row_mib = 2 * 2 * 2 * 16 * 4 * 97 * 128 / 2**20
+    assert row.split()[:3] == [sequence.name[10:], model.name[7:], "12,345"]
+    assert row_mib < float(row.split()[3]) < 1.3 * row_mib
+    assert row.split()[4] == "MiB"
+
+
+def test_deletes_sequences_and_models_by_name_and_by_id(
+    target: str, client: spillway.Client, model: spillway.Model
+) -> None:
+    other = client.create_model(
+        layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+    )
+    first, second, third = (client.create_sequence(other).name for _ in range(3))
+    done = run(target, "sequences", "delete", first, second.removeprefix("sequences/"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"deleted {first}\ndeleted {second}\n"
+    assert [info.name for info in client.list_sequences(other)] == [third]
+
+    done = run(target, "models", "delete", other.name)
+    assert done.returncode == 1
+    assert f"{other.name} has 1 sequences" in done.stderr
+    assert run_json(target, "sequences", "delete", third) == {"deleted": [third]}
+    assert run_json(target, "models", "delete", other.name) == {"deleted": [other.name]}
+    assert other.name not in names(client)
+    assert model.name in names(client)
+
+
+def test_what_cannot_be_deleted_is_named_and_the_rest_is_deleted(
+    target: str, client: spillway.Client, model: spillway.Model
+) -> None:
+    kept, gone = (client.create_sequence(model) for _ in range(2))
+    done = run(target, "sequences", "delete", "no-such-one", gone.name, "NO NAME")
+    assert done.returncode == 1
+    assert done.stdout == f"deleted {gone.name}\n"
+    missing, wrong = done.stderr.splitlines()
+    assert "sequences/no-such-one" in missing
+    assert "NOT_FOUND" in missing
+    assert "sequences/NO NAME" in wrong
+    assert [info.name for info in client.list_sequences(model)] == [kept.name]
+    assert run(target, "sequences", "delete").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["statu"], 'there is no command "statu"; did you mean "status"?'),
+        (["sequence"], 'there is no command "sequence"; did you mean "sequences"?'),
+        (["sequences", "delet", "x"], 'there is no command "delet"; did you mean "delete"?'),
+        (["frobnicate"], 'there is no command "frobnicate"; commands are status, models'),
+        (["--bogus", "status"], "there is no option --bogus"),
+        (["status", "--bogus"], "there is no option --bogus"),
+        ([], "A subcommand is required"),
+        (["status", "--timeout", "soon"], "soon"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_names_the_word(words: list[str], said: str) -> None:
+    done = run("unix:/nonexistent/spillwayd.sock", *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize("mode", ["attend", "decode"])
@@ -147,6 +235,9 @@ def test_a_refusal_names_the_field(target: str, client: spillway.Client) -> None
     assert done.returncode == 1
     assert "epsilon" in done.stderr
     assert "INVALID_ARGUMENT" in done.stderr
+    # Once, and that is all.
+    assert done.stderr.count("epsilon: ") == 1
+    assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
     assert names(client) == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import stat
 import subprocess
@@ -33,10 +34,15 @@ def write(folder: Path, text: str) -> str:
 
 
 @contextmanager
-def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A daemon with JSON logs, and the address that it says it serves."""
+def process(
+    *flags: str, before: tuple[str, ...] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A daemon with JSON logs, and the address that it says it serves.
+
+    `before` is a command that starts it.
+    """
     with subprocess.Popen(
-        [binary(), "--log-format", "json", *device_flags(*flags)],
+        [*before, binary(), "--log-format", "json", *device_flags(*flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -129,8 +135,28 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, named: str) ->
 )
 def test_bad_starts(flags: tuple[str, ...]) -> None:
     done = run(*flags)
-    assert done.returncode != 0
+    assert done.returncode == (2 if flags[0] != "--listen" else 1)
     assert len(done.stdout + done.stderr) > 10
+
+
+@pytest.mark.parametrize("limit", ["900GiB", "64TiB"])
+def test_a_limit_above_the_machines_memory_is_refused(tmp_path: Path, limit: str) -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if physical >= 900 << 30:
+        pytest.skip("has as much")
+    file = write(tmp_path, f"[memory]\nlimit = '{limit}'\n")
+    socket = f"unix:{tmp_path}/spillwayd.sock"
+    for flags, setting in (
+        (("--memory-limit", limit), "--memory-limit"),
+        (("--config", file), file),
+    ):
+        done = run("--listen", socket, *flags)
+        assert done.returncode == 2
+        assert f'"{limit}" is more memory than there is' in done.stderr
+        assert f"the machine has {physical / 2**30:.1f} GiB" in done.stderr
+        assert setting in done.stderr
+    # The largest that fits is taken: the control group may leave less.
+    assert run("--memory-limit", "1GiB", "--print-config").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -225,6 +251,30 @@ def test_facts_of_the_system_are_logged_once(tmp_path: Path) -> None:
     for fact in ("cores", "numa", "huge_pages", "memory", "simd", "serving", "stopped"):
         assert said.count(fact) == 1, fact
     assert said.count("device") == device_count
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_signals_that_end_the_daemon_in_good_order(tmp_path: Path, name: str) -> None:
+    socket = tmp_path / "spillwayd.sock"
+    with process("--listen", f"unix:{socket}") as (daemon, _):
+        daemon.send_signal(signal.Signals[name])
+        assert daemon.wait(timeout=30) == 0
+        assert daemon.stdout is not None
+        said = [json.loads(line) for line in daemon.stdout]
+    (draining,) = [entry for entry in said if entry["event"] == "draining"]
+    assert draining["signal"] == name
+    assert said[-1]["event"] == "stopped"
+    assert not socket.exists()
+
+
+def test_under_nohup_a_terminal_that_closes_does_not_end_it(tmp_path: Path) -> None:
+    flags = ("--listen", f"unix:{tmp_path}/spillwayd.sock")
+    with process(*flags, before=("nohup",)) as (daemon, address):
+        daemon.send_signal(signal.SIGHUP)
+        with spillway.connect(address) as client:
+            assert client.health()
+        daemon.terminate()
+        assert daemon.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize("grace", ["30", "0.2"])

@@ -5,6 +5,7 @@
 #include <ostream>
 #include <stop_token>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "cli/bench_options.h"
@@ -29,6 +30,13 @@ absl::Status Models(Client& client, const CallOptions& call, const Output& outpu
 // Every sequence, or those of one model (models/{id} or {id}).
 absl::Status Sequences(Client& client, const std::string& model, const CallOptions& call,
                        const Output& output);
+
+// Deletes each (models/{id} or {id}); the errors of those that stay.
+std::vector<absl::Status> DeleteModels(Client& client, const std::vector<std::string>& names,
+                                       const CallOptions& call, const Output& output);
+// The same of sequences.
+std::vector<absl::Status> DeleteSequences(Client& client, const std::vector<std::string>& names,
+                                          const CallOptions& call, const Output& output);
 
 // Times attends over a temporary sequence of random K/V; deletes what it made
 // whatever happens.

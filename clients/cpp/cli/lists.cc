@@ -1,6 +1,5 @@
 #include <string>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "cli/commands.h"
 #include "cli/json.h"
@@ -64,11 +63,11 @@ absl::Status Models(Client& client, const CallOptions& call, const Output& outpu
     output.out << "no models\n";
     return absl::OkStatus();
   }
-  Table table({"MODEL", "LAYERS", "HEADS", "KV HEADS", "HEAD DIM", "DTYPE", "HASH", "ROWS/TOKEN",
-               "INDEX/TOKEN", "READY"});
+  Table table(
+      {"MODEL", "LAYERS", "HEADS", "DIM", "DTYPE", "HASH", "ROWS/TOKEN", "INDEX/TOKEN", "READY"});
   for (const v1::Model& model : *models) {
-    table.AddRow({model.name(), absl::StrCat(model.layer_count()),
-                  absl::StrCat(model.query_head_count()), absl::StrCat(model.kv_head_count()),
+    table.AddRow({ShortName(model.name()), absl::StrCat(model.layer_count()),
+                  absl::StrCat(model.query_head_count(), "/", model.kv_head_count()),
                   absl::StrCat(model.head_dim()), DTypeName(model.dtype()),
                   HashName(model.hash_weights()), FormatBytes(model.row_bytes_per_token()),
                   FormatBytes(model.index_bytes_per_token()), model.ready() ? "yes" : "no"});
@@ -79,8 +78,7 @@ absl::Status Models(Client& client, const CallOptions& call, const Output& outpu
 
 absl::Status Sequences(Client& client, const std::string& model, const CallOptions& call,
                        const Output& output) {
-  const std::string name =
-      model.empty() || absl::StartsWith(model, "models/") ? model : absl::StrCat("models/", model);
+  const std::string name = model.empty() ? "" : FullName("models", model);
   const absl::StatusOr<std::vector<v1::Sequence>> sequences = client.ListSequences(name, call);
   if (!sequences.ok()) return sequences.status();
   if (output.json) {
@@ -94,12 +92,13 @@ absl::Status Sequences(Client& client, const std::string& model, const CallOptio
     return absl::OkStatus();
   }
   const absl::Time now = absl::Now();
-  Table table({"SEQUENCE", "MODEL", "TOKENS", "GENERATION", "ROWS", "INDEX", "AGE", "EXPIRES IN"});
+  Table table({"SEQUENCE", "MODEL", "TOKENS", "MEMORY", "AGE", "EXPIRES IN"});
   for (const v1::Sequence& sequence : *sequences) {
     table.AddRow(
-        {sequence.name(), sequence.model(), FormatCount(sequence.token_count()),
-         absl::StrCat(sequence.generation()), FormatBytes(sequence.row_bytes()),
-         FormatBytes(sequence.index_bytes()), FormatAge(now - ToTime(sequence.create_time())),
+        {ShortName(sequence.name()), ShortName(sequence.model()),
+         FormatCount(sequence.token_count()),
+         FormatBytes(sequence.row_bytes() + sequence.index_bytes()),
+         FormatAge(now - ToTime(sequence.create_time())),
          sequence.has_expire_time() ? FormatAge(ToTime(sequence.expire_time()) - now) : "never"});
   }
   table.Print(output.out);

@@ -1,15 +1,15 @@
 // spillway: asks a daemon how it does, and times it.
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <iostream>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "cli/bench_options.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
+#include "cli/usage.h"
 #include "spillway/client.h"
 #include "spillway/error.h"
 
@@ -27,7 +27,6 @@ enum ExitCode {
 };
 
 constexpr char kFooter[] =
-    "Output is a table on a terminal and JSON elsewhere or with --json.\n"
     "Exit codes: 0 done, 1 the daemon refused or failed, 2 wrong command line,\n"
     "3 no daemon at the target, 128 + N ended by signal N.";
 
@@ -35,9 +34,6 @@ void PrintError(const absl::Status& status) {
   std::cerr << "spillway: " << status.message() << " (" << absl::StatusCodeToString(status.code());
   if (const std::string reason = ErrorReason(status); !reason.empty()) std::cerr << ", " << reason;
   std::cerr << ")\n";
-  for (const FieldViolation& violation : FieldViolations(status)) {
-    std::cerr << "  " << violation.field << ": " << violation.description << '\n';
-  }
 }
 
 int Main(int argc, char** argv) {
@@ -46,12 +42,15 @@ int Main(int argc, char** argv) {
   app.require_subcommand(1);
   app.set_version_flag("--version", SPILLWAY_VERSION);
   std::string target = DefaultTarget();
-  bool json = false;
+  std::string format = "table";
   double timeout_s = 60;
   app.add_option("--target", target, "gRPC target of the daemon")
       ->envname("SPILLWAY_TARGET")
       ->capture_default_str();
-  app.add_flag("--json", json, "print JSON on a terminal too");
+  app.add_option("--format", format, "table or json")
+      ->check(CLI::IsMember({"table", "json"}))
+      ->type_name("FORMAT")
+      ->capture_default_str();
   app.add_option("--timeout", timeout_s, "seconds that one call may take")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -59,10 +58,18 @@ int Main(int argc, char** argv) {
   app.fallthrough();
 
   CLI::App* status = app.add_subcommand("status", "the daemon, its memory, its models");
-  CLI::App* models = app.add_subcommand("models", "list models");
-  CLI::App* sequences = app.add_subcommand("sequences", "list sequences");
+  std::vector<std::string> names;
+  const auto add_deletion = [&names](CLI::App* list, const std::string& what) {
+    CLI::App* deletion = list->add_subcommand("delete", "delete " + what + " by name or id");
+    deletion->add_option("name", names, "as the list shows them")->required();
+    return deletion;
+  };
+  CLI::App* models = app.add_subcommand("models", "list models, or delete some");
+  CLI::App* delete_models = add_deletion(models, "models");
+  CLI::App* sequences = app.add_subcommand("sequences", "list sequences, or delete some");
   std::string model;
-  sequences->add_option("--model", model, "only this model's");
+  sequences->add_option("--model", model, "list only this model's");
+  CLI::App* delete_sequences = add_deletion(sequences, "sequences");
   CLI::App* bench =
       app.add_subcommand("attend-bench", "time attends over a temporary random sequence");
   BenchOptions bench_options;
@@ -70,13 +77,16 @@ int Main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kOk : kUsage;
+    // --help and --version.
+    if (error.get_exit_code() == 0) return app.exit(error);
+    std::cerr << "spillway: " << UsageMessage(app, error) << "\nRun with --help for more.\n";
+    return kUsage;
   }
 
   Interrupt interrupt;
   const auto finish = [&](const absl::Status& result, ExitCode code) -> int {
     if (interrupt.signal() != 0) return 128 + interrupt.signal();
-    PrintError(result);
+    if (!result.ok()) PrintError(result);
     return code;
   };
   const ClientOptions options{.call_timeout = absl::Seconds(timeout_s)};
@@ -86,12 +96,25 @@ int Main(int argc, char** argv) {
     return finish(client.status(), reached ? kFailed : kUnreachable);
   }
   const CallOptions call{.stop = interrupt.token()};
-  const Output output{.out = std::cout, .json = json || isatty(STDOUT_FILENO) == 0};
+  const Output output{.out = std::cout, .json = format == "json"};
   absl::Status result;
   if (status->parsed()) result = Status(**client, call, output);
-  if (models->parsed()) result = Models(**client, call, output);
-  if (sequences->parsed()) result = Sequences(**client, model, call, output);
+  std::vector<absl::Status> failures;
+  if (delete_models->parsed()) {
+    failures = DeleteModels(**client, names, call, output);
+  } else if (models->parsed()) {
+    result = Models(**client, call, output);
+  }
+  if (delete_sequences->parsed()) {
+    failures = DeleteSequences(**client, names, call, output);
+  } else if (sequences->parsed()) {
+    result = Sequences(**client, model, call, output);
+  }
   if (bench->parsed()) result = AttendBench(**client, bench_options, call, output);
+  for (const absl::Status& failure : failures) {
+    if (interrupt.signal() == 0) PrintError(failure);
+  }
+  if (!failures.empty()) return finish(result, kFailed);
   if (!result.ok()) return finish(result, kFailed);
   std::cout.flush();
   if (!std::cout) return finish(absl::DataLossError("cannot write the output"), kFailed);

@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
@@ -26,6 +27,12 @@ void Table::Print(std::ostream& out) const {
     out << line << '\n';
   }
 }
+
+std::string FullName(const std::string& collection, const std::string& name) {
+  return absl::StartsWith(name, collection + "/") ? name : absl::StrCat(collection, "/", name);
+}
+
+std::string ShortName(const std::string& name) { return name.substr(name.find('/') + 1); }
 
 std::string FormatBytes(int64_t bytes) {
   constexpr std::array kUnits = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};

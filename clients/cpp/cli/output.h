@@ -26,6 +26,11 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
+// "sequences/{id}" of that or of the id alone.
+std::string FullName(const std::string& collection, const std::string& name);
+// The id of a name "sequences/{id}", for tables.
+std::string ShortName(const std::string& name);
+
 // "1.5 GiB".
 std::string FormatBytes(int64_t bytes);
 

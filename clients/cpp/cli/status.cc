@@ -115,7 +115,7 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
   out << '\n';
   Table table({"MODEL", "SEQUENCES", "TOKENS", "TOKENS THAT FIT", "ATTENDS", "ROWS TOUCHED"});
   for (const v1::ModelStatistics& model : statistics.models()) {
-    table.AddRow({model.model(), FormatCount(model.sequence_count()),
+    table.AddRow({ShortName(model.model()), FormatCount(model.sequence_count()),
                   FormatCount(model.token_count()), FormatCount(model.free_token_count()),
                   FormatCount(model.work().attend_count()),
                   FormatShare(static_cast<double>(model.work().touched_row_count()),

@@ -103,8 +103,9 @@ class MemoryStatistics:
 
     Attributes:
         limit_bytes: Limit on all that follows.
-        used_bytes: Charged against the limit now.
-        arena_committed_bytes: Obtained from the system by the arena.
+        used_bytes: Of the limit, what holds something now.
+        arena_committed_bytes: Obtained from the system for rows and codes; what is free in it is
+            no part of `used_bytes`.
         arena_huge_page_bytes: Of those, in huge pages.
         row_bytes: In pages that hold rows.
         index_bytes: In pages that hold codes.

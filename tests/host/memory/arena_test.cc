@@ -6,6 +6,8 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <thread>
+#include <vector>
 
 #include "host/memory/topology.h"
 
@@ -35,7 +37,7 @@ TEST(Arena, RefusesSenselessOptions) {
   EXPECT_THAT(std::string(far.status().message()), HasSubstr("4096"));
 }
 
-TEST(Arena, CommitsByChunksAndKeepsThem) {
+TEST(Arena, CommitsByChunksAndKeepsThemForReuse) {
   MemoryBudget budget(64 * kS);
   {
     auto arena = MakeArena(10, 4, &budget);
@@ -157,6 +159,136 @@ TEST(Arena, AChunkThatTheObserverRefusesIsGivenBack) {
   std::memset(*slab, 1, kS);
 }
 
+TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
+  MemoryBudget budget(64 * kS);
+  std::vector<std::byte*> released;
+  Arena::ChunkObserver observer;
+  observer.released = [&](std::span<std::byte> c) { released.push_back(c.data()); };
+  auto arena = MakeArena(32, 2, &budget, observer);
+  std::vector<std::byte*> slabs;
+  for (int i = 0; i < 32; ++i) slabs.push_back(*arena->AllocateSlabs(1));
+  for (std::byte* slab : slabs) arena->FreeSlabs(slab, 1);
+  // Some of it was used since the last call, which there was none of.
+  arena->GiveBackIdle();
+  EXPECT_EQ(arena->statistics().committed_bytes, 32 * kS);
+  // 32 slabs stayed free: 4 go, then 28 / 8 rounded up to chunks of 2, ...
+  for (const int64_t left : {28, 24, 20, 16, 14, 12, 10, 8, 6, 4, 2, 0, 0}) {
+    arena->GiveBackIdle();
+    EXPECT_EQ(arena->statistics().committed_bytes, left * kS);
+    EXPECT_EQ(budget.used_bytes(), left * kS);
+    EXPECT_EQ(arena->spare_bytes(), left * kS);
+    EXPECT_EQ(arena->free_bytes(), 32 * kS);
+  }
+  EXPECT_EQ(released.size(), 16u);
+}
+
+TEST(Arena, KeepsChunksThatHoldSomethingAndThatWereTakenMeanwhile) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(16, 2, &budget);
+  std::vector<std::byte*> slabs;
+  for (int i = 0; i < 16; ++i) slabs.push_back(*arena->AllocateSlabs(1));
+  // One slab of every chunk stays.
+  for (int i = 0; i < 16; i += 2) arena->FreeSlabs(slabs[i], 1);
+  for (int i = 0; i < 40; ++i) arena->GiveBackIdle();
+  EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
+  for (int i = 1; i < 16; i += 2) arena->FreeSlabs(slabs[i], 1);
+  arena->GiveBackIdle();
+  // All of it is taken and freed between two calls, over and over.
+  for (int i = 0; i < 40; ++i) {
+    const auto all = arena->AllocateSlabs(16);
+    ASSERT_TRUE(all.ok());
+    arena->FreeSlabs(*all, 16);
+    arena->GiveBackIdle();
+  }
+  EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
+}
+
+TEST(Arena, TheBudgetsOtherUsersGetWhatIsFree) {
+  MemoryBudget budget(16 * kS);
+  auto arena = MakeArena(16, 4, &budget);
+  const auto kept = arena->AllocateSlabs(1);
+  const auto gone = arena->AllocateSlabs(15);
+  ASSERT_TRUE(kept.ok() && gone.ok());
+  EXPECT_FALSE(budget.Reserve(1, "other").ok());
+  arena->FreeSlabs(*gone, 15);
+  // The chunks of 4 that are free, no more of them than it takes.
+  const auto other = budget.Reserve(5 * kS, "other");
+  ASSERT_TRUE(other.ok()) << other.status();
+  EXPECT_LE(arena->statistics().committed_bytes, 11 * kS);
+  EXPECT_EQ(arena->free_bytes(), 10 * kS);
+  std::memset(*kept, 1, kS);
+  EXPECT_FALSE(budget.Reserve(11 * kS, "more").ok());
+  EXPECT_TRUE(arena->AllocateSlabs(10).ok());
+}
+
+TEST(Arena, WhatWasGivenBackIsCommittedAnewInItsPlace) {
+  MemoryBudget budget(12 * kS);
+  auto arena = MakeArena(12, 2, &budget);
+  std::vector<std::byte*> slabs;
+  for (int i = 0; i < 12; ++i) {
+    slabs.push_back(*arena->AllocateSlabs(1));
+    std::memset(slabs.back(), i + 1, kS);
+  }
+  // Chunks [2, 4), [6, 8) and half of [8, 10) come free.
+  for (const int i : {2, 3, 6, 7, 8}) arena->FreeSlabs(slabs[i], 1);
+  for (int i = 0; i < 20; ++i) arena->GiveBackIdle();
+  EXPECT_EQ(arena->statistics().committed_bytes, 8 * kS);
+  EXPECT_EQ(arena->free_bytes(), 5 * kS);
+  // A run of three: the gap of two and the free slab behind it.
+  const auto run = arena->AllocateSlabs(3);
+  ASSERT_TRUE(run.ok()) << run.status();
+  EXPECT_EQ(*run, slabs[6]);
+  std::memset(*run, 100, 3 * kS);
+  const auto two = arena->AllocateSlabs(2);
+  ASSERT_TRUE(two.ok()) << two.status();
+  EXPECT_EQ(*two, slabs[2]);
+  EXPECT_EQ((*two)[0], std::byte{0}) << "memory that was given back is fresh";
+  for (const int i : {0, 1, 4, 5, 9, 10, 11}) EXPECT_EQ(slabs[i][kS / 2], std::byte(i + 1)) << i;
+  EXPECT_FALSE(arena->AllocateSlabs(1).ok());
+}
+
+TEST(Arena, FreeSlabsApartPayForARunElsewhere) {
+  // Address space for 12 slabs, of which the budget pays 8.
+  MemoryBudget budget(8 * kS);
+  auto arena = MakeArena(12, 2, &budget);
+  std::vector<std::byte*> slabs;
+  for (int i = 0; i < 8; ++i) slabs.push_back(*arena->AllocateSlabs(1));
+  for (const int i : {0, 1, 4, 5}) arena->FreeSlabs(slabs[i], 1);
+  const auto run = arena->AllocateSlabs(4);
+  ASSERT_TRUE(run.ok()) << run.status();
+  std::memset(*run, 1, 4 * kS);
+  EXPECT_EQ(budget.used_bytes(), 8 * kS);
+  EXPECT_FALSE(arena->AllocateSlabs(1).ok());
+}
+
+TEST(Arena, TakersAndReclaimersDoNotHinderEachOther) {
+  constexpr int kSlabs = 16;
+  MemoryBudget budget(kSlabs * kS);
+  auto arena = MakeArena(kSlabs, 2, &budget);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 rng(t);
+      for (int i = 0; i < 200; ++i) {
+        const int64_t count = 1 + rng() % 2;
+        const auto slab = arena->AllocateSlabs(count);
+        if (!slab.ok()) continue;
+        (*slab)[0] = std::byte{1};
+        arena->FreeSlabs(*slab, count);
+        if (budget.used_bytes() > kSlabs * kS) ADD_FAILURE() << budget.used_bytes();
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    for (int i = 0; i < 200; ++i) {
+      (void)budget.Reserve((1 + i % 8) * kS, "other");
+      arena->GiveBackIdle();
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(budget.used_bytes(), arena->statistics().committed_bytes);
+}
+
 TEST(Arena, RandomUseNeverOverlapsAndReturnsToItsStart) {
   constexpr int kSlabs = 24;
   MemoryBudget budget(kSlabs * kS);
@@ -188,6 +320,8 @@ TEST(Arena, RandomUseNeverOverlapsAndReturnsToItsStart) {
       held_slabs -= it->second;
       held.erase(it);
     }
+    if (step % 50 == 0) arena->GiveBackIdle();
+    ASSERT_EQ(budget.used_bytes(), held_slabs * kS + arena->spare_bytes());
     ASSERT_EQ(arena->free_bytes(), (kSlabs - held_slabs) * kS);
   }
   for (const auto& [base, count] : held) arena->FreeSlabs(base, count);

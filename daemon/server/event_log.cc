@@ -1,0 +1,73 @@
+#include "daemon/server/event_log.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace spillway {
+namespace {
+
+// Lines of one kind between two calls of Flush.
+constexpr int64_t kLineCountMax = 5;
+
+}  // namespace
+
+void EventLog::Admit(LogLevel level, const std::string& event, const std::string& kind,
+                     const std::vector<LogField>& fields) {
+  {
+    const MutexLock lock(mutex_);
+    Kind& seen = kinds_[kind.empty() ? event : absl::StrCat(event, " ", kind)];
+    seen.level = level;
+    if (++seen.count > kLineCountMax) return;
+  }
+  Log(level, event, fields);
+}
+
+void EventLog::Refused(const absl::Status& status, const std::string& reason) {
+  std::string event = "refused";
+  LogLevel level = LogLevel::kInfo;
+  switch (status.code()) {
+    case absl::StatusCode::kCancelled:
+    case absl::StatusCode::kUnavailable:
+      return;
+    case absl::StatusCode::kResourceExhausted:
+      level = LogLevel::kWarning;
+      break;
+    case absl::StatusCode::kInternal:
+    case absl::StatusCode::kUnknown:
+    case absl::StatusCode::kDataLoss:
+      event = "failed";
+      level = LogLevel::kError;
+      break;
+    default:
+      break;
+  }
+  Admit(level, event, reason,
+        {{"code", absl::StatusCodeToString(status.code())},
+         {"reason", reason},
+         {"error", std::string(status.message())}});
+}
+
+void EventLog::Expired(const ExpiredSequence& sequence) {
+  Admit(LogLevel::kInfo, "expired", "",
+        {{"sequence", sequence.name},
+         {"model", sequence.model_name},
+         {"tokens", absl::StrCat(sequence.token_count)},
+         {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}});
+}
+
+void EventLog::Flush() {
+  absl::flat_hash_map<std::string, Kind> kinds;
+  {
+    const MutexLock lock(mutex_);
+    kinds = std::exchange(kinds_, {});
+  }
+  for (const auto& [kind, seen] : kinds) {
+    if (seen.count <= kLineCountMax) continue;
+    Log(seen.level, "suppressed",
+        {{"kind", kind}, {"lines", absl::StrCat(seen.count - kLineCountMax)}});
+  }
+}
+
+}  // namespace spillway

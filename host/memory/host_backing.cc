@@ -1,0 +1,186 @@
+#include "host/memory/host_backing.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "host/memory/topology.h"
+#include "tbb/parallel_for.h"
+#include "tbb/task_arena.h"
+
+namespace spillway {
+namespace {
+
+absl::Status SystemError(std::string_view call, int64_t bytes) {
+  return absl::InternalError(
+      absl::StrCat(std::string(call), " of ", bytes, " bytes failed: ", std::strerror(errno)));
+}
+
+// One private anonymous mapping of address space, slab-aligned, with at least
+// a slab of unused space on both sides: so the kernel merges it with no other
+// mapping and smaps counts it alone.
+class AddressSpace {
+ public:
+  static absl::StatusOr<AddressSpace> Reserve(int64_t bytes) {
+    const size_t total = static_cast<size_t>(bytes + 3 * kSlabBytes);
+    void* p = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return SystemError("mmap", bytes);
+    return AddressSpace(static_cast<std::byte*>(p), total);
+  }
+  AddressSpace(AddressSpace&& o) noexcept
+      : map_(std::exchange(o.map_, nullptr)), total_(o.total_) {}
+  AddressSpace& operator=(AddressSpace&&) = delete;
+  ~AddressSpace() {
+    if (map_ != nullptr) munmap(map_, total_);
+  }
+  std::byte* base() const {
+    const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(map_) % kSlabBytes);
+    return map_ + kSlabBytes + (misaligned == 0 ? 0 : kSlabBytes - misaligned);
+  }
+
+ private:
+  AddressSpace(std::byte* map, size_t total) : map_(map), total_(total) {}
+  std::byte* map_;
+  size_t total_;
+};
+
+// Writes one byte of every small page, on thread_count threads.
+void Touch(std::span<std::byte> chunk, int thread_count) {
+  constexpr int64_t kSmallPage = 4096;
+  tbb::task_arena arena(thread_count);
+  arena.execute([&] {
+    tbb::parallel_for(int64_t{0}, static_cast<int64_t>(chunk.size()) / kSlabBytes, [&](int64_t s) {
+      volatile std::byte* slab = chunk.data() + s * kSlabBytes;
+      for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) slab[i] = std::byte{0};
+    });
+  });
+}
+
+class HostBacking final : public ArenaBacking {
+ public:
+  HostBacking(AddressSpace space, int numa_node, int touch_thread_count,
+              Arena::ChunkObserver observer)
+      : space_(std::move(space)),
+        numa_node_(numa_node),
+        touch_thread_count_(touch_thread_count),
+        observer_(std::move(observer)) {}
+
+  ~HostBacking() override {
+    if (!observer_.released) return;
+    for (const std::span<std::byte> chunk : chunks_) observer_.released(chunk);
+  }
+
+  std::byte* base() const override { return space_.base(); }
+
+  absl::Status Commit(std::span<std::byte> memory) override {
+    absl::Status status = Prepare(memory);
+    if (status.ok()) {
+      chunks_.push_back(memory);
+    } else {
+      Unprepare(memory);
+    }
+    return status;
+  }
+
+  bool Release(std::span<std::byte> memory) override {
+    const auto chunk = std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
+      return chunk.data() == memory.data() && chunk.size() == memory.size();
+    });
+    assert(chunk != chunks_.end());
+    if (observer_.released) observer_.released(memory);
+    chunks_.erase(chunk);
+    Unprepare(memory);
+    return true;
+  }
+
+  void Copy(std::byte* to, const std::byte* from, int64_t bytes) override {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+
+ private:
+  absl::Status Prepare(std::span<std::byte> memory) const;
+  static void Unprepare(std::span<std::byte> memory);
+
+  const AddressSpace space_;
+  const int numa_node_;
+  const int touch_thread_count_;
+  const Arena::ChunkObserver observer_;
+  std::vector<std::span<std::byte>> chunks_;
+};
+
+absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
+  const int64_t bytes = static_cast<int64_t>(memory.size());
+  if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
+    return SystemError("mprotect", bytes);
+  }
+  // EINVAL: a kernel without huge pages. What was obtained shows in the
+  // statistics.
+  if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
+    return SystemError("madvise", bytes);
+  }
+  if (numa_node_ >= 0) {
+    if (absl::Status status = BindMemory(memory, numa_node_); !status.ok()) return status;
+  }
+  Touch(memory, touch_thread_count_);
+  return observer_.committed ? observer_.committed(memory) : absl::OkStatus();
+}
+
+void HostBacking::Unprepare(std::span<std::byte> memory) {
+  // Maps fresh address space over it: frees the pages and forgets the
+  // binding. Where the kernel has no mapping to spare, the pages go at least.
+  if (mmap(memory.data(), memory.size(), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+    madvise(memory.data(), memory.size(), MADV_DONTNEED);
+  }
+}
+
+}  // namespace
+
+int64_t HugePageBytes(const std::byte* begin, const std::byte* end) {
+  std::ifstream smaps("/proc/self/smaps");
+  int64_t bytes = 0;
+  bool inside = false;
+  for (std::string line; std::getline(smaps, line);) {
+    uint64_t first = 0, last = 0;
+    const size_t dash = line.find('-');
+    const size_t space = line.find(' ');
+    // A mapping's first line is "first-last perms ..."; the others are
+    // "Name:   value kB".
+    if (dash != std::string::npos && dash < space &&
+        absl::SimpleHexAtoi(line.substr(0, dash), &first) &&
+        absl::SimpleHexAtoi(line.substr(dash + 1, space - dash - 1), &last)) {
+      inside =
+          first >= reinterpret_cast<uintptr_t>(begin) && last <= reinterpret_cast<uintptr_t>(end);
+      continue;
+    }
+    constexpr char kKey[] = "AnonHugePages:";
+    if (!inside || line.rfind(kKey, 0) != 0) continue;
+    const size_t digits = line.find_first_of("0123456789");
+    int64_t kib = 0;
+    if (digits != std::string::npos &&
+        absl::SimpleAtoi(line.substr(digits, line.find(' ', digits) - digits), &kib)) {
+      bytes += kib * 1024;
+    }
+  }
+  return bytes;
+}
+
+absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateHostBacking(int64_t limit_bytes, int numa_node,
+                                                                int thread_count,
+                                                                Arena::ChunkObserver observer) {
+  absl::StatusOr<AddressSpace> space = AddressSpace::Reserve(limit_bytes);
+  if (!space.ok()) return space.status();
+  return std::make_unique<HostBacking>(*std::move(space), numa_node, thread_count,
+                                       std::move(observer));
+}
+
+}  // namespace spillway

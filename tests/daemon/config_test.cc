@@ -1,0 +1,51 @@
+#include "daemon/config/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace spillway {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr int64_t kGiB = int64_t{1} << 30;
+
+absl::StatusOr<CommandLine> Parse(const Topology& topology, std::vector<const char*> arguments) {
+  arguments.insert(arguments.begin(), "spillwayd");
+  return ParseCommandLine(static_cast<int>(arguments.size()), arguments.data(), topology, "1.2.3");
+}
+
+Topology Machine(int64_t memory_bytes, std::optional<int64_t> cgroup_limit_bytes = std::nullopt) {
+  Topology topology;
+  topology.memory_bytes = memory_bytes;
+  topology.cgroup_memory_limit_bytes = cgroup_limit_bytes;
+  return topology;
+}
+
+TEST(Config, TheMemoryLimitIsThreeQuartersOfWhatThereIs) {
+  EXPECT_EQ(Parse(Machine(24 * kGiB), {})->config.memory_limit_bytes, 18 * kGiB);
+  EXPECT_EQ(Parse(Machine(24 * kGiB, 8 * kGiB), {})->config.memory_limit_bytes, 6 * kGiB);
+}
+
+TEST(Config, AMemoryLimitAboveTheMachinesMemoryIsRefused) {
+  const auto line = Parse(Machine(24 * kGiB), {"--memory-limit", "900GiB"});
+  ASSERT_TRUE(absl::IsInvalidArgument(line.status()));
+  const std::string message(line.status().message());
+  EXPECT_THAT(message, HasSubstr("--memory-limit"));
+  EXPECT_THAT(message, HasSubstr("\"900GiB\""));
+  EXPECT_THAT(message, HasSubstr("the machine has 24.0 GiB"));
+  EXPECT_THAT(message, Not(HasSubstr("control group")));
+  EXPECT_TRUE(Parse(Machine(24 * kGiB), {"--memory-limit", "24GiB"}).ok());
+}
+
+TEST(Config, AMemoryLimitAboveTheControlGroupsIsRefused) {
+  const auto line = Parse(Machine(24 * kGiB, 8 * kGiB), {"--memory-limit", "9GiB"});
+  ASSERT_TRUE(absl::IsInvalidArgument(line.status()));
+  EXPECT_THAT(std::string(line.status().message()),
+              HasSubstr("the machine has 24.0 GiB, the control group's limit is 8.0 GiB"));
+  EXPECT_TRUE(Parse(Machine(24 * kGiB, 8 * kGiB), {"--memory-limit", "8GiB"}).ok());
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,81 @@
+#include "daemon/server/event_log.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+#include "spdlog/sinks/ostream_sink.h"
+#include "spdlog/spdlog.h"
+
+namespace spillway {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+// Lines "level message" that an EventLog writes.
+class EventLogTest : public ::testing::Test {
+ protected:
+  EventLogTest() : before_(spdlog::default_logger()) {
+    auto logger = std::make_shared<spdlog::logger>(
+        "test", std::make_shared<spdlog::sinks::ostream_sink_mt>(out_));
+    logger->set_pattern("%l %v");
+    spdlog::set_default_logger(std::move(logger));
+  }
+  ~EventLogTest() override { spdlog::set_default_logger(before_); }
+
+  // What was written since the last call.
+  std::vector<std::string> Lines() {
+    std::istringstream in(out_.str());
+    out_.str("");
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+  }
+
+  EventLog events;
+
+ private:
+  std::ostringstream out_;
+  const std::shared_ptr<spdlog::logger> before_;
+};
+
+TEST_F(EventLogTest, LevelsSayWhoseFaultItIs) {
+  events.Refused(absl::InternalError("an attend on the GPU: out of order"), "INTERNAL");
+  events.Refused(absl::ResourceExhaustedError("full"), "MEMORY_EXHAUSTED");
+  events.Refused(absl::InvalidArgumentError("layer: 9"), "INVALID_FIELD");
+  EXPECT_THAT(
+      Lines(),
+      ElementsAre(
+          "error failed code=INTERNAL reason=INTERNAL error=\"an attend on the GPU: out of order\"",
+          "warning refused code=RESOURCE_EXHAUSTED reason=MEMORY_EXHAUSTED error=full",
+          "info refused code=INVALID_ARGUMENT reason=INVALID_FIELD error=\"layer: 9\""));
+}
+
+TEST_F(EventLogTest, WhatTheClientGaveUpIsNoNews) {
+  events.Refused(absl::CancelledError("gone"), "CANCELLED");
+  events.Refused(absl::UnavailableError("the daemon is shutting down"), "UNAVAILABLE");
+  EXPECT_THAT(Lines(), IsEmpty());
+}
+
+TEST_F(EventLogTest, CountsWhatItLeavesOutByKind) {
+  for (int i = 0; i < 12; ++i) events.Refused(absl::InternalError("broken"), "INTERNAL");
+  events.Refused(absl::NotFoundError("none"), "MODEL_NOT_FOUND");
+  EXPECT_EQ(Lines().size(), 6u);
+  events.Flush();
+  EXPECT_THAT(Lines(), ElementsAre("error suppressed kind=\"failed INTERNAL\" lines=7"));
+  events.Flush();
+  EXPECT_THAT(Lines(), IsEmpty());
+  events.Refused(absl::InternalError("broken"), "INTERNAL");
+  EXPECT_EQ(Lines().size(), 1u);
+}
+
+TEST_F(EventLogTest, AnExpiredSequenceSaysHowLongItWasIdle) {
+  events.Expired({"sequences/a", "models/m", 77, absl::Milliseconds(2340)});
+  EXPECT_THAT(Lines(), ElementsAre("info expired sequence=sequences/a model=models/m tokens=77 "
+                                   "idle_seconds=2.3"));
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,125 @@
+"""What the daemon logs of calls that it refuses and of what ends by itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import running_daemon
+
+# Written at the start and at the end.
+FACTS = {
+    "cores",
+    "numa",
+    "huge_pages",
+    "memory",
+    "simd",
+    "device",
+    "serving",
+    "draining",
+    "stopped",
+}
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """What the log says beside the facts of every run."""
+    said = [json.loads(line) for line in (folder / "spillwayd.log").read_text().splitlines()]
+    return [entry for entry in said if entry["event"] not in FACTS]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def new_model(client: spillway.Client) -> spillway.Model:
+    return client.create_model(
+        layer_count=1, query_head_count=4, kv_head_count=4, head_dim=64, dtype="float32"
+    )
+
+
+def test_calls_that_succeed_leave_nothing(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--log-format", "json") as target,
+        spillway.connect(target) as client,
+    ):
+        sequence = client.create_sequence(new_model(client))
+        rows = np.ones((1, 4, 100, 64), np.float32)
+        sequence.append(0, 0, rows, rows)
+        for _ in range(20):
+            sequence.attend(0, np.ones((1, 4, 64), np.float32))
+        sequence.delete()
+        time.sleep(1.5)
+    assert entries(tmp_path) == []
+
+
+def test_a_refusal_is_logged_with_its_reason(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--log-format", "json", "--memory-limit", "64MiB") as target,
+        spillway.connect(target) as client,
+    ):
+        with pytest.raises(spillway.NotFound):
+            client.get_sequence("sequences/of-no-name")
+        (missing,) = entries(tmp_path)
+        sequence = client.create_sequence(new_model(client))
+        rows = np.ones((1, 4, 1000, 64), np.float32)
+        with pytest.raises(spillway.ResourceExhausted) as caught:
+            for i in range(1000):
+                sequence.append(0, i * 1000, rows, rows)
+        (_, full) = entries(tmp_path)
+    assert (missing["level"], missing["event"]) == ("info", "refused")
+    assert (missing["code"], missing["reason"]) == ("NOT_FOUND", "SEQUENCE_NOT_FOUND")
+    assert "sequences/of-no-name" in missing["error"]
+    assert (full["level"], full["event"]) == ("warning", "refused")
+    assert (full["code"], full["reason"]) == ("RESOURCE_EXHAUSTED", "MEMORY_EXHAUSTED")
+    assert full["error"] == caught.value.message
+
+
+def test_a_client_that_tries_over_and_over_fills_no_disk(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--log-format", "json") as target,
+        spillway.connect(target) as client,
+    ):
+        begin = time.monotonic()
+        for _ in range(300):
+            with pytest.raises(spillway.NotFound):
+                client.get_sequence("sequences/none")
+        seconds = time.monotonic() - begin
+        # Another kind is heard all the same.
+        with pytest.raises(spillway.InvalidArgument):
+            client.get_sequence("sequences/NO NAME")
+    said = entries(tmp_path)
+    refused = [entry for entry in said if entry.get("reason") == "SEQUENCE_NOT_FOUND"]
+    suppressed = [entry for entry in said if entry["event"] == "suppressed"]
+    assert 5 <= len(refused) <= 5 * (seconds + 2)
+    assert {entry["kind"] for entry in suppressed} == {"refused SEQUENCE_NOT_FOUND"}
+    assert len(refused) + sum(int(entry["lines"]) for entry in suppressed) == 300
+    assert [entry["code"] for entry in said if entry.get("reason") == "INVALID_FIELD"] == [
+        "INVALID_ARGUMENT"
+    ]
+
+
+def test_sequences_that_expire_are_named(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--log-format", "json", "--ttl", "1") as target,
+        spillway.connect(target) as client,
+    ):
+        model = new_model(client)
+        sequence = client.create_sequence(model)
+        rows = np.ones((1, 4, 130, 64), np.float32)
+        sequence.append(0, 0, rows, rows)
+        wait_for(lambda: bool(entries(tmp_path)))
+    (expired,) = entries(tmp_path)
+    assert (expired["level"], expired["event"]) == ("info", "expired")
+    assert expired["sequence"] == sequence.name
+    assert expired["model"] == model.name
+    assert expired["tokens"] == "130"
+    assert 1 <= float(expired["idle_seconds"]) < 20
