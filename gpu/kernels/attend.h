@@ -14,9 +14,9 @@
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
 #include "host/core/reference_pages.h"
+#include "host/core/selector.h"
 #include "host/core/softmax_sums.h"
 #include "host/core/tail.h"
-#include "host/policy/policy.h"
 
 // What the kernels of a sparse attend share. One (query, KV head) is a unit;
 // a wave is a number of units with one selector that go through the kernels

@@ -5,7 +5,7 @@
 #include <optional>
 #include <span>
 
-#include "host/model/model_spec.h"
+#include "host/base/dtype.h"
 
 namespace spillway {
 

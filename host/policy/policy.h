@@ -4,20 +4,12 @@
 #include <optional>
 #include <vector>
 
+#include "host/core/selector.h"
 #include "host/core/tail.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {
 
-enum class Selector : uint8_t {
-  kAsymmetric,
-  kHamming,
-  kOracle,
-  kAll,
-  kSketch,
-  kQuest,
-  kDoubleSparsity,
-};
 enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
 // How one attend chooses its rows and how sure it must be, every field
 // resolved. Ranges and meanings stand in proto/spillway/v1/policy.proto.

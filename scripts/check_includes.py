@@ -1,0 +1,119 @@
+"""Checks which folders include which: an arrow that this table lacks is an error.
+
+A file may include its own folder, the folders that the table names for it and
+all that they stand for, and of other libraries' headers those that the table
+does not forbid.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HOST = ("host/base", "host/core", "host/model", "host/codes", "host/policy", "host/memory")
+HOST += ("host/device",)
+# Folders, and single headers where a folder may be known only by what creates it.
+MAY_INCLUDE: dict[str, tuple[str, ...]] = {
+    "host/base": (),
+    "host/core": ("host/base",),
+    "host/model": ("host/base",),
+    "host/codes": ("host/base", "host/core", "host/model"),
+    "host/policy": ("host/base", "host/core", "host/model"),
+    "host/memory": ("host/base", "host/model"),
+    "host/device": HOST,
+    "host/cpu": HOST,
+    "gpu/cuda": ("host/base", "host/memory"),
+    "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes"),
+    "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels"),
+    "daemon/config": ("host/base", "host/memory"),
+    "daemon/engine": HOST,
+    "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
+    "daemon/services": (*HOST, "daemon/engine", "daemon/convert", "spillway/v1"),
+    "daemon/server": (*HOST, "daemon", "host/cpu/cpu_device.h", "gpu/device/cuda_device.h"),
+    "daemon": ("daemon/config", "daemon/server", "host/base", "host/memory"),
+    "clients/c": ("host/base", "spillway.h"),
+    "clients/cpp": ("clients/cpp", "spillway", "cli", "google/rpc"),
+    "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
+    "bench/gpu": (*HOST, "gpu", "bench"),
+    "bench/rpc": ("spillway", "cli", "bench"),
+    "bench": (*HOST, "bench"),
+    "tests": (
+        *HOST,
+        "host/cpu",
+        "gpu",
+        "daemon",
+        "clients",
+        "bench",
+        "spillway",
+        "cli",
+        "google/rpc",
+    ),
+}
+PROJECT = (
+    "host/",
+    "gpu/",
+    "daemon/",
+    "clients/",
+    "bench/",
+    "tests/",
+    "spillway",
+    "cli/",
+    "google/rpc",
+)
+GRPC = r"grpc|google/protobuf"
+CUDA = r"cuda|cub/|thrust/"
+FORBIDDEN: dict[str, str] = {
+    "host": f"{GRPC}|{CUDA}",
+    "gpu": GRPC,
+    "daemon/engine": f"{GRPC}|{CUDA}",
+    "daemon": CUDA,
+    "clients": CUDA,
+}
+INCLUDE = re.compile(r'^\s*#include ["<]([^">]+)[">]', re.MULTILINE)
+
+
+def folder_of(path: str, table: dict[str, object]) -> str | None:
+    """The longest folder of the table that holds the file."""
+    return max((f for f in table if path.startswith(f + "/")), key=len, default=None)
+
+
+def complaints(path: str, text: str) -> list[str]:
+    folder = folder_of(path, MAY_INCLUDE)
+    if folder is None:
+        return [f"{path}: no row of scripts/check_includes.py speaks of this folder"]
+    forbidden = FORBIDDEN.get(folder_of(path, FORBIDDEN) or "")
+    found = []
+    for header in INCLUDE.findall(text):
+        if forbidden and re.match(forbidden, header):
+            found.append(f"{path}: includes <{header}>, which {folder} may not know")
+        if not header.startswith(PROJECT):
+            continue
+        allowed = (folder, *MAY_INCLUDE[folder])
+        if not any(header == a or header.startswith(a + "/") for a in allowed):
+            found.append(f'{path}: includes "{header}", and {folder} may not')
+    return found
+
+
+def main() -> int:
+    listed = subprocess.run(
+        ["git", "ls-files", "--", "*.c", "*.cc", "*.h", "*.cu", "*.cuh"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    files = [name for name in listed if (ROOT / name).exists()]
+    found = [c for name in files for c in complaints(name, (ROOT / name).read_text())]
+    if found:
+        print(*found, sep="\n")
+        return 1
+    print(f"The includes of {len(files)} files follow the table.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
