@@ -134,12 +134,11 @@ class DaemonCalls {
     if (!status.ok()) return status;
     if (case_.decode) stream_ = client_.OpenDecode();
     FillItem(*attend_request_.add_items());
-    FillItem(*decode_request_.mutable_item());
+    FillItem(decode_request_);
     // Drawn once: both servers are idle as long between two calls.
-    v1::KvChunk& chunk = *decode_request_.mutable_chunk();
-    chunk.set_sequence(sequence_);
-    for (v1::Tensor* tensor : {chunk.mutable_k(), chunk.mutable_v()}) {
-      *tensor = MakeTensor(case_.dtype, {1, case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
+    v1::NewRows& rows = *decode_request_.mutable_append();
+    for (v1::Tensor* tensor : {rows.mutable_k(), rows.mutable_v()}) {
+      *tensor = MakeTensor(case_.dtype, {case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
     }
     return absl::OkStatus();
   }
@@ -149,7 +148,7 @@ class DaemonCalls {
     if (!case_.decode) return absl::OkStatus();
     const auto truncated = client_.TruncateSequence(sequence_, case_.token_count);
     if (!truncated.ok()) return truncated.status();
-    decode_request_.mutable_chunk()->set_generation(truncated->generation());
+    decode_request_.mutable_append()->set_generation(truncated->generation());
     token_count_ = case_.token_count;
     return absl::OkStatus();
   }
@@ -173,7 +172,9 @@ class DaemonCalls {
     return random_.Draw(static_cast<size_t>(tokens * case_.kv_head_count * case_.head_dim));
   }
 
-  void FillItem(v1::AttendItem& item) {
+  // Of an AttendItem or a DecodeRequest.
+  template <typename Item>
+  void FillItem(Item& item) {
     item.set_sequence(sequence_);
     *item.mutable_q() = MakeTensor(case_.dtype, {1, case_.query_head_count, case_.head_dim},
                                    random_.Draw(static_cast<size_t>(case_.query_head_count) *
@@ -191,7 +192,7 @@ class DaemonCalls {
   }
 
   absl::StatusOr<v1::AttendResult> Decode(double& round_trip_us) {
-    decode_request_.mutable_chunk()->set_token_start(token_count_);
+    decode_request_.mutable_append()->set_token_start(token_count_);
     const absl::Time start = absl::Now();
     const absl::Status status = stream_->Step(decode_request_, decode_response_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);

@@ -1,6 +1,7 @@
 #include "daemon/convert/attend.h"
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "daemon/convert/policy.h"
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/checks.h"
@@ -27,6 +28,42 @@ v1::Promise ToProto(Promise promise) {
   return v1::PROMISE_UNSPECIFIED;
 }
 
+absl::Status CheckDType(DType dtype, const ModelSpec& spec, const std::string& field) {
+  if (dtype == spec.dtype) return absl::OkStatus();
+  return InvalidField(field, absl::StrCat(std::string(DTypeName(dtype)), " is not the model's ",
+                                          std::string(DTypeName(spec.dtype))));
+}
+
+// What KvChunk and NewRows share. shape: of k, with kAnyDim for what it has
+// itself; v must have the same.
+template <typename Rows>
+absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
+                                    const ModelSpec& spec, const std::string& path) {
+  for (const auto& [tensor, field] : {std::pair(&rows.k(), path + "k"), {&rows.v(), path + "v"}}) {
+    const absl::StatusOr<DType> dtype = CheckTensor(*tensor, shape, field);
+    if (!dtype.ok()) return dtype.status();
+    absl::Status status = CheckDType(*dtype, spec, field + ".dtype");
+    if (!status.ok()) return status;
+  }
+  const auto& k_shape = rows.k().shape();
+  if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
+    return InvalidField(path + "v.shape",
+                        absl::StrCat("[", absl::StrJoin(rows.v().shape(), ", "),
+                                     "] is not that of k, [", absl::StrJoin(k_shape, ", "), "]"));
+  }
+  if (rows.token_start() < 0) {
+    return InvalidField(path + "token_start",
+                        absl::StrCat("value ", rows.token_start(), " is negative"));
+  }
+  Chunk out;
+  out.start = rows.token_start();
+  out.count = k_shape[k_shape.size() - 2];
+  out.generation = rows.generation();
+  out.k = BytesOf(rows.k());
+  out.v = BytesOf(rows.v());
+  return out;
+}
+
 }  // namespace
 
 absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
@@ -36,43 +73,38 @@ absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
 }
 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec) {
-  const absl::StatusOr<DType> k_dtype =
-      CheckTensor(chunk.k(), {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, "chunk.k");
-  if (!k_dtype.ok()) return k_dtype.status();
+  absl::StatusOr<Chunk> out =
+      RowsFromProto(chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, "chunk.");
+  if (!out.ok()) return out;
   const int64_t layer_count = chunk.k().shape(0);
-  const int64_t token_count = chunk.k().shape(2);
-  const absl::StatusOr<DType> v_dtype = CheckTensor(
-      chunk.v(), {layer_count, spec.kv_head_count, token_count, spec.head_dim}, "chunk.v");
-  if (!v_dtype.ok()) return v_dtype.status();
-  for (const auto& [dtype, field] :
-       {std::pair(*k_dtype, "chunk.k.dtype"), std::pair(*v_dtype, "chunk.v.dtype")}) {
-    if (dtype == spec.dtype) continue;
-    return InvalidField(field, absl::StrCat(std::string(DTypeName(dtype)), " is not the model's ",
-                                            std::string(DTypeName(spec.dtype))));
-  }
   if (chunk.layer_start() < 0 || chunk.layer_start() >= spec.layer_count ||
       layer_count > spec.layer_count - chunk.layer_start()) {
     return InvalidField("chunk.layer_start",
                         absl::StrCat(layer_count, " layers from ", chunk.layer_start(),
                                      " are not in [0, ", spec.layer_count, ")"));
   }
-  if (chunk.token_start() < 0) {
-    return InvalidField("chunk.token_start",
-                        absl::StrCat("value ", chunk.token_start(), " is negative"));
-  }
-  Chunk out;
-  out.layer_start = chunk.layer_start();
-  out.layer_count = static_cast<int>(layer_count);
-  out.start = chunk.token_start();
-  out.count = token_count;
-  out.generation = chunk.generation();
-  out.k = BytesOf(chunk.k());
-  out.v = BytesOf(chunk.v());
-  if (absl::Status status = CheckFinite(out, spec); !status.ok()) return status;
+  out->layer_start = chunk.layer_start();
+  out->layer_count = static_cast<int>(layer_count);
+  if (absl::Status status = CheckFinite(*out, spec, "chunk."); !status.ok()) return status;
   return out;
 }
 
-absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence,
+absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec) {
+  absl::StatusOr<Chunk> out =
+      RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim}, spec, "append.");
+  if (!out.ok()) return out;
+  if (out->count > kSparseQueryCountMax) {
+    return InvalidField("append.k.shape", absl::StrCat(out->count, " tokens are not in [1, ",
+                                                       kSparseQueryCountMax, "]"));
+  }
+  out->layer_start = layer;
+  out->layer_count = 1;
+  if (absl::Status status = CheckFinite(*out, spec, "append."); !status.ok()) return status;
+  return out;
+}
+
+template <typename Item>
+absl::StatusOr<AttendWork> WorkFromProto(const Item& item, const Sequence& sequence,
                                          const std::string& path) {
   const ModelSpec& spec = sequence.model->spec;
   AttendWork work;
@@ -103,6 +135,13 @@ absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Seque
   if (absl::Status status = CheckFinite(work, spec, path + "q"); !status.ok()) return status;
   return work;
 }
+
+template absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item,
+                                                  const Sequence& sequence,
+                                                  const std::string& path);
+template absl::StatusOr<AttendWork> WorkFromProto(const v1::DecodeRequest& request,
+                                                  const Sequence& sequence,
+                                                  const std::string& path);
 
 absl::Status CheckSelectable(const AttendWork& work) {
   if (work.query_count != 1) {

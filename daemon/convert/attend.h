@@ -19,9 +19,12 @@ inline constexpr int kAttendItemCountMax = 256;
 // messages' bytes.
 absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec);
-// Everything but the item's sequence name. path: of the item in its request,
-// "items[2].".
-absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item, const Sequence& sequence,
+// REQUIRES: CheckLayer(layer).
+absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec);
+// The queries of an AttendItem or a DecodeRequest: everything but the
+// sequence's name. path: of the item in its request, "items[2].".
+template <typename Item>
+absl::StatusOr<AttendWork> WorkFromProto(const Item& item, const Sequence& sequence,
                                          const std::string& path);
 // What Select and FetchPages ask of their item, whose rows all query heads
 // share: one query, and a tail of one weight a row.

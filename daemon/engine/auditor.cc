@@ -114,8 +114,8 @@ void Auditor::Perform(const Check& check) const {
     for (int g = h * spec.group(); g < (h + 1) * spec.group(); ++g) {
       if (check.certificates[g].promise != Promise::kStatistical) continue;
       ++checks;
-      violations +=
-          IsViolation(check.out.data() + g * d, exact->data() + g * d, d, check.policy.epsilon);
+      violations += IsViolation(check.out.data() + int64_t{g} * d, exact->data() + int64_t{g} * d,
+                                d, check.policy.epsilon);
     }
     if (checks == 0) continue;
     check.model->audits.Record(check.layer, h, check.levels.empty() ? 0 : check.levels[h],

@@ -45,9 +45,9 @@ std::vector<std::pair<std::string, std::string>> Length(int64_t layer, int64_t c
 
 }  // namespace
 
-absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec) {
-  absl::Status k = CheckRows(chunk, spec, chunk.k, "K", "chunk.k");
-  return k.ok() ? CheckRows(chunk, spec, chunk.v, "V", "chunk.v") : k;
+absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::string& path) {
+  absl::Status k = CheckRows(chunk, spec, chunk.k, "K", path + "k");
+  return k.ok() ? CheckRows(chunk, spec, chunk.v, "V", path + "v") : k;
 }
 
 absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec, std::string_view field) {

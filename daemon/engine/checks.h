@@ -12,8 +12,9 @@
 namespace spillway {
 
 // OUT_OF_RANGE, reason NON_FINITE, naming layer, KV head, token position and
-// element of the first value of K or V that is infinite or NaN.
-absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec);
+// element of the first value of K or V that is infinite or NaN. path: of the
+// chunk in its request, "chunk.".
+absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::string& path);
 // The same for queries [T, H_q, d] of a field, naming query, head and element.
 absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec, std::string_view field);
 
@@ -33,7 +34,7 @@ absl::Status ResolveVisible(int64_t layer_token_count, AttendWork& work);
 // K or V of one of the chunk's layers.
 inline const std::byte* LayerOf(const std::byte* tensor, int offset, const Chunk& chunk,
                                 const ModelSpec& spec) {
-  return tensor + offset * spec.kv_head_count * chunk.count * (spec.row_bytes() / 2);
+  return tensor + int64_t{offset} * spec.kv_head_count * chunk.count * (spec.row_bytes() / 2);
 }
 
 }  // namespace spillway

@@ -141,24 +141,12 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   const v1::DecodeRequest& request = message.request;
   const ModelSpec& spec = item.sequence->model->spec;
   if (absl::Status status = CheckLayer(request.layer(), spec); !status.ok()) return status;
-  if (request.has_chunk()) {
-    const v1::KvChunk& chunk = request.chunk();
-    if (chunk.sequence() != request.item().sequence()) {
-      return InvalidField("chunk.sequence", "is not the item's sequence");
-    }
-    absl::StatusOr<Chunk> rows = ChunkFromProto(chunk, spec);
+  if (request.has_append()) {
+    absl::StatusOr<Chunk> rows = ChunkFromProto(request.append(), request.layer(), spec);
     if (!rows.ok()) return rows.status();
-    if (rows->layer_count != 1 || rows->layer_start != request.layer()) {
-      return InvalidField("chunk.layer_start",
-                          absl::StrCat("the chunk is not of layer ", request.layer(), " alone"));
-    }
-    if (rows->count > kSparseQueryCountMax) {
-      return InvalidField("chunk.k.shape", absl::StrCat(rows->count, " tokens are not in [1, ",
-                                                        kSparseQueryCountMax, "]"));
-    }
     item.append = *rows;
   }
-  absl::StatusOr<AttendWork> work = WorkFromProto(request.item(), *item.sequence, "item.");
+  absl::StatusOr<AttendWork> work = WorkFromProto(request, *item.sequence, "");
   if (!work.ok()) return work.status();
   item.work = *std::move(work);
   const absl::StatusOr<DType> out_dtype = OutDType(request.out_dtype(), item.work.q_dtype);
@@ -166,13 +154,13 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   message.out_dtype = *out_dtype;
   const int64_t bytes = ResultBytes(item.work, spec, *out_dtype);
   if (bytes > kMessageBytesMax) {
-    return InvalidField("item.q.shape", absl::StrCat("the answer would take ", bytes,
-                                                     " bytes, more than ", kMessageBytesMax));
+    return InvalidField("q.shape", absl::StrCat("the answer would take ", bytes,
+                                                " bytes, more than ", kMessageBytesMax));
   }
   absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
-      2 * bytes + static_cast<int64_t>(request.item().q().data().size() +
-                                       request.chunk().k().data().size() +
-                                       request.chunk().v().data().size()),
+      2 * bytes +
+          static_cast<int64_t>(request.q().data().size() + request.append().k().data().size() +
+                               request.append().v().data().size()),
       "a request", MemoryUse::kMessages);
   if (!reservation.ok()) return reservation.status();
   message.reservation = *std::move(reservation);
@@ -181,7 +169,7 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
 
 absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& problem) {
   absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, message.sequence(), "item.sequence");
+      FindSequence(services_.engine, message.sequence(), "sequence");
   if (!sequence.ok()) return sequence.status();
   AttendItem item;
   item.sequence = *std::move(sequence);
@@ -196,7 +184,7 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
   if (blocked_.empty()) return absl::OkStatus();
   const auto blocked = blocked_.find(LayerKey(message.sequence(), message.request.layer()));
   if (blocked == blocked_.end()) return absl::OkStatus();
-  if (message.request.has_chunk() && message.request.chunk().token_start() == layer_token_count) {
+  if (message.request.has_append() && message.request.append().token_start() == layer_token_count) {
     blocked_.erase(blocked);
     return absl::OkStatus();
   }

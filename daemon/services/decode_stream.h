@@ -25,7 +25,7 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
   // One message and its answer.
   struct Message {
     // Answers come in order among those of one.
-    const std::string& sequence() const { return request.item().sequence(); }
+    const std::string& sequence() const { return request.sequence(); }
     size_t bytes() const { return request.ByteSizeLong() + response.ByteSizeLong(); }
     // Ready for another message, in the same memory.
     void Clear();

@@ -31,7 +31,7 @@ class DecodeInCTest : public ::testing::Test {
   int Send(uint64_t id, size_t padding = 0) {
     v1::DecodeRequest request;
     request.set_correlation_id(id);
-    request.mutable_item()->mutable_q()->set_data(std::string(padding, 'q'));
+    request.mutable_q()->set_data(std::string(padding, 'q'));
     const std::string message = request.SerializeAsString();
     return spillway_decode_send(stream_, message.data(), message.size());
   }

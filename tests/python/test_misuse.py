@@ -327,9 +327,10 @@ def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -
     fetch = attention.FetchPagesRequest(layer=0, item=item)
     error = refuse(lambda: list(stubs.attention.FetchPages(fetch)), INVALID)
     assert any(f"item.policy.{field}" in violation.field for violation in error.fields)
-    (answer,) = stubs.attention.Decode(iter([attention.DecodeRequest(layer=0, item=item)]))
+    decode = attention.DecodeRequest(sequence=item.sequence, q=item.q, policy=item.policy)
+    (answer,) = stubs.attention.Decode(iter([decode]))
     failure = error_from_status(answer.result.status)
-    assert any(f"item.policy.{field}" in violation.field for violation in failure.fields)
+    assert any(f"policy.{field}" in violation.field for violation in failure.fields)
 
 
 @pytest.mark.parametrize(
@@ -543,21 +544,55 @@ def test_bad_append(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
         assert "10" in error.message  # The layer's length.
 
 
-# For one layer: the last layer alone is within, and a straddle has a layer less.
-BAD_DECODES = {
-    **{name: case for name, case in BAD_CHUNKS.items() if name != "layers beyond"},
-    "straddle": (RANGE, {"token_start": 9, **both((1, 2, 2, 16))}),
+def new_rows(**changes: Any) -> attention.NewRows:
+    """One good new token of a layer, but for the changes."""
+    fields: dict[str, Any] = {"token_start": 10, **both((2, 1, 16)), **changes}
+    return attention.NewRows(**{name: value for name, value in fields.items() if value is not None})
+
+
+def queries(scene: Scene, **changes: Any) -> dict[str, Any]:
+    """The fields that a DecodeRequest shares with an AttendItem, but for the changes."""
+    fields: dict[str, Any] = {"sequence": scene.sequence.name, "q": tensor((1, 4, 16)), **changes}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+BAD_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no k": (INVALID, {"k": None}),
+    "no v": (INVALID, {"v": None}),
+    "no dtype": (INVALID, both((2, 1, 16), dtype=0)),
+    "other dtype": (INVALID, both((2, 1, 16), bytes(64), tensors.DTYPE_F16)),
+    "unknown dtype": (INVALID, both((2, 1, 16), dtype=42)),
+    "short data": (INVALID, both((2, 1, 16), bytes(127))),
+    "long data": (INVALID, both((2, 1, 16), bytes(129))),
+    "no data": (INVALID, both((2, 1, 16), b"")),
+    "two dimensions": (INVALID, both((2, 16))),
+    "a dimension for layers": (INVALID, both((1, 2, 1, 16))),
+    "no dimensions": (INVALID, both(())),
+    "zero tokens": (INVALID, both((2, 0, 16))),
+    "17 tokens": (INVALID, both((2, 17, 16))),
+    "negative": (INVALID, both((2, -1, 16), bytes(128))),
+    "huge tokens": (INVALID, both((2, HUGE, 16), bytes(128))),
+    "product overflows to 128": (INVALID, both((2, 2**57 + 1, 16), bytes(128))),
+    "product overflows to 0": (INVALID, both((2, 2**57, 16), b"")),
+    "heads": (INVALID, both((4, 1, 16))),
+    "head_dim": (INVALID, both((2, 1, 32))),
+    "v differs": (INVALID, {"v": tensor((2, 2, 16))}),
+    "start -1": (EITHER, {"token_start": -1}),
+    "gap": (RANGE, {"token_start": 11}),
+    "straddle": (RANGE, {"token_start": 9, **both((2, 2, 16))}),
+    "far gap": (RANGE, {"token_start": HUGE}),
+    "end overflows": (RANGE, {"token_start": 2**63 - 1}),
+    "other bytes": ("ALREADY_EXISTS", {"token_start": 9}),
+    "other bytes at 0": ("ALREADY_EXISTS", {"token_start": 0}),
+    "generation": ("ABORTED", {"generation": 1}),
+    "generation -1": (("ABORTED", INVALID), {"generation": -1}),
 }
 
 
-@pytest.mark.parametrize(("codes", "changes"), BAD_DECODES.values(), ids=BAD_DECODES)
+@pytest.mark.parametrize(("codes", "changes"), BAD_ROWS.values(), ids=BAD_ROWS)
 def test_bad_decode(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
-    one_layer = {"k": tensor((1, 2, 1, 16)), "v": tensor((1, 2, 1, 16))}
     request = attention.DecodeRequest(
-        correlation_id=7,
-        layer=max(changes.get("layer_start", 0), 0),
-        chunk=chunk(scene, **{**one_layer, **changes}),
-        item=attention.AttendItem(sequence=scene.sequence.name, q=tensor((1, 4, 16))),
+        correlation_id=7, append=new_rows(**changes), **queries(scene)
     )
     (answer,) = scene.client._stubs.attention.Decode(iter([request]))
     assert answer.correlation_id == 7
@@ -633,7 +668,8 @@ def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) 
     refuse(lambda: stubs.Attend(attention.AttendRequest(items=[bad])), codes)
     refuse(lambda: stubs.Select(attention.SelectRequest(item=bad)), codes)
     refuse(lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=bad))), codes)
-    (answer,) = stubs.Decode(iter([attention.DecodeRequest(correlation_id=3, item=bad)]))
+    decode = attention.DecodeRequest(correlation_id=3, **queries(scene, **changes))
+    (answer,) = stubs.Decode(iter([decode]))
     assert answer.correlation_id == 3
     assert code_pb2.Code.Name(answer.result.status.code) in codes, answer.result.status
 
@@ -645,7 +681,7 @@ def test_bad_layer(scene: Scene, layer: int) -> None:
     refuse(lambda: stubs.Select(attention.SelectRequest(layer=layer, item=good)), EITHER)
     fetch = attention.FetchPagesRequest(layer=layer, item=good)
     refuse(lambda: list(stubs.FetchPages(fetch)), EITHER)
-    (answer,) = stubs.Decode(iter([attention.DecodeRequest(layer=layer, item=good)]))
+    (answer,) = stubs.Decode(iter([attention.DecodeRequest(layer=layer, **queries(scene))]))
     assert code_pb2.Code.Name(answer.result.status.code) in EITHER
 
 
@@ -686,17 +722,14 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
 
 def test_bad_decodes(scene: Scene, client: Client) -> None:
     other = scene.sequence.fork()
-    one = {"k": tensor((1, 2, 1, 16)), "v": tensor((1, 2, 1, 16))}
-    many = {"k": tensor((1, 2, 17, 16)), "v": tensor((1, 2, 17, 16))}
     requests = [
         attention.DecodeRequest(),
-        attention.DecodeRequest(chunk=chunk(scene, **one)),
-        attention.DecodeRequest(layer=1, chunk=chunk(scene, **one), item=item(scene)),
-        attention.DecodeRequest(chunk=chunk(scene), item=item(scene)),
-        attention.DecodeRequest(chunk=chunk(scene, **many), item=item(scene)),
-        attention.DecodeRequest(chunk=chunk(scene, **one), item=item(scene, sequence=other.name)),
-        attention.DecodeRequest(item=item(scene), out_dtype=tensors.DTYPE_U8),
-        attention.DecodeRequest(layer=1, item=item(scene, sequence=other.name)),
+        attention.DecodeRequest(append=new_rows()),
+        attention.DecodeRequest(append=new_rows(), **queries(scene, q=None)),
+        attention.DecodeRequest(append=new_rows(), **queries(scene, sequence="sequences/none")),
+        attention.DecodeRequest(append=attention.NewRows(), **queries(scene)),
+        attention.DecodeRequest(**queries(scene), out_dtype=tensors.DTYPE_U8),
+        attention.DecodeRequest(layer=1, **queries(scene, sequence=other.name)),
     ]
     for index, request in enumerate(requests):
         request.correlation_id = index

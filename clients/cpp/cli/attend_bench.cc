@@ -134,22 +134,21 @@ class Bench {
     return static_cast<size_t>(int64_t{options_.kv_head_count} * token_count * options_.head_dim);
   }
 
-  v1::AttendItem Item() {
-    v1::AttendItem item;
-    item.set_sequence(sequence_.name());
+  v1::Tensor Queries() {
     const size_t elements = static_cast<size_t>(options_.query_count) *
                             static_cast<size_t>(options_.query_head_count) *
                             static_cast<size_t>(options_.head_dim);
-    *item.mutable_q() = MakeTensor(
-        options_.dtype, {options_.query_count, options_.query_head_count, options_.head_dim},
-        queries_.Draw(elements));
-    return item;
+    return MakeTensor(options_.dtype,
+                      {options_.query_count, options_.query_head_count, options_.head_dim},
+                      queries_.Draw(elements));
   }
 
   absl::StatusOr<v1::AttendResult> Attend(int32_t layer, double& round_trip_us) {
     v1::AttendRequest request;
     request.set_layer(layer);
-    *request.add_items() = Item();
+    v1::AttendItem& item = *request.add_items();
+    item.set_sequence(sequence_.name());
+    *item.mutable_q() = Queries();
     const absl::Time start = absl::Now();
     absl::StatusOr<v1::AttendResponse> response = client_.Attend(request, call_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
@@ -163,16 +162,15 @@ class Bench {
     v1::DecodeRequest request;
     request.set_correlation_id(static_cast<uint64_t>(step));
     request.set_layer(layer);
-    *request.mutable_item() = Item();
-    v1::KvChunk& chunk = *request.mutable_chunk();
-    chunk.set_sequence(sequence_.name());
-    chunk.set_generation(sequence_.generation());
-    chunk.set_layer_start(layer);
-    chunk.set_token_start(options_.token_count +
-                          int64_t{step / options_.layer_count} * options_.query_count);
-    for (v1::Tensor* tensor : {chunk.mutable_k(), chunk.mutable_v()}) {
+    request.set_sequence(sequence_.name());
+    *request.mutable_q() = Queries();
+    v1::NewRows& rows = *request.mutable_append();
+    rows.set_generation(sequence_.generation());
+    rows.set_token_start(options_.token_count +
+                         int64_t{step / options_.layer_count} * options_.query_count);
+    for (v1::Tensor* tensor : {rows.mutable_k(), rows.mutable_v()}) {
       *tensor = MakeTensor(options_.dtype,
-                           {1, options_.kv_head_count, options_.query_count, options_.head_dim},
+                           {options_.kv_head_count, options_.query_count, options_.head_dim},
                            rows_.Draw(RowElementCount(options_.query_count)));
     }
     const absl::Time start = absl::Now();

@@ -16,7 +16,7 @@ from spillway.errors import SpillwayError, error_from_rpc, error_from_status
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
-from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_number
+from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_number, fill
 
 if TYPE_CHECKING:
     from spillway.client import Client
@@ -129,16 +129,18 @@ class DecodeStream:
         if (k is None) != (v is None):
             raise ValueError("k and v come together")
         request = attention_service_pb2.DecodeRequest(correlation_id=self._next_id, layer=layer)
-        sequence._fill_item(request.item, q, policy, visible)
+        sequence._fill_item(request, q, policy, visible)
         if out_dtype is not None:
             request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
         if k is not None and v is not None:
             shape = _split.check_shape(k, ("H_kv", "T", "d"), "k")
             if start is None:
                 start = sequence.layer_token_counts[layer]
-            _split.fill_chunk(
-                request.chunk, sequence.name, sequence.generation, layer, start, k[None], v[None]
-            )
+            # In place: a message that is put into another is copied, rows and all.
+            request.append.token_start = start
+            request.append.generation = sequence.generation
+            fill(request.append.k, k, "k")
+            fill(request.append.v, v, "v")
             sequence._expect(layer, start + shape[1])
         self._next_id += 1
         self._pending[request.correlation_id] = _Pending(sequence, k is not None, decoder_like(q))

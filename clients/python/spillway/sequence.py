@@ -337,12 +337,12 @@ class Sequence:
 
     def _fill_item(
         self,
-        item: attention_service_pb2.AttendItem,
+        item: attention_service_pb2.AttendItem | attention_service_pb2.DecodeRequest,
         q: Array,
         policy: Policy | None,
         visible: SequenceABC[int] | None,
     ) -> None:
-        """Makes an empty message an item of this sequence."""
+        """Fills in this sequence and the queries."""
         _split.check_shape(q, ("T", "H_q", "d"), "q")
         item.sequence = self.name
         fill(item.q, q, "q")
