@@ -105,10 +105,9 @@ int64_t Engine::FreeTokenCount(const Model& model) const {
   return std::min(free_count, (arena_->free_bytes() + spare_bytes) / host_bytes);
 }
 
-absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(const std::string& id,
-                                                                 std::shared_ptr<Model> model,
-                                                                 const Policy& policy,
-                                                                 absl::Duration ttl) {
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(
+    const std::string& id, const std::shared_ptr<Model>& model, const Policy& policy,
+    absl::Duration ttl) {
   if (!model->ready()) {
     return WithReason(absl::FailedPreconditionError(
                           absl::StrCat(model->name, " awaits the upload of its hash weights")),
