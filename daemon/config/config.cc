@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "host/base/status_macros.h"
 #include "toml.hpp"
 
 namespace spillway {
@@ -268,9 +269,8 @@ absl::Status ReadFile(const std::string& path, const Topology& topology, Config&
         return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", section));
       }
       for (const auto& [name, inner] : value.as_table()) {
-        absl::Status status =
-            SetFromFile(path, absl::StrCat(section, ".", name), inner, topology, config);
-        if (!status.ok()) return status;
+        RETURN_IF_ERROR(
+            SetFromFile(path, absl::StrCat(section, ".", name), inner, topology, config));
       }
     }
   } catch (const std::exception& error) {
@@ -326,7 +326,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     return line;
   }
   if (!path.empty()) {
-    if (absl::Status status = ReadFile(path, topology, line.config); !status.ok()) return status;
+    RETURN_IF_ERROR(ReadFile(path, topology, line.config));
   }
   for (const Setting& setting : Settings()) {
     const auto flag = flags.find(setting.key);

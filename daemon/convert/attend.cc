@@ -6,6 +6,7 @@
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -40,10 +41,8 @@ template <typename Rows>
 absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
                                     const ModelSpec& spec, const std::string& path) {
   for (const auto& [tensor, field] : {std::pair(&rows.k(), path + "k"), {&rows.v(), path + "v"}}) {
-    const absl::StatusOr<DType> dtype = CheckTensor(*tensor, shape, field);
-    if (!dtype.ok()) return dtype.status();
-    absl::Status status = CheckDType(*dtype, spec, field + ".dtype");
-    if (!status.ok()) return status;
+    ASSIGN_OR_RETURN(const DType dtype, CheckTensor(*tensor, shape, field));
+    RETURN_IF_ERROR(CheckDType(dtype, spec, field + ".dtype"));
   }
   const auto& k_shape = rows.k().shape();
   if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
@@ -85,7 +84,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
   }
   out->layer_start = chunk.layer_start();
   out->layer_count = static_cast<int>(layer_count);
-  if (absl::Status status = CheckFinite(*out, spec, "chunk."); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckFinite(*out, spec, "chunk."));
   return out;
 }
 
@@ -99,7 +98,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
   }
   out->layer_start = layer;
   out->layer_count = 1;
-  if (absl::Status status = CheckFinite(*out, spec, "append."); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckFinite(*out, spec, "append."));
   return out;
 }
 
@@ -125,14 +124,12 @@ absl::StatusOr<AttendWork> WorkFromProto(const Item& item, const Sequence& seque
   }
   work.visible.assign(item.visible_token_counts().begin(), item.visible_token_counts().end());
   if (item.has_policy()) {
-    absl::StatusOr<Policy> policy =
-        ApplyPolicy(item.policy(), sequence.policy, spec, path + "policy.");
-    if (!policy.ok()) return policy.status();
-    work.policy = *std::move(policy);
+    ASSIGN_OR_RETURN(work.policy,
+                     ApplyPolicy(item.policy(), sequence.policy, spec, path + "policy."));
   } else {
     work.policy = sequence.policy;
   }
-  if (absl::Status status = CheckFinite(work, spec, path + "q"); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckFinite(work, spec, path + "q"));
   return work;
 }
 

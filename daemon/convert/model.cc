@@ -6,6 +6,7 @@
 #include "daemon/convert/policy.h"
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/errors.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -139,10 +140,8 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
     errors.push_back({"model." + error.field, std::move(error.description)});
   }
   if (!errors.empty()) return InvalidFields(errors);
-  absl::StatusOr<Policy> policy =
-      ApplyPolicy(model.default_policy(), DefaultPolicy(spec), spec, "model.default_policy.");
-  if (!policy.ok()) return policy.status();
-  description.policy = *std::move(policy);
+  ASSIGN_OR_RETURN(description.policy, ApplyPolicy(model.default_policy(), DefaultPolicy(spec),
+                                                   spec, "model.default_policy."));
   spec.sample_band_seed = description.policy.seed;
   return description;
 }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -32,13 +33,12 @@ absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
   const LayerRows& rows = RowsOf(item);
   int64_t length = rows.token_count();
   if (item.gate != nullptr) {
-    if (absl::Status status = item.gate(length); !status.ok()) return status;
+    RETURN_IF_ERROR(item.gate(length));
   }
   if (item.append) {
-    if (absl::Status status = CheckGeneration(*item.append, sequence); !status.ok()) return status;
-    const absl::StatusOr<bool> append = IsAppend(*item.append, 0, rows, sequence.model->spec);
-    if (!append.ok()) return append.status();
-    if (*append) {
+    RETURN_IF_ERROR(CheckGeneration(*item.append, sequence));
+    ASSIGN_OR_RETURN(const bool append, IsAppend(*item.append, 0, rows, sequence.model->spec));
+    if (append) {
       length += item.append->count;
     } else {
       item.append.reset();
@@ -50,7 +50,7 @@ absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
 
 absl::Status Engine::AttendOperation::Check() {
   if (request_.cancel != nullptr) {
-    if (absl::Status status = request_.cancel->Check(); !status.ok()) return status;
+    RETURN_IF_ERROR(request_.cancel->Check());
   }
   for (size_t i = 0; i < request_.items.size(); ++i) {
     absl::Status status = CheckItem(request_.items[i]);

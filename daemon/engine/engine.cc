@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -34,7 +35,8 @@ int64_t EstimateWeightBytes(const ModelSpec& spec) {
   const KeyIndexSpec& indices = spec.indices;
   const int64_t projections = int64_t{indices.lsh_table_count} * indices.lsh_bits;
   const int64_t channels = int64_t{spec.kv_head_count} * indices.label_channel_count;
-  return spec.layer_count * 4 * (HashElements(spec) + projections * spec.head_dim + channels);
+  return int64_t{4} * spec.layer_count *
+         (HashElements(spec) + projections * spec.head_dim + channels);
 }
 
 constexpr int64_t kModelTableBytes = 4096;
@@ -58,9 +60,9 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id
   }
   auto model = std::make_shared<Model>(id, spec, policy, arena_, options_.clock());
   if (!spec.has_weights()) {
-    if (absl::Status status = UploadWeights(*model, {}); !status.ok()) return status;
+    RETURN_IF_ERROR(UploadWeights(*model, {}));
   }
-  if (absl::Status status = registry_.AddModel(model); !status.ok()) return status;
+  RETURN_IF_ERROR(registry_.AddModel(model));
   return model;
 }
 
@@ -71,13 +73,11 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
         "WEIGHTS_NOT_AWAITED");
   }
   const int64_t bytes = EstimateWeightBytes(model.spec) + kModelTableBytes;
-  absl::StatusOr<MemoryReservation> reservation =
-      budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels);
-  if (!reservation.ok()) return reservation.status();
-  absl::StatusOr<std::unique_ptr<DeviceModel>> device =
-      device_->CreateModel(model.spec, safetensors);
-  if (!device.ok()) return device.status();
-  model.SetDevice(*std::move(device), *std::move(reservation));
+  ASSIGN_OR_RETURN(MemoryReservation reservation,
+                   budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels));
+  ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,
+                   device_->CreateModel(model.spec, safetensors));
+  model.SetDevice(std::move(device), std::move(reservation));
   return absl::OkStatus();
 }
 
@@ -105,27 +105,23 @@ int64_t Engine::FreeTokenCount(const Model& model) const {
   return std::min(free_count, (arena_->free_bytes() + spare_bytes) / host_bytes);
 }
 
-absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(const std::string& id,
-                                                                 std::shared_ptr<Model> model,
-                                                                 const Policy& policy,
-                                                                 absl::Duration ttl) {
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(
+    const std::string& id, const std::shared_ptr<Model>& model, const Policy& policy,
+    absl::Duration ttl) {
   if (!model->ready()) {
     return WithReason(absl::FailedPreconditionError(
                           absl::StrCat(model->name, " awaits the upload of its hash weights")),
                       "MODEL_NOT_READY", {{"name", model->name}});
   }
   auto sequence = std::make_shared<Sequence>(id, model, policy, ttl, options_.clock());
-  if (absl::Status status = sequence->ReserveTables(*budget_); !status.ok()) return status;
-  absl::StatusOr<std::unique_ptr<DeviceSequence>> device =
-      device_->CreateSequence(*model->device());
-  if (!device.ok()) return device.status();
-  sequence->device = *std::move(device);
+  RETURN_IF_ERROR(sequence->ReserveTables(*budget_));
+  ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
   sequence->rows.reserve(model->spec.layer_count);
   for (int l = 0; l < model->spec.layer_count; ++l) {
     sequence->rows.emplace_back(&model->row_pool, model->spec);
   }
   sequence->Publish();
-  if (absl::Status status = registry_.AddSequence(sequence); !status.ok()) return status;
+  RETURN_IF_ERROR(registry_.AddSequence(sequence));
   return sequence;
 }
 
@@ -157,15 +153,12 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
   const std::shared_ptr<Model>& model = source.model;
   const int64_t length = source.token_count();
   auto copy = std::make_shared<Sequence>(id, model, source.policy, source.ttl, options_.clock());
-  absl::StatusOr<std::unique_ptr<DeviceSequence>> device =
-      device_->ForkSequence(*model->device(), *source.device, length);
-  if (!device.ok()) return device.status();
-  copy->device = *std::move(device);
+  ASSIGN_OR_RETURN(copy->device, device_->ForkSequence(*model->device(), *source.device, length));
   copy->rows.reserve(source.rows.size());
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
-  if (absl::Status status = copy->ReserveTables(*budget_); !status.ok()) return status;
+  RETURN_IF_ERROR(copy->ReserveTables(*budget_));
   copy->Publish();
-  if (absl::Status status = registry_.AddSequence(copy); !status.ok()) return status;
+  RETURN_IF_ERROR(registry_.AddSequence(copy));
   return copy;
 }
 

@@ -78,7 +78,7 @@ class Engine {
 
   // ttl is infinite for a sequence that never expires.
   absl::StatusOr<std::shared_ptr<Sequence>> CreateSequence(const std::string& id,
-                                                           std::shared_ptr<Model> model,
+                                                           const std::shared_ptr<Model>& model,
                                                            const Policy& policy,
                                                            absl::Duration ttl);
   // The copy has every layer's first tokens, up to the shortest's length.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "host/base/status_macros.h"
+
 namespace spillway {
 namespace {
 
@@ -59,10 +61,10 @@ absl::Status Sequence::ReserveTables(MemoryBudget& budget) {
       TableBytes(model->spec) + RowBytes(rows) / model->row_pool.page_bytes() * kTableBytesPerPage;
   if (needed <= reserved) return absl::OkStatus();
   const int64_t step = reserved == 0 ? 0 : kTableStepBytes;
-  absl::StatusOr<MemoryReservation> more = budget.Reserve(
-      std::max(needed - reserved, step), "the page tables of a sequence", MemoryUse::kTables);
-  if (!more.ok()) return more.status();
-  table_reservations_.push_back(*std::move(more));
+  ASSIGN_OR_RETURN(MemoryReservation more,
+                   budget.Reserve(std::max(needed - reserved, step),
+                                  "the page tables of a sequence", MemoryUse::kTables));
+  table_reservations_.push_back(std::move(more));
   return absl::OkStatus();
 }
 

@@ -19,6 +19,7 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -83,9 +84,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   auto impl = std::make_unique<Impl>(config, engine);
   const bool is_unix = config.listen.starts_with("unix:");
   if (is_unix) {
-    absl::StatusOr<SocketPath> socket = SocketPath::Claim(config.listen.substr(5));
-    if (!socket.ok()) return socket.status();
-    impl->socket.emplace(*std::move(socket));
+    ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5)));
+    impl->socket.emplace(std::move(socket));
     impl->address = config.listen;
   } else {
     absl::StatusOr<std::string> address = TcpAddress(config);

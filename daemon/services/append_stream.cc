@@ -5,6 +5,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 
@@ -16,17 +17,14 @@ AppendStream::AppendStream(const ServiceContext& services,
 
 absl::StatusOr<AppendRequest> AppendStream::Parse(const v1::AppendRequest& request) {
   const v1::KvChunk& chunk = request.chunk();
-  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, chunk.sequence(), "chunk.sequence");
-  if (!sequence.ok()) return sequence.status();
-  absl::StatusOr<Chunk> rows = ChunkFromProto(chunk, (*sequence)->model->spec);
-  if (!rows.ok()) return rows.status();
-  absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
-      static_cast<int64_t>(chunk.k().data().size() + chunk.v().data().size()), "a request",
-      MemoryUse::kMessages);
-  if (!reservation.ok()) return reservation.status();
-  reservation_ = *std::move(reservation);
-  return AppendRequest{*std::move(sequence), *std::move(rows), cancel_};
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                   FindSequence(services_.engine, chunk.sequence(), "chunk.sequence"));
+  ASSIGN_OR_RETURN(Chunk rows, ChunkFromProto(chunk, sequence->model->spec));
+  ASSIGN_OR_RETURN(reservation_,
+                   services_.engine.budget().Reserve(
+                       static_cast<int64_t>(chunk.k().data().size() + chunk.v().data().size()),
+                       "a request", MemoryUse::kMessages));
+  return AppendRequest{std::move(sequence), std::move(rows), cancel_};
 }
 
 void AppendStream::OnReadDone(bool ok) {

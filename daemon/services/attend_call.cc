@@ -8,6 +8,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -54,13 +55,11 @@ class AttendCall final : public UnaryCall {
             absl::StrCat(item->sequence->name, " is of ", model.name, ", the first item's of ",
                          work.items.front().sequence->model->name));
       }
-      absl::Status layer = CheckLayer(request_.layer(), model.spec);
-      if (!layer.ok()) return layer;
-      const absl::StatusOr<DType> dtype = OutDType(request_.out_dtype(), item->work.q_dtype);
-      if (!dtype.ok()) return dtype.status();
-      out_dtypes_.push_back(*dtype);
+      RETURN_IF_ERROR(CheckLayer(request_.layer(), model.spec));
+      ASSIGN_OR_RETURN(const DType dtype, OutDType(request_.out_dtype(), item->work.q_dtype));
+      out_dtypes_.push_back(dtype);
       sequences_.push_back(item->sequence);
-      const int64_t bytes = ResultBytes(item->work, model.spec, *dtype);
+      const int64_t bytes = ResultBytes(item->work, model.spec, dtype);
       response_bytes += bytes;
       held_bytes += bytes + static_cast<int64_t>(request_.items(i).q().data().size()) +
                     item->work.query_count * model.spec.query_head_count * model.spec.head_dim *
@@ -72,10 +71,8 @@ class AttendCall final : public UnaryCall {
           "items", absl::StrCat("the answer would take ", response_bytes, " bytes, more than ",
                                 kMessageBytesMax, "; send fewer queries"));
     }
-    absl::StatusOr<MemoryReservation> reservation =
-        services_.engine.budget().Reserve(held_bytes, "a request", MemoryUse::kMessages);
-    if (!reservation.ok()) return reservation.status();
-    reservation_ = *std::move(reservation);
+    ASSIGN_OR_RETURN(reservation_, services_.engine.budget().Reserve(held_bytes, "a request",
+                                                                     MemoryUse::kMessages));
     return absl::OkStatus();
   }
 
@@ -131,14 +128,12 @@ class SelectCall final : public UnaryCall {
 
 absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item,
                                          const std::string& path) {
-  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(engine, item.sequence(), path + "sequence");
-  if (!sequence.ok()) return sequence.status();
-  absl::StatusOr<AttendWork> work = WorkFromProto(item, **sequence, path);
-  if (!work.ok()) return work.status();
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                   FindSequence(engine, item.sequence(), path + "sequence"));
+  ASSIGN_OR_RETURN(AttendWork work, WorkFromProto(item, *sequence, path));
   AttendItem out;
-  out.sequence = *std::move(sequence);
-  out.work = *std::move(work);
+  out.sequence = std::move(sequence);
+  out.work = std::move(work);
   return out;
 }
 

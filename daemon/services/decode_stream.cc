@@ -5,6 +5,7 @@
 #include "daemon/engine/errors.h"
 #include "daemon/services/attend_call.h"
 #include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -140,39 +141,31 @@ void DecodeStream::OnWriteDone(bool ok) {
 absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   const v1::DecodeRequest& request = message.request;
   const ModelSpec& spec = item.sequence->model->spec;
-  if (absl::Status status = CheckLayer(request.layer(), spec); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckLayer(request.layer(), spec));
   if (request.has_append()) {
-    absl::StatusOr<Chunk> rows = ChunkFromProto(request.append(), request.layer(), spec);
-    if (!rows.ok()) return rows.status();
-    item.append = *rows;
+    ASSIGN_OR_RETURN(item.append, ChunkFromProto(request.append(), request.layer(), spec));
   }
-  absl::StatusOr<AttendWork> work = WorkFromProto(request, *item.sequence, "");
-  if (!work.ok()) return work.status();
-  item.work = *std::move(work);
-  const absl::StatusOr<DType> out_dtype = OutDType(request.out_dtype(), item.work.q_dtype);
-  if (!out_dtype.ok()) return out_dtype.status();
-  message.out_dtype = *out_dtype;
-  const int64_t bytes = ResultBytes(item.work, spec, *out_dtype);
+  ASSIGN_OR_RETURN(item.work, WorkFromProto(request, *item.sequence, ""));
+  ASSIGN_OR_RETURN(message.out_dtype, OutDType(request.out_dtype(), item.work.q_dtype));
+  const int64_t bytes = ResultBytes(item.work, spec, message.out_dtype);
   if (bytes > kMessageBytesMax) {
     return InvalidField("q.shape", absl::StrCat("the answer would take ", bytes,
                                                 " bytes, more than ", kMessageBytesMax));
   }
-  absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
-      2 * bytes +
-          static_cast<int64_t>(request.q().data().size() + request.append().k().data().size() +
-                               request.append().v().data().size()),
-      "a request", MemoryUse::kMessages);
-  if (!reservation.ok()) return reservation.status();
-  message.reservation = *std::move(reservation);
+  ASSIGN_OR_RETURN(message.reservation,
+                   services_.engine.budget().Reserve(
+                       2 * bytes + static_cast<int64_t>(request.q().data().size() +
+                                                        request.append().k().data().size() +
+                                                        request.append().v().data().size()),
+                       "a request", MemoryUse::kMessages));
   return absl::OkStatus();
 }
 
 absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& problem) {
-  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, message.sequence(), "sequence");
-  if (!sequence.ok()) return sequence.status();
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                   FindSequence(services_.engine, message.sequence(), "sequence"));
   AttendItem item;
-  item.sequence = *std::move(sequence);
+  item.sequence = std::move(sequence);
   problem = CheckMessage(message, item);
   return item;
 }

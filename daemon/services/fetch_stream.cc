@@ -10,6 +10,7 @@
 #include "daemon/engine/errors.h"
 #include "daemon/services/attend_call.h"
 #include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -34,17 +35,16 @@ FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackSer
 }
 
 absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
-  absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item(), "item.");
-  if (!item.ok()) return item.status();
-  model_ = item->sequence->model;
-  if (absl::Status status = CheckLayer(request.layer(), model_->spec); !status.ok()) return status;
-  if (absl::Status status = CheckSelectable(item->work); !status.ok()) return status;
+  ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_.engine, request.item(), "item."));
+  model_ = item.sequence->model;
+  RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
+  RETURN_IF_ERROR(CheckSelectable(item.work));
   AttendRequest work;
   work.layer = request.layer();
   work.cancel = cancel_;
   work.select_only = true;
   work.share_rows = true;
-  work.items.push_back(*std::move(item));
+  work.items.push_back(std::move(item));
   services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
     if (!outcome.ok()) return Finish(services_.status.ToGrpc(outcome.status()));
     JobItem& chosen = outcome->job->items.front();
@@ -58,15 +58,12 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
 }
 
 absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
-  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, request.item().sequence(), "item.sequence");
-  if (!sequence.ok()) return sequence.status();
-  model_ = (*sequence)->model;
-  if (absl::Status status = CheckLayer(request.layer(), model_->spec); !status.ok()) return status;
-  if (absl::Status status = ParseGiven(request.selection(), model_->spec); !status.ok()) {
-    return status;
-  }
-  services_.engine.ShareRows(*std::move(sequence), request.layer(),
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                   FindSequence(services_.engine, request.item().sequence(), "item.sequence"));
+  model_ = sequence->model;
+  RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
+  RETURN_IF_ERROR(ParseGiven(request.selection(), model_->spec));
+  services_.engine.ShareRows(std::move(sequence), request.layer(),
                              [this](absl::StatusOr<LayerRows> rows) {
                                absl::Status status = rows.ok() ? CheckGiven(*rows) : rows.status();
                                if (!status.ok()) return Finish(services_.status.ToGrpc(status));

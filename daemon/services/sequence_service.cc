@@ -6,23 +6,20 @@
 #include "daemon/convert/policy.h"
 #include "daemon/services/call.h"
 #include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 
 absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
     const v1::CreateSequenceRequest& request) {
   const v1::Sequence& asked = request.sequence();
-  const absl::StatusOr<std::string> id = ChooseId(request.sequence_id(), "sequence_id");
-  if (!id.ok()) return id.status();
-  const absl::StatusOr<std::shared_ptr<Model>> model =
-      FindModel(services_.engine, asked.model(), "sequence.model");
-  if (!model.ok()) return model.status();
-  const absl::StatusOr<absl::Duration> ttl = TtlFromProto(asked, services_.ttl_default);
-  if (!ttl.ok()) return ttl.status();
-  const absl::StatusOr<Policy> policy =
-      ApplyPolicy(asked.policy(), (*model)->policy, (*model)->spec, "sequence.policy.");
-  if (!policy.ok()) return policy.status();
-  return services_.engine.CreateSequence(*id, *model, *policy, *ttl);
+  ASSIGN_OR_RETURN(const std::string id, ChooseId(request.sequence_id(), "sequence_id"));
+  ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                   FindModel(services_.engine, asked.model(), "sequence.model"));
+  ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, services_.ttl_default));
+  ASSIGN_OR_RETURN(const Policy policy,
+                   ApplyPolicy(asked.policy(), model->policy, model->spec, "sequence.policy."));
+  return services_.engine.CreateSequence(id, model, policy, ttl);
 }
 
 grpc::ServerUnaryReactor* SequenceService::CreateSequence(grpc::CallbackServerContext* context,

@@ -6,6 +6,7 @@
 #include "daemon/convert/model.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -21,37 +22,35 @@ UploadStream::UploadStream(const ServiceContext& services, v1::UploadHashWeights
 }
 
 absl::Status UploadStream::Begin() {
-  absl::StatusOr<std::shared_ptr<Model>> model =
-      FindModel(services_.engine, request_.name(), "name");
-  if (!model.ok()) return model.status();
+  ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
+                   FindModel(services_.engine, request_.name(), "name"));
   total_bytes_ = request_.total_bytes();
   if (total_bytes_ < 1 || total_bytes_ > kUploadBytesMax) {
     return InvalidField("total_bytes", absl::StrCat("value ", total_bytes_, " is not in [1, ",
                                                     kUploadBytesMax, "]"));
   }
-  if ((*model)->ready()) {
+  if (model->ready()) {
     return WithReason(
-        absl::FailedPreconditionError(absl::StrCat((*model)->name, " awaits no hash weights")),
+        absl::FailedPreconditionError(absl::StrCat(model->name, " awaits no hash weights")),
         "WEIGHTS_NOT_AWAITED");
   }
-  if ((*model)->uploading.test_and_set(std::memory_order_acquire)) {
+  if (model->uploading.test_and_set(std::memory_order_acquire)) {
     return WithReason(
-        absl::AbortedError(absl::StrCat("another upload to ", (*model)->name, " is under way")),
+        absl::AbortedError(absl::StrCat("another upload to ", model->name, " is under way")),
         "UPLOAD_UNDER_WAY");
   }
-  model_ = *std::move(model);
+  model_ = std::move(model);
   owns_upload_ = true;
-  absl::StatusOr<MemoryReservation> reservation = services_.engine.budget().Reserve(
-      total_bytes_, "the upload of hash weights", MemoryUse::kModels);
-  if (!reservation.ok()) return reservation.status();
-  reservation_ = *std::move(reservation);
+  ASSIGN_OR_RETURN(reservation_,
+                   services_.engine.budget().Reserve(total_bytes_, "the upload of hash weights",
+                                                     MemoryUse::kModels));
   file_.reserve(static_cast<size_t>(total_bytes_));
   return absl::OkStatus();
 }
 
 absl::Status UploadStream::Take() {
   if (model_ == nullptr) {
-    if (absl::Status status = Begin(); !status.ok()) return status;
+    RETURN_IF_ERROR(Begin());
   }
   const std::string& data = request_.data();
   const int64_t bytes = static_cast<int64_t>(data.size());

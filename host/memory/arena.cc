@@ -10,6 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "host/base/mutex.h"
+#include "host/base/status_macros.h"
 #include "host/memory/host_backing.h"
 #include "host/memory/topology.h"
 
@@ -222,29 +223,28 @@ int64_t Arena::Impl::FreeBytes() const {
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
                                                      MemoryBudget* budget, ChunkObserver observer) {
-  if (absl::Status status = CheckSizes(options); !status.ok()) return status;
-  absl::StatusOr<Topology> topology = DetectTopology();
-  if (!topology.ok()) return topology.status();
-  const int node_count = static_cast<int>(topology->numa_nodes.size());
+  RETURN_IF_ERROR(CheckSizes(options));
+  ASSIGN_OR_RETURN(Topology topology, DetectTopology());
+  const int node_count = static_cast<int>(topology.numa_nodes.size());
   if (options.numa_node < -1 || options.numa_node >= node_count) {
     return absl::InvalidArgumentError(
         absl::StrCat("NUMA node ", options.numa_node, " is not in [-1, ", node_count, ")"));
   }
   int threads = options.touch_thread_count;
   if (threads <= 0) {
-    threads = options.numa_node < 0 ? topology->core_count
-                                    : topology->numa_nodes[options.numa_node].core_count;
+    threads = options.numa_node < 0 ? topology.core_count
+                                    : topology.numa_nodes[options.numa_node].core_count;
   }
-  absl::StatusOr<std::unique_ptr<ArenaBacking>> backing = CreateHostBacking(
-      RoundDown(options.limit_bytes), options.numa_node, std::max(threads, 1), std::move(observer));
-  if (!backing.ok()) return backing.status();
-  return Create(options, budget, *std::move(backing));
+  ASSIGN_OR_RETURN(std::unique_ptr<ArenaBacking> backing,
+                   CreateHostBacking(RoundDown(options.limit_bytes), options.numa_node,
+                                     std::max(threads, 1), std::move(observer)));
+  return Create(options, budget, std::move(backing));
 }
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
                                                      MemoryBudget* budget,
                                                      std::unique_ptr<ArenaBacking> backing) {
-  if (absl::Status status = CheckSizes(options); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckSizes(options));
   return std::unique_ptr<Arena>(
       new Arena(std::make_unique<Impl>(options, budget, std::move(backing))));
 }

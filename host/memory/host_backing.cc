@@ -13,6 +13,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "host/base/status_macros.h"
 #include "host/memory/topology.h"
 #include "tbb/parallel_for.h"
 #include "tbb/task_arena.h"
@@ -128,7 +129,7 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
     return SystemError("madvise", bytes);
   }
   if (numa_node_ >= 0) {
-    if (absl::Status status = BindMemory(memory, numa_node_); !status.ok()) return status;
+    RETURN_IF_ERROR(BindMemory(memory, numa_node_));
   }
   Touch(memory, touch_thread_count_);
   return observer_.committed ? observer_.committed(memory) : absl::OkStatus();
@@ -177,9 +178,8 @@ int64_t HugePageBytes(const std::byte* begin, const std::byte* end) {
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateHostBacking(int64_t limit_bytes, int numa_node,
                                                                 int thread_count,
                                                                 Arena::ChunkObserver observer) {
-  absl::StatusOr<AddressSpace> space = AddressSpace::Reserve(limit_bytes);
-  if (!space.ok()) return space.status();
-  return std::make_unique<HostBacking>(*std::move(space), numa_node, thread_count,
+  ASSIGN_OR_RETURN(AddressSpace space, AddressSpace::Reserve(limit_bytes));
+  return std::make_unique<HostBacking>(std::move(space), numa_node, thread_count,
                                        std::move(observer));
 }
 

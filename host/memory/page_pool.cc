@@ -13,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "host/base/mutex.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -140,11 +141,10 @@ absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
     if (it != slabs.end() && it->second.count() > 0) return it->first;
   }
   if (!with_room.empty()) return *with_room.begin();
-  const absl::StatusOr<std::byte*> base = arena->AllocateSlabs(slab_count);
-  if (!base.ok()) return base.status();
-  const int64_t slab = (*base - arena->base()) / kSlabBytes;
+  ASSIGN_OR_RETURN(std::byte* const base, arena->AllocateSlabs(slab_count));
+  const int64_t slab = (base - arena->base()) / kSlabBytes;
   if (slab >= slab_capacity) {
-    arena->FreeSlabs(*base, slab_count);
+    arena->FreeSlabs(base, slab_count);
     return absl::ResourceExhaustedError("the page pool has used all of its page indices");
   }
   const auto id = static_cast<uint32_t>(slab);

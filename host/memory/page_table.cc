@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "host/base/status_macros.h"
+
 namespace spillway {
 
 PageTable::StagedWrite::~StagedWrite() {
@@ -83,9 +85,8 @@ void PageTable::Install(StagedWrite staged) {
 }
 
 absl::Status PageTable::PrepareWrite(int64_t begin, int64_t end) {
-  absl::StatusOr<StagedWrite> staged = StageWrite(begin, end);
-  if (!staged.ok()) return staged.status();
-  Install(*std::move(staged));
+  ASSIGN_OR_RETURN(StagedWrite staged, StageWrite(begin, end));
+  Install(std::move(staged));
   return absl::OkStatus();
 }
 

@@ -353,7 +353,7 @@ TEST_F(EngineTest, ModelWithSequencesStays) {
 TEST_F(EngineTest, NonFiniteRowsAreNamed) {
   std::vector<float> rows = Rows(1, 5, 2);
   rows[(5 + 3) * 16 + 7] = std::numeric_limits<float>::quiet_NaN();
-  const absl::Status status = CheckFinite(ChunkOf(rows, 100, 5, 0, 2), model->spec);
+  const absl::Status status = CheckFinite(ChunkOf(rows, 100, 5, 0, 2), model->spec, "chunk.");
   EXPECT_EQ(DetailsOf(status).reason, "NON_FINITE");
   EXPECT_THAT(std::string(status.message()), HasSubstr("layer 1, KV head 0, token 103, element 7"));
 }

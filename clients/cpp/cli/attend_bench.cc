@@ -12,6 +12,7 @@
 #include "cli/json.h"
 #include "cli/output.h"
 #include "cli/random_rows.h"
+#include "host/base/status_macros.h"
 #include "spillway/error.h"
 #include "spillway/tensor.h"
 
@@ -62,16 +63,13 @@ class Bench {
     spec.set_head_dim(options_.head_dim);
     spec.set_dtype(options_.dtype);
     spec.mutable_hash_weights()->mutable_rotation()->set_bits_per_dim(options_.bits_per_dim);
-    absl::StatusOr<v1::Model> model = client_.CreateModel("", spec, call_);
-    if (!model.ok()) return model.status();
-    resources.OwnModel(model->name());
+    ASSIGN_OR_RETURN(v1::Model model, client_.CreateModel("", spec, call_));
+    resources.OwnModel(model.name());
     v1::Sequence spec_of_sequence;
-    spec_of_sequence.set_model(model->name());
+    spec_of_sequence.set_model(model.name());
     *spec_of_sequence.mutable_policy() = options_.policy;
     spec_of_sequence.mutable_ttl()->set_seconds(kSequenceTtlSeconds);
-    absl::StatusOr<v1::Sequence> sequence = client_.CreateSequence("", spec_of_sequence, call_);
-    if (!sequence.ok()) return sequence.status();
-    sequence_ = *std::move(sequence);
+    ASSIGN_OR_RETURN(sequence_, client_.CreateSequence("", spec_of_sequence, call_));
     resources.OwnSequence(sequence_.name());
     return absl::OkStatus();
   }
@@ -83,7 +81,7 @@ class Bench {
     for (int32_t layer = 0; layer < options_.layer_count; ++layer) {
       for (int64_t start = 0; start < options_.token_count; start += block) {
         const int64_t count = std::min(block, options_.token_count - start);
-        if (absl::Status status = AppendRows(layer, start, count); !status.ok()) return status;
+        RETURN_IF_ERROR(AppendRows(layer, start, count));
       }
     }
     return absl::OkStatus();
@@ -101,11 +99,11 @@ class Bench {
       absl::StatusOr<v1::AttendResult> result =
           stream ? Decode(*stream, step, layer, round_trip_us) : Attend(layer, round_trip_us);
       if (!result.ok()) return result.status();
-      if (absl::Status status = ToAbslStatus(result->status()); !status.ok()) return status;
+      RETURN_IF_ERROR(ToAbslStatus(result->status()));
       if (step >= options_.warmup_count) Record(*result, round_trip_us, measurement);
     }
     if (stream) {
-      if (absl::Status status = stream->Finish(); !status.ok()) return status;
+      RETURN_IF_ERROR(stream->Finish());
     }
     return measurement;
   }
@@ -178,7 +176,7 @@ class Bench {
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
     // The stream's own status says more than that it has ended.
     if (absl::IsUnavailable(status)) {
-      if (absl::Status end = stream.Finish(); !end.ok()) return end;
+      RETURN_IF_ERROR(stream.Finish());
     }
     if (!status.ok()) return status;
     return decode_response_.result();
@@ -281,15 +279,14 @@ absl::Status AttendBench(Client& client, const BenchOptions& options, const Call
   }
   TemporaryResources resources(client);
   Bench bench(client, options, call);
-  if (absl::Status status = bench.Create(resources); !status.ok()) return status;
-  if (absl::Status status = bench.Fill(); !status.ok()) return status;
-  absl::StatusOr<Measurement> measurement = bench.Run();
-  if (!measurement.ok()) return measurement.status();
-  if (absl::Status status = resources.Delete(); !status.ok()) return status;
+  RETURN_IF_ERROR(bench.Create(resources));
+  RETURN_IF_ERROR(bench.Fill());
+  ASSIGN_OR_RETURN(Measurement measurement, bench.Run());
+  RETURN_IF_ERROR(resources.Delete());
   if (output.json) {
-    output.out << BenchJson(options, *measurement).dump(2) << '\n';
+    output.out << BenchJson(options, measurement).dump(2) << '\n';
   } else {
-    PrintBench(options, *measurement, output.out);
+    PrintBench(options, measurement, output.out);
   }
   return absl::OkStatus();
 }

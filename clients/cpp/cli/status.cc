@@ -4,6 +4,7 @@
 #include "cli/commands.h"
 #include "cli/json.h"
 #include "cli/output.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::cli {
 namespace {
@@ -127,12 +128,11 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
 }  // namespace
 
 absl::Status Status(Client& client, const CallOptions& call, const Output& output) {
-  const absl::StatusOr<v1::GetStatisticsResponse> statistics = client.GetStatistics("", call);
-  if (!statistics.ok()) return statistics.status();
+  ASSIGN_OR_RETURN(const v1::GetStatisticsResponse statistics, client.GetStatistics("", call));
   if (output.json) {
-    output.out << StatusJson(client.server_info(), *statistics).dump(2) << '\n';
+    output.out << StatusJson(client.server_info(), statistics).dump(2) << '\n';
   } else {
-    PrintStatus(client.server_info(), *statistics, output.out);
+    PrintStatus(client.server_info(), statistics, output.out);
   }
   return absl::OkStatus();
 }
