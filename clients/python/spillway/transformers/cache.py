@@ -37,8 +37,8 @@ class SpillwayCache(Cache):
     forwards of a prompt it may be the prompt's last chunk, and is attended
     exactly. Taken for decoding all the same are the last token of a prompt
     that has one more than `prefill_chunk_size` (not with `retain_prompt`),
-    chunks of one token, and candidates' successors: several tokens in a model
-    called directly after `generate()` has done assisted decoding.
+    chunks of one token, and the first tokens that a direct call of the model
+    brings after `generate()` has done assisted decoding on the cache.
 
     The sequences are deleted by `close()`, by `reset()`, at the end of a
     `with` block, or when the cache is collected. The daemon's model, which
@@ -79,9 +79,13 @@ class SpillwayCache(Cache):
             ttl: Idle time after which a sequence is deleted, seconds; None is
                 an hour, 0 is never.
             retain_prompt: Keeps the prompt's K/V in this process too until
-                decoding begins, so that a prompt fed in several forwards is
-                attended locally. Without it the forwards after the first
-                attend in the daemon.
+                decoding begins, so that a prompt fed in several forwards
+                (generate()'s `prefill_chunk_size`) is attended locally. That
+                takes 2 * layers * H_kv * d elements a token, and copies a
+                layer's K/V at every forward. Without it the forwards after the
+                first attend in the daemon, which reads every earlier row for
+                each of them: of n tokens in chunks of c, n^2 / 2c rows per
+                layer and KV head, over the link where it serves from a GPU.
             on_attend: Called after each attend in the daemon. It may attend
                 to `event.sequence` itself.
 
