@@ -109,6 +109,11 @@ int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, dou
 
 std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const SampledTokens> drawn,
                                     double inflation, double epsilon, double delta) {
+  if (pilot.norm_sq_unbiased == 0) {
+    std::vector<int64_t> all;
+    for (const SampledTokens& s : drawn) all.push_back(s.token_count);
+    return all;
+  }
   const double z = TwoSidedQuantile(delta);
   const double allowed = epsilon * epsilon * pilot.norm_sq_unbiased / (z * z);
   // The least total has b_h = rate n_h T_h wherever that is neither below what

@@ -45,12 +45,13 @@ Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
 
 // Rows that a bound asks of a tail of one stratum, given its pilot's estimate:
 // the sample that the bound needs with replacement, less what the finite tail
-// saves, rounded up; all of it where the norm is unknown. Deviations count
-// `inflation` times.
+// saves, rounded up; every row where the norm is unknown, 0 being its estimate.
+// Deviations count `inflation` times.
 int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, double inflation,
                     double epsilon, double delta);
 // Rows per stratum, at least `drawn` of each, for which z sqrt(variance) is
-// epsilon times the norm at the least total, rounded up.
+// epsilon times the norm at the least total, rounded up; every row where the
+// norm is unknown.
 std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const SampledTokens> drawn,
                                     double inflation, double epsilon, double delta);
 

@@ -131,6 +131,19 @@ TEST(CutStrata, HasAtMostItsMaximum) {
             int64_t{kScoreBinCount} << 20);
 }
 
+// 290 tokens of one bin, then one a bin: an edge lies at rank 400, 10 tokens on.
+TEST(CutStrata, LessThanATenthOfTheTailIsNotCut) {
+  const auto counts = [](int after) {
+    std::vector<uint32_t> histogram(kScoreBinCount, 0);
+    histogram[2000] = 290;
+    for (int i = 0; i < after; ++i) histogram[1999 - i] = 1;
+    return CutStrata(histogram, 100).counts;
+  };
+  EXPECT_EQ(counts(32), (std::vector<int64_t>{290, 32}));      // of 322
+  EXPECT_EQ(counts(33), (std::vector<int64_t>{290, 10, 23}));  // of 323
+  EXPECT_EQ(counts(60), (std::vector<int64_t>{290, 10, 50}));
+}
+
 // The strata before the last one end where they would without a maximum.
 }  // namespace
 }  // namespace spillway
