@@ -53,8 +53,9 @@ eval-small: setup venv ## methods compared on a real model, in minutes; MODEL=, 
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	scripts/eval-small.sh $(call quote,$(EVAL_OUTPUT)) $(call quote,$(MODEL)) $(call quote,$(TEXT))
 
-lint: setup venv proto ## formatting, ruff, mypy, API compatibility
+lint: setup venv proto ## formatting, includes between folders, ruff, mypy, the API as frozen
 	@clang-format --dry-run -Werror $(CPP_FILES)
+	$(PYTHON) scripts/check_includes.py
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HOST = ("host/base", "host/core", "host/model", "host/codes", "host/policy", "host/memory")
 HOST += ("host/device",)
+CLIENT_HEADERS = ("spillway.h", "google/rpc")
 # Folders, and single headers where a folder may be known only by what creates it.
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/base": (),
@@ -36,7 +37,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "daemon/server": (*HOST, "daemon", "host/cpu/cpu_device.h", "gpu/device/cuda_device.h"),
     "daemon": ("daemon/config", "daemon/server", "host/base", "host/memory"),
     "clients/c": ("host/base", "spillway.h"),
-    "clients/cpp": ("clients/cpp", "spillway", "cli", "google/rpc"),
+    "clients/cpp": ("host/base", "spillway", "cli", "google/rpc"),
     "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
     "bench/gpu": (*HOST, "gpu", "bench"),
     "bench/rpc": ("spillway", "cli", "bench"),
@@ -50,7 +51,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "bench",
         "spillway",
         "cli",
-        "google/rpc",
+        *CLIENT_HEADERS,
     ),
 }
 PROJECT = (
