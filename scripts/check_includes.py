@@ -39,7 +39,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "clients/c": ("host/base", "spillway.h"),
     "clients/cpp": ("host/base", "spillway", "cli", "google/rpc"),
     "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
-    "bench/gpu": (*HOST, "gpu", "bench"),
+    "bench/gpu": (*HOST, "host/cpu", "gpu", "bench"),
     "bench/rpc": ("spillway", "cli", "bench"),
     "bench": (*HOST, "bench"),
     "tests": (

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "host/base/elements.h"
+#include "host/base/limits.h"
 #include "host/core/keyed_hash.h"
 #include "tbb/parallel_for.h"
 

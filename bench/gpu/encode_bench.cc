@@ -21,6 +21,7 @@
 #include "gpu/cuda/stream.h"
 #include "gpu/kernels/encode.h"
 #include "host/codes/rotation.h"
+#include "host/cpu/kernels.h"
 
 namespace spillway::cuda {
 namespace {
