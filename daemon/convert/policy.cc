@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
+#include "host/policy/methods.h"
 
 namespace spillway {
 namespace {
@@ -45,7 +46,7 @@ void ApplyCandidates(const v1::Policy& patch, Policy& policy, std::vector<FieldE
   policy.candidate_count = 0;
   policy.candidate_fraction = Policy().candidate_fraction;
   if (candidates.selector() != v1::SELECTOR_UNSPECIFIED) {
-    ApplyEnum(candidates.selector(), v1::SELECTOR_DOUBLE_SPARSITY, "candidates.selector",
+    ApplyEnum(candidates.selector(), v1::Selector_MAX, "candidates.selector",
               policy.candidate_selector.emplace(), errors);
   }
   if (candidates.has_count()) {
@@ -61,15 +62,10 @@ Proto EnumToProto(Host value) {
   return static_cast<Proto>(static_cast<int>(value) + 1);
 }
 
-static_assert(static_cast<int>(Selector::kAll) + 1 == v1::SELECTOR_ALL);
-static_assert(static_cast<int>(Selector::kHamming) + 1 == v1::SELECTOR_HAMMING);
-static_assert(static_cast<int>(Selector::kOracle) + 1 == v1::SELECTOR_ORACLE);
-static_assert(static_cast<int>(Selector::kSketch) + 1 == v1::SELECTOR_SKETCH);
-static_assert(static_cast<int>(Selector::kQuest) + 1 == v1::SELECTOR_QUEST);
-static_assert(static_cast<int>(Selector::kDoubleSparsity) + 1 == v1::SELECTOR_DOUBLE_SPARSITY);
-static_assert(static_cast<int>(Tail::kUniform) + 1 == v1::TAIL_UNIFORM);
-static_assert(static_cast<int>(Tail::kStratified) + 1 == v1::TAIL_STRATIFIED);
-static_assert(static_cast<int>(Tail::kLshSampling) + 1 == v1::TAIL_LSH_SAMPLING);
+// The tables have a row for every value of the API, in its order; a test
+// compares the names.
+static_assert(v1::Selector_ARRAYSIZE == kSelectorMethods.size() + 1);
+static_assert(v1::Tail_ARRAYSIZE == kTailMethods.size() + 1);
 static_assert(static_cast<int>(Bound::kPaper) + 1 == v1::BOUND_PAPER);
 static_assert(static_cast<int>(Bound::kRatio) + 1 == v1::BOUND_RATIO);
 
@@ -86,11 +82,11 @@ absl::StatusOr<Policy> ApplyPolicy(const v1::Policy& patch, const Policy& base,
     policy.dense_layers.assign(patch.dense_layers().layers().begin(),
                                patch.dense_layers().layers().end());
   }
-  ApplyEnum(patch.selector(), v1::SELECTOR_DOUBLE_SPARSITY, "selector", policy.selector, errors);
+  ApplyEnum(patch.selector(), v1::Selector_MAX, "selector", policy.selector, errors);
   ApplyHeavy(patch, policy);
   ApplyCandidates(patch, policy, errors);
-  ApplyEnum(patch.tail(), v1::TAIL_LSH_SAMPLING, "tail", policy.tail, errors);
-  ApplyEnum(patch.bound(), v1::BOUND_RATIO, "bound", policy.bound, errors);
+  ApplyEnum(patch.tail(), v1::Tail_MAX, "tail", policy.tail, errors);
+  ApplyEnum(patch.bound(), v1::Bound_MAX, "bound", policy.bound, errors);
   if (patch.has_epsilon()) policy.epsilon = patch.epsilon();
   if (patch.has_delta()) policy.delta = patch.delta();
   if (patch.has_pilot_token_count()) policy.pilot_token_count = patch.pilot_token_count();

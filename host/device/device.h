@@ -85,7 +85,7 @@ struct AttendWork {
   bool MayPromise(const ModelSpec& spec, int kv_head, int64_t query) const {
     const Policy& p = PolicyOf(kv_head);
     return BoundsTheError(p.tail, p.bound) &&
-           (audited || RanksBearThePromise(p, spec, visible[query]));
+           (audited || RanksCarryGuarantee(p, spec, visible[query]));
   }
 
   // Filled by the device.

@@ -1,16 +1,19 @@
 #include "host/policy/policy.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
 #include <string_view>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "host/base/limits.h"
 #include "host/core/budget.h"
 #include "host/core/normal.h"
 #include "host/model/field_checks.h"
+#include "host/policy/methods.h"
 
 namespace spillway {
 namespace {
@@ -24,9 +27,6 @@ constexpr int kPilotMax = 65536;
 constexpr double kInflationMax = 16;
 constexpr double kDeltaMax = 0.2;
 constexpr double kDeltaMaxDenominator = 0.5;
-// To which codes of so many bits a dimension bear a promise; see docs/adr/0018.
-constexpr int64_t kTwoBitsTokenCount = int64_t{1} << 16;
-constexpr int64_t kThreeBitsTokenCount = int64_t{1} << 18;
 
 void CheckDenseLayers(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
   std::vector<int32_t> layers = policy.dense_layers;
@@ -44,31 +44,36 @@ void CheckDenseLayers(const Policy& policy, const ModelSpec& spec, FieldChecks& 
   }
 }
 
+// As the API spells it: SELECTOR_ASYMMETRIC.
+template <typename Method>
+std::string ApiName(std::string_view prefix, const Method& method) {
+  return absl::StrCat(std::string(prefix), absl::AsciiStrToUpper(std::string(method.name)));
+}
+
+template <typename Method, size_t kCount, typename Value>
+void CheckMethod(std::string_view field, std::string_view prefix,
+                 const std::array<Method, kCount>& table, Value value, const ModelSpec& spec,
+                 FieldChecks& checks) {
+  const Method* method = FindMethod(table, value);
+  if (method == nullptr) {
+    checks.Add(field, absl::StrCat("value ", static_cast<int>(value), " is unknown"));
+  } else if (!method->is_served(spec)) {
+    checks.Add(field,
+               absl::StrCat(ApiName(prefix, *method), " needs ", std::string(method->needs)));
+  }
+}
+
 void CheckSelector(std::string_view field, Selector selector, const ModelSpec& spec,
                    FieldChecks& checks) {
-  const auto needs = [&](bool there, std::string_view what) {
-    if (!there) checks.Add(field, std::string(what));
-  };
-  switch (selector) {
-    case Selector::kAsymmetric:
-      return needs(spec.hash.kind == HashKind::kRotation,
-                   "SELECTOR_ASYMMETRIC needs a model with a rotation");
-    case Selector::kHamming:
-      return needs(spec.hash.kind != HashKind::kNone,
-                   "SELECTOR_HAMMING needs a model with a rotation or an MLP");
-    case Selector::kSketch:
-      return needs(spec.indices.sketch, "SELECTOR_SKETCH needs a model with key_indices.sketch");
-    case Selector::kQuest:
-      return needs(spec.indices.quest_page_token_count > 0,
-                   "SELECTOR_QUEST needs a model with key_indices.quest_page_token_count");
-    case Selector::kDoubleSparsity:
-      return needs(spec.indices.label_channel_count > 0,
-                   "SELECTOR_DOUBLE_SPARSITY needs a model with key_indices.label_channel_count");
-    case Selector::kOracle:
-    case Selector::kAll:
-      return;
-  }
-  checks.Add(field, absl::StrCat("value ", static_cast<int>(selector), " is unknown"));
+  CheckMethod(field, "SELECTOR_", kSelectorMethods, selector, spec, checks);
+}
+
+// What needs logits where the selector has none.
+void CheckLogits(std::string_view field, Selector selector, FieldChecks& checks) {
+  const SelectorMethod* method = FindMethod(kSelectorMethods, selector);
+  if (method == nullptr || method->estimates_logits()) return;
+  checks.Add(field, absl::StrCat("needs a selector that estimates logits; ",
+                                 ApiName("SELECTOR_", *method), " counts bits"));
 }
 
 void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
@@ -78,10 +83,7 @@ void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& c
   } else {
     CheckSelector("candidates.selector", *policy.candidate_selector, spec, checks);
   }
-  if (policy.selector == Selector::kHamming) {
-    checks.Add("candidates",
-               "needs a selector that estimates logits; SELECTOR_HAMMING counts bits");
-  }
+  CheckLogits("candidates", policy.selector, checks);
   checks.InRange("candidates.count", policy.candidate_count, 0, kHeavyCountMax);
   checks.Positive("candidates.fraction", policy.candidate_fraction, 1, true);
 }
@@ -95,9 +97,7 @@ void CheckHeavy(const Policy& policy, FieldChecks& checks) {
       checks.Positive("top_k.fraction", policy.heavy_fraction, 1, true);
       return;
     case HeavyKind::kMass:
-      if (policy.selector == Selector::kHamming) {
-        checks.Add("top_p", "needs a selector that estimates logits; SELECTOR_HAMMING counts bits");
-      }
+      CheckLogits("top_p", policy.selector, checks);
       checks.Positive("top_p.mass", policy.heavy_mass, 1, true);
       checks.InRange("top_p.floor_token_count", policy.heavy_floor, 1, kHeavyCountMax);
       checks.InRange("top_p.ceiling_token_count", policy.heavy_ceiling,
@@ -121,16 +121,11 @@ int64_t HeavyCountMin(const Policy& policy) {
 }
 
 void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
-  if (policy.tail > Tail::kLshSampling) {
-    checks.Add("tail", absl::StrCat("value ", static_cast<int>(policy.tail), " is unknown"));
-  }
-  if (policy.tail == Tail::kLshSampling) {
-    if (spec.indices.lsh_table_count == 0) {
-      checks.Add("tail", "TAIL_LSH_SAMPLING needs a model with key_indices.lsh_table_count");
-    }
-    if (policy.row_count_max != 0) {
-      checks.Add("row_count_max", "TAIL_LSH_SAMPLING takes what it finds and knows no limit");
-    }
+  CheckMethod("tail", "TAIL_", kTailMethods, policy.tail, spec, checks);
+  const TailMethod* tail = FindMethod(kTailMethods, policy.tail);
+  if (tail != nullptr && !tail->limited && policy.row_count_max != 0) {
+    checks.Add("row_count_max",
+               absl::StrCat(ApiName("TAIL_", *tail), " takes what it finds and knows no limit"));
   }
   if (policy.bound > Bound::kRatio) {
     checks.Add("bound", absl::StrCat("value ", static_cast<int>(policy.bound), " is unknown"));
@@ -186,25 +181,12 @@ bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
   return candidates <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
 }
 
-bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n) {
+bool RanksCarryGuarantee(const Policy& policy, const ModelSpec& spec, int64_t n) {
   if (policy.tail == Tail::kUniform && policy.bound == Bound::kPaper) return true;
   // What a first selection misses has no rank.
   if (policy.candidate_selector.has_value()) return false;
-  // By bits a dimension of the estimates.
-  const auto borne = [n](int bits) {
-    return bits >= 3 ? n <= kThreeBitsTokenCount : bits == 2 && n <= kTwoBitsTokenCount;
-  };
-  switch (policy.selector) {
-    case Selector::kOracle:
-    case Selector::kAll:
-      return true;
-    case Selector::kAsymmetric:
-      return borne(spec.hash.bits_per_dim);
-    case Selector::kSketch:
-      return borne(4);
-    default:
-      return false;
-  }
+  const int64_t longest = MethodOf(policy.selector).guaranteed_token_count(spec);
+  return longest > 0 && n <= longest;
 }
 
 TailTerms TermsOf(const Policy& policy, bool may_promise) {
@@ -220,22 +202,13 @@ TailTerms TermsOf(const Policy& policy, bool may_promise) {
 }
 
 Policy DefaultPolicy(const ModelSpec& spec) {
-  Policy policy;
-  switch (spec.hash.kind) {
-    case HashKind::kRotation:
-      policy.selector = Selector::kAsymmetric;
-      break;
-    case HashKind::kMlp:
-      policy.selector = Selector::kHamming;
-      break;
-    case HashKind::kNone:
-      // The estimate that is best, of what there is.
-      policy.selector = spec.indices.sketch                       ? Selector::kSketch
-                        : spec.indices.label_channel_count > 0    ? Selector::kDoubleSparsity
-                        : spec.indices.quest_page_token_count > 0 ? Selector::kQuest
-                                                                  : Selector::kAll;
-      break;
+  const SelectorMethod* first = &MethodOf(Selector::kAll);
+  for (const SelectorMethod& method : kSelectorMethods) {
+    if (method.default_order == 0 || !method.is_served(spec)) continue;
+    if (method.default_order < first->default_order) first = &method;
   }
+  Policy policy;
+  policy.selector = first->selector;
   return policy;
 }
 

@@ -51,15 +51,15 @@ struct Policy {
 // Whether a selector's ranks over n visible tokens are good enough for a tail
 // that rests on them: as far as promises were found to be kept, and to twice
 // that length; never behind a first selection (docs/adr/0018). vAttention's
-// lemmas rest on no ranks.
-bool RanksBearThePromise(const Policy& policy, const ModelSpec& spec, int64_t n);
+// `paper` bound rests on no ranks.
+bool RanksCarryGuarantee(const Policy& policy, const ModelSpec& spec, int64_t n);
 
 // What a policy asks of its tail. may_promise: if the estimate is within
 // epsilon.
 TailTerms TermsOf(const Policy& policy, bool may_promise);
 
-// The default policy of a model: the values above with the selector that the
-// model's codes allow (asymmetric, hamming or all).
+// The default policy of a model: the values above with the best selector that
+// the model serves (SelectorMethod::default_order).
 Policy DefaultPolicy(const ModelSpec& spec);
 
 // What is impossible about the policy on this model, empty when valid. Field

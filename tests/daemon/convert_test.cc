@@ -1,8 +1,11 @@
 #include <limits>
+#include <string>
 
+#include "absl/strings/ascii.h"
 #include "daemon/convert/attend.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "host/policy/methods.h"
 
 namespace spillway {
 namespace {
@@ -47,6 +50,22 @@ TEST(FillCertificate, NamesWhatHeadsWereGiven) {
   FillCertificate(work, certificate);
   EXPECT_EQ(certificate.inflation(), 1.5);
   EXPECT_THAT(certificate.head_inflations(), ElementsAre(1.5, 2.25));
+}
+
+// Every value of the API has a row, under its name.
+TEST(Methods, HaveTheApisNamesAndOrder) {
+  for (size_t i = 0; i < kSelectorMethods.size(); ++i) {
+    const SelectorMethod& method = kSelectorMethods[i];
+    EXPECT_EQ(static_cast<size_t>(method.selector), i);
+    EXPECT_EQ(v1::Selector_Name(static_cast<v1::Selector>(i + 1)),
+              "SELECTOR_" + absl::AsciiStrToUpper(std::string(method.name)));
+  }
+  for (size_t i = 0; i < kTailMethods.size(); ++i) {
+    const TailMethod& method = kTailMethods[i];
+    EXPECT_EQ(static_cast<size_t>(method.tail), i);
+    EXPECT_EQ(v1::Tail_Name(static_cast<v1::Tail>(i + 1)),
+              "TAIL_" + absl::AsciiStrToUpper(std::string(method.name)));
+  }
 }
 
 }  // namespace

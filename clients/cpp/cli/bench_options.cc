@@ -3,6 +3,10 @@
 #include <map>
 #include <string>
 
+#include "absl/strings/ascii.h"
+#include "google/protobuf/descriptor.h"
+#include "google/protobuf/generated_enum_reflection.h"
+
 namespace spillway::cli {
 namespace {
 
@@ -25,10 +29,24 @@ void SetChoices(CLI::Option* option, const std::map<std::string, Enum>& names) {
   option->type_name(type);
 }
 
+// The API's values but the first, which is none: "double_sparsity" of
+// SELECTOR_DOUBLE_SPARSITY.
+template <typename Enum>
+std::map<std::string, Enum> ValuesByName() {
+  const google::protobuf::EnumDescriptor& all = *google::protobuf::GetEnumDescriptor<Enum>();
+  std::map<std::string, Enum> values;
+  for (int i = 1; i < all.value_count(); ++i) {
+    const std::string& name = all.value(i)->name();
+    values[absl::AsciiStrToLower(name.substr(name.find('_') + 1))] =
+        static_cast<Enum>(all.value(i)->number());
+  }
+  return values;
+}
+
 template <typename Enum, typename Set>
 void AddPolicyEnum(CLI::App& command, const std::string& name, Set set,
-                   const std::map<std::string, Enum>& names, const std::string& description) {
-  SetChoices(AddPolicyOption<Enum>(command, name, set, description), names);
+                   const std::string& description) {
+  SetChoices(AddPolicyOption<Enum>(command, name, set, description), ValuesByName<Enum>());
 }
 
 void AddShapeOptions(CLI::App& command, BenchOptions& options) {
@@ -73,20 +91,12 @@ void AddBenchOptions(CLI::App& command, BenchOptions& options) {
   v1::Policy& policy = options.policy;
   AddPolicyEnum<v1::Selector>(
       command, "--selector", [&policy](v1::Selector value) { policy.set_selector(value); },
-      {{"asymmetric", v1::SELECTOR_ASYMMETRIC},
-       {"hamming", v1::SELECTOR_HAMMING},
-       {"oracle", v1::SELECTOR_ORACLE},
-       {"all", v1::SELECTOR_ALL}},
       "what scores the keys");
   AddPolicyEnum<v1::Tail>(
       command, "--tail", [&policy](v1::Tail value) { policy.set_tail(value); },
-      {{"none", v1::TAIL_NONE}, {"uniform", v1::TAIL_UNIFORM}, {"stratified", v1::TAIL_STRATIFIED}},
       "what stands in for the others");
   AddPolicyEnum<v1::Bound>(
       command, "--bound", [&policy](v1::Bound value) { policy.set_bound(value); },
-      {{"denominator", v1::BOUND_DENOMINATOR},
-       {"paper", v1::BOUND_PAPER},
-       {"ratio", v1::BOUND_RATIO}},
       "size of a uniform tail");
   CLI::Option* count = AddPolicyOption<int64_t>(
       command, "--heavy-count",
