@@ -14,7 +14,7 @@ namespace spillway {
 struct HeadAudit {
   int layer = 0;
   int kv_head = 0;
-  int level = 0;  // see host/policy/effort.h
+  int level = 0;  // see host/policy/escalation.h
   int64_t check_count = 0;
   int64_t violation_count = 0;
   // Since the level was last changed or confirmed.

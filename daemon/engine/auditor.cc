@@ -7,7 +7,7 @@
 
 #include "host/core/keyed_hash.h"
 #include "host/device/exact_attend.h"
-#include "host/policy/effort.h"
+#include "host/policy/escalation.h"
 
 namespace spillway {
 namespace {
@@ -38,12 +38,12 @@ std::vector<int> Auditor::Strengthen(const Model& model, int layer, AttendWork& 
   if (levels.empty()) return {};
   std::vector<Policy> policies;
   for (const int level : levels) {
-    const Effort effort = EffortAt(work.policy, level);
-    if (effort.dense) {
+    const Escalation escalation = EscalationAt(work.policy, level);
+    if (escalation.dense) {
       work.policy.selector = Selector::kAll;
       return levels;
     }
-    policies.push_back(effort.policy);
+    policies.push_back(escalation.policy);
   }
   work.head_policies = std::move(policies);
   return levels;
@@ -68,7 +68,7 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
         })) {
       // What is dense because it failed keeps its promise.
       for (int h = 0; h < static_cast<int>(levels.size()); ++h) {
-        if (!EffortAt(policy, levels[h]).dense) continue;
+        if (!EscalationAt(policy, levels[h]).dense) continue;
         model->audits.Record(layer, h, levels[h], DenseLevel(policy), policy.delta, spec.group(),
                              0);
       }

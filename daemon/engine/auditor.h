@@ -23,7 +23,7 @@ struct AuditOptions {
 };
 
 // Checks a random share of the attends against exact attention, in a thread of
-// its own, and raises the effort of the heads whose promises fail. Thread-safe.
+// its own, and raises the escalation level of the heads whose promises fail. Thread-safe.
 class Auditor {
  public:
   explicit Auditor(const AuditOptions& options);
@@ -32,7 +32,7 @@ class Auditor {
   bool enabled() const { return options_.share > 0; }
   double share() const { return options_.share; }
 
-  // Gives an attend the effort that its heads have come to. Returns the levels,
+  // Gives an attend the escalation levels that its heads have come to. Returns the levels,
   // [H_kv], empty if all are 0: Offer() wants them. The work's policy becomes
   // dense (`all`) if a head's is.
   std::vector<int> Strengthen(const Model& model, int layer, AttendWork& work) const;

@@ -23,11 +23,11 @@ namespace {
 using cuda::CudaModel;
 using cuda::CudaSequence;
 using cuda::JobRun;
-using cuda::Lane;
+using cuda::StreamSlot;
 
 // Jobs on the GPU at once; more wait their turn.
-constexpr int kLaneCount = 2;
-// What the units of one wave take of a lane's workspace.
+constexpr int kStreamSlotCount = 2;
+// What the units of one wave take of a stream slot's workspace.
 constexpr int64_t kWaveBytes = int64_t{1} << 30;
 // GPU memory, at most a quarter, that codes leave to attends, so that what
 // fills the rest can be attended to.
@@ -43,7 +43,7 @@ std::string UuidName(const cudaUUID_t& uuid) {
 }
 
 // Serves jobs on one GPU. Jobs are enqueued by the thread that submits them,
-// or, while all lanes are taken, by the one that finishes jobs.
+// or, while all slots are taken, by the one that finishes jobs.
 class CudaDevice final : public Device {
  public:
   static absl::StatusOr<std::unique_ptr<Device>> Create(const CudaDeviceOptions& options,
@@ -120,17 +120,17 @@ class CudaDevice final : public Device {
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {
-    Lane* lane = nullptr;
+    StreamSlot* slot = nullptr;
     {
       const MutexLock lock(mutex_);
       if (idle_.empty()) {
         waiting_.push_back({std::move(job), std::move(done)});
         return;
       }
-      lane = idle_.back();
+      slot = idle_.back();
       idle_.pop_back();
     }
-    Start({std::move(job), std::move(done)}, lane);
+    Start({std::move(job), std::move(done)}, slot);
   }
 
  private:
@@ -140,7 +140,7 @@ class CudaDevice final : public Device {
   };
   struct Running {
     Task task;
-    Lane* lane;
+    StreamSlot* slot;
     std::unique_ptr<JobRun> run;
     absl::Status status;  // of enqueuing
   };
@@ -151,7 +151,7 @@ class CudaDevice final : public Device {
         arena_limit_bytes_(memory_limit_bytes - std::min(memory_limit_bytes / 4, kWorkspaceBytes)),
         workers_(thread_count) {}
 
-  void Start(Task task, Lane* lane);
+  void Start(Task task, StreamSlot* slot);
   // The thread that waits for the GPU.
   void Finish();
   void End(Running running);
@@ -164,12 +164,12 @@ class CudaDevice final : public Device {
   std::unique_ptr<Arena> arena_;
   cuda::BlockPools blocks_;
   tbb::task_arena workers_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<StreamSlot>> slots_;
 
   Mutex mutex_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<Lane*> idle_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StreamSlot*> idle_ ABSL_GUARDED_BY(mutex_);
   std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);
   std::deque<Running> running_ ABSL_GUARDED_BY(mutex_);
   std::thread finisher_;
@@ -211,14 +211,14 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   if (!arena.ok()) return arena.status();
   device->arena_ = *std::move(arena);
   device->blocks_.SetArena(device->arena_.get());
-  for (int i = 0; i < kLaneCount; ++i) {
-    absl::StatusOr<std::unique_ptr<Lane>> lane =
-        Lane::Create(&device->budget_, host_budget,
-                     std::min(kWaveBytes, (limit - device->arena_limit_bytes_) / kLaneCount));
-    if (!lane.ok()) return lane.status();
-    device->lanes_.push_back(*std::move(lane));
+  for (int i = 0; i < kStreamSlotCount; ++i) {
+    absl::StatusOr<std::unique_ptr<StreamSlot>> slot = StreamSlot::Create(
+        &device->budget_, host_budget,
+        std::min(kWaveBytes, (limit - device->arena_limit_bytes_) / kStreamSlotCount));
+    if (!slot.ok()) return slot.status();
+    device->slots_.push_back(*std::move(slot));
     const MutexLock lock(device->mutex_);
-    device->idle_.push_back(device->lanes_.back().get());
+    device->idle_.push_back(device->slots_.back().get());
   }
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
   device->info_.description =
@@ -231,8 +231,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   return device;
 }
 
-void CudaDevice::Start(Task task, Lane* lane) {
-  Running running{std::move(task), lane, nullptr, absl::OkStatus()};
+void CudaDevice::Start(Task task, StreamSlot* slot) {
+  Running running{std::move(task), slot, nullptr, absl::OkStatus()};
   Job& job = *running.task.job;
   // What was cancelled or is late before it begins is not begun.
   if (job.cancel != nullptr) {
@@ -242,8 +242,8 @@ void CudaDevice::Start(Task task, Lane* lane) {
       }
     }
   }
-  running.run = std::make_unique<JobRun>(&job, lane, gpu_);
-  *lane->cancel() = 0;
+  running.run = std::make_unique<JobRun>(&job, slot, gpu_);
+  *slot->cancel() = 0;
   // Where the caller finds no place among the workers, one of them runs this.
   workers_.execute([&] {
     running.status = cuda::ToStatus(cudaSetDevice(ordinal_), "cudaSetDevice");
@@ -272,7 +272,7 @@ void CudaDevice::Finish() {
     }
     const auto begin = std::chrono::steady_clock::now();
     cudaError_t error = cudaErrorNotReady;
-    while ((error = cudaStreamQuery(running.lane->stream())) == cudaErrorNotReady) {
+    while ((error = cudaStreamQuery(running.slot->stream())) == cudaErrorNotReady) {
       running.run->Cancelled();
       if (std::chrono::steady_clock::now() - begin > kBusy) {
         std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -290,7 +290,7 @@ void CudaDevice::End(Running running) {
   } else {
     for (JobItem& item : job.items) item.status.Update(running.status);
   }
-  if (*running.lane->cancel() != 0) {
+  if (*running.slot->cancel() != 0) {
     const absl::Status status = job.cancel->Check();
     for (JobItem& item : job.items) {
       if (item.attend.has_value()) item.status.Update(status);
@@ -301,13 +301,13 @@ void CudaDevice::End(Running running) {
   {
     const MutexLock lock(mutex_);
     if (waiting_.empty()) {
-      idle_.push_back(running.lane);
+      idle_.push_back(running.slot);
     } else {
       next = std::move(waiting_.front());
       waiting_.pop_front();
     }
   }
-  if (next.job != nullptr) Start(std::move(next), running.lane);
+  if (next.job != nullptr) Start(std::move(next), running.slot);
   running.task.done(std::move(running.task.job));
 }
 

@@ -1,4 +1,4 @@
-// What a job's appends put on its lane's stream.
+// What a job's appends put on its slot's stream.
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -40,9 +40,9 @@ bool JobRun::AppendsFew(size_t item) const {
 }
 
 absl::Status JobRun::UpdateTables() {
-  return InPieces(std::span<const TableUpdate>(std::exchange(updates_, {})), lane_->lists().updates,
-                  /*free=*/true, lane_->stream(), [&](const TableUpdate* list, int64_t count) {
-                    return LaunchTableUpdates(list, count, lane_->stream());
+  return InPieces(std::span<const TableUpdate>(std::exchange(updates_, {})), slot_->lists().updates,
+                  /*free=*/true, slot_->stream(), [&](const TableUpdate* list, int64_t count) {
+                    return LaunchTableUpdates(list, count, slot_->stream());
                   });
 }
 
@@ -62,7 +62,7 @@ absl::Status JobRun::Encode(size_t item, bool list_free) {
   work.code_page_capacity = index.page_capacity();
   work.tiling = model().tiling();
   work.centre = index.centre();
-  cudaStream_t stream = lane_->stream();
+  cudaStream_t stream = slot_->stream();
   if (!index.centred()) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         spec().hash.raw_keys
@@ -80,7 +80,7 @@ absl::Status JobRun::Encode(size_t item, bool list_free) {
   std::vector<RowCopy> copies;
   index.FillResident(rows, rows.token_count(), copies);
   index.SetCoded(rows.token_count());
-  absl::Status status = InPieces(std::span<const RowCopy>(copies), lane_->lists().copies, list_free,
+  absl::Status status = InPieces(std::span<const RowCopy>(copies), slot_->lists().copies, list_free,
                                  stream, [&](const RowCopy* list, int64_t count) {
                                    return LaunchRowCopies(list, count, spec().row_bytes(), stream);
                                  });
@@ -88,7 +88,7 @@ absl::Status JobRun::Encode(size_t item, bool list_free) {
 }
 
 void JobRun::FillStepAppend() {
-  AppendLists& lists = lane_->lists();
+  AppendLists& lists = slot_->lists();
   std::copy(keys_.begin(), keys_.end(), lists.keys.begin());
   std::copy(key_copies_.begin(), key_copies_.end(), lists.key_copies.begin());
   std::copy(updates_.begin(), updates_.end(), lists.updates.begin());
@@ -136,7 +136,7 @@ absl::Status JobRun::EnqueueAppends() {
   FillStepAppend();
   // Sparse attends take it into their graph.
   if (!waves_.empty()) return absl::OkStatus();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepAppend(std::exchange(step_append_, {}), lane_->stream()));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepAppend(std::exchange(step_append_, {}), slot_->stream()));
   return Mark("append");
 }
 

@@ -9,20 +9,20 @@
 namespace spillway::cuda {
 
 absl::Status JobRun::CollectSelections(const SparseWave& wave) {
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(slot_->stream()));
   auto state = std::make_unique<UnitState>();
   std::vector<uint32_t> list;
   for (size_t i = 0; i < wave.units.size(); ++i) {
     const SparseUnit& unit = wave.units[i];
     const UnitRequest& r = wave.requests[i];
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(state.get(), r.state, sizeof(UnitState),
-                                                  cudaMemcpyDeviceToHost, lane_->stream()));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+                                                  cudaMemcpyDeviceToHost, slot_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(slot_->stream()));
     list.resize(static_cast<size_t>(state->list_count));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(list.data(), r.list,
                                                   sizeof(uint32_t) * list.size(),
-                                                  cudaMemcpyDeviceToHost, lane_->stream()));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(lane_->stream()));
+                                                  cudaMemcpyDeviceToHost, slot_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(slot_->stream()));
 
     SelectionBuilder rows;
     for (int64_t j = 0; j < state->exact_count; ++j) {
@@ -101,10 +101,10 @@ void JobRun::Collect() {
   for (const SparseWave& wave : waves_) Collect(wave);
   for (const DensePart& part : dense_) Collect(part);
   float milliseconds = 0;
-  if (cudaEventElapsedTime(&milliseconds, lane_->start(), lane_->done()) == cudaSuccess) {
+  if (cudaEventElapsedTime(&milliseconds, slot_->start(), slot_->done()) == cudaSuccess) {
     job_->device_time_us = 1000.0 * milliseconds;
   }
-  cudaEvent_t before = lane_->start();
+  cudaEvent_t before = slot_->start();
   for (const auto& [name, event] : marks_) {
     cudaEventElapsedTime(&milliseconds, before, event.get());
     job_->stages.push_back({name, 1000.0 * milliseconds});

@@ -1,4 +1,4 @@
-// What a job's attends put on its lane's stream.
+// What a job's attends put on its slot's stream.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -48,7 +48,7 @@ Wave JobRun::View(const SparseWave& wave) const {
 
 absl::Status JobRun::Launch(SparseWave& wave) {
   const Wave w = View(wave);
-  cudaStream_t stream = lane_->stream();
+  cudaStream_t stream = slot_->stream();
   const bool hamming = w.shape.selector == Selector::kHamming ||
                        (w.first && w.first->selector == Selector::kHamming);
   if (w.shape.mlp && hamming) {
@@ -64,14 +64,14 @@ absl::Status JobRun::Launch(SparseWave& wave) {
   // Events between the kernels are of one job alone.
   absl::Status status = job_->trace
                             ? LaunchKernels(w)
-                            : lane_->graphs().Run(w, stream, [&] { return LaunchKernels(w); });
+                            : slot_->graphs().Run(w, stream, [&] { return LaunchKernels(w); });
   step_append_ = {};
   if (status.ok() && wave.select_only) status = CollectSelections(wave);
   return status;
 }
 
 absl::Status JobRun::LaunchKernels(const Wave& wave) {
-  cudaStream_t stream = lane_->stream();
+  cudaStream_t stream = slot_->stream();
   absl::Status status = Mark("begin");
   const auto stage = [&](std::string_view name, cudaError_t error) {
     if (status.ok()) status = ToStatus(error, name);
@@ -117,8 +117,8 @@ absl::Status JobRun::Launch(DensePart& part) {
   w.scale = static_cast<float>(spec().softmax_scale);
   w.units = device_units_;
   w.unit_count = static_cast<int>(part.blocks.size());
-  w.cancel = lane_->cancel();
-  cudaStream_t stream = lane_->stream();
+  w.cancel = slot_->cancel();
+  cudaStream_t stream = slot_->stream();
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(const_cast<DenseUnit*>(device_units_), part.units,
                                                 static_cast<size_t>(request_bytes_),
                                                 cudaMemcpyHostToDevice, stream));
@@ -128,7 +128,7 @@ absl::Status JobRun::Launch(DensePart& part) {
   int64_t n = 0;
   for (const DenseBlock& block : part.blocks) {
     n = std::max(n, block.unit.n);
-    w.segment_count_max = std::max(w.segment_count_max, block.unit.segment_count);
+    w.split_count_max = std::max(w.split_count_max, block.unit.split_count);
   }
   if (Cancelled()) {
     // Only what says that no token was bad.
@@ -138,7 +138,7 @@ absl::Status JobRun::Launch(DensePart& part) {
   } else {
     const LayerIndex& layer = index(part.blocks.front().item);
     constexpr int64_t kStageTokens = kStagePages * kPageTokenCount;
-    w.segment_count_max = kStageTokens / kStagedSegmentRows;
+    w.split_count_max = kStageTokens / kStagedSplitRows;
     for (w.first = 0; w.first < n && !Cancelled(); w.first += kStageTokens) {
       w.limit = w.first + kStageTokens;
       const int64_t first_page = w.first / kPageTokenCount;
@@ -157,16 +157,16 @@ absl::Status JobRun::Launch(DensePart& part) {
 }
 
 bool JobRun::Cancelled() {
-  // A lane takes so many launches: enqueuing may wait for the GPU.
-  if (job_->cancel != nullptr && !job_->cancel->Check().ok()) *lane_->cancel() = 1;
-  return *lane_->cancel() != 0;
+  // A stream slot takes so many launches: enqueuing may wait for the GPU.
+  if (job_->cancel != nullptr && !job_->cancel->Check().ok()) *slot_->cancel() = 1;
+  return *slot_->cancel() != 0;
 }
 
 absl::Status JobRun::Mark(std::string_view stage) {
   if (!job_->trace) return absl::OkStatus();
   absl::StatusOr<Event> event = Event::Create(/*timing=*/true);
   if (!event.ok()) return event.status();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(event->get(), lane_->stream()));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(event->get(), slot_->stream()));
   marks_.emplace_back(stage, *std::move(event));
   return absl::OkStatus();
 }

@@ -15,13 +15,13 @@ namespace {
 // Rows that a unit gathers to GPU memory before it folds them; more are read
 // where they lie.
 constexpr int64_t kStagingBytes = int64_t{32} << 20;
-constexpr int64_t kDenseSegmentRowsMin = 256;
-constexpr int64_t kDenseSegmentsWanted = 256;
+constexpr int64_t kDenseSplitRowsMin = 256;
+constexpr int64_t kDenseSplitsWanted = 256;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;
 
 }  // namespace
 
-JobRun::JobRun(Job* job, Lane* lane, const Gpu& gpu) : job_(job), lane_(lane), gpu_(gpu) {}
+JobRun::JobRun(Job* job, StreamSlot* slot, const Gpu& gpu) : job_(job), slot_(slot), gpu_(gpu) {}
 
 LayerIndex& JobRun::index(size_t item) const {
   return static_cast<CudaSequence&>(*job_->items[item].sequence).layers[job_->layer];
@@ -37,18 +37,18 @@ void JobRun::AddDense(const DenseRun& run) {
   for (int64_t t = run.begin; t < run.end; t += queries) {
     const int64_t end = std::min(t + queries, run.end);
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + end);
-    const int64_t segment_rows =
-        staged ? kStagedSegmentRows
-               : std::max(kDenseSegmentRowsMin,
-                          RoundUp((n + kDenseSegmentsWanted - 1) / kDenseSegmentsWanted, 32));
-    const int64_t segments = (n + segment_rows - 1) / segment_rows;
+    const int64_t split_rows =
+        staged ? kStagedSplitRows
+               : std::max(kDenseSplitRowsMin,
+                          RoundUp((n + kDenseSplitsWanted - 1) / kDenseSplitsWanted, 32));
+    const int64_t splits = (n + split_rows - 1) / split_rows;
     const int64_t bytes =
-        segments * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
+        splits * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
     // Runs that read their rows in place share parts; one that stages them has
     // parts of its own, each of which brings the rows over anew.
     const bool fits =
         !dense_.empty() && dense_.back().staged == staged && (!staged || t > run.begin) &&
-        dense_.back().partial_bytes + bytes <= std::min(kPartialBytes, lane_->wave_bytes());
+        dense_.back().partial_bytes + bytes <= std::min(kPartialBytes, slot_->wave_bytes());
     if (!fits) dense_.emplace_back().staged = staged;
     if (!fits || !staged) w.moved_row_count += n * spec().kv_head_count;
     dense_.back().partial_bytes += bytes;
@@ -60,8 +60,8 @@ void JobRun::AddDense(const DenseRun& run) {
       block.kv_head = h;
       block.unit.query_rows = static_cast<int32_t>((end - t) * group);
       block.unit.n = n;
-      block.unit.segment_rows = segment_rows;
-      block.unit.segment_count = segments;
+      block.unit.split_rows = split_rows;
+      block.unit.split_count = splits;
       for (int r = 0; r < block.unit.query_rows; ++r) {
         block.unit.visible[r] = w.visible[t + r / group];
       }
@@ -101,7 +101,7 @@ void JobRun::AddSparse(size_t item, int64_t query) {
            other.policy.candidate_selector == w.policy.candidate_selector &&
            (other.policy.tail == Tail::kLshSampling) == lsh && other.select_only == w.select_only &&
            (other.policy.heavy_kind == HeavyKind::kMass) == by_mass &&
-           wave.workspace_bytes + units * workspace.bytes() <= lane_->wave_bytes();
+           wave.workspace_bytes + units * workspace.bytes() <= slot_->wave_bytes();
   };
   for (int h = 0; h < spec().kv_head_count; ++h) {
     // MLPs take a query's heads all together.
@@ -257,10 +257,10 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     r.list = workspace.Take<uint32_t>(r.n);
     r.sources = workspace.Take<const std::byte*>(r.n);
     r.staging_rows =
-        std::min(r.n, std::min(kStagingBytes, lane_->wave_bytes() / 4) / shape.row_bytes);
+        std::min(r.n, std::min(kStagingBytes, slot_->wave_bytes() / 4) / shape.row_bytes);
     r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
     r.gather = workspace.Take<const std::byte*>(r.staging_rows);
-    r.partials = workspace.Take<float>(2 * kSegmentMax * PartialFloats(group, d));
+    r.partials = workspace.Take<float>(2 * kSplitMax * PartialFloats(group, d));
     r.state = workspace.Take<UnitState>(1);
     if (!fill) continue;
     r.result = wave.results + i;
@@ -297,7 +297,7 @@ void JobRun::LayOut(DensePart& part, Carver& pinned, Carver& workspace, bool fil
     DenseBlock& block = part.blocks[i];
     DenseUnit& unit = block.unit;
     unit.partials =
-        workspace.Take<float>(unit.segment_count * unit.query_rows * (2 + spec().head_dim));
+        workspace.Take<float>(unit.split_count * unit.query_rows * (2 + spec().head_dim));
     if (!fill) continue;
     unit.q = device_q + i * kDenseQueryRows * d;
     unit.row_pages = part.staged ? stage_table_ + block.kv_head * kStagePages
@@ -332,10 +332,10 @@ absl::Status JobRun::Reserve() {
   measure(waves_);
   measure(dense_);
   if (pinned.bytes() == 0) return absl::OkStatus();
-  absl::StatusOr<std::byte*> memory = lane_->Pinned(pinned.bytes());
+  absl::StatusOr<std::byte*> memory = slot_->Pinned(pinned.bytes());
   if (!memory.ok()) return memory.status();
   pinned_ = *memory;
-  memory = lane_->Workspace(workspace_bytes);
+  memory = slot_->Workspace(workspace_bytes);
   if (!memory.ok()) return memory.status();
   workspace_ = *memory;
   return absl::OkStatus();
@@ -359,14 +359,14 @@ absl::Status JobRun::EnqueueAttends() {
 absl::Status JobRun::Enqueue() {
   Split();
   if (absl::Status status = Reserve(); !status.ok()) return status;
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(lane_->start(), lane_->stream()));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot_->start(), slot_->stream()));
   absl::Status status = EnqueueAppends();
   if (status.ok()) status = EnqueueAttends();
   if (!status.ok()) {
     for (size_t i = 0; i < job_->items.size(); ++i) index(i).ForgetTables();
     return status;
   }
-  return ToStatus(cudaEventRecord(lane_->done(), lane_->stream()), "cudaEventRecord");
+  return ToStatus(cudaEventRecord(slot_->done(), slot_->stream()), "cudaEventRecord");
 }
 
 }  // namespace spillway::cuda

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "gpu/device/lane.h"
 #include "gpu/device/sequence.h"
+#include "gpu/device/stream_slot.h"
 
 namespace spillway::cuda {
 
@@ -20,19 +20,19 @@ struct Gpu {
 };
 
 // Pages per KV head that a dense run of many queries brings over at a time, and
-// rows of its segments.
+// rows of its splits.
 inline constexpr int64_t kStagePages = 64;
-inline constexpr int64_t kStagedSegmentRows = 2048;
+inline constexpr int64_t kStagedSplitRows = 2048;
 
 inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-// One job on its way through a lane: rows copied and work enqueued, then, once
-// the lane's stream is done, results collected.
+// One job on its way through a stream slot: rows copied and work enqueued, then, once
+// the slot's stream is done, results collected.
 class JobRun {
  public:
-  JobRun(Job* job, Lane* lane, const Gpu& gpu);
+  JobRun(Job* job, StreamSlot* slot, const Gpu& gpu);
 
-  // Everything that the GPU is to do. The caller waits for the lane's stream
+  // Everything that the GPU is to do. The caller waits for the slot's stream
   // before it ends the run, also after an error, which is of the whole job.
   absl::Status Enqueue();
   // Whether nobody waits for the job's attends any more. Tells the kernels.
@@ -127,7 +127,7 @@ class JobRun {
   absl::Status Mark(std::string_view stage);
 
   Job* const job_;
-  Lane* const lane_;
+  StreamSlot* const slot_;
   const Gpu gpu_;
   std::vector<TableUpdate> updates_;
   std::vector<AppendedKey> keys_;

@@ -108,7 +108,7 @@ __device__ inline void UpdateTables(const TableUpdate* updates, int64_t count, i
 // A block a key, then copy_blocks that copy rows and one that updates tables.
 __global__ void __launch_bounds__(256)
     StepAppendKernel(StepAppend append, Quantiser quantiser, int copy_blocks) {
-  LetNextBegin();
+  TriggerDependents();
   const int block = static_cast<int>(blockIdx.x) - append.key_count;
   if (block < 0) {
     EncodeKey(append, quantiser);

@@ -36,9 +36,9 @@ inline constexpr int kClassCount = kClassTie + 3;
 inline constexpr int kMissedColumn = 1 + kTailStrataMax;
 inline constexpr int kChunkColumns = kMissedColumn + 1;
 // Parts that one phase's rows are folded in, at most.
-inline constexpr int kSegmentRowsMin = 32;
-inline constexpr int kSegmentsWanted = 64;
-inline constexpr int kSegmentMax = kSegmentsWanted + 1 + kTailStrataMax;
+inline constexpr int kSplitRowsMin = 32;
+inline constexpr int kSplitsWanted = 64;
+inline constexpr int kSplitMax = kSplitsWanted + 1 + kTailStrataMax;
 inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 
 // A chunk's tokens in the heavy bin.
@@ -73,7 +73,7 @@ struct AttendShape {
 };
 
 // A run of rows of one set: the exact rows (set 0) or stratum set - 1.
-struct Segment {
+struct KvSplit {
   int32_t set = 0;
   int32_t count = 0;
   int64_t first = 0;  // in the unit's list
@@ -139,8 +139,8 @@ struct UnitState {
   int64_t list_count;
   int64_t stratum_first[kTailStrataMax];  // of the phase's draws, in the list
   int64_t stratum_drawn[2][kTailStrataMax];
-  int32_t segment_count[2];
-  Segment segments[2][kSegmentMax];
+  int32_t split_count[2];
+  KvSplit splits[2][kSplitMax];
   // The phase's rows that come over the link, and where in the staging they
   // go; 0 of them if they do not fit and are read where they lie.
   int64_t moved_count;  // of both phases, gathered or not
@@ -211,7 +211,7 @@ struct UnitRequest {
   std::byte* staging;         // [staging_rows] rows
   int64_t staging_rows;
   const std::byte** gather;  // [staging_rows] rows in host memory, by address
-  float* partials;           // [2][kSegmentMax] of PartialFloats()
+  float* partials;           // [2][kSplitMax] of PartialFloats()
   UnitState* state;
   UnitResult* result;  // pinned
   float* out;          // pinned, [G][d]; null: selection only
@@ -219,7 +219,7 @@ struct UnitRequest {
   SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
 };
 
-// A segment's sums: SoftmaxSums [G], then sum x v and sum x^2 v as floats,
+// A split's sums: SoftmaxSums [G], then sum x v and sum x^2 v as floats,
 // [G][d] each. In floats:
 inline constexpr int kSumsFloats = sizeof(SoftmaxSums) / sizeof(float);
 SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
@@ -272,7 +272,7 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
 cudaError_t LaunchLshSample(const Wave& wave, cudaStream_t stream);
 // Copies what the list has of rows in host memory to the staging.
 cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
-// Sums over the phase's segments.
+// Sums over the phase's splits.
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream);
 // The budgets of phase 1.
 cudaError_t LaunchBudget(const Wave& wave, cudaStream_t stream);
@@ -290,9 +290,9 @@ struct DenseUnit {
   int32_t query_rows = 0;
   int64_t visible[kDenseQueryRows] = {};  // per query row
   int64_t n = 0;                          // the largest
-  int64_t segment_rows = 0;
-  int64_t segment_count = 0;
-  float* partials = nullptr;  // [segment_count] of query_rows * (2 + d) floats
+  int64_t split_rows = 0;
+  int64_t split_count = 0;
+  float* partials = nullptr;  // [split_count] of query_rows * (2 + d) floats
   uint32_t* error_token = nullptr;
   float* out = nullptr;              // pinned, [query_rows][d]
   float* lse = nullptr;              // pinned, [query_rows]
@@ -307,10 +307,10 @@ struct DenseWave {
   const DenseUnit* units = nullptr;  // device
   int unit_count = 0;
   // Rows [first, limit) are folded by this launch, and page 0 of the units'
-  // tables holds row first; a multiple of their segments, or all rows.
+  // tables holds row first; a multiple of their splits, or all rows.
   int64_t first = 0;
   int64_t limit = 0;
-  int64_t segment_count_max = 0;  // of one launch
+  int64_t split_count_max = 0;  // of one launch
   // Not 0 stops the work; pinned.
   const int32_t* cancel = nullptr;
 };

@@ -96,12 +96,12 @@ __device__ inline void LoadRequest(const UnitRequest* from, UnitRequest& to) {
 // Kernels of an attend may begin while the one before still runs: a kernel
 // waits for all that came before, then allows the next to begin. What two
 // kernels before have written can so be read before the wait.
-__device__ inline void WaitForPrevious() {
+__device__ inline void GridDependencyWait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ inline void LetNextBegin() {
+__device__ inline void TriggerDependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -111,13 +111,13 @@ __device__ inline void LetNextBegin() {
 // requests, and the second.
 __device__ inline void Begin(const UnitRequest* from, UnitRequest& to) {
   LoadRequest(from, to);
-  WaitForPrevious();
-  LetNextBegin();
+  GridDependencyWait();
+  TriggerDependents();
 }
 // How the second does: the one before it has yet to write the requests.
 __device__ inline void BeginSecond(const UnitRequest* from, UnitRequest& to) {
-  WaitForPrevious();
-  LetNextBegin();
+  GridDependencyWait();
+  TriggerDependents();
   LoadRequest(from, to);
 }
 

@@ -12,7 +12,7 @@
 namespace spillway::cuda {
 
 inline constexpr int kEstimateThreads = 512;
-inline constexpr int kAllSegmentsMax = 2 * kSegmentMax;
+inline constexpr int kAllSplitsMax = 2 * kSplitMax;
 
 // The dimensions' part of StratumMoments, over 32 of them.
 struct DimensionMoments {
@@ -39,8 +39,8 @@ __device__ inline int64_t DrawnRows(const UnitState& s) {
   return WarpSum(drawn);
 }
 
-// Where a set's segments lie in each phase.
-struct SetSegments {
+// Where a set's splits lie in each phase.
+struct SetSplits {
   int16_t begin[2];
   int16_t end[2];
 };
@@ -58,14 +58,14 @@ __device__ inline double BlockSum(double x) {
   return sum;
 }
 
-// Fills `head` from the segments of phases [0, phases). All threads.
+// Fills `head` from the splits of phases [0, phases). All threads.
 __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest& u, int g,
                                     int phases, HeadSums& head) {
-  __shared__ SetSegments sets[1 + kTailStrataMax];
+  __shared__ SetSplits sets[1 + kTailStrataMax];
   __shared__ double rates[1 + kTailStrataMax];
-  __shared__ int16_t set_of[kAllSegmentsMax];
-  __shared__ SoftmaxSums sums[kAllSegmentsMax];
-  __shared__ double factors[kAllSegmentsMax];  // exp(max - M)
+  __shared__ int16_t set_of[kAllSplitsMax];
+  __shared__ SoftmaxSums sums[kAllSplitsMax];
+  __shared__ double factors[kAllSplitsMax];  // exp(max - M)
   __shared__ double slices[kEstimateThreads];
   __shared__ StratumMoments moments[kTailStrataMax];
   __shared__ DimensionMoments of_dimensions[kTailStrataMax][kHeadDimMax / 32];
@@ -73,13 +73,13 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   const int group = shape.group;
   const int d = shape.head_dim;
   const int strata = s.strata;
-  const int first_count = s.segment_count[0];
-  const int segments = first_count + (phases > 1 ? s.segment_count[1] : 0);
+  const int first_count = s.split_count[0];
+  const int splits = first_count + (phases > 1 ? s.split_count[1] : 0);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t partial_floats = PartialFloats(group, d);
   const auto partial = [&](int i) {
-    return u.partials + (i < first_count ? i : kSegmentMax + (i - first_count)) * partial_floats;
+    return u.partials + (i < first_count ? i : kSplitMax + (i - first_count)) * partial_floats;
   };
 
   for (int i = threadIdx.x; i <= strata; i += blockDim.x) {
@@ -88,15 +88,15 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   }
   __syncthreads();
   float largest = -INFINITY;
-  for (int i = threadIdx.x; i < segments; i += blockDim.x) {
+  for (int i = threadIdx.x; i < splits; i += blockDim.x) {
     const int phase = i < first_count ? 0 : 1;
-    const Segment* all = s.segments[phase];
+    const KvSplit* all = s.splits[phase];
     const int at = phase == 0 ? i : i - first_count;
     const int set = all[at].set;
     set_of[i] = static_cast<int16_t>(set);
-    // Segments of a set adjoin.
+    // Splits of a set adjoin.
     if (at == 0 || all[at - 1].set != set) sets[set].begin[phase] = static_cast<int16_t>(i);
-    if (at + 1 == s.segment_count[phase] || all[at + 1].set != set) {
+    if (at + 1 == s.split_count[phase] || all[at + 1].set != set) {
       sets[set].end[phase] = static_cast<int16_t>(i + 1);
     }
     sums[i] = reinterpret_cast<const SoftmaxSums*>(partial(i))[g];
@@ -108,7 +108,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   double max = slices[0];
   for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) max = fmax(max, slices[w]);
   double exact = 0, all = 0;
-  for (int i = threadIdx.x; i < segments; i += blockDim.x) {
+  for (int i = threadIdx.x; i < splits; i += blockDim.x) {
     factors[i] = exp(static_cast<double>(sums[i].max) - max);
     const double part = rates[set_of[i]] * factors[i] * sums[i].sum;
     all += part;
@@ -117,7 +117,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   all = BlockSum(all);
   exact = BlockSum(exact);
 
-  // Numerators: segments dealt out to as many slices as there are threads for,
+  // Numerators: splits dealt out to as many slices as there are threads for,
   // a thread per dimension in each.
   const int slice_count = blockDim.x / d;
   const int slice = threadIdx.x / d;
@@ -125,7 +125,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   double numerator = 0;
   if (slice < slice_count) {
 #pragma unroll 8
-    for (int j = slice; j < segments; j += slice_count) {
+    for (int j = slice; j < splits; j += slice_count) {
       numerator += rates[set_of[j]] * factors[j] * partial(j)[kSumsFloats * group + g * d + i];
     }
   }
@@ -144,7 +144,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   const double o_norm_sq = norm_sq / (all * all);
   const int warps = static_cast<int>(blockDim.x) / 32;
   for (int h = warp; h < strata; h += warps) {
-    const SetSegments set = sets[1 + h];
+    const SetSplits set = sets[1 + h];
     double sx = 0, sxx = 0, sxxvv = 0;
     for (int p = 0; p < phases; ++p) {
       for (int j = set.begin[p] + lane; j < set.end[p]; j += 32) {
@@ -164,7 +164,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   for (int task = warp; task < strata * parts; task += warps) {
     const int h = task / parts;
     const int dim = task % parts * 32 + lane;
-    const SetSegments set = sets[1 + h];
+    const SetSplits set = sets[1 + h];
     double sxv = 0, sxxv = 0;
     for (int p = 0; p < phases && dim < d; ++p) {
 #pragma unroll 8

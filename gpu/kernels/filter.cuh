@@ -263,8 +263,8 @@ __global__ void __launch_bounds__(kFilterThreads)
   // The kernel before does not write bins.
   OwnTokens<kFilterThreads> own, next;
   own.Load(u, blockIdx.x);
-  WaitForPrevious();
-  LetNextBegin();
+  GridDependencyWait();
+  TriggerDependents();
   if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
   LoadLimits(u, bin_count, limits);
   LoadRule(u, phase, u.state->threshold, rule);

@@ -15,7 +15,7 @@ LaunchShape Folding(dim3 grid, int head_dim, int row_capacity, bool overlap) {
 }  // namespace
 
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
-  const dim3 grid(kSegmentMax, wave.unit_count);
+  const dim3 grid(kSplitMax, wave.unit_count);
   const int d = wave.shape.head_dim;
   const bool lsh = wave.lsh_tail && phase == 1;
   const auto fold = [&]<int kRows, bool kLsh>() {
@@ -29,7 +29,7 @@ cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
 }
 
 cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
-  const dim3 grid(static_cast<int>(std::min<int64_t>(wave.segment_count_max, 65535)),
+  const dim3 grid(static_cast<int>(std::min<int64_t>(wave.split_count_max, 65535)),
                   wave.unit_count);
   return Launch<DenseFoldKernel>(Folding(grid, wave.head_dim, kDenseQueryRows, false), stream,
                                  wave);

@@ -3,10 +3,10 @@
 #include "gpu/kernels/rows.cuh"
 #include "host/core/lsh_weight.h"
 
-// Softmax sums over rows. A block takes a segment tile by tile: rows into
+// Softmax sums over rows. A block takes a split tile by tile: rows into
 // shared memory as fp32, a thread per (row, query row) for the logits, a
 // thread per dimension for the sums of x v. The order of every sum depends on
-// the segment alone.
+// the split alone.
 namespace spillway::cuda {
 
 // Sums that a thread keeps for its dimension.
@@ -128,7 +128,7 @@ __device__ inline float LshLogit(const AttendShape& shape, const UnitRequest& u,
                                                  shape.sections.tables));
 }
 
-// Segments of a sparse attend's phase; kLsh: rows of an LSH sample. Grid
+// Splits of a sparse attend's phase; kLsh: rows of an LSH sample. Grid
 // (blocks, units); a thread per dimension, at least 128. Shared memory:
 // FoldFloats().
 template <int kRows, bool kLsh>
@@ -139,27 +139,27 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
   Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const int d = shape.head_dim;
-  if (blockIdx.x >= state.segment_count[phase]) return;
+  if (blockIdx.x >= state.split_count[phase]) return;
   float* queries = memory;
   float* rest = queries + kRows * d;
   for (int i = threadIdx.x; i < shape.group * d; i += blockDim.x) {
     queries[i] = u.q[i] * shape.scale;
   }
   const FoldShape fold = {shape.dtype, d, shape.group};
-  for (int i = blockIdx.x; i < state.segment_count[phase]; i += gridDim.x) {
-    const Segment segment = state.segments[phase][i];
+  for (int i = blockIdx.x; i < state.split_count[phase]; i += gridDim.x) {
+    const KvSplit split = state.splits[phase][i];
     if (threadIdx.x < kRows) sums[threadIdx.x] = SoftmaxSums::Empty();
     ValueSums<kRows, true> values;
     FoldRows<kRows, true>(
-        fold, segment.count, [&](int64_t j) { return u.sources[segment.first + j]; },
+        fold, split.count, [&](int64_t j) { return u.sources[split.first + j]; },
         [](int, int64_t) { return true; },
-        [&](int64_t j) { atomicMin(&state.error_token, u.list[segment.first + j]); },
+        [&](int64_t j) { atomicMin(&state.error_token, u.list[split.first + j]); },
         [&](int r, int64_t j, const float* k, float l) {
-          return kLsh ? LshLogit(shape, u, r, u.list[segment.first + j], k, l) : l;
+          return kLsh ? LshLogit(shape, u, r, u.list[split.first + j], k, l) : l;
         },
         queries, rest, sums, values);
     __syncthreads();
-    float* out = u.partials + (int64_t{phase} * kSegmentMax + i) * PartialFloats(shape.group, d);
+    float* out = u.partials + (int64_t{phase} * kSplitMax + i) * PartialFloats(shape.group, d);
     if (threadIdx.x < shape.group) {
       reinterpret_cast<SoftmaxSums*>(out)[threadIdx.x] = sums[threadIdx.x];
     }
@@ -177,7 +177,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
   }
 }
 
-// Segments of dense units. Grid (blocks, units).
+// Splits of dense units. Grid (blocks, units).
 __global__ void DenseFoldKernel(DenseWave wave) {
   extern __shared__ __align__(16) float memory[];
   __shared__ SoftmaxSums sums[kDenseQueryRows];
@@ -185,24 +185,24 @@ __global__ void DenseFoldKernel(DenseWave wave) {
   const DenseUnit& u = wave.units[blockIdx.y];
   const int d = wave.head_dim;
   const int64_t limit = min(u.n, wave.limit);
-  const int64_t first_segment = wave.first / u.segment_rows;
-  const int64_t segment_end = (limit + u.segment_rows - 1) / u.segment_rows;
-  if (first_segment + blockIdx.x >= segment_end) return;
+  const int64_t first_split = wave.first / u.split_rows;
+  const int64_t split_end = (limit + u.split_rows - 1) / u.split_rows;
+  if (first_split + blockIdx.x >= split_end) return;
   float* queries = memory;
   float* rest = queries + kDenseQueryRows * d;
   for (int i = threadIdx.x; i < u.query_rows * d; i += blockDim.x) {
     queries[i] = u.q[i] * wave.scale;
   }
   const FoldShape fold = {wave.dtype, d, u.query_rows};
-  for (int64_t s = first_segment + blockIdx.x; s < segment_end; s += gridDim.x) {
+  for (int64_t s = first_split + blockIdx.x; s < split_end; s += gridDim.x) {
     if (threadIdx.x == 0) stop = *static_cast<const volatile int32_t*>(wave.cancel) != 0;
     if (threadIdx.x < kDenseQueryRows) sums[threadIdx.x] = SoftmaxSums::Empty();
     __syncthreads();
     if (stop) return;
-    const int64_t first = s * u.segment_rows;
+    const int64_t first = s * u.split_rows;
     ValueSums<kDenseQueryRows, false> values;
     FoldRows<kDenseQueryRows, false>(
-        fold, min(u.segment_rows, limit - first),
+        fold, min(u.split_rows, limit - first),
         [&](int64_t j) { return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j); },
         [&](int r, int64_t j) { return first + j < u.visible[r]; },
         [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); },
@@ -224,7 +224,7 @@ __global__ void DenseFoldKernel(DenseWave wave) {
   }
 }
 
-// Merges a dense unit's segments, in order. Grid (query rows, units).
+// Merges a dense unit's splits, in order. Grid (query rows, units).
 __global__ void DenseFinishKernel(DenseWave wave) {
   const DenseUnit& u = wave.units[blockIdx.y];
   const int r = blockIdx.x;
@@ -233,15 +233,15 @@ __global__ void DenseFinishKernel(DenseWave wave) {
   if (r >= u.query_rows) return;
   const int64_t stride = u.query_rows * (2 + d);
   float max = -INFINITY;
-  for (int64_t s = 0; s < u.segment_count; ++s) max = fmaxf(max, u.partials[s * stride + 2 * r]);
+  for (int64_t s = 0; s < u.split_count; ++s) max = fmaxf(max, u.partials[s * stride + 2 * r]);
   double sum = 0;
-  for (int64_t s = 0; s < u.segment_count; ++s) {
+  for (int64_t s = 0; s < u.split_count; ++s) {
     const float* part = u.partials + s * stride;
     sum += double{SoftmaxFactor(part[2 * r], max)} * part[2 * r + 1];
   }
   for (int i = threadIdx.x; i < d; i += blockDim.x) {
     double value = 0;
-    for (int64_t s = 0; s < u.segment_count; ++s) {
+    for (int64_t s = 0; s < u.split_count; ++s) {
       const float* part = u.partials + s * stride;
       value += double{SoftmaxFactor(part[2 * r], max)} * part[2 * u.query_rows + r * d + i];
     }

@@ -26,8 +26,8 @@ struct GatherLists {
       lists[i] = units[i].gather;
       stagings[i] = units[i].staging;
     }
-    WaitForPrevious();
-    LetNextBegin();
+    GridDependencyWait();
+    TriggerDependents();
     for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
       const UnitState& state = *units[i].state;
       ends[i] = state.gather_count;

@@ -14,7 +14,7 @@ struct LaunchShape {
   int threads = 0;
   size_t shared_bytes = 0;
   // The kernel may begin while the one before it on the stream still runs: it
-  // waits by itself (WaitForPrevious). Compute capability 9.0.
+  // waits by itself (GridDependencyWait). Compute capability 9.0.
   bool overlap = false;
 };
 

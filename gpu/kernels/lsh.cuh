@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kLshThreads)
   }
 }
 
-// The sample's size, its place in the list and its segments; chunk_counts
+// The sample's size, its place in the list and its splits; chunk_counts
 // become the tokens before. Grid (units), one warp.
 __global__ void LshResolveKernel(const UnitRequest* units) {
   __shared__ UnitRequest u;
@@ -92,16 +92,16 @@ __global__ void LshResolveKernel(const UnitRequest* units) {
     if (chunk < u.chunks()) u.chunk_counts[chunk] = static_cast<uint32_t>(total + scan - count);
     total += __shfl_sync(kFullWarp, scan, 31);
   }
-  const int64_t even = (total + kSegmentsWanted - 1) / kSegmentsWanted;
-  const int64_t rows = max(int64_t{kSegmentRowsMin}, (even + 31) / 32 * 32);
-  const int segments = static_cast<int>((total + rows - 1) / rows);
-  for (int i = lane; i < segments; i += 32) {
-    s.segments[1][i] = {1, static_cast<int32_t>(min(rows, total - i * rows)),
-                        s.list_count + i * rows};
+  const int64_t even = (total + kSplitsWanted - 1) / kSplitsWanted;
+  const int64_t rows = max(int64_t{kSplitRowsMin}, (even + 31) / 32 * 32);
+  const int splits = static_cast<int>((total + rows - 1) / rows);
+  for (int i = lane; i < splits; i += 32) {
+    s.splits[1][i] = {1, static_cast<int32_t>(min(rows, total - i * rows)),
+                      s.list_count + i * rows};
   }
   __syncwarp();
   if (lane != 0) return;
-  s.segment_count[1] = segments;
+  s.split_count[1] = splits;
   s.strata = total > 0 ? 1 : 0;
   s.stratum_count[0] = total;
   s.drawn[0] = total;

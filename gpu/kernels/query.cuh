@@ -68,7 +68,7 @@ struct PinnedRequests {
 };
 
 // A wave's first kernel may run beside a step's append, and ends after it.
-__device__ inline void EndFirst() { WaitForPrevious(); }
+__device__ inline void EndFirst() { GridDependencyWait(); }
 
 // A unit's request from across the link, for the block and, by the first block
 // of the grid's x, for the kernels that follow. Leaves that block's request
@@ -86,7 +86,7 @@ __device__ inline void FetchRequest(const PinnedRequests& requests, UnitRequest&
 // `oracle` needs no more. Grid (blocks, units).
 __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   __shared__ UnitRequest u;
-  LetNextBegin();
+  TriggerDependents();
   FetchRequest(requests, u);
   ClearUnit(shape, u);
   const int size = shape.group * shape.head_dim;
@@ -107,7 +107,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   const int d = shape.head_dim;
   const int g = blockIdx.x;
   const int j = threadIdx.x;
-  LetNextBegin();
+  TriggerDependents();
   // Asked for together with the request.
   float own = 0;
   if (g < shape.group && j < d) own = requests.q[(int64_t{blockIdx.y} * shape.group + g) * d + j];
@@ -157,7 +157,7 @@ __global__ void PrepareHammingKernel(AttendShape shape, PinnedRequests requests)
   extern __shared__ float memory[];
   __shared__ UnitRequest u;
   __shared__ int32_t missing_sum;
-  LetNextBegin();
+  TriggerDependents();
   FetchRequest(requests, u);
   ClearUnit(shape, u);
   const int d = shape.head_dim;

@@ -20,13 +20,13 @@ struct TieSplit {
 
 // All threads of the block.
 __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, int64_t skip,
-                                 TieSplit& split) {
+                                 TieSplit& tie_split) {
   __shared__ int64_t warp_ties[kResolveThreads / 32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     // Until the chunk is found: all of the bin is heavy, or none.
-    split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.chunks(), 0, 0, 0};
+    tie_split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.chunks(), 0, 0, 0};
   }
   if (skip == 0) {
     __syncthreads();
@@ -85,7 +85,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
           turned = true;
           const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
           if (lane == 0) {
-            split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
+            tie_split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
           }
         }
       }
@@ -152,15 +152,15 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   }
 }
 
-// The list's layout, the segments that folding takes, and what is drawn now,
+// The list's layout, the splits that folding takes, and what is drawn now,
 // for the kernels that follow. All threads.
 __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals,
                               const DrawState& draw) {
   constexpr int kSets = 1 + kTailStrataMax;
   static_assert(kSets <= 64);
   __shared__ int64_t first_of[kSets];
-  __shared__ int first_segment[kSets + 1];
-  __shared__ int64_t segment_rows;
+  __shared__ int first_split[kSets + 1];
+  __shared__ int64_t split_rows;
   UnitState& s = *u.state;
   const int sets = 1 + draw.strata;
   const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
@@ -172,27 +172,27 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
     const int64_t after = draw.list_count + WarpScan(low + high);
     const int64_t end = __shfl_sync(kFullWarp, after, 31);
     const auto even =
-        static_cast<uint32_t>(end - draw.list_count + kSegmentsWanted - 1) / kSegmentsWanted;
-    const uint32_t rows = max(static_cast<uint32_t>(kSegmentRowsMin), (even + 31) / 32 * 32);
-    const int low_segments = static_cast<int>((static_cast<uint32_t>(low) + rows - 1) / rows);
-    const int high_segments = static_cast<int>((static_cast<uint32_t>(high) + rows - 1) / rows);
-    const int segments_after = WarpScan(low_segments + high_segments);
-    const int segments = __shfl_sync(kFullWarp, segments_after, 31);
+        static_cast<uint32_t>(end - draw.list_count + kSplitsWanted - 1) / kSplitsWanted;
+    const uint32_t rows = max(static_cast<uint32_t>(kSplitRowsMin), (even + 31) / 32 * 32);
+    const int low_splits = static_cast<int>((static_cast<uint32_t>(low) + rows - 1) / rows);
+    const int high_splits = static_cast<int>((static_cast<uint32_t>(high) + rows - 1) / rows);
+    const int splits_after = WarpScan(low_splits + high_splits);
+    const int splits = __shfl_sync(kFullWarp, splits_after, 31);
     if (set < sets) {
       first_of[set] = after - high - low;
-      first_segment[set] = segments_after - high_segments - low_segments;
+      first_split[set] = splits_after - high_splits - low_splits;
     }
     if (set + 1 < sets) {
       first_of[set + 1] = after - high;
-      first_segment[set + 1] = segments_after - high_segments;
+      first_split[set + 1] = splits_after - high_splits;
     }
     if (threadIdx.x == 0) {
-      first_segment[sets] = segments;
-      segment_rows = rows;
+      first_split[sets] = splits;
+      split_rows = rows;
       if (phase == 0) s.exact_count = exact;
       s.limited = draw.limited;
       s.list_count = end;
-      s.segment_count[phase] = segments;
+      s.split_count[phase] = splits;
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
       s.staged = draw.gathered + missed <= u.staging_rows;
@@ -210,10 +210,10 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
   }
   for (int set = threadIdx.x / 32; set < sets; set += kResolveThreads / 32) {
     const int64_t rows = set == 0 ? exact : totals[set];
-    for (int i = first_segment[set] + threadIdx.x % 32; i < first_segment[set + 1]; i += 32) {
-      const int64_t at = (i - first_segment[set]) * segment_rows;
-      s.segments[phase][i] = {set, static_cast<int32_t>(min(segment_rows, rows - at)),
-                              first_of[set] + at};
+    for (int i = first_split[set] + threadIdx.x % 32; i < first_split[set + 1]; i += 32) {
+      const int64_t at = (i - first_split[set]) * split_rows;
+      s.splits[phase][i] = {set, static_cast<int32_t>(min(split_rows, rows - at)),
+                            first_of[set] + at};
     }
   }
 }
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kResolveThreads)
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
   __shared__ int64_t totals[kChunkColumns];
   __shared__ uint64_t collected[kTailStrataMax];
-  __shared__ TieSplit split;
+  __shared__ TieSplit tie_split;
   __shared__ DrawVerdict verdict;
   __shared__ bool collect;
   __shared__ UnitRequest u;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kResolveThreads)
   if (phase == 1 && !state.drawing) {
     if (threadIdx.x == 0) {
       state.gather_count = 0;
-      state.segment_count[1] = 0;
+      state.split_count[1] = 0;
     }
     return;
   }
@@ -244,17 +244,17 @@ __global__ void __launch_bounds__(kResolveThreads)
   LoadRule(u, phase, state.threshold, rule);
   if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
   if (phase == 0) {
-    SplitTies(u, rule, state.heavy_skip, split);
-    if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = split.heavy_from;
+    SplitTies(u, rule, state.heavy_skip, tie_split);
+    if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = tie_split.heavy_from;
     const auto with_ties = [&](int column, int64_t chunk, uint32_t count) {
       const ChunkTies ties = u.chunk_ties[chunk];
-      const bool above = chunk > split.chunk;
-      const bool below = chunk < split.chunk;
-      if (column == 0) return count + (above ? ties.all : below ? 0 : split.heavy);
+      const bool above = chunk > tie_split.chunk;
+      const bool below = chunk < tie_split.chunk;
+      if (column == 0) return count + (above ? ties.all : below ? 0 : tie_split.heavy);
       if (column == 1 + rule.tie_class)
-        return count + (below ? ties.drawn : above ? 0 : split.drawn);
+        return count + (below ? ties.drawn : above ? 0 : tie_split.drawn);
       if (column == kMissedColumn) {
-        return count + (above ? ties.all_missed : below ? ties.drawn_missed : split.missed);
+        return count + (above ? ties.all_missed : below ? ties.drawn_missed : tie_split.missed);
       }
       return count;
     };

@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
   ring.Bring(address(page_index), lane);
   const std::byte* next = address(page_index + step);
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
-  WaitForPrevious();
-  LetNextBegin();
+  GridDependencyWait();
+  TriggerDependents();
   if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
   LoadQueryPlanes(u, tiles, shape.tiling.words, kChunks, planes);
   if (threadIdx.x < kGroupMax) {

@@ -8,7 +8,7 @@
 
 #include "daemon/engine/auditor.h"
 #include "host/device/exact_attend.h"
-#include "host/policy/effort.h"
+#include "host/policy/escalation.h"
 #include "tests/daemon/engine_fixture.h"
 
 namespace spillway {

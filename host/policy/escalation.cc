@@ -1,4 +1,4 @@
-#include "host/policy/effort.h"
+#include "host/policy/escalation.h"
 
 #include <algorithm>
 
@@ -12,17 +12,17 @@ constexpr int32_t kPilotMax = 512;
 bool Promises(const Policy& policy) { return BoundsTheError(policy.tail, policy.bound); }
 
 // Whether there was a step left to make.
-bool Raise(const Policy& base, Effort& effort) {
-  Policy& p = effort.policy;
-  if (effort.dense) return false;
+bool Raise(const Policy& base, Escalation& escalation) {
+  Policy& p = escalation.policy;
+  if (escalation.dense) return false;
   if (p.tail == Tail::kUniform && p.bound == Bound::kPaper && base.bound != p.bound) {
-    effort.dense = true;
+    escalation.dense = true;
   } else if (p.inflation < kInflationMax) {
     p.inflation = std::min(kInflationMax, p.inflation * kInflationStep);
   } else if (p.pilot_token_count < kPilotMax) {
     p.pilot_token_count = std::min(kPilotMax, 2 * p.pilot_token_count);
   } else if (base.tail == Tail::kUniform && base.bound == Bound::kPaper) {
-    effort.dense = true;
+    escalation.dense = true;
   } else {
     p.tail = Tail::kUniform;
     p.bound = Bound::kPaper;
@@ -33,18 +33,18 @@ bool Raise(const Policy& base, Effort& effort) {
 
 }  // namespace
 
-Effort EffortAt(const Policy& policy, int level) {
-  Effort effort{policy};
-  if (!Promises(policy)) return effort;
-  for (int i = 0; i < level && Raise(policy, effort); ++i) {
+Escalation EscalationAt(const Policy& policy, int level) {
+  Escalation escalation{policy};
+  if (!Promises(policy)) return escalation;
+  for (int i = 0; i < level && Raise(policy, escalation); ++i) {
   }
-  return effort;
+  return escalation;
 }
 
 int DenseLevel(const Policy& policy) {
   if (!Promises(policy)) return 0;
   int level = 0;
-  for (Effort effort{policy}; Raise(policy, effort); ++level) {
+  for (Escalation escalation{policy}; Raise(policy, escalation); ++level) {
   }
   return level;
 }

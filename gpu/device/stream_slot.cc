@@ -1,4 +1,4 @@
-#include "gpu/device/lane.h"
+#include "gpu/device/stream_slot.h"
 
 #include <algorithm>
 #include <memory>
@@ -24,32 +24,34 @@ GraphCache::Entry* GraphCache::Find(const Wave& wave) {
   return nullptr;
 }
 
-absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(MemoryBudget* device_budget,
-                                                   MemoryBudget* host_budget, int64_t wave_bytes) {
-  auto lane = std::make_unique<Lane>();
-  lane->device_budget_ = device_budget;
-  lane->host_budget_ = host_budget;
-  lane->wave_bytes_ = wave_bytes;
+absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* device_budget,
+                                                               MemoryBudget* host_budget,
+                                                               int64_t wave_bytes) {
+  auto slot = std::make_unique<StreamSlot>();
+  slot->device_budget_ = device_budget;
+  slot->host_budget_ = host_budget;
+  slot->wave_bytes_ = wave_bytes;
   absl::StatusOr<Stream> stream = Stream::Create();
   if (!stream.ok()) return stream.status();
-  lane->stream_ = *std::move(stream);
-  for (Event* event : {&lane->start_, &lane->done_}) {
+  slot->stream_ = *std::move(stream);
+  for (Event* event : {&slot->start_, &slot->done_}) {
     absl::StatusOr<Event> created = Event::Create(/*timing=*/true);
     if (!created.ok()) return created.status();
     *event = *std::move(created);
   }
-  absl::StatusOr<PinnedBuffer> cancel = PinnedBuffer::Create(64, host_budget, "a GPU lane");
+  absl::StatusOr<PinnedBuffer> cancel =
+      PinnedBuffer::Create(64, host_budget, "a stream slot of a GPU");
   if (!cancel.ok()) return cancel.status();
-  lane->cancel_ = *std::move(cancel);
-  *lane->cancel() = 0;
+  slot->cancel_ = *std::move(cancel);
+  *slot->cancel() = 0;
   absl::StatusOr<PinnedBuffer> lists =
-      PinnedBuffer::Create(sizeof(AppendLists), host_budget, "a GPU lane");
+      PinnedBuffer::Create(sizeof(AppendLists), host_budget, "a stream slot of a GPU");
   if (!lists.ok()) return lists.status();
-  lane->lists_ = *std::move(lists);
-  return lane;
+  slot->lists_ = *std::move(lists);
+  return slot;
 }
 
-absl::StatusOr<std::byte*> Lane::Workspace(int64_t bytes) {
+absl::StatusOr<std::byte*> StreamSlot::Workspace(int64_t bytes) {
   if (bytes > workspace_.bytes()) {
     // The old one first: the two need not fit together.
     workspace_ = DeviceBuffer();
@@ -62,7 +64,7 @@ absl::StatusOr<std::byte*> Lane::Workspace(int64_t bytes) {
   return workspace_.data();
 }
 
-absl::StatusOr<std::byte*> Lane::Pinned(int64_t bytes) {
+absl::StatusOr<std::byte*> StreamSlot::Pinned(int64_t bytes) {
   if (bytes > pinned_.bytes()) {
     pinned_ = PinnedBuffer();
     const int64_t rounded = (bytes + kStep - 1) / kStep * kStep;

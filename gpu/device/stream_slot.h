@@ -77,13 +77,13 @@ struct AppendLists {
 
 // What one job in flight uses: a stream and memory that grows with the jobs.
 // Not thread-safe; grown only while nothing runs on the stream.
-class Lane {
+class StreamSlot {
  public:
   // wave_bytes: what a wave takes of the workspace, unless a unit alone takes
   // more.
-  static absl::StatusOr<std::unique_ptr<Lane>> Create(MemoryBudget* device_budget,
-                                                      MemoryBudget* host_budget,
-                                                      int64_t wave_bytes);
+  static absl::StatusOr<std::unique_ptr<StreamSlot>> Create(MemoryBudget* device_budget,
+                                                            MemoryBudget* host_budget,
+                                                            int64_t wave_bytes);
 
   // At least as many bytes. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);

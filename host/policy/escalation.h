@@ -4,10 +4,10 @@
 
 namespace spillway {
 
-// How hard a head's attends try to keep their promise: the policy at level 0,
+// What a head is attended by at an escalation level: the policy at level 0,
 // then steps of more inflation, of a larger pilot, vAttention's `paper` budget
 // over a uniform tail, and at last dense attention.
-struct Effort {
+struct Escalation {
   Policy policy;
   bool dense = false;
 };
@@ -17,7 +17,7 @@ struct Effort {
 // inflation, then nothing is left to chance. A policy that promises nothing
 // (no tail, or the denominator's bound) stays as it is. level >= 0; above
 // DenseLevel() as there.
-Effort EffortAt(const Policy& policy, int level);
+Escalation EscalationAt(const Policy& policy, int level);
 // The first level that is dense; 0 for a policy that promises nothing.
 int DenseLevel(const Policy& policy);
 

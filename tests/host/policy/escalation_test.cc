@@ -1,0 +1,68 @@
+#include "host/policy/escalation.h"
+
+#include <gtest/gtest.h>
+
+namespace spillway {
+namespace {
+
+// Whether an attend with b asks for at least as much as one with a.
+bool NotWeaker(const Escalation& a, const Escalation& b) {
+  if (b.dense) return true;
+  if (b.policy.bound == Bound::kPaper && b.policy.tail == Tail::kUniform) return !a.dense;
+  return !a.dense && b.policy.inflation >= a.policy.inflation &&
+         b.policy.pilot_token_count >= a.policy.pilot_token_count;
+}
+
+TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
+  Policy uniform;
+  uniform.tail = Tail::kUniform;
+  Policy paper = uniform;
+  paper.bound = Bound::kPaper;
+  Policy strong;
+  strong.inflation = 16;
+  strong.pilot_token_count = 4096;
+  for (const Policy& policy : {Policy(), uniform, paper, strong}) {
+    const int last = DenseLevel(policy);
+    ASSERT_GT(last, 0);
+    EXPECT_EQ(EscalationAt(policy, 0).policy.inflation, policy.inflation);
+    EXPECT_EQ(EscalationAt(policy, 0).policy.pilot_token_count, policy.pilot_token_count);
+    for (int level = 0; level < last; ++level) {
+      EXPECT_FALSE(EscalationAt(policy, level).dense) << level;
+      EXPECT_TRUE(NotWeaker(EscalationAt(policy, level), EscalationAt(policy, level + 1))) << level;
+    }
+    EXPECT_TRUE(EscalationAt(policy, last).dense);
+    EXPECT_TRUE(EscalationAt(policy, last + 5).dense);
+  }
+}
+
+TEST(Escalation, TakesTheStepsInTheirOrder) {
+  const Policy policy;  // inflation 1.25, pilot 48
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 1).policy.inflation, 1.25 * 1.25);
+  EXPECT_EQ(EscalationAt(policy, 1).policy.pilot_token_count, 48);
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 6).policy.inflation, 4);
+  EXPECT_EQ(EscalationAt(policy, 7).policy.pilot_token_count, 96);
+  EXPECT_EQ(EscalationAt(policy, 10).policy.pilot_token_count, 512);
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 10).policy.inflation, 4);
+  const Escalation paper = EscalationAt(policy, 11);
+  EXPECT_EQ(paper.policy.tail, Tail::kUniform);
+  EXPECT_EQ(paper.policy.bound, Bound::kPaper);
+  EXPECT_EQ(paper.policy.inflation, policy.inflation);
+  EXPECT_EQ(DenseLevel(policy), 12);
+}
+
+TEST(Escalation, LeavesAPolicyThatPromisesNothing) {
+  Policy none;
+  none.tail = Tail::kNone;
+  Policy denominator;
+  denominator.tail = Tail::kUniform;
+  denominator.bound = Bound::kDenominator;
+  for (const Policy& policy : {none, denominator}) {
+    EXPECT_EQ(DenseLevel(policy), 0);
+    EXPECT_FALSE(EscalationAt(policy, 7).dense);
+    EXPECT_EQ(EscalationAt(policy, 7).policy.inflation, policy.inflation);
+    EXPECT_EQ(EscalationAt(policy, 7).policy.tail, policy.tail);
+  }
+}
+
+}  // namespace
+}  // namespace spillway
