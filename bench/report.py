@@ -273,6 +273,10 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def _worst(worst: dict[str, Any]) -> str:
+    return f"{worst['fraction']:.1%}, layer {worst['layer']}, head {worst['head']}"
+
+
 def _demo(result: dict[str, Any]) -> Iterator[str]:
     first = result["runs"][0]
     yield (
@@ -288,10 +292,9 @@ def _demo(result: dict[str, Any]) -> Iterator[str]:
             f"{run['rows_touched_fraction']:.1%}",
             f"{run['observed_error_mean']:.4f} / {run['certified_error_mean']:.4f}",
             f"{run['certificate_exceeded_fraction']:.2%} of {run['certificate_count']:,}",
+            _worst(run["certificate_exceeded_worst"]),
             f"{run['observed_violation_fraction']:.2%} of {run['observed_count']:,}",
-            f"{run['observed_violation_worst']['fraction']:.1%}, layer "
-            f"{run['observed_violation_worst']['layer']}, head "
-            f"{run['observed_violation_worst']['head']}",
+            _worst(run["observed_violation_worst"]),
             f"{run['top1_agreement']:.1%} of {run['top1_tokens']}",
             f"{run['kl_divergence_mean']:.4f}",
             f"{run['tokens_per_second']:.1f} / {run['dense_tokens_per_second']:.1f}",
@@ -304,6 +307,7 @@ def _demo(result: dict[str, Any]) -> Iterator[str]:
         "rows read",
         "error observed / certified",
         "beyond its certificate",
+        "worst",
         "beyond epsilon",
         "worst",
         "same next token",

@@ -20,7 +20,7 @@ import spillway
 import torch
 import typer
 from demonstration import decoding, document, model, report
-from demonstration.observation import Observer
+from demonstration.observation import Observer, worst_head
 from rich.console import Console
 from spillway.transformers import SpillwayCache
 from spillway_lab import serving
@@ -113,8 +113,7 @@ def summarize(
     ratios = observer.certificate_ratios()
     fractions = np.stack([np.stack(steps) for steps in observer.fractions])
     beyond = observed > observer.epsilon
-    per_head = beyond.mean(axis=1)
-    layer, head = np.unravel_index(per_head.argmax(), per_head.shape)
+    known = ~np.isnan(ratios)
     dense_log, sparse_log = (
         torch.log_softmax(side.logits.double(), dim=-1) for side in (dense, sparse)
     )
@@ -138,7 +137,8 @@ def summarize(
         "observed_violation_fraction": float(beyond.mean()),
         # Of the outputs that have a certificate to exceed.
         "certificate_exceeded_fraction": report.exceeded_fraction(ratios),
-        "certificate_count": ratios.size,
+        "certificate_exceeded_worst": worst_head(ratios > 1, known),
+        "certificate_count": int(known.sum()),
         "top1_agreement": float(agreement),
         "top1_tokens": FORCED_TOKEN_COUNT,
         "dense_tokens_per_second": dense.tokens_per_second,
@@ -155,12 +155,7 @@ def summarize(
         "prefill_seconds": sparse.prefill_seconds,
         "rows_touched_fraction_by_layer": fractions.mean(axis=(1, 2)).tolist(),
         "observed_count": observed.size,
-        "observed_violation_worst": {
-            "layer": int(layer),
-            "head": int(head),
-            "fraction": float(per_head[layer, head]),
-            "count": observed.shape[1],
-        },
+        "observed_violation_worst": worst_head(beyond, np.ones_like(beyond)),
         "uncertified_count": certified.size - finite.size,
         "promises": observer.promises,
         "device": device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,30 @@ def relative_errors(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """||out - exact|| / ||exact|| over the last dimension, in float64."""
     out, exact = out.double(), exact.double()
     return (out - exact).norm(dim=-1) / exact.norm(dim=-1)
+
+
+def worst_head(beyond: np.ndarray, counted: np.ndarray) -> dict[str, Any] | None:
+    """The layer and head with the largest share of outputs beyond a bound.
+
+    Args:
+        beyond: Whether an output is, [layers, attends, H_q].
+        counted: Whether it counts, likewise.
+
+    Returns:
+        `layer`, `head`, its `fraction` and the `count` it is of; None where
+        nothing counts.
+    """
+    counts = counted.sum(axis=1)
+    if not counts.any():
+        return None
+    shares = (beyond & counted).sum(axis=1) / np.maximum(counts, 1)
+    layer, head = np.unravel_index(shares.argmax(), shares.shape)
+    return {
+        "layer": int(layer),
+        "head": int(head),
+        "fraction": float(shares[layer, head]),
+        "count": int(counts[layer, head]),
+    }
 
 
 class Observer:
@@ -52,15 +77,15 @@ class Observer:
         self.delta = 0.0
 
     def certificate_ratios(self) -> np.ndarray:
-        """Observed over certified error of each recomputed output, [outputs].
+        """Observed over certified error of each recomputed output, [layers, attends, H_q].
 
-        An output is one attend's of one head. Those whose certificate knows no
-        error, or says exact, are left out: neither gives a ratio.
+        NaN where the certificate knows no error or says exact: neither gives a
+        ratio.
         """
-        observed = np.concatenate([np.ravel(errors) for errors in self.observed])
-        certified = np.concatenate([np.ravel(errors) for errors in self.certified_then])
+        observed, certified = np.array(self.observed), np.array(self.certified_then)
+        ratios: np.ndarray = np.full(observed.shape, np.nan)
         known = np.isfinite(certified) & (certified > 0)
-        ratios: np.ndarray = observed[known] / certified[known]
+        np.divide(observed, certified, out=ratios, where=known)
         return ratios
 
     def __call__(self, event: AttendEvent) -> None:

@@ -65,9 +65,11 @@ def exceeded_fraction(ratios: np.ndarray) -> float | None:
     """Share of the outputs whose observed error exceeds the certified one.
 
     Args:
-        ratios: Observed over certified errors; None is returned for none.
+        ratios: Observed over certified errors, NaN where an output has none;
+            None is returned where none has one.
     """
-    return float((ratios > 1).mean()) if ratios.size else None
+    known = ratios[~np.isnan(ratios)]
+    return float((known > 1).mean()) if known.size else None
 
 
 def print_table(summary: Mapping[str, Any], console: Console) -> None:
@@ -106,23 +108,29 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
         "0",
         f"{summary['observed_error_mean']:.4f}",
     )
-    exceeded = summary["certificate_exceeded_fraction"]
-    table.add_row(
-        f"beyond its certificate (< {summary['delta']:.0%})",
-        "",
-        "" if exceeded is None else f"{exceeded:.2%}",
-    )
-    worst = summary["observed_violation_worst"]
-    table.add_row("beyond the promise", "", f"{summary['observed_violation_fraction']:.2%}")
+    if summary["certificate_exceeded_fraction"] is not None:
+        _add_share(
+            table,
+            summary,
+            f"beyond its certificate (< {summary['delta']:.0%})",
+            "certificate_exceeded",
+        )
+    _add_share(table, summary, "beyond the promise", "observed_violation")
+    table.add_section()
+    table.add_row("K/V in the daemon, MiB", "", f"{summary['kv_bytes_host'] / 2**20:.1f}")
+    table.add_row("codes of the keys, MiB", "", f"{summary['index_bytes'] / 2**20:.1f}")
+    console.print(table)
+
+
+def _add_share(table: Table, summary: Mapping[str, Any], title: str, name: str) -> None:
+    """Adds a share of the outputs, and that of the layer and head where it is largest."""
+    worst = summary[f"{name}_worst"]
+    table.add_row(title, "", f"{summary[f'{name}_fraction']:.2%}")
     table.add_row(
         f"  worst: layer {worst['layer']}, head {worst['head']}, of {worst['count']}",
         "",
         f"{worst['fraction']:.1%}",
     )
-    table.add_section()
-    table.add_row("K/V in the daemon, MiB", "", f"{summary['kv_bytes_host'] / 2**20:.1f}")
-    table.add_row("codes of the keys, MiB", "", f"{summary['index_bytes'] / 2**20:.1f}")
-    console.print(table)
 
 
 def draw(observer: Observer, summary: Mapping[str, Any], path: Path) -> None:
@@ -156,6 +164,7 @@ def _draw_rows(axes: Any, observer: Observer, mean: float) -> None:
 def _draw_errors(axes: Any, observer: Observer) -> None:
     ratios = observer.certificate_ratios()
     beyond = exceeded_fraction(ratios)
+    ratios = ratios[~np.isnan(ratios)]
     shown = np.minimum(ratios[ratios > 1], RATIO_SHOWN_MAX)
     bins = np.linspace(0, RATIO_SHOWN_MAX, RATIO_BIN_COUNT + 1)
     for part, edges, colour in (
@@ -173,7 +182,7 @@ def _draw_errors(axes: Any, observer: Observer) -> None:
         ylabel=f"share of {ratios.size:,} outputs, %",
         title="Each observed error against its own certificate",
     )
-    if not ratios.size:
+    if beyond is None:
         axes.text(0.5, 0.5, "no output has one", transform=axes.transAxes, ha="center")
         return
     for x, side, colour, text in (

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from demonstration import report
-from demonstration.observation import Observer
+from demonstration.observation import Observer, worst_head
 from rich.console import Console
 
 # Two layers, two recomputed attends each, two heads. One certificate knows
@@ -18,7 +18,7 @@ from rich.console import Console
 # exceeded, the third is met exactly.
 OBSERVED = [[[0.01, 0.03], [0.02, 0.05]], [[0.04, 1e-7], [0.078, 0.5]]]
 CERTIFIED = [[[0.02, 0.02], [0.02, np.inf]], [[0.08, 0.0], [0.1, 0.1]]]
-RATIOS = [0.5, 1.5, 1.0, 0.5, 0.78, 5.0]
+RATIOS = [[[0.5, 1.5], [1.0, np.nan]], [[0.5, np.nan], [0.78, 5.0]]]
 SUMMARY: dict[str, Any] = {
     "model": "M",
     "context_tokens": 7,
@@ -63,10 +63,16 @@ def printed(summary: dict[str, Any]) -> dict[str, str]:
 
 def test_share_beyond_the_certificate() -> None:
     ratios = observer(OBSERVED, CERTIFIED).certificate_ratios()
-    assert ratios == pytest.approx(RATIOS)
+    np.testing.assert_allclose(ratios, RATIOS)
     assert report.exceeded_fraction(ratios) == pytest.approx(2 / 6)
-    table = printed({**SUMMARY, "certificate_exceeded_fraction": 2 / 6})
+    # Both heads 1 have one ratio each, and exceed it; the first is told.
+    worst = worst_head(ratios > 1, ~np.isnan(ratios))
+    assert worst == {"layer": 0, "head": 1, "fraction": 1.0, "count": 1}
+    table = printed(
+        {**SUMMARY, "certificate_exceeded_fraction": 2 / 6, "certificate_exceeded_worst": worst}
+    )
     assert table["beyond its certificate (< 10%)"] == "33.33%"
+    assert table["worst: layer 0, head 1, of 1"] == "100.0%"
 
 
 def test_picture_of_the_share() -> None:
@@ -87,8 +93,10 @@ def test_picture_of_the_share() -> None:
 def test_no_certificate_to_exceed(tmp_path: Path) -> None:
     exact = [[[0.0, 0.0], [0.0, 0.0]]] * 2
     made = observer(exact, exact)
-    assert report.exceeded_fraction(made.certificate_ratios()) is None
+    ratios = made.certificate_ratios()
+    assert report.exceeded_fraction(ratios) is None
+    assert worst_head(ratios > 1, ~np.isnan(ratios)) is None
     summary = {**SUMMARY, "certificate_exceeded_fraction": None}
-    assert printed(summary)["beyond its certificate (< 10%)"] == ""
+    assert not [title for title in printed(summary) if "certificate" in title]
     report.draw(made, summary, tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 0
