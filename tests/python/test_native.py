@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import spillway
 from daemon_process import binary
 from spillway import _native
 from spillway_lab.serving import prefer_library
+
+
+NAMED = os.environ.get("SPILLWAY_LIBRARY")  # before tests change it
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +67,8 @@ def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
 
 
 def built() -> Path:
-    return binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+    """The library under test: the one that was named, else the daemon's build's."""
+    return Path(NAMED or binary().resolve().parents[1] / "clients/c/libspillway.so.1")
 
 
 def test_the_package_own_comes_before_the_system(

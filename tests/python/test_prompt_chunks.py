@@ -166,7 +166,8 @@ def test_candidates_are_no_prompt(client: Client, spilled: Any) -> None:
         # So is a turn that begins assisted decoding, with its first candidates.
         seen.clear()
         turn = prompt(1, 10)
-        generate(spilled, turn, cache, max_new_tokens=20, attention_mask=None, **assisted)
+        mask = torch.ones(1, cache.get_seq_length() + 10, dtype=torch.long)
+        generate(spilled, turn, cache, max_new_tokens=20, attention_mask=mask, **assisted)
         assert seen[0][0] >= 10
         assert seen[0][1] is EXACT
         assert kinds(Seen(seen[1:])) == {not EXACT}
