@@ -13,7 +13,6 @@ from daemon_process import binary
 from spillway import _native
 from spillway_lab.serving import prefer_library
 
-
 NAMED = os.environ.get("SPILLWAY_LIBRARY")  # before tests change it
 
 
