@@ -174,7 +174,7 @@ class SpillwayCache(Cache):
 
     @property
     def _is_user_defined(self) -> bool:
-        """Set by generate(), before it decodes in any way, on a cache that it was given."""
+        """Set by generate(), since transformers 5.17, on a cache that it was given."""
         return True
 
     @_is_user_defined.setter
