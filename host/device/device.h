@@ -119,7 +119,7 @@ struct Job {
   std::vector<JobItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
   double device_time_us = 0;            // filled
-  // Asks for the time of each stage; measuring makes the job slower. A device
+  // For benchmarks: the time of each stage, which makes a job slower. A device
   // that cannot tell leaves it empty.
   bool trace = false;
   std::vector<StageTime> stages;  // filled
