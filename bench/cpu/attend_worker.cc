@@ -39,14 +39,14 @@ absl::StatusOr<Json> Attend(Fixture& fixture, const MappedFile& queries, const J
   if (!result.ok()) return result.status();
   if (request.contains("out")) {
     std::ofstream file(request["out"].get<std::string>(), std::ios::binary);
-    file.write(reinterpret_cast<const char*>(result->work.out.data()),
-               static_cast<std::streamsize>(result->work.out.size() * sizeof(float)));
+    file.write(reinterpret_cast<const char*>(result->result.out.data()),
+               static_cast<std::streamsize>(result->result.out.size() * sizeof(float)));
     if (!file.flush()) return absl::InternalError("cannot write the output");
   }
   Json errors = Json::array();
-  for (const Certificate& c : result->work.certificates) errors.push_back(c.relative_error);
+  for (const Certificate& c : result->result.certificates) errors.push_back(c.relative_error);
   return Json{{"us", result->device_time_us},
-              {"touched_row_counts", result->work.touched_row_counts},
+              {"touched_row_counts", result->result.touched_row_counts},
               {"certified_errors", std::move(errors)}};
 }
 

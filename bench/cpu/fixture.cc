@@ -80,15 +80,15 @@ absl::StatusOr<Fixture::Attended> Fixture::Attend(const Policy& policy, const fl
   job->model = model_.get();
   JobItem& item = job->items.emplace_back();
   item.sequence = sequence_.get();
-  AttendWork& work = item.attend.emplace();
-  work.rows = rows_.get();
-  work.policy = policy;
-  work.q = reinterpret_cast<const std::byte*>(q);
-  work.query_count = 1;
-  work.visible = {visible};
+  AttendQuery& attend = item.attend.emplace();
+  attend.rows = rows_.get();
+  attend.policy = policy;
+  attend.q = reinterpret_cast<const std::byte*>(q);
+  attend.query_count = 1;
+  attend.visible = {visible};
   job = Run(std::move(job));
   if (!job->items[0].status.ok()) return job->items[0].status;
-  return Attended{*std::move(job->items[0].attend), job->device_time_us};
+  return Attended{std::move(job->items[0].result), job->device_time_us};
 }
 
 double Fixture::ReadRows(int64_t token_count, CacheFlush& flush) {

@@ -29,7 +29,7 @@ class Fixture {
                       int64_t to);
 
   struct Attended {
-    AttendWork work;
+    AttendResult result;
     double device_time_us = 0;
   };
   // One query [H_q][d] fp32 that sees the first `visible` tokens.

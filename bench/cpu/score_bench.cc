@@ -89,17 +89,18 @@ class Scored {
                                              std::min(tokens, options.key_count - at));
       if (!status.ok()) return status;
     }
-    work_.rows = &fixture_->rows();
-    work_.policy = DefaultPolicy(fixture_->model().spec());
-    work_.policy.selector = selector;
-    work_.q = reinterpret_cast<const std::byte*>(q_.data());
-    work_.query_count = 1;
-    work_.visible = {options.key_count};
+    attend_.rows = &fixture_->rows();
+    attend_.policy = DefaultPolicy(fixture_->model().spec());
+    attend_.policy.selector = selector;
+    attend_.q = reinterpret_cast<const std::byte*>(q_.data());
+    attend_.query_count = 1;
+    attend_.visible = {options.key_count};
     workspaces_ = std::make_unique<WorkspacePool>(&fixture_->budget());
     context_.shapes = &model().spec();
     context_.model = &model();
     context_.index = &static_cast<CpuSequence&>(fixture_->sequence()).layers[0];
-    context_.work = &work_;
+    context_.attend = &attend_;
+    context_.result = &result_;
     context_.workspaces = workspaces_.get();
     return absl::OkStatus();
   }
@@ -121,9 +122,9 @@ class Scored {
 
   const CpuModel& model() const { return static_cast<const CpuModel&>(fixture_->model()); }
   Fixture& fixture() { return *fixture_; }
-  int64_t begin() const { return work_.policy.sink_token_count; }
-  int64_t end() const { return work_.visible[0] - work_.policy.window_token_count; }
-  int heavy_count() const { return static_cast<int>(work_.policy.heavy_count); }
+  int64_t begin() const { return attend_.policy.sink_token_count; }
+  int64_t end() const { return attend_.visible[0] - attend_.policy.window_token_count; }
+  int heavy_count() const { return static_cast<int>(attend_.policy.heavy_count); }
   double softmax_scale() const { return model().spec().softmax_scale; }
   // P q of a query head.
   std::vector<float> RotatedQuery(int head) const {
@@ -160,7 +161,8 @@ class Scored {
   std::unique_ptr<Fixture> fixture_;
   std::unique_ptr<WorkspacePool> workspaces_;
   std::vector<float> q_;
-  AttendWork work_;
+  AttendQuery attend_;
+  AttendResult result_;
   AttendContext context_;
 };
 

@@ -202,7 +202,7 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
     if (!checked.ok()) return checked.status();
     checked_error = std::max(checked_error, checked->error);
     if (i == 0) drawn = DrawnByPlace(checked->selections);
-    const AttendWork& work = checked->attended.work;
+    const AttendResult& work = checked->attended.result;
     const std::vector<double> errors = RelativeErrors(fixture.spec(), work.out, exact);
     for (int h = 0; h < heads; ++h) {
       observed.push_back(errors[h]);
@@ -315,7 +315,7 @@ absl::Status MeasureSteps(GpuFixture& fixture, const Options& options, const Nam
     const auto attended = fixture.Attend(step, GpuFixture::Mode::kPlain);
     if (!attended.ok()) return attended.status();
     const std::vector<double> errors =
-        RelativeErrors(fixture.spec(), attended->work.out, exact[i % queries]);
+        RelativeErrors(fixture.spec(), attended->result.out, exact[i % queries]);
     observed.insert(observed.end(), errors.begin(), errors.end());
   }
   const auto timing = Time(fixture, options.repetitions * queries, request);

@@ -30,9 +30,9 @@ absl::StatusOr<Checked> Check(GpuFixture& fixture, const std::string& name,
   auto selected = fixture.Attend(request, Mode::kSelect);
   if (!selected.ok()) return selected.status();
   const std::vector<double> wanted =
-      SelectedAttention(fixture.spec(), fixture.rows(), request.q, selected->work.selections);
-  const std::vector<double> errors = RelativeErrors(fixture.spec(), attended->work.out, wanted);
-  Checked checked{*std::move(attended), std::move(selected->work.selections)};
+      SelectedAttention(fixture.spec(), fixture.rows(), request.q, selected->result.selections);
+  const std::vector<double> errors = RelativeErrors(fixture.spec(), attended->result.out, wanted);
+  Checked checked{*std::move(attended), std::move(selected->result.selections)};
   for (const double error : errors) {
     if (!(error < kTolerance)) {
       return absl::InternalError(
@@ -69,7 +69,7 @@ absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
       stages[stage.name].push_back(stage.us);
     }
     if (trace) continue;
-    const AttendWork& work = attended->work;
+    const AttendResult& work = attended->result;
     us.push_back(attended->device_time_us);
     row_counts.push_back(0);
     moved_counts.push_back(work.moved_row_count);

@@ -105,16 +105,16 @@ absl::StatusOr<GpuFixture::Attended> GpuFixture::Attend(const AttendRequest& req
     if (absl::Status status = PrepareAppend(1); !status.ok()) return status;
     item.append = AppendWork{rows_.get(), rows_->token_count(), 1, request.k, request.v};
   }
-  AttendWork& work = item.attend.emplace();
-  work.rows = rows_.get();
-  work.policy = request.policy;
-  work.q = reinterpret_cast<const std::byte*>(request.q.data());
-  work.query_count = 1;
-  work.visible = {request.visible};
-  work.select_only = mode == Mode::kSelect;
+  AttendQuery& attend = item.attend.emplace();
+  attend.rows = rows_.get();
+  attend.policy = request.policy;
+  attend.q = reinterpret_cast<const std::byte*>(request.q.data());
+  attend.query_count = 1;
+  attend.visible = {request.visible};
+  attend.select_only = mode == Mode::kSelect;
   const auto job = Run(std::move(item), mode == Mode::kTrace);
   if (!job->items[0].status.ok()) return job->items[0].status;
-  return Attended{*std::move(job->items[0].attend), job->device_time_us, std::move(job->stages)};
+  return Attended{std::move(job->items[0].result), job->device_time_us, std::move(job->stages)};
 }
 
 absl::Status GpuFixture::FlushCaches() {

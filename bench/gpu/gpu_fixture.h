@@ -42,7 +42,7 @@ class GpuFixture {
   absl::StatusOr<Appended> Append(const std::byte* k, const std::byte* v, int64_t count);
 
   struct Attended {
-    AttendWork work;
+    AttendResult result;
     double device_time_us = 0;
     std::vector<StageTime> stages;  // with kTrace
   };

@@ -103,49 +103,51 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
 }
 
 template <typename Item>
-absl::StatusOr<AttendWork> WorkFromProto(const Item& item, const Sequence& sequence,
-                                         const std::string& path) {
+absl::StatusOr<AttendQuery> QueryFromProto(const Item& item, const Sequence& sequence,
+                                           const std::string& path) {
   const ModelSpec& spec = sequence.model->spec;
-  AttendWork work;
+  AttendQuery attend;
   const absl::StatusOr<DType> dtype =
       CheckTensor(item.q(), {kAnyDim, spec.query_head_count, spec.head_dim}, path + "q");
   if (!dtype.ok()) return dtype.status();
-  work.q_dtype = *dtype;
-  work.q = BytesOf(item.q());
-  work.query_count = item.q().shape(0);
-  if (work.query_count > kQueryCountMax) {
-    return InvalidField(path + "q.shape", absl::StrCat(work.query_count, " queries are not in [1, ",
-                                                       kQueryCountMax, "]"));
+  attend.q_dtype = *dtype;
+  attend.q = BytesOf(item.q());
+  attend.query_count = item.q().shape(0);
+  if (attend.query_count > kQueryCountMax) {
+    return InvalidField(
+        path + "q.shape",
+        absl::StrCat(attend.query_count, " queries are not in [1, ", kQueryCountMax, "]"));
   }
   const int visible_count = item.visible_token_counts_size();
-  if (visible_count != 0 && visible_count != work.query_count) {
-    return InvalidField(path + "visible_token_counts",
-                        absl::StrCat(visible_count, " values for ", work.query_count, " queries"));
+  if (visible_count != 0 && visible_count != attend.query_count) {
+    return InvalidField(
+        path + "visible_token_counts",
+        absl::StrCat(visible_count, " values for ", attend.query_count, " queries"));
   }
-  work.visible.assign(item.visible_token_counts().begin(), item.visible_token_counts().end());
+  attend.visible.assign(item.visible_token_counts().begin(), item.visible_token_counts().end());
   if (item.has_policy()) {
-    ASSIGN_OR_RETURN(work.policy,
+    ASSIGN_OR_RETURN(attend.policy,
                      ApplyPolicy(item.policy(), sequence.policy, spec, path + "policy."));
   } else {
-    work.policy = sequence.policy;
+    attend.policy = sequence.policy;
   }
-  RETURN_IF_ERROR(CheckFinite(work, spec, path + "q"));
-  return work;
+  RETURN_IF_ERROR(CheckFinite(attend, spec, path + "q"));
+  return attend;
 }
 
-template absl::StatusOr<AttendWork> WorkFromProto(const v1::AttendItem& item,
-                                                  const Sequence& sequence,
-                                                  const std::string& path);
-template absl::StatusOr<AttendWork> WorkFromProto(const v1::DecodeRequest& request,
-                                                  const Sequence& sequence,
-                                                  const std::string& path);
+template absl::StatusOr<AttendQuery> QueryFromProto(const v1::AttendItem& item,
+                                                    const Sequence& sequence,
+                                                    const std::string& path);
+template absl::StatusOr<AttendQuery> QueryFromProto(const v1::DecodeRequest& request,
+                                                    const Sequence& sequence,
+                                                    const std::string& path);
 
-absl::Status CheckSelectable(const AttendWork& work) {
-  if (work.query_count != 1) {
+absl::Status CheckSelectable(const AttendQuery& attend) {
+  if (attend.query_count != 1) {
     return InvalidField("item.q.shape",
-                        absl::StrCat(work.query_count, " queries, not exactly one"));
+                        absl::StrCat(attend.query_count, " queries, not exactly one"));
   }
-  if (work.policy.tail == Tail::kLshSampling) {
+  if (attend.policy.tail == Tail::kLshSampling) {
     return InvalidField("item.policy.tail",
                         "TAIL_LSH_SAMPLING weighs a row for each query head on its own; only "
                         "attends take it");
@@ -160,15 +162,15 @@ absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype) {
                                                 " is neither unset nor DTYPE_F32"));
 }
 
-int64_t ResultBytes(const AttendWork& work, const ModelSpec& spec, DType out_dtype) {
-  const int64_t heads = work.query_count * spec.query_head_count;
+int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, DType out_dtype) {
+  const int64_t heads = attend.query_count * spec.query_head_count;
   return kFrameBytes +
          heads * (int64_t{spec.head_dim} * DTypeBytes(out_dtype) + 4 + kCertificateBytes) +
-         work.query_count * spec.kv_head_count * 10;
+         attend.query_count * spec.kv_head_count * 10;
 }
 
-void FillCertificate(const AttendWork& work, v1::Certificate& certificate) {
-  const int count = static_cast<int>(work.certificates.size());
+void FillCertificate(const JobItem& item, v1::Certificate& certificate) {
+  const int count = static_cast<int>(item.result.certificates.size());
   // Written where they will lie: a field that adds its elements looks for room
   // at each.
   const auto elements = [count](auto& field) {
@@ -182,7 +184,7 @@ void FillCertificate(const AttendWork& work, v1::Certificate& certificate) {
   float* const masses = elements(*certificate.mutable_tail_masses());
   int* const promises = elements(*certificate.mutable_promises());
   for (int i = 0; i < count; ++i) {
-    const Certificate& head = work.certificates[i];
+    const Certificate& head = item.result.certificates[i];
     visible[i] = head.visible_token_count;
     heavy[i] = head.heavy_token_count;
     sampled[i] = head.sampled_token_count;
@@ -190,33 +192,33 @@ void FillCertificate(const AttendWork& work, v1::Certificate& certificate) {
     masses[i] = head.tail_mass;
     promises[i] = ToProto(head.promise);
   }
-  certificate.set_epsilon(work.policy.epsilon);
-  certificate.set_delta(work.policy.delta);
-  certificate.set_inflation(work.policy.inflation);
-  for (const Policy& policy : work.head_policies) {
-    certificate.add_head_inflations(policy.inflation);
-  }
+  const Policy& policy = item.attend->policy;
+  certificate.set_epsilon(policy.epsilon);
+  certificate.set_delta(policy.delta);
+  certificate.set_inflation(policy.inflation);
+  for (const TailPolicy& tail : item.attend->tails) certificate.add_head_inflations(tail.inflation);
 }
 
-void FillResult(const Job& job, const AttendWork& work, const ModelSpec& spec, DType out_dtype,
-                v1::AttendResult& result) {
-  result.mutable_status();
-  FillTensor(work.out, out_dtype, {work.query_count, spec.query_head_count, spec.head_dim},
-             *result.mutable_out());
-  FillTensor(work.lse, DType::kF32, {work.query_count, spec.query_head_count},
-             *result.mutable_lse());
-  FillCertificate(work, *result.mutable_certificate());
-  v1::AttendStatistics& statistics = *result.mutable_statistics();
-  statistics.mutable_touched_row_counts()->Add(work.touched_row_counts.begin(),
-                                               work.touched_row_counts.end());
+void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec, DType out_dtype,
+                v1::AttendResult& out) {
+  const AttendResult& result = item.result;
+  const int64_t query_count = item.attend->query_count;
+  out.mutable_status();
+  FillTensor(result.out, out_dtype, {query_count, spec.query_head_count, spec.head_dim},
+             *out.mutable_out());
+  FillTensor(result.lse, DType::kF32, {query_count, spec.query_head_count}, *out.mutable_lse());
+  FillCertificate(item, *out.mutable_certificate());
+  v1::AttendStatistics& statistics = *out.mutable_statistics();
+  statistics.mutable_touched_row_counts()->Add(result.touched_row_counts.begin(),
+                                               result.touched_row_counts.end());
   statistics.set_device_time_us(job.device_time_us);
-  statistics.set_moved_row_count(work.moved_row_count);
+  statistics.set_moved_row_count(result.moved_row_count);
 }
 
-absl::Status FillSelection(const AttendWork& work, v1::Selection& selection) {
+absl::Status FillSelection(const AttendResult& result, v1::Selection& selection) {
   int64_t count = 0;
   selection.add_offsets(0);
-  for (const Selection& head : work.selections) {
+  for (const Selection& head : result.selections) {
     count += static_cast<int64_t>(head.indices.size());
     selection.add_offsets(count);
   }
@@ -232,7 +234,7 @@ absl::Status FillSelection(const AttendWork& work, v1::Selection& selection) {
   indices.reserve(count);
   log_weights.reserve(count);
   strata.reserve(count);
-  for (const Selection& head : work.selections) {
+  for (const Selection& head : result.selections) {
     indices.insert(indices.end(), head.indices.begin(), head.indices.end());
     log_weights.insert(log_weights.end(), head.log_weights.begin(), head.log_weights.end());
     strata.insert(strata.end(), head.strata.begin(), head.strata.end());

@@ -24,23 +24,23 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
 // The queries of an AttendItem or a DecodeRequest: everything but the
 // sequence's name. path: of the item in its request, "items[2].".
 template <typename Item>
-absl::StatusOr<AttendWork> WorkFromProto(const Item& item, const Sequence& sequence,
-                                         const std::string& path);
+absl::StatusOr<AttendQuery> QueryFromProto(const Item& item, const Sequence& sequence,
+                                           const std::string& path);
 // What Select and FetchPages ask of their item, whose rows all query heads
 // share: one query, and a tail of one weight a row.
-absl::Status CheckSelectable(const AttendWork& work);
+absl::Status CheckSelectable(const AttendQuery& attend);
 // The dtype of out: q's, or f32 where asked.
 absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype);
 
-// Most bytes of an answer to `work`, beside the message's own frame.
-int64_t ResultBytes(const AttendWork& work, const ModelSpec& spec, DType out_dtype);
+// Most bytes of an answer to an attend, beside the message's own frame.
+int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, DType out_dtype);
 
 // The result of an item that succeeded.
-void FillResult(const Job& job, const AttendWork& work, const ModelSpec& spec, DType out_dtype,
-                v1::AttendResult& result);
-void FillCertificate(const AttendWork& work, v1::Certificate& certificate);
+void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec, DType out_dtype,
+                v1::AttendResult& out);
+void FillCertificate(const JobItem& item, v1::Certificate& certificate);
 // The selection of an item with one query. RESOURCE_EXHAUSTED, reason
 // RESPONSE_TOO_LARGE, when it does not fit in a message.
-absl::Status FillSelection(const AttendWork& work, v1::Selection& selection);
+absl::Status FillSelection(const AttendResult& result, v1::Selection& selection);
 
 }  // namespace spillway

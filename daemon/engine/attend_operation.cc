@@ -44,8 +44,8 @@ absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
       item.append.reset();
     }
   }
-  if (item.work.query_count > kSparseQueryCountMax) item.work.policy.selector = Selector::kAll;
-  return ResolveVisible(length, item.work);
+  if (item.attend.query_count > kSparseQueryCountMax) item.attend.policy.selector = Selector::kAll;
+  return ResolveVisible(length, item.attend);
 }
 
 absl::Status Engine::AttendOperation::Check() {
@@ -87,22 +87,22 @@ void Engine::AttendOperation::Submit() {
   job->cancel = request_.cancel;
   job->items.reserve(request_.items.size());
   for (AttendItem& item : request_.items) {
-    JobItem& work = job->items.emplace_back();
-    work.sequence = item.sequence->device.get();
+    JobItem& job_item = job->items.emplace_back();
+    job_item.sequence = item.sequence->device.get();
     if (item.append) {
-      work.append = AppendWork{&RowsOf(item), item.append->start, item.append->count,
-                               item.append->k, item.append->v};
+      job_item.append = AppendWork{&RowsOf(item), item.append->start, item.append->count,
+                                   item.append->k, item.append->v};
     }
     if (Auditor* const auditor = engine_->options_.auditor;
         auditor != nullptr && auditor->enabled()) {
       Audited& audited = audited_.emplace_back();
-      audited.policy = item.work.policy;
-      audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.work);
-      item.work.audited = true;
+      audited.policy = item.attend.policy;
+      audited.levels = auditor->Strengthen(*item.sequence->model, request_.layer, item.attend);
+      item.attend.audited = true;
     }
-    work.attend = std::move(item.work);
-    work.attend->rows = &RowsOf(item);
-    work.attend->select_only = request_.select_only;
+    item.attend.rows = &RowsOf(item);
+    item.attend.select_only = request_.select_only;
+    job_item.attend = std::move(item.attend);
   }
   engine_->device_->Submit(std::move(job),
                            [this](std::unique_ptr<Job> done) { OnJobDone(std::move(done)); });
@@ -131,8 +131,7 @@ void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
   for (size_t i = 0; i < request_.items.size(); ++i) {
     if (!audited_.empty() && job->items[i].status.ok()) {
       engine_->options_.auditor->Offer(request_.items[i].sequence->model, request_.layer,
-                                       audited_[i].policy, audited_[i].levels,
-                                       *job->items[i].attend);
+                                       audited_[i].policy, audited_[i].levels, job->items[i]);
     }
     Settle(request_.items[i], *job, job->items[i], outcome);
   }

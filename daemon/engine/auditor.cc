@@ -32,20 +32,20 @@ Auditor::Auditor(const AuditOptions& options) : options_(options) {
   if (enabled()) thread_ = std::thread([this] { Run(); });
 }
 
-std::vector<int> Auditor::Strengthen(const Model& model, int layer, AttendWork& work) const {
+std::vector<int> Auditor::Strengthen(const Model& model, int layer, AttendQuery& attend) const {
   if (!enabled()) return {};
   std::vector<int> levels = model.audits.Levels(layer);
   if (levels.empty()) return {};
-  std::vector<Policy> policies;
+  std::vector<TailPolicy> tails;
   for (const int level : levels) {
-    const Escalation escalation = EscalationAt(work.policy, level);
+    const Escalation escalation = EscalationAt(attend.policy, level);
     if (escalation.dense) {
-      work.policy.selector = Selector::kAll;
+      attend.policy.selector = Selector::kAll;
       return levels;
     }
-    policies.push_back(escalation.policy);
+    tails.push_back(escalation.tail);
   }
-  work.head_policies = std::move(policies);
+  attend.tails = std::move(tails);
   return levels;
 }
 
@@ -55,14 +55,16 @@ bool Auditor::Chosen() {
 }
 
 void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy& policy,
-                    const std::vector<int>& levels, const AttendWork& work) {
-  if (!enabled() || work.select_only) return;
+                    const std::vector<int>& levels, const JobItem& item) {
+  const AttendQuery& attend = *item.attend;
+  const AttendResult& result = item.result;
+  if (!enabled() || attend.select_only) return;
   const ModelSpec& spec = model->spec;
   const int64_t heads = spec.query_head_count;
   const int64_t width = heads * spec.head_dim;
-  for (int64_t t = 0; t < work.query_count; ++t) {
+  for (int64_t t = 0; t < attend.query_count; ++t) {
     if (!Chosen()) continue;
-    const auto first = work.certificates.begin() + t * heads;
+    const auto first = result.certificates.begin() + t * heads;
     if (std::none_of(first, first + heads, [](const Certificate& certificate) {
           return certificate.promise == Promise::kStatistical;
         })) {
@@ -74,16 +76,16 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
       }
       continue;
     }
-    const int64_t q_bytes = width * DTypeBytes(work.q_dtype);
+    const int64_t q_bytes = width * DTypeBytes(attend.q_dtype);
     Check check{.model = model,
                 .layer = layer,
                 .policy = policy,
                 .levels = levels,
-                .rows = work.rows->Share(work.visible[t]),
-                .q = {work.q + t * q_bytes, work.q + (t + 1) * q_bytes},
-                .q_dtype = work.q_dtype,
-                .visible = work.visible[t],
-                .out = {work.out.begin() + t * width, work.out.begin() + (t + 1) * width},
+                .rows = attend.rows->Share(attend.visible[t]),
+                .q = {attend.q + t * q_bytes, attend.q + (t + 1) * q_bytes},
+                .q_dtype = attend.q_dtype,
+                .visible = attend.visible[t],
+                .out = {result.out.begin() + t * width, result.out.begin() + (t + 1) * width},
                 .certificates = {first, first + heads}};
     {
       const MutexLock lock(mutex_);
@@ -99,12 +101,12 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
 
 void Auditor::Perform(const Check& check) const {
   const ModelSpec& spec = check.model->spec;
-  AttendWork work;
-  work.rows = &check.rows;
-  work.q_dtype = check.q_dtype;
-  work.q = check.q.data();
-  work.visible = {check.visible};
-  const auto exact = ExactAttend(spec, check.layer, std::move(work), cancel_.get());
+  AttendQuery attend;
+  attend.rows = &check.rows;
+  attend.q_dtype = check.q_dtype;
+  attend.q = check.q.data();
+  attend.visible = {check.visible};
+  const auto exact = ExactAttend(spec, check.layer, std::move(attend), cancel_.get());
   // A logit that is not finite among rows that the attend did not read.
   if (!exact.ok()) return;
   const int d = spec.head_dim;

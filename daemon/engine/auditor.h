@@ -33,15 +33,15 @@ class Auditor {
   double share() const { return options_.share; }
 
   // Gives an attend the escalation levels that its heads have come to. Returns the levels,
-  // [H_kv], empty if all are 0: Offer() wants them. The work's policy becomes
+  // [H_kv], empty if all are 0: Offer() wants them. The attend's policy becomes
   // dense (`all`) if a head's is.
-  std::vector<int> Strengthen(const Model& model, int layer, AttendWork& work) const;
+  std::vector<int> Strengthen(const Model& model, int layer, AttendQuery& attend) const;
 
   // Takes note of an attend that was served; `policy` is as it came. May keep
   // its query, its answer and a share of its rows until they are checked. In
   // the sequence's turn.
   void Offer(const std::shared_ptr<Model>& model, int layer, const Policy& policy,
-             const std::vector<int>& levels, const AttendWork& work);
+             const std::vector<int>& levels, const JobItem& item);
 
   // Ends the check that runs and forgets those that wait; later offers come to
   // nothing. Before the models' memory goes.

@@ -50,11 +50,11 @@ absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::s
   return k.ok() ? CheckRows(chunk, spec, chunk.v, "V", path + "v") : k;
 }
 
-absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec, std::string_view field) {
+absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::string_view field) {
   const int64_t bytes =
-      work.query_count * spec.query_head_count * spec.head_dim * DTypeBytes(work.q_dtype);
+      attend.query_count * spec.query_head_count * spec.head_dim * DTypeBytes(attend.q_dtype);
   const std::optional<int64_t> at =
-      FindNonFinite({work.q, static_cast<size_t>(bytes)}, work.q_dtype);
+      FindNonFinite({attend.q, static_cast<size_t>(bytes)}, attend.q_dtype);
   if (!at) return absl::OkStatus();
   const int64_t row = *at / spec.head_dim;
   return NonFinite("q", field,
@@ -98,25 +98,25 @@ absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence) {
                     "STALE_GENERATION", {{"generation", absl::StrCat(sequence.generation)}});
 }
 
-absl::Status ResolveVisible(int64_t layer_token_count, AttendWork& work) {
+absl::Status ResolveVisible(int64_t layer_token_count, AttendQuery& attend) {
   const int64_t n = layer_token_count;
-  if (work.visible.empty()) {
-    if (work.query_count > n) {
+  if (attend.visible.empty()) {
+    if (attend.query_count > n) {
       return WithReason(
-          absl::OutOfRangeError(absl::StrCat(work.query_count, " queries over the last tokens of ",
-                                             "a layer that has ", n)),
+          absl::OutOfRangeError(absl::StrCat(
+              attend.query_count, " queries over the last tokens of ", "a layer that has ", n)),
           "QUERY_COUNT_OUT_OF_RANGE", {{"layer_token_count", absl::StrCat(n)}});
     }
-    for (int64_t t = 0; t < work.query_count; ++t) {
-      work.visible.push_back(n - work.query_count + 1 + t);
+    for (int64_t t = 0; t < attend.query_count; ++t) {
+      attend.visible.push_back(n - attend.query_count + 1 + t);
     }
     return absl::OkStatus();
   }
-  for (size_t t = 0; t < work.visible.size(); ++t) {
-    if (work.visible[t] >= 1 && work.visible[t] <= n) continue;
+  for (size_t t = 0; t < attend.visible.size(); ++t) {
+    if (attend.visible[t] >= 1 && attend.visible[t] <= n) continue;
     return WithReason(
-        absl::OutOfRangeError(absl::StrCat("visible_token_counts[", t, "]: value ", work.visible[t],
-                                           " is not in [1, ", n, "]")),
+        absl::OutOfRangeError(absl::StrCat("visible_token_counts[", t, "]: value ",
+                                           attend.visible[t], " is not in [1, ", n, "]")),
         "VISIBLE_TOKEN_COUNT_OUT_OF_RANGE", {{"layer_token_count", absl::StrCat(n)}});
   }
   return absl::OkStatus();

@@ -16,7 +16,7 @@ namespace spillway {
 // chunk in its request, "chunk.".
 absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::string& path);
 // The same for queries [T, H_q, d] of a field, naming query, head and element.
-absl::Status CheckFinite(const AttendWork& work, const ModelSpec& spec, std::string_view field);
+absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::string_view field);
 
 // Whether the chunk follows the layer's rows (true) or repeats rows that are
 // there with equal bytes (false). `offset`: which of the chunk's layers.
@@ -29,7 +29,7 @@ absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence);
 
 // Fills in causal visibility, or checks what is given, against the layer's
 // length n after the append. OUT_OF_RANGE with the length.
-absl::Status ResolveVisible(int64_t layer_token_count, AttendWork& work);
+absl::Status ResolveVisible(int64_t layer_token_count, AttendQuery& attend);
 
 // K or V of one of the chunk's layers.
 inline const std::byte* LayerOf(const std::byte* tensor, int offset, const Chunk& chunk,

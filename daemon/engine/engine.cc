@@ -247,11 +247,12 @@ void Engine::CountAppend(Sequence& sequence, int64_t row_count) {
 }
 
 void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence) {
-  const AttendWork& attend = *item.attend;
+  const AttendQuery& attend = *item.attend;
+  const AttendResult& result = item.result;
   int64_t touched = 0, visible = 0, exact = 0, statistical = 0, none = 0;
-  for (const int64_t count : attend.touched_row_counts) touched += count;
+  for (const int64_t count : result.touched_row_counts) touched += count;
   for (const int64_t count : attend.visible) visible += count * sequence.model->spec.kv_head_count;
-  for (const Certificate& certificate : attend.certificates) {
+  for (const Certificate& certificate : result.certificates) {
     exact += certificate.promise == Promise::kExact;
     statistical += certificate.promise == Promise::kStatistical;
     none += certificate.promise == Promise::kNone;

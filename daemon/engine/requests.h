@@ -46,7 +46,7 @@ struct AttendItem {
   std::function<absl::Status(int64_t layer_token_count)> gate;
   // policy, q_dtype, q, query_count and, unless the queries are causal over
   // the last tokens, visible. q stays until the request is answered.
-  AttendWork work;
+  AttendQuery attend;
 };
 
 // One layer of sequences of one model, none twice.

@@ -56,13 +56,13 @@ class AttendCall final : public UnaryCall {
                          work.items.front().sequence->model->name));
       }
       RETURN_IF_ERROR(CheckLayer(request_.layer(), model.spec));
-      ASSIGN_OR_RETURN(const DType dtype, OutDType(request_.out_dtype(), item->work.q_dtype));
+      ASSIGN_OR_RETURN(const DType dtype, OutDType(request_.out_dtype(), item->attend.q_dtype));
       out_dtypes_.push_back(dtype);
       sequences_.push_back(item->sequence);
-      const int64_t bytes = ResultBytes(item->work, model.spec, dtype);
+      const int64_t bytes = ResultBytes(item->attend, model.spec, dtype);
       response_bytes += bytes;
       held_bytes += bytes + static_cast<int64_t>(request_.items(i).q().data().size()) +
-                    item->work.query_count * model.spec.query_head_count * model.spec.head_dim *
+                    item->attend.query_count * model.spec.query_head_count * model.spec.head_dim *
                         static_cast<int64_t>(sizeof(float));
       work.items.push_back(*std::move(item));
     }
@@ -81,7 +81,7 @@ class AttendCall final : public UnaryCall {
       const JobItem& item = outcome.job->items[i];
       v1::AttendResult& result = *response_->add_results();
       if (item.status.ok()) {
-        FillResult(*outcome.job, *item.attend, sequences_[i]->model->spec, out_dtypes_[i], result);
+        FillResult(*outcome.job, item, sequences_[i]->model->spec, out_dtypes_[i], result);
       } else {
         *result.mutable_status() = services_.status.ToRpc(item.status);
       }
@@ -102,7 +102,7 @@ class SelectCall final : public UnaryCall {
   void Start(const v1::SelectRequest& request, v1::SelectResponse* response) {
     absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item(), "item.");
     if (!item.ok()) return End(item.status());
-    if (absl::Status status = CheckSelectable(item->work); !status.ok()) return End(status);
+    if (absl::Status status = CheckSelectable(item->attend); !status.ok()) return End(status);
     absl::Status layer = CheckLayer(request.layer(), item->sequence->model->spec);
     if (!layer.ok()) return End(layer);
     AttendRequest work;
@@ -119,8 +119,8 @@ class SelectCall final : public UnaryCall {
  private:
   static absl::Status Fill(const JobItem& item, v1::SelectResponse* response) {
     if (!item.status.ok()) return item.status;
-    FillCertificate(*item.attend, *response->mutable_certificate());
-    return FillSelection(*item.attend, *response->mutable_selection());
+    FillCertificate(item, *response->mutable_certificate());
+    return FillSelection(item.result, *response->mutable_selection());
   }
 };
 
@@ -130,10 +130,9 @@ absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendI
                                          const std::string& path) {
   ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
                    FindSequence(engine, item.sequence(), path + "sequence"));
-  ASSIGN_OR_RETURN(AttendWork work, WorkFromProto(item, *sequence, path));
   AttendItem out;
+  ASSIGN_OR_RETURN(out.attend, QueryFromProto(item, *sequence, path));
   out.sequence = std::move(sequence);
-  out.work = std::move(work);
   return out;
 }
 

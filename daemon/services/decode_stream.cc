@@ -145,9 +145,9 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   if (request.has_append()) {
     ASSIGN_OR_RETURN(item.append, ChunkFromProto(request.append(), request.layer(), spec));
   }
-  ASSIGN_OR_RETURN(item.work, WorkFromProto(request, *item.sequence, ""));
-  ASSIGN_OR_RETURN(message.out_dtype, OutDType(request.out_dtype(), item.work.q_dtype));
-  const int64_t bytes = ResultBytes(item.work, spec, message.out_dtype);
+  ASSIGN_OR_RETURN(item.attend, QueryFromProto(request, *item.sequence, ""));
+  ASSIGN_OR_RETURN(message.out_dtype, OutDType(request.out_dtype(), item.attend.q_dtype));
+  const int64_t bytes = ResultBytes(item.attend, spec, message.out_dtype);
   if (bytes > kMessageBytesMax) {
     return InvalidField("q.shape", absl::StrCat("the answer would take ", bytes,
                                                 " bytes, more than ", kMessageBytesMax));
@@ -220,7 +220,7 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
   } else if (const JobItem& item = outcome->job->items.front(); !item.status.ok()) {
     Fail(*message, item.status);
   } else {
-    FillResult(*outcome->job, *item.attend, sequence.model->spec, message->out_dtype,
+    FillResult(*outcome->job, item, sequence.model->spec, message->out_dtype,
                *message->response.mutable_result());
   }
   Answered(message);

@@ -38,7 +38,7 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
   ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_.engine, request.item(), "item."));
   model_ = item.sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
-  RETURN_IF_ERROR(CheckSelectable(item.work));
+  RETURN_IF_ERROR(CheckSelectable(item.attend));
   AttendRequest work;
   work.layer = request.layer();
   work.cancel = cancel_;
@@ -50,7 +50,7 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
     JobItem& chosen = outcome->job->items.front();
     if (!chosen.status.ok()) return Finish(services_.status.ToGrpc(chosen.status));
     weighted_ = true;
-    selections_ = std::move(chosen.attend->selections);
+    selections_ = std::move(chosen.result.selections);
     rows_ = std::move(outcome->rows.front());
     WriteNext();
   });

@@ -39,8 +39,8 @@ absl::Status JobRun::CollectSelections(const SparseWave& wave) {
         at += count;
       }
     }
-    AttendWork& w = *job_->items[unit.item].attend;
-    w.selections[unit.query * spec().kv_head_count + unit.kv_head] = rows.Build();
+    job_->items[unit.item].result.selections[unit.query * spec().kv_head_count + unit.kv_head] =
+        rows.Build();
   }
   return absl::OkStatus();
 }
@@ -52,26 +52,27 @@ void JobRun::Collect(const SparseWave& wave) {
   for (size_t i = 0; i < wave.units.size(); ++i) {
     const auto [index, query, kv_head] = wave.units[i];
     JobItem& item = job_->items[index];
-    AttendWork& w = *item.attend;
+    AttendResult& result = item.result;
     const UnitResult& r = wave.results[i];
     if (r.error_token != kNoToken) {
       item.status.Update(NonFiniteLogitError(r.error_token, job_->layer, kv_head));
       continue;
     }
-    w.moved_row_count += r.moved_count;
-    w.touched_row_counts[query * heads + kv_head] = r.touched_count;
+    result.moved_row_count += r.moved_count;
+    result.touched_row_counts[query * heads + kv_head] = r.touched_count;
     for (int g = 0; g < group; ++g) {
       const int64_t at = query * spec().query_head_count + kv_head * group + g;
-      Certificate& c = w.certificates[at];
-      c.visible_token_count = w.visible[query];
+      Certificate& c = result.certificates[at];
+      c.visible_token_count = item.attend->visible[query];
       c.heavy_token_count = r.heavy_count;
       c.sampled_token_count = r.sampled_count;
       c.relative_error = r.certificates[g].relative_error;
       c.tail_mass = r.certificates[g].tail_mass;
       c.promise = r.certificates[g].promise;
-      if (w.select_only) continue;
-      std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d, w.out.data() + at * d);
-      w.lse[at] = r.lse[g];
+      if (item.attend->select_only) continue;
+      std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d,
+                  result.out.data() + at * d);
+      result.lse[at] = r.lse[g];
     }
   }
 }
@@ -82,7 +83,7 @@ void JobRun::Collect(const DensePart& part) {
   for (size_t i = 0; i < part.blocks.size(); ++i) {
     const DenseBlock& block = part.blocks[i];
     JobItem& item = job_->items[block.item];
-    AttendWork& w = *item.attend;
+    AttendResult& result = item.result;
     if (part.errors[i] != kNoToken) {
       item.status.Update(NonFiniteLogitError(part.errors[i], job_->layer, block.kv_head));
       continue;
@@ -91,8 +92,8 @@ void JobRun::Collect(const DensePart& part) {
       const int64_t at =
           (block.begin + r / group) * spec().query_head_count + block.kv_head * group + r % group;
       const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + r;
-      std::copy_n(part.out + from * d, d, w.out.data() + at * d);
-      w.lse[at] = part.lse[from];
+      std::copy_n(part.out + from * d, d, result.out.data() + at * d);
+      result.lse[at] = part.lse[from];
     }
   }
 }

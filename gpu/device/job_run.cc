@@ -28,8 +28,9 @@ LayerIndex& JobRun::index(size_t item) const {
 }
 
 void JobRun::AddDense(const DenseRun& run) {
-  AttendWork& w = *job_->items[run.item].attend;
-  FillDenseResults(spec(), run.begin, run.end, w);
+  const AttendQuery& w = attend(run.item);
+  AttendResult& result = job_->items[run.item].result;
+  FillDenseResult(spec(), w, run.begin, run.end, result);
   if (w.select_only) return;
   const int group = spec().group();
   const int64_t queries = std::max<int64_t>(1, kDenseQueryRows / group);
@@ -50,7 +51,7 @@ void JobRun::AddDense(const DenseRun& run) {
         !dense_.empty() && dense_.back().staged == staged && (!staged || t > run.begin) &&
         dense_.back().partial_bytes + bytes <= std::min(kPartialBytes, slot_->wave_bytes());
     if (!fits) dense_.emplace_back().staged = staged;
-    if (!fits || !staged) w.moved_row_count += n * spec().kv_head_count;
+    if (!fits || !staged) result.moved_row_count += n * spec().kv_head_count;
     dense_.back().partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
       DenseBlock& block = dense_.back().blocks.emplace_back();
@@ -73,10 +74,9 @@ void JobRun::Split() {
   for (size_t i = 0; i < job_->items.size(); ++i) {
     JobItem& item = job_->items[i];
     if (!item.attend.has_value() || !item.status.ok()) continue;
-    AttendWork& w = *item.attend;
-    AllocateResults(spec(), w);
+    item.result = AllocateResult(spec(), *item.attend);
     CutQueries(
-        w, job_->layer,
+        *item.attend, job_->layer,
         [&](int64_t begin, int64_t end) {
           AddDense({i, begin, end});
         },
@@ -85,7 +85,7 @@ void JobRun::Split() {
 }
 
 void JobRun::AddSparse(size_t item, int64_t query) {
-  const AttendWork& w = work(item);
+  const AttendQuery& w = attend(item);
   SparseWave alone;
   alone.units = {{item, query, 0}};
   Carver pinned, workspace;
@@ -96,7 +96,7 @@ void JobRun::AddSparse(size_t item, int64_t query) {
                                              w.policy.candidate_selector == Selector::kHamming);
   const bool lsh = w.policy.tail == Tail::kLshSampling;
   const auto fits = [&](const SparseWave& wave, int units) {
-    const AttendWork& other = work(wave.units.front().item);
+    const AttendQuery& other = attend(wave.units.front().item);
     return other.policy.selector == w.policy.selector &&
            other.policy.candidate_selector == w.policy.candidate_selector &&
            (other.policy.tail == Tail::kLshSampling) == lsh && other.select_only == w.select_only &&
@@ -115,14 +115,14 @@ void JobRun::AddSparse(size_t item, int64_t query) {
 }
 
 void JobRun::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
-  const AttendWork& w = work(item);
+  const AttendQuery& w = attend(item);
   const int64_t width = int64_t{spec().group()} * spec().head_dim;
   const int64_t at = query * spec().query_head_count * spec().head_dim + kv_head * width;
   ToFloat(w.q_dtype, w.q + at * DTypeBytes(w.q_dtype), width, q);
 }
 
 UnitRequest JobRun::Request(size_t item, int64_t query) const {
-  const AttendWork& w = work(item);
+  const AttendQuery& w = attend(item);
   const Policy& p = w.policy;
   UnitRequest r{};
   r.n = w.visible[query];
@@ -136,7 +136,7 @@ UnitRequest JobRun::Request(size_t item, int64_t query) const {
   r.heavy_ceiling = p.heavy_ceiling;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
   r.candidate_count = p.CandidateCount(r.n);
-  r.terms = TermsOf(p, /*may_promise=*/false);
+  r.terms = TermsOf(p, p, /*may_promise=*/false);
   return r;
 }
 
@@ -154,13 +154,13 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   }
   r.projections = weights.projections;
   if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
-  const uint64_t seed = work(unit.item).policy.seed;
+  const uint64_t seed = attend(unit.item).policy.seed;
   const uint32_t band = r.terms.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
 }
 
 AttendShape JobRun::Shape(const SparseWave& wave) const {
-  const Policy& p = work(wave.units.front().item).policy;
+  const Policy& p = attend(wave.units.front().item).policy;
   AttendShape shape;
   shape.dtype = spec().dtype;
   shape.head_dim = spec().head_dim;
@@ -190,7 +190,7 @@ void JobRun::SetSelector(Selector selector, AttendShape& shape) const {
 }
 
 std::optional<AttendShape> JobRun::FirstShape(const SparseWave& wave) const {
-  const Policy& p = work(wave.units.front().item).policy;
+  const Policy& p = attend(wave.units.front().item).policy;
   if (!p.candidate_selector.has_value()) return std::nullopt;
   AttendShape shape = Shape(wave);
   shape.by_mass = false;
@@ -214,7 +214,7 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   const AttendShape shape = Shape(wave);
   const std::optional<AttendShape> first = FirstShape(wave);
   const int bins_max = std::max(shape.bin_count, first ? first->bin_count : 0);
-  const bool lsh = work(wave.units.front().item).policy.tail == Tail::kLshSampling;
+  const bool lsh = attend(wave.units.front().item).policy.tail == Tail::kLshSampling;
   UnitRequest shared{};
   for (int64_t i = 0; i < units; ++i) {
     const SparseUnit& unit = wave.units[i];
@@ -223,10 +223,10 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
       shared = Request(unit.item, unit.query);
     }
     UnitRequest r = shared;
-    if (!work(unit.item).head_policies.empty()) {
-      r.terms = TermsOf(work(unit.item).PolicyOf(unit.kv_head), /*may_promise=*/false);
+    if (const AttendQuery& w = attend(unit.item); !w.tails.empty()) {
+      r.terms = TermsOf(w.policy, w.TailOf(unit.kv_head), /*may_promise=*/false);
     }
-    r.terms.may_promise = work(unit.item).MayPromise(spec(), unit.kv_head, unit.query);
+    r.terms.may_promise = attend(unit.item).MayPromise(spec(), unit.kv_head, unit.query);
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;

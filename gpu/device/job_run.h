@@ -87,7 +87,7 @@ class JobRun {
   const CudaModel& model() const { return static_cast<const CudaModel&>(*job_->model); }
   const ModelSpec& spec() const { return model().spec(); }
   LayerIndex& index(size_t item) const;
-  const AttendWork& work(size_t item) const { return *job_->items[item].attend; }
+  const AttendQuery& attend(size_t item) const { return *job_->items[item].attend; }
 
   void Split();
   // Memory for all attends. RESOURCE_EXHAUSTED, and then nothing has changed.

@@ -16,7 +16,8 @@ struct AttendContext {
   const CpuModel* model = nullptr;    // null: dense attention alone
   const LayerIndex* index = nullptr;  // null: the model has no index
   int layer = 0;
-  AttendWork* work = nullptr;
+  const AttendQuery* attend = nullptr;
+  AttendResult* result = nullptr;
   const CancelToken* cancel = nullptr;  // may be null
   WorkspacePool* workspaces = nullptr;
 
@@ -54,7 +55,7 @@ absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const flo
 absl::Status AttendDense(const AttendContext& context, int64_t query_begin, int64_t query_end);
 
 // Selection, sampling and attention of one query and one KV head; fills that
-// part of the work's results.
+// part of the result.
 absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head);
 
 }  // namespace spillway

@@ -154,19 +154,19 @@ class CpuDevice final : public Device {
     for (size_t i = 0; i < job.items.size(); ++i) {
       JobItem& item = job.items[i];
       if (!item.attend.has_value() || !item.status.ok()) continue;
-      AttendWork& work = *item.attend;
+      item.result = AllocateResult(model.spec(), *item.attend);
       AttendContext& c = contexts[i];
       auto& sequence = static_cast<CpuSequence&>(*item.sequence);
       c.shapes = &model.spec();
       c.model = &model;
       c.index = sequence.layers.empty() ? nullptr : &sequence.layers[job.layer];
       c.layer = job.layer;
-      c.work = &work;
+      c.attend = &*item.attend;
+      c.result = &item.result;
       c.cancel = job.cancel.get();
       c.workspaces = &workspaces_;
-      AllocateResults(model.spec(), work);
       CutQueries(
-          work, job.layer,
+          *item.attend, job.layer,
           [&](int64_t begin, int64_t end) {
             if (item.status.ok()) item.status = AttendDense(c, begin, end);
           },

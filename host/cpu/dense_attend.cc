@@ -35,7 +35,7 @@ struct Partial {
 void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64_t query_end,
                  const GroupQueries& q, int64_t row_begin, int64_t row_end, Partial& partial) {
   const ModelSpec& spec = c.spec();
-  const LayerRows& rows = *c.work->rows;
+  const LayerRows& rows = *c.attend->rows;
   const int group = spec.group();
   const int d = spec.head_dim;
   const int heads = static_cast<int>(query_end - query_begin) * group;
@@ -62,7 +62,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
     const bool more = base + kRowBlock < row_end;
     if (more) point(base + kRowBlock, next);
     for (int h = 0; h < heads; ++h) {
-      const int64_t visible = c.work->visible[query_begin + h / group];
+      const int64_t visible = c.attend->visible[query_begin + h / group];
       counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
     }
     if (!RowLogits(spec.dtype, pointers, more ? next : nullptr, count, q.rows(), logits.data())) {
@@ -91,8 +91,8 @@ GroupQueries::GroupQueries(const AttendContext& c, int kv_head, int64_t query_be
   const int64_t count = (query_end - query_begin) * width;
   raw_.resize(count);
   for (int64_t t = query_begin; t < query_end; ++t) {
-    ToFloat(c.work->q_dtype,
-            c.work->q + (t * stride + kv_head * width) * DTypeBytes(c.work->q_dtype), width,
+    ToFloat(c.attend->q_dtype,
+            c.attend->q + (t * stride + kv_head * width) * DTypeBytes(c.attend->q_dtype), width,
             raw_.data() + (t - query_begin) * width);
   }
   scaled_.resize(count);
@@ -124,17 +124,18 @@ absl::Status NonFiniteLogit(const AttendContext& c, int kv_head, const float* lo
 
 absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t query_end) {
   const ModelSpec& spec = c.spec();
-  AttendWork& work = *c.work;
+  const AttendQuery& attend = *c.attend;
+  AttendResult& result = *c.result;
   const int kv_heads = spec.kv_head_count;
   const int group = spec.group();
   const int d = spec.head_dim;
-  FillDenseResults(spec, query_begin, query_end, work);
-  if (work.select_only) return absl::OkStatus();
+  FillDenseResult(spec, attend, query_begin, query_end, result);
+  if (attend.select_only) return absl::OkStatus();
 
   const int64_t queries = query_end - query_begin;
   const int64_t blocks = (queries + kQueriesPerTask - 1) / kQueriesPerTask;
   const int64_t n =
-      *std::max_element(work.visible.begin() + query_begin, work.visible.begin() + query_end);
+      *std::max_element(attend.visible.begin() + query_begin, attend.visible.begin() + query_end);
   // Many queries are parallel enough without cutting the rows.
   const int64_t range_rows = blocks > 1 ? n : RangeRows(n);
   const int64_t ranges = (n + range_rows - 1) / range_rows;
@@ -167,8 +168,8 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
     for (int64_t i = 0; i < (end - begin) * group; ++i) {
       const int64_t at = (begin + i / group) * spec.query_head_count + kv_head * group + i % group;
       const float inverse = 1.0f / total.sums[i].sum;
-      for (int j = 0; j < d; ++j) work.out[at * d + j] = total.value[i * d + j] * inverse;
-      work.lse[at] = total.sums[i].max + std::log(total.sums[i].sum);
+      for (int j = 0; j < d; ++j) result.out[at * d + j] = total.value[i * d + j] * inverse;
+      result.lse[at] = total.sums[i].max + std::log(total.sums[i].sum);
     }
   }
   return absl::OkStatus();

@@ -8,19 +8,20 @@
 
 namespace spillway {
 
-absl::StatusOr<std::vector<float>> ExactAttend(const ModelSpec& spec, int layer, AttendWork work,
+absl::StatusOr<std::vector<float>> ExactAttend(const ModelSpec& spec, int layer, AttendQuery attend,
                                                const CancelToken* cancel) {
   const SerialScope serial;
-  work.query_count = 1;
-  work.select_only = false;
-  AllocateResults(spec, work);
+  attend.query_count = 1;
+  attend.select_only = false;
+  AttendResult result = AllocateResult(spec, attend);
   AttendContext context;
   context.shapes = &spec;
   context.layer = layer;
-  context.work = &work;
+  context.attend = &attend;
+  context.result = &result;
   context.cancel = cancel;
   if (absl::Status status = AttendDense(context, 0, 1); !status.ok()) return status;
-  return std::move(work.out);
+  return std::move(result.out);
 }
 
 }  // namespace spillway

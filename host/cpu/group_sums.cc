@@ -18,7 +18,7 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
                       std::span<const uint32_t> tokens, int64_t first, const LshTail* lsh,
                       GroupSums& sums) {
   if (absl::Status status = context.CheckCancelled(); !status.ok()) return status;
-  const LayerRows& rows = *context.work->rows;
+  const LayerRows& rows = *context.attend->rows;
   const DType dtype = context.spec().dtype;
   const int group = context.spec().group();
   const int d = context.spec().head_dim;

@@ -141,7 +141,7 @@ absl::Status KeyScorer::PageLogits(int64_t page, int64_t next, float* logits) co
 
 absl::Status KeyScorer::ExactLogits(int64_t page, float* logits) const {
   const ModelSpec& spec = context_.spec();
-  const LayerRows& rows = *context_.work->rows;
+  const LayerRows& rows = *context_.attend->rows;
   const int group = spec.group();
   const int64_t first = page * kPageTokenCount;
   const int count = static_cast<int>(std::min<int64_t>(kPageTokenCount, end_ - first));

@@ -109,7 +109,7 @@ absl::Status ScorePass::ScoreBy(Selector selector, bool by_mass) {
 
 absl::Status ScorePass::Score() {
   const ModelSpec& spec = context_.spec();
-  const Policy& policy = context_.work->policy;
+  const Policy& policy = context_.attend->policy;
   const bool by_mass = policy.heavy_kind == HeavyKind::kMass;
   q_ = GroupQueries(context_, kv_head_, query_, query_ + 1);
   // Of hamming as many bins as there are bits, mostly fewer than of the others.
@@ -125,7 +125,7 @@ absl::Status ScorePass::Score() {
     absl::Status status = ScoreBy(*policy.candidate_selector, /*by_mass=*/false);
     if (!status.ok()) return status;
     std::vector<std::vector<uint32_t>> found(block_count_);
-    const int64_t count = policy.CandidateCount(context_.work->visible[query_]);
+    const int64_t count = policy.CandidateCount(context_.attend->visible[query_]);
     CollectAbove(0, HeavyByCount(histogram_, count), found);
     candidates_ = std::move(found);
   }
@@ -170,7 +170,7 @@ void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
 }
 
 std::vector<uint32_t> ScorePass::TakeHeavy() {
-  const Policy& policy = context_.work->policy;
+  const Policy& policy = context_.attend->policy;
   std::vector<std::vector<uint32_t>> found(block_count_);
   if (by_mass_) {
     for (int g = 0; g < context_.spec().group(); ++g) {
@@ -180,7 +180,7 @@ std::vector<uint32_t> ScorePass::TakeHeavy() {
                    found);
     }
   } else {
-    const int64_t count = policy.HeavyCount(context_.work->visible[query_]);
+    const int64_t count = policy.HeavyCount(context_.attend->visible[query_]);
     CollectAbove(0, HeavyByCount(histogram_, count), found);
   }
   std::vector<uint32_t> heavy;

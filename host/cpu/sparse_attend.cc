@@ -24,12 +24,13 @@ class SparseAttend {
  public:
   SparseAttend(const AttendContext& context, int64_t query, int kv_head)
       : c_(context),
-        policy_(context.work->PolicyOf(kv_head)),
+        policy_(context.attend->policy),
         query_(query),
         kv_head_(kv_head),
-        n_(context.work->visible[query]),
+        n_(context.attend->visible[query]),
         group_(context.spec().group()),
-        terms_(TermsOf(policy_, context.work->MayPromise(context.spec(), kv_head, query))),
+        terms_(TermsOf(policy_, context.attend->TailOf(kv_head),
+                       context.attend->MayPromise(context.spec(), kv_head, query))),
         scores_(context, query, kv_head, policy_.sink_token_count, n_ - policy_.window_token_count),
         exact_(group_, context.spec().head_dim, /*moments=*/false) {}
 
@@ -182,29 +183,29 @@ int64_t SparseAttend::DrawnCount() const {
 }
 
 void SparseAttend::WriteOutput() {
-  AttendWork& work = *c_.work;
+  AttendResult& result = *c_.result;
   const int d = c_.spec().head_dim;
   const int64_t drawn = DrawnCount();
-  work.touched_row_counts[query_ * c_.spec().kv_head_count + kv_head_] = n_ - tail_count_ + drawn;
+  result.touched_row_counts[query_ * c_.spec().kv_head_count + kv_head_] = n_ - tail_count_ + drawn;
   for (int g = 0; g < group_; ++g) {
     const int64_t at = query_ * c_.spec().query_head_count + kv_head_ * group_ + g;
     HeadEstimate e = Estimate(g);
     if (!exact_alone_.empty()) {
       e.exact_denominator = exact_alone_[g].sum * std::exp(double{exact_alone_[g].max} - e.max);
     }
-    if (!work.select_only) {
+    if (!c_.attend->select_only) {
       for (int i = 0; i < d; ++i) {
-        work.out[at * d + i] = static_cast<float>(e.numerator[i] / e.denominator);
+        result.out[at * d + i] = static_cast<float>(e.numerator[i] / e.denominator);
       }
-      work.lse[at] = static_cast<float>(e.max + std::log(e.denominator));
+      result.lse[at] = static_cast<float>(e.max + std::log(e.denominator));
     }
     const HeadCertificate certificate = Certify(terms_, draw_.limited, drawn, tail_count_, e);
-    work.certificates[at] = {.visible_token_count = n_,
-                             .heavy_token_count = static_cast<int64_t>(heavy_.size()),
-                             .sampled_token_count = drawn,
-                             .relative_error = certificate.relative_error,
-                             .tail_mass = certificate.tail_mass,
-                             .promise = certificate.promise};
+    result.certificates[at] = {.visible_token_count = n_,
+                               .heavy_token_count = static_cast<int64_t>(heavy_.size()),
+                               .sampled_token_count = drawn,
+                               .relative_error = certificate.relative_error,
+                               .tail_mass = certificate.tail_mass,
+                               .promise = certificate.promise};
   }
 }
 
@@ -216,7 +217,7 @@ void SparseAttend::WriteSelection() {
   for (size_t h = 0; h < sampled_.size(); ++h) {
     rows.AddSampled(sampled_[h], static_cast<int>(h), draw_.drawn[h], strata_.counts[h]);
   }
-  c_.work->selections[query_ * c_.spec().kv_head_count + kv_head_] = rows.Build();
+  c_.result->selections[query_ * c_.spec().kv_head_count + kv_head_] = rows.Build();
 }
 
 absl::Status SparseAttend::Run() {
@@ -240,7 +241,7 @@ absl::Status SparseAttend::Run() {
   }
   if (!status.ok()) return status;
   WriteOutput();
-  if (c_.work->select_only) WriteSelection();
+  if (c_.attend->select_only) WriteSelection();
   return absl::OkStatus();
 }
 

@@ -61,34 +61,33 @@ struct AppendWork {
   const std::byte* v = nullptr;  // the same
 };
 
-// Queries of one (sequence, layer).
-struct AttendWork {
+// Queries of one (sequence, layer). Devices only read it.
+struct AttendQuery {
   const LayerRows* rows = nullptr;
   Policy policy;  // valid for the model
-  // [H_kv], or empty: the policy for all. They differ from it in tail, bound,
-  // inflation and pilot_token_count at most.
-  std::vector<Policy> head_policies;
+  // [H_kv], or empty: the policy's own for all.
+  std::vector<TailPolicy> tails;
   DType q_dtype = DType::kF32;
   const std::byte* q = nullptr;  // [T, H_q, d]
   int64_t query_count = 0;       // T
   std::vector<int64_t> visible;  // [T], each in [1, rows after the append]
-  // Choose rows only: selections is filled, out and lse are not.
+  // Choose rows only: the result has selections, but no out and lse.
   bool select_only = false;
   // Errors are watched, and heads made to keep their promise: certificates
   // promise whatever the ranks.
   bool audited = false;
 
-  const Policy& PolicyOf(int kv_head) const {
-    return head_policies.empty() ? policy : head_policies[kv_head];
-  }
+  const TailPolicy& TailOf(int kv_head) const { return tails.empty() ? policy : tails[kv_head]; }
   // Whether an estimate within epsilon is a promise, for a query of a KV head.
   bool MayPromise(const ModelSpec& spec, int kv_head, int64_t query) const {
-    const Policy& p = PolicyOf(kv_head);
-    return BoundsTheError(p.tail, p.bound) &&
-           (audited || RanksCarryGuarantee(p, spec, visible[query]));
+    const TailPolicy& tail = TailOf(kv_head);
+    return BoundsTheError(tail.tail, tail.bound) &&
+           (audited || RanksCarryGuarantee(policy, tail, spec, visible[query]));
   }
+};
 
-  // Filled by the device.
+// What an attend comes to; filled by the device.
+struct AttendResult {
   std::vector<float> out;                   // [T, H_q, d]
   std::vector<float> lse;                   // [T, H_q], natural log
   std::vector<Certificate> certificates;    // [T, H_q]
@@ -101,7 +100,8 @@ struct AttendWork {
 struct JobItem {
   DeviceSequence* sequence = nullptr;
   std::optional<AppendWork> append;
-  std::optional<AttendWork> attend;
+  std::optional<AttendQuery> attend;
+  AttendResult result;  // of the attend
   absl::Status status;  // filled; an item that fails leaves the others alone.
                         // With both, an attend that fails keeps the append.
 };

@@ -8,10 +8,10 @@
 namespace spillway {
 
 // Exact attention of one query over its visible rows, as the policy `all`
-// would compute it, in this thread alone: out [H_q, d]. q, q_dtype and visible
-// of the work count, for its query 0. OUT_OF_RANGE names a token whose logit is
+// would compute it, in this thread alone: out [H_q, d]. rows, q, q_dtype and
+// visible count, for query 0. OUT_OF_RANGE names a token whose logit is
 // not finite; CANCELLED.
-absl::StatusOr<std::vector<float>> ExactAttend(const ModelSpec& spec, int layer, AttendWork work,
+absl::StatusOr<std::vector<float>> ExactAttend(const ModelSpec& spec, int layer, AttendQuery attend,
                                                const CancelToken* cancel);
 
 }  // namespace spillway

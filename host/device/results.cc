@@ -9,12 +9,12 @@
 namespace spillway {
 namespace {
 
-void SelectEverything(AttendWork& work, int64_t query, int heads) {
-  const int64_t n = work.visible[query];
-  const int64_t sink = std::min(work.policy.sink_token_count, n);
-  const int64_t window = std::max(sink, n - work.policy.window_token_count);
+void SelectEverything(const AttendQuery& attend, int64_t query, int heads, AttendResult& result) {
+  const int64_t n = attend.visible[query];
+  const int64_t sink = std::min(attend.policy.sink_token_count, n);
+  const int64_t window = std::max(sink, n - attend.policy.window_token_count);
   for (int h = 0; h < heads; ++h) {
-    Selection& s = work.selections[query * heads + h];
+    Selection& s = result.selections[query * heads + h];
     s.indices.resize(n);
     std::iota(s.indices.begin(), s.indices.end(), 0u);
     s.log_weights.assign(n, 0.0f);
@@ -47,26 +47,30 @@ Selection SelectionBuilder::Build() {
   return selection;
 }
 
-void AllocateResults(const ModelSpec& spec, AttendWork& work) {
-  const int64_t heads = work.query_count * spec.query_head_count;
-  if (!work.select_only) {
-    work.out.resize(heads * spec.head_dim);
-    work.lse.resize(heads);
+AttendResult AllocateResult(const ModelSpec& spec, const AttendQuery& attend) {
+  AttendResult result;
+  const int64_t heads = attend.query_count * spec.query_head_count;
+  if (!attend.select_only) {
+    result.out.resize(heads * spec.head_dim);
+    result.lse.resize(heads);
   }
-  work.certificates.resize(heads);
-  work.touched_row_counts.resize(work.query_count * spec.kv_head_count);
-  if (work.select_only) work.selections.resize(work.query_count * spec.kv_head_count);
+  result.certificates.resize(heads);
+  result.touched_row_counts.resize(attend.query_count * spec.kv_head_count);
+  if (attend.select_only) result.selections.resize(attend.query_count * spec.kv_head_count);
+  return result;
 }
 
-void FillDenseResults(const ModelSpec& spec, int64_t begin, int64_t end, AttendWork& work) {
+void FillDenseResult(const ModelSpec& spec, const AttendQuery& attend, int64_t begin, int64_t end,
+                     AttendResult& result) {
   for (int64_t t = begin; t < end; ++t) {
     for (int h = 0; h < spec.query_head_count; ++h) {
-      work.certificates[t * spec.query_head_count + h] = {.visible_token_count = work.visible[t]};
+      result.certificates[t * spec.query_head_count + h] = {.visible_token_count =
+                                                                attend.visible[t]};
     }
     for (int h = 0; h < spec.kv_head_count; ++h) {
-      work.touched_row_counts[t * spec.kv_head_count + h] = work.visible[t];
+      result.touched_row_counts[t * spec.kv_head_count + h] = attend.visible[t];
     }
-    if (work.select_only) SelectEverything(work, t, spec.kv_head_count);
+    if (attend.select_only) SelectEverything(attend, t, spec.kv_head_count, result);
   }
 }
 

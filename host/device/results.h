@@ -9,22 +9,22 @@
 
 namespace spillway {
 
-// Makes an attend's results as large as they will be.
-void AllocateResults(const ModelSpec& spec, AttendWork& work);
+// A result as large as the attend's will be.
+AttendResult AllocateResult(const ModelSpec& spec, const AttendQuery& attend);
 
 // Cuts an attend's queries: dense(begin, end) takes each run of them that is
 // attended exactly, by the policy's word or because nothing is left for a tail,
 // sparse(t) each other; in order.
 template <typename Dense, typename Sparse>
-void CutQueries(const AttendWork& work, int layer, Dense dense, Sparse sparse) {
+void CutQueries(const AttendQuery& attend, int layer, Dense dense, Sparse sparse) {
   int64_t begin = 0;  // queries [begin, t) are dense so far
-  for (int64_t t = 0; t < work.query_count; ++t) {
-    if (work.policy.IsDense(layer, work.query_count, work.visible[t])) continue;
+  for (int64_t t = 0; t < attend.query_count; ++t) {
+    if (attend.policy.IsDense(layer, attend.query_count, attend.visible[t])) continue;
     if (begin < t) dense(begin, t);
     sparse(t);
     begin = t + 1;
   }
-  if (begin < work.query_count) dense(begin, work.query_count);
+  if (begin < attend.query_count) dense(begin, attend.query_count);
 }
 
 // Collects the rows of one (query, KV head), in any order.
@@ -50,6 +50,7 @@ class SelectionBuilder {
 
 // What is known of dense queries [begin, end) without reading a row: their
 // certificates, the rows they touch and, with select_only, their selections.
-void FillDenseResults(const ModelSpec& spec, int64_t begin, int64_t end, AttendWork& work);
+void FillDenseResult(const ModelSpec& spec, const AttendQuery& attend, int64_t begin, int64_t end,
+                     AttendResult& result);
 
 }  // namespace spillway

@@ -9,11 +9,11 @@ constexpr double kInflationStep = 1.25;
 constexpr double kInflationMax = 4;
 constexpr int32_t kPilotMax = 512;
 
-bool Promises(const Policy& policy) { return BoundsTheError(policy.tail, policy.bound); }
+bool Promises(const TailPolicy& policy) { return BoundsTheError(policy.tail, policy.bound); }
 
 // Whether there was a step left to make.
-bool Raise(const Policy& base, Escalation& escalation) {
-  Policy& p = escalation.policy;
+bool Raise(const TailPolicy& base, Escalation& escalation) {
+  TailPolicy& p = escalation.tail;
   if (escalation.dense) return false;
   if (p.tail == Tail::kUniform && p.bound == Bound::kPaper && base.bound != p.bound) {
     escalation.dense = true;
@@ -33,7 +33,7 @@ bool Raise(const Policy& base, Escalation& escalation) {
 
 }  // namespace
 
-Escalation EscalationAt(const Policy& policy, int level) {
+Escalation EscalationAt(const TailPolicy& policy, int level) {
   Escalation escalation{policy};
   if (!Promises(policy)) return escalation;
   for (int i = 0; i < level && Raise(policy, escalation); ++i) {
@@ -41,7 +41,7 @@ Escalation EscalationAt(const Policy& policy, int level) {
   return escalation;
 }
 
-int DenseLevel(const Policy& policy) {
+int DenseLevel(const TailPolicy& policy) {
   if (!Promises(policy)) return 0;
   int level = 0;
   for (Escalation escalation{policy}; Raise(policy, escalation); ++level) {

@@ -4,11 +4,11 @@
 
 namespace spillway {
 
-// What a head is attended by at an escalation level: the policy at level 0,
-// then steps of more inflation, of a larger pilot, vAttention's `paper` budget
+// How a head's tail is sampled at an escalation level: by the policy at level 0,
+// then by steps of more inflation, of a larger pilot, vAttention's `paper` budget
 // over a uniform tail, and at last dense attention.
 struct Escalation {
-  Policy policy;
+  TailPolicy tail;
   bool dense = false;
 };
 
@@ -17,8 +17,8 @@ struct Escalation {
 // inflation, then nothing is left to chance. A policy that promises nothing
 // (no tail, or the denominator's bound) stays as it is. level >= 0; above
 // DenseLevel() as there.
-Escalation EscalationAt(const Policy& policy, int level);
+Escalation EscalationAt(const TailPolicy& policy, int level);
 // The first level that is dense; 0 for a policy that promises nothing.
-int DenseLevel(const Policy& policy);
+int DenseLevel(const TailPolicy& policy);
 
 }  // namespace spillway

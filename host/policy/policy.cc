@@ -181,23 +181,24 @@ bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
   return candidates <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
 }
 
-bool RanksCarryGuarantee(const Policy& policy, const ModelSpec& spec, int64_t n) {
-  if (policy.tail == Tail::kUniform && policy.bound == Bound::kPaper) return true;
+bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,
+                         int64_t n) {
+  if (tail.tail == Tail::kUniform && tail.bound == Bound::kPaper) return true;
   // What a first selection misses has no rank.
   if (policy.candidate_selector.has_value()) return false;
   const int64_t longest = MethodOf(policy.selector).guaranteed_token_count(spec);
   return longest > 0 && n <= longest;
 }
 
-TailTerms TermsOf(const Policy& policy, bool may_promise) {
-  return {.tail = policy.tail,
-          .bound = policy.bound,
+TailTerms TermsOf(const Policy& policy, const TailPolicy& tail, bool may_promise) {
+  return {.tail = tail.tail,
+          .bound = tail.bound,
           .may_promise = may_promise,
-          .pilot_count = policy.pilot_token_count,
+          .pilot_count = tail.pilot_token_count,
           .epsilon = policy.epsilon,
           .z = NormalQuantile(1 - policy.delta / 2),
-          .bound_z = BoundQuantile(policy.bound, policy.delta),
-          .inflation = policy.inflation,
+          .bound_z = BoundQuantile(tail.bound, policy.delta),
+          .inflation = tail.inflation,
           .row_count_max = policy.row_count_max};
 }
 

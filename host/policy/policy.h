@@ -11,9 +11,19 @@
 namespace spillway {
 
 enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
+
+// How the tail of one KV head is sampled: what may differ between the heads of
+// an attend.
+struct TailPolicy {
+  Tail tail = Tail::kStratified;
+  Bound bound = Bound::kRatio;  // kUniform only
+  int32_t pilot_token_count = 48;
+  double inflation = 1.25;
+};
+
 // How one attend chooses its rows and how sure it must be, every field
 // resolved. Ranges and meanings stand in proto/spillway/v1/policy.proto.
-struct Policy {
+struct Policy : TailPolicy {
   int64_t sink_token_count = 64;
   int64_t window_token_count = 64;
   int64_t dense_token_count = 2048;
@@ -29,12 +39,8 @@ struct Policy {
   std::optional<Selector> candidate_selector;
   int64_t candidate_count = 0;       // 0: by fraction
   double candidate_fraction = 0.25;  // (0, 1]
-  Tail tail = Tail::kStratified;
-  Bound bound = Bound::kRatio;  // kUniform only
   double epsilon = 0.1;
   double delta = 0.1;
-  int32_t pilot_token_count = 48;
-  double inflation = 1.25;
   uint64_t seed = 0;
   int64_t row_count_max = 0;  // 0: no limit
 
@@ -52,11 +58,12 @@ struct Policy {
 // that rests on them: as far as promises were found to be kept, and to twice
 // that length; never behind a first selection (docs/adr/0018). vAttention's
 // `paper` bound rests on no ranks.
-bool RanksCarryGuarantee(const Policy& policy, const ModelSpec& spec, int64_t n);
+bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,
+                         int64_t n);
 
-// What a policy asks of its tail. may_promise: if the estimate is within
-// epsilon.
-TailTerms TermsOf(const Policy& policy, bool may_promise);
+// What a policy asks of a KV head's tail. may_promise: if the estimate is
+// within epsilon.
+TailTerms TermsOf(const Policy& policy, const TailPolicy& tail, bool may_promise);
 
 // The default policy of a model: the values above with the best selector that
 // the model serves (SelectorMethod::default_order).

@@ -54,8 +54,8 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
 
   void ExpectFinite(const JobItem& item, const std::string& what) {
     ASSERT_TRUE(item.status.ok()) << what << ": " << item.status;
-    for (float x : item.attend->out) ASSERT_TRUE(std::isfinite(x)) << what;
-    for (float x : item.attend->lse) ASSERT_TRUE(std::isfinite(x)) << what;
+    for (float x : item.result.out) ASSERT_TRUE(std::isfinite(x)) << what;
+    for (float x : item.result.lse) ASSERT_TRUE(std::isfinite(x)) << what;
   }
 
   const IndexedModel model_;
@@ -81,7 +81,7 @@ TEST_P(Adversarial, OneKeyDominatesBy1e30) {
       const JobItem item = sequence.Attend(policy, q_);
       ExpectFinite(item, name);
       const JobItem select = sequence.Select(policy, q_);
-      const std::vector<uint32_t>& rows = select.attend->selections[0].indices;
+      const std::vector<uint32_t>& rows = select.result.selections[0].indices;
       const bool found = std::find(rows.begin(), rows.end(), at) != rows.end();
       // Hamming sees no lengths, double sparsity not all channels; the others
       // cannot miss it.
@@ -90,9 +90,9 @@ TEST_P(Adversarial, OneKeyDominatesBy1e30) {
       }
       if (!found) continue;
       for (int i = 0; i < 64; ++i) {
-        ASSERT_FLOAT_EQ(OutputOf(spec_, *item.attend, 0, 0)[i], Value(at)[i]) << name;
+        ASSERT_FLOAT_EQ(OutputOf(spec_, item.result, 0, 0)[i], Value(at)[i]) << name;
       }
-      EXPECT_NEAR(item.attend->lse[0] / (1e30 * size * spec_.softmax_scale), 1, 1e-5) << name;
+      EXPECT_NEAR(item.result.lse[0] / (1e30 * size * spec_.softmax_scale), 1, 1e-5) << name;
     }
     context_ = reference::TraceContext(spec_, 4096, 61);
   }
@@ -107,12 +107,12 @@ TEST_P(Adversarial, AllKeysEqual) {
     const reference::Attention wanted = reference::DenseAttention(
         context_.Head(0), reference::Query(spec_, q_, 0, 0), spec_.softmax_scale, context_.n);
     // Every token weighs the same; ties go to the most recent.
-    EXPECT_NEAR(item.attend->lse[0], wanted.lse, 1e-3) << name;
+    EXPECT_NEAR(item.result.lse[0], wanted.lse, 1e-3) << name;
     const double error =
-        reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, 0), wanted.out);
+        reference::RelativeDistance(OutputOf(spec_, item.result, 0, 0), wanted.out);
     EXPECT_LT(error, policy.selector == Selector::kAll ? 1e-5 : 0.2) << name;
     if (policy.heavy_kind != HeavyKind::kCount || policy.selector == Selector::kAll) continue;
-    const Selection s = sequence_.Select(policy, q_).attend->selections[0];
+    const Selection s = sequence_.Select(policy, q_).result.selections[0];
     for (size_t i = 0; i < s.indices.size(); ++i) {
       if (s.strata[i] == kStratumHeavy) {
         EXPECT_GE(s.indices[i], 4096 - 64 - 256) << name;
@@ -132,7 +132,7 @@ TEST_P(Adversarial, ZeroKeysAndQueries) {
     for (const auto& [name, policy] : Policies()) {
       const JobItem item = sequence.Attend(policy, q);
       ExpectFinite(item, name);
-      EXPECT_NEAR(item.attend->lse[0], std::log(4096.0), 1e-3) << name << zero_keys;
+      EXPECT_NEAR(item.result.lse[0], std::log(4096.0), 1e-3) << name << zero_keys;
     }
   }
 }
@@ -147,8 +147,8 @@ TEST_P(Adversarial, ValuesWhoseSquaresOverflow) {
   for (const auto& [name, policy] : Policies()) {
     const JobItem item = sequence_.Attend(policy, q_);
     ExpectFinite(item, name);
-    EXPECT_EQ(item.attend->certificates[0].promise, Promise::kExact) << name;
-    EXPECT_LT(reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, 0), wanted.out), 1e-5)
+    EXPECT_EQ(item.result.certificates[0].promise, Promise::kExact) << name;
+    EXPECT_LT(reference::RelativeDistance(OutputOf(spec_, item.result, 0, 0), wanted.out), 1e-5)
         << name;
   }
 }
@@ -206,7 +206,7 @@ TEST_P(Adversarial, OneItemsFailureLeavesTheOthersAlone) {
   job = bench_.Run(std::move(job));
   EXPECT_FALSE(job->items[0].status.ok());
   ASSERT_TRUE(job->items[1].status.ok());
-  EXPECT_EQ(job->items[1].attend->out, other.Attend(policy, q_).attend->out);
+  EXPECT_EQ(job->items[1].result.out, other.Attend(policy, q_).result.out);
 }
 
 TEST_P(Adversarial, CancelledAndExpired) {
@@ -242,7 +242,7 @@ TEST_P(Adversarial, LshSamplingStaysFinite) {
   for (policy.heavy_count = 0; policy.heavy_count <= 256; policy.heavy_count += 256) {
     const JobItem item = sequence_.Attend(policy, q_);
     ExpectFinite(item, "spread");
-    for (const Certificate& c : item.attend->certificates) {
+    for (const Certificate& c : item.result.certificates) {
       EXPECT_GE(c.tail_mass, 0);
       EXPECT_LE(c.tail_mass, 1);
     }

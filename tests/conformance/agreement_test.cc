@@ -60,10 +60,10 @@ TEST_P(Agreement, OnTheHeavySet) {
       const JobItem x = a.Select(policy, q), y = b.Select(policy, q);
       ASSERT_TRUE(x.status.ok()) << x.status;
       ASSERT_TRUE(y.status.ok()) << y.status;
-      for (size_t i = 0; i < x.attend->selections.size(); ++i) {
-        EXPECT_EQ(x.attend->selections[i].indices, y.attend->selections[i].indices)
+      for (size_t i = 0; i < x.result.selections.size(); ++i) {
+        EXPECT_EQ(x.result.selections[i].indices, y.result.selections[i].indices)
             << name << ", d " << d << ", bits " << bits << ", group " << group;
-        EXPECT_EQ(x.attend->selections[i].strata, y.attend->selections[i].strata) << name;
+        EXPECT_EQ(x.result.selections[i].strata, y.result.selections[i].strata) << name;
       }
     }
   }
@@ -97,9 +97,9 @@ TEST_P(Agreement, OnOtherIndices) {
           const JobItem x = a.Select(policy, q), y = b.Select(policy, q);
           ASSERT_TRUE(x.status.ok()) << x.status;
           ASSERT_TRUE(y.status.ok()) << y.status;
-          for (size_t i = 0; i < x.attend->selections.size(); ++i) {
-            EXPECT_EQ(x.attend->selections[i].indices, y.attend->selections[i].indices) << what;
-            EXPECT_EQ(x.attend->selections[i].strata, y.attend->selections[i].strata) << what;
+          for (size_t i = 0; i < x.result.selections.size(); ++i) {
+            EXPECT_EQ(x.result.selections[i].indices, y.result.selections[i].indices) << what;
+            EXPECT_EQ(x.result.selections[i].strata, y.result.selections[i].strata) << what;
           }
         }
         policy.heavy_kind = HeavyKind::kCount;
@@ -107,9 +107,9 @@ TEST_P(Agreement, OnOtherIndices) {
         const JobItem x = a.Attend(policy, q), y = b.Attend(policy, q);
         ASSERT_TRUE(x.status.ok()) << x.status;
         ASSERT_TRUE(y.status.ok()) << y.status;
-        EXPECT_EQ(x.attend->touched_row_counts, y.attend->touched_row_counts) << what;
-        for (size_t i = 0; i < x.attend->out.size(); ++i) {
-          ASSERT_NEAR(x.attend->out[i], y.attend->out[i], 1e-4) << what;
+        EXPECT_EQ(x.result.touched_row_counts, y.result.touched_row_counts) << what;
+        for (size_t i = 0; i < x.result.out.size(); ++i) {
+          ASSERT_NEAR(x.result.out[i], y.result.out[i], 1e-4) << what;
         }
       }
     }

@@ -66,7 +66,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     const JobItem item = sequence_->Select(policy, q_, {visible_}, layer_);
     EXPECT_TRUE(item.status.ok()) << item.status;
     std::vector<SelectionParts> parts;
-    for (const Selection& s : item.attend->selections) parts.push_back(SplitSelection(s));
+    for (const Selection& s : item.result.selections) parts.push_back(SplitSelection(s));
     return parts;
   }
 
@@ -266,7 +266,7 @@ TEST_P(Budget, AnOutputOfNoKnownNormAsksForAll) {
       ExpectDrawn("no norm", 0.02);
       const JobItem item = sequence_->Attend(policy_, q_, {visible_}, layer_);
       ASSERT_TRUE(item.status.ok()) << item.status;
-      for (const int64_t touched : item.attend->touched_row_counts) {
+      for (const int64_t touched : item.result.touched_row_counts) {
         ++(touched == visible_ ? exact : others);
       }
     }

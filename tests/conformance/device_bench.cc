@@ -185,19 +185,19 @@ void BenchSequence::Truncate(int64_t token_count) {
 JobItem BenchSequence::AttendItem(const Policy& policy, const std::vector<float>& q,
                                   bool select_only, std::vector<int64_t> visible, int layer) {
   const ModelSpec& spec = bench_->spec();
-  AttendWork work;
-  work.rows = rows_[layer].get();
-  work.policy = policy;
-  work.q = reinterpret_cast<const std::byte*>(q.data());
-  work.query_count = static_cast<int64_t>(q.size()) / (spec.query_head_count * spec.head_dim);
-  for (int64_t t = 0; visible.empty() && t < work.query_count; ++t) {
-    work.visible.push_back(token_count(layer) - work.query_count + 1 + t);
+  AttendQuery attend;
+  attend.rows = rows_[layer].get();
+  attend.policy = policy;
+  attend.q = reinterpret_cast<const std::byte*>(q.data());
+  attend.query_count = static_cast<int64_t>(q.size()) / (spec.query_head_count * spec.head_dim);
+  for (int64_t t = 0; visible.empty() && t < attend.query_count; ++t) {
+    attend.visible.push_back(token_count(layer) - attend.query_count + 1 + t);
   }
-  if (!visible.empty()) work.visible = std::move(visible);
-  work.select_only = select_only;
+  if (!visible.empty()) attend.visible = std::move(visible);
+  attend.select_only = select_only;
   JobItem item;
   item.sequence = device_sequence_.get();
-  item.attend = std::move(work);
+  item.attend = std::move(attend);
   return item;
 }
 
@@ -211,8 +211,9 @@ JobItem BenchSequence::Select(const Policy& policy, const std::vector<float>& q,
   return RunOne(AttendItem(policy, q, true, std::move(visible), layer), layer);
 }
 
-std::span<const float> OutputOf(const ModelSpec& spec, const AttendWork& work, int64_t t, int h) {
-  return {work.out.data() + (t * spec.query_head_count + h) * spec.head_dim,
+std::span<const float> OutputOf(const ModelSpec& spec, const AttendResult& result, int64_t t,
+                                int h) {
+  return {result.out.data() + (t * spec.query_head_count + h) * spec.head_dim,
           static_cast<size_t>(spec.head_dim)};
 }
 

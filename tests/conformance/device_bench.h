@@ -94,6 +94,7 @@ class BenchSequence {
 };
 
 // out of query t, head h.
-std::span<const float> OutputOf(const ModelSpec& spec, const AttendWork& work, int64_t t, int h);
+std::span<const float> OutputOf(const ModelSpec& spec, const AttendResult& result, int64_t t,
+                                int h);
 
 }  // namespace spillway

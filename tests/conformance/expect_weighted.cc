@@ -35,14 +35,15 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
   ASSERT_TRUE(attend.status.ok()) << what << ": " << attend.status;
   ASSERT_TRUE(select.status.ok()) << what << ": " << select.status;
   const ModelSpec& spec = context.spec;
-  const AttendWork& work = *attend.attend;
+  const AttendQuery& queries = *attend.attend;
+  const AttendResult& result = attend.result;
   const double z = reference::TwoSidedQuantile(policy.delta);
   for (int h = 0; h < spec.query_head_count; ++h) {
     const int kv_head = h / spec.group();
     const reference::KeyValues kv = context.Head(kv_head);
-    for (int64_t t = 0; t < work.query_count; ++t) {
-      const int64_t n = work.visible[t];
-      const Selection& s = select.attend->selections[t * spec.kv_head_count + kv_head];
+    for (int64_t t = 0; t < queries.query_count; ++t) {
+      const int64_t n = queries.visible[t];
+      const Selection& s = select.result.selections[t * spec.kv_head_count + kv_head];
       ASSERT_TRUE(std::is_sorted(s.indices.begin(), s.indices.end(), std::less_equal<>())) << what;
       ASSERT_EQ(s.indices.size(), s.log_weights.size());
       ASSERT_EQ(s.indices.size(), s.strata.size());
@@ -52,18 +53,18 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
         EXPECT_EQ(s.strata[i] == kStratumSink, token < policy.sink_token_count);
         EXPECT_EQ(s.strata[i] == kStratumWindow, token >= n - policy.window_token_count);
       }
-      EXPECT_EQ(work.touched_row_counts[t * spec.kv_head_count + kv_head],
+      EXPECT_EQ(result.touched_row_counts[t * spec.kv_head_count + kv_head],
                 static_cast<int64_t>(s.indices.size()));
       const std::vector<double> query = reference::Query(spec, q, t, h);
       const reference::Attention wanted =
           reference::WeightedAttention(kv, query, spec.softmax_scale, s.indices, s.log_weights);
-      ASSERT_LT(reference::RelativeDistance(OutputOf(spec, work, t, h), wanted.out), 2e-5)
+      ASSERT_LT(reference::RelativeDistance(OutputOf(spec, result, t, h), wanted.out), 2e-5)
           << what << " query " << t << " head " << h;
       const int64_t at = t * spec.query_head_count + h;
-      ASSERT_NEAR(work.lse[at], wanted.lse, 5e-5) << what;
+      ASSERT_NEAR(result.lse[at], wanted.lse, 5e-5) << what;
 
       const SelectionParts parts = SplitSelection(s);
-      const Certificate& c = work.certificates[at];
+      const Certificate& c = result.certificates[at];
       EXPECT_EQ(c.visible_token_count, n);
       EXPECT_EQ(c.heavy_token_count, std::count(s.strata.begin(), s.strata.end(), kStratumHeavy));
       EXPECT_EQ(c.heavy_token_count + c.sampled_token_count + policy.sink_token_count +

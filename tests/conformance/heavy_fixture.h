@@ -68,7 +68,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     const JobItem item = sequence_->Select(policy_, q_);
     EXPECT_TRUE(item.status.ok()) << item.status;
     std::set<int64_t> set;
-    const Selection& s = item.attend->selections[kv_head_];
+    const Selection& s = item.result.selections[kv_head_];
     for (size_t i = 0; i < s.indices.size(); ++i) {
       if (s.strata[i] == kStratumHeavy) set.insert(s.indices[i]);
     }

@@ -42,20 +42,19 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
       ASSERT_TRUE(x.status.ok()) << x.status;
       ASSERT_TRUE(y.status.ok()) << y.status;
       for (int h = 0; h < spec_.kv_head_count; ++h) {
-        const Selection &s = x.attend->selections[h], &t = y.attend->selections[h];
+        const Selection &s = x.result.selections[h], &t = y.result.selections[h];
         EXPECT_LT(s.indices.size(), static_cast<size_t>(a.token_count()));
         EXPECT_EQ(s.indices, t.indices) << what << " heavy " << heavy;
         EXPECT_EQ(s.strata, t.strata) << what << " heavy " << heavy;
         EXPECT_EQ(s.log_weights, t.log_weights) << what << " heavy " << heavy;
       }
-      EXPECT_EQ(a.Attend(policy, q_).attend->out, b.Attend(policy, q_).attend->out) << what;
+      EXPECT_EQ(a.Attend(policy, q_).result.out, b.Attend(policy, q_).result.out) << what;
       // Seen from before the newest tokens; drawn outside the band.
       const std::vector<int64_t> visible = {a.token_count() - 150};
-      EXPECT_EQ(a.Attend(policy, q_, visible).attend->out,
-                b.Attend(policy, q_, visible).attend->out)
+      EXPECT_EQ(a.Attend(policy, q_, visible).result.out, b.Attend(policy, q_, visible).result.out)
           << what;
       policy.seed = spec_.sample_band_seed + 1;
-      EXPECT_EQ(a.Attend(policy, q_).attend->out, b.Attend(policy, q_).attend->out) << what;
+      EXPECT_EQ(a.Attend(policy, q_).result.out, b.Attend(policy, q_).result.out) << what;
     }
   }
 

@@ -124,8 +124,8 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
     int64_t sampled = 0;
     for (int64_t t = 0; t < 2; ++t) {
       for (int h = 0; h < spec_.kv_head_count; ++h) {
-        sampled += ExpectGroup(*attend.attend, t, h, visible[t],
-                               chosen.attend->selections[t * spec_.kv_head_count + h].indices,
+        sampled += ExpectGroup(attend.result, t, h, visible[t],
+                               chosen.result.selections[t * spec_.kv_head_count + h].indices,
                                what + " query " + std::to_string(t));
       }
     }
@@ -133,7 +133,7 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
   }
 
   // One query of one KV head; exact: its rows of weight 1.
-  int64_t ExpectGroup(const AttendWork& work, int64_t query, int kv_head, int64_t visible,
+  int64_t ExpectGroup(const AttendResult& result, int64_t query, int kv_head, int64_t visible,
                       const std::vector<uint32_t>& exact, const std::string& what) {
     const LshReference& reference = references_[kv_head];
     std::vector<uint32_t> tail;
@@ -151,12 +151,12 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
           reference::AttendSampled(reference.kv(), q, spec_.softmax_scale, exact, sampled,
                                    reference.Probabilities(q, sampled));
       EXPECT_LT(
-          reference::RelativeDistance(OutputOf(spec_, work, query, head), wanted.attention.out),
+          reference::RelativeDistance(OutputOf(spec_, result, query, head), wanted.attention.out),
           2e-5)
           << what << " head " << head;
       const int64_t at = query * spec_.query_head_count + head;
-      EXPECT_NEAR(work.lse[at], wanted.attention.lse, 5e-5) << what;
-      const Certificate& c = work.certificates[at];
+      EXPECT_NEAR(result.lse[at], wanted.attention.lse, 5e-5) << what;
+      const Certificate& c = result.certificates[at];
       EXPECT_EQ(c.promise, Promise::kNone) << what;
       EXPECT_EQ(c.relative_error, std::numeric_limits<float>::infinity()) << what;
       EXPECT_NEAR(c.tail_mass, wanted.tail_mass, 2e-5) << what;
@@ -171,9 +171,9 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
     const auto count = static_cast<int64_t>(taken_by_any.size());
     for (int g = 0; g < spec_.group(); ++g) {
       const int64_t at = query * spec_.query_head_count + kv_head * spec_.group() + g;
-      EXPECT_EQ(work.certificates[at].sampled_token_count, count) << what;
+      EXPECT_EQ(result.certificates[at].sampled_token_count, count) << what;
     }
-    EXPECT_EQ(work.touched_row_counts[query * spec_.kv_head_count + kv_head],
+    EXPECT_EQ(result.touched_row_counts[query * spec_.kv_head_count + kv_head],
               static_cast<int64_t>(exact.size()) + count)
         << what;
     return count;
@@ -233,7 +233,7 @@ TEST_P(LshSampling, AfterAnySelectionAndFromBeforeTheNewestTokens) {
 TEST_P(LshSampling, OneTableSamplesNothing) {
   Prepare({2, 64, DType::kF32, 1, 2, 1500});
   EXPECT_EQ(ExpectSampled("one table"), 0);
-  EXPECT_EQ(sequence_->Attend(policy_, q_).attend->certificates[0].tail_mass, 0);
+  EXPECT_EQ(sequence_->Attend(policy_, q_).result.certificates[0].tail_mass, 0);
 }
 
 TEST_P(LshSampling, IsExactWhereAttendsAreDense) {
@@ -241,7 +241,7 @@ TEST_P(LshSampling, IsExactWhereAttendsAreDense) {
   policy_.dense_token_count = 2048;
   const JobItem item = sequence_->Attend(policy_, q_);
   ASSERT_TRUE(item.status.ok()) << item.status;
-  for (const Certificate& c : item.attend->certificates) EXPECT_EQ(c.promise, Promise::kExact);
+  for (const Certificate& c : item.result.certificates) EXPECT_EQ(c.promise, Promise::kExact);
 }
 
 // Keys at the centre and queries of no length have no angle; what is taken of
@@ -258,8 +258,8 @@ TEST_P(LshSampling, VectorsOfNoLengthAreFinite) {
     for (BenchSequence* s : {&sequence, sequence_.get()}) {
       const JobItem item = s->Attend(policy_, q);
       ASSERT_TRUE(item.status.ok()) << item.status;
-      for (const float x : item.attend->out) ASSERT_TRUE(std::isfinite(x));
-      for (const float x : item.attend->lse) ASSERT_TRUE(std::isfinite(x));
+      for (const float x : item.result.out) ASSERT_TRUE(std::isfinite(x));
+      for (const float x : item.result.lse) ASSERT_TRUE(std::isfinite(x));
     }
   }
 }

@@ -69,9 +69,9 @@ class UnrankedKeys : public ::testing::TestWithParam<DeviceFactory> {
       item = sequence_.RunOne(std::move(item));
       EXPECT_TRUE(item.status.ok()) << item.status;
       for (int h = 0; h < spec_.query_head_count; ++h) {
-        const bool beyond = reference::RelativeDistance(OutputOf(spec_, *item.attend, 0, h),
+        const bool beyond = reference::RelativeDistance(OutputOf(spec_, item.result, 0, h),
                                                         exact_[h].out) > policy.epsilon;
-        const bool promised = item.attend->certificates[h].promise == Promise::kStatistical;
+        const bool promised = item.result.certificates[h].promise == Promise::kStatistical;
         ++counts.certificates;
         counts.beyond += beyond;
         counts.promised += promised;
@@ -167,7 +167,7 @@ TEST_P(Promises, ALimitThatBindsTakesThemAway) {
       policy.row_count_max = 0;
       const JobItem free = sequence.Attend(policy, q);
       ASSERT_TRUE(free.status.ok()) << free.status;
-      const std::vector<int64_t>& wanted = free.attend->touched_row_counts;
+      const std::vector<int64_t>& wanted = free.result.touched_row_counts;
       const int64_t most = *std::max_element(wanted.begin(), wanted.end());
       // Closely where draws come out a few rows above their budgets.
       std::vector<int64_t> limits;
@@ -182,12 +182,12 @@ TEST_P(Promises, ALimitThatBindsTakesThemAway) {
         ASSERT_TRUE(item.status.ok()) << item.status;
         for (int h = 0; h < spec.query_head_count; ++h) {
           const int kv_head = h / spec.group();
-          const Certificate& c = item.attend->certificates[h];
-          ASSERT_EQ(free.attend->certificates[h].promise, Promise::kStatistical);
-          ASSERT_LE(item.attend->touched_row_counts[kv_head], limit);
+          const Certificate& c = item.result.certificates[h];
+          ASSERT_EQ(free.result.certificates[h].promise, Promise::kStatistical);
+          ASSERT_LE(item.result.touched_row_counts[kv_head], limit);
           // A budget may be above what its draw came to: then a limit between them binds.
           if (limit >= wanted[kv_head] &&
-              item.attend->touched_row_counts[kv_head] == wanted[kv_head]) {
+              item.result.touched_row_counts[kv_head] == wanted[kv_head]) {
             continue;
           }
           EXPECT_EQ(c.promise, Promise::kNone)
@@ -220,7 +220,7 @@ TEST_P(Promises, EndWhereRanksWereNotFoundToBearThem) {
   const JobItem item = sequence.Attend(policy, q, visible);
   ASSERT_TRUE(item.status.ok()) << item.status;
   for (size_t t = 0; t < visible.size(); ++t) {
-    const Certificate& c = item.attend->certificates[t];
+    const Certificate& c = item.result.certificates[t];
     ASSERT_LE(c.relative_error, policy.epsilon);
     EXPECT_EQ(c.promise, visible[t] <= 65536 ? Promise::kStatistical : Promise::kNone)
         << visible[t];

@@ -36,9 +36,9 @@ class Sections : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>>
                         const std::string& what) {
     const JobItem x = a.Attend(policy, q_), y = b.Attend(policy, q_);
     ASSERT_TRUE(x.status.ok() && y.status.ok()) << what << x.status << y.status;
-    EXPECT_EQ(x.attend->out, y.attend->out) << what;
-    EXPECT_EQ(x.attend->lse, y.attend->lse) << what;
-    EXPECT_EQ(x.attend->touched_row_counts, y.attend->touched_row_counts) << what;
+    EXPECT_EQ(x.result.out, y.result.out) << what;
+    EXPECT_EQ(x.result.lse, y.result.lse) << what;
+    EXPECT_EQ(x.result.touched_row_counts, y.result.touched_row_counts) << what;
   }
 
   // Heavy sets large and small, and every token's stratum by its bin.
@@ -52,7 +52,7 @@ class Sections : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>>
       const JobItem x = a.Select(policy, q_), y = b.Select(policy, q_);
       ASSERT_TRUE(x.status.ok() && y.status.ok()) << what << x.status << y.status;
       for (int h = 0; h < spec_.kv_head_count; ++h) {
-        const Selection &s = x.attend->selections[h], &t = y.attend->selections[h];
+        const Selection &s = x.result.selections[h], &t = y.result.selections[h];
         EXPECT_LT(s.indices.size(), static_cast<size_t>(a.token_count()));
         EXPECT_EQ(s.indices, t.indices) << what << " heavy " << heavy;
         EXPECT_EQ(s.strata, t.strata) << what << " heavy " << heavy;
@@ -136,7 +136,7 @@ TEST_P(Sections, TruncateAlone) {
       policy.selector = Selector::kQuest;
       const JobItem item = sequence.Select(policy, q_);
       ASSERT_TRUE(item.status.ok()) << item.status;
-      for (const Selection& s : item.attend->selections) EXPECT_LT(s.indices.back(), cut);
+      for (const Selection& s : item.result.selections) EXPECT_LT(s.indices.back(), cut);
     }
     ASSERT_TRUE(fresh.Append(context_, cut, cut + 1).ok());
     ASSERT_TRUE(sequence.Append(context_, cut, cut + 1).ok());

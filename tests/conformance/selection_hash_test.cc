@@ -59,7 +59,7 @@ class Hasher {
 struct Case {
   std::string name;
   Policy policy;
-  std::vector<Policy> head_policies = {};
+  std::vector<TailPolicy> tails = {};
   bool audited = false;
 };
 
@@ -140,7 +140,7 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
   });
   Case& mixed = add("a policy a head", first, [](Policy&) {});
   for (int h = 0; h < spec.kv_head_count; ++h) {
-    Policy& own = mixed.head_policies.emplace_back(mixed.policy);
+    TailPolicy& own = mixed.tails.emplace_back(mixed.policy);
     if (h % 2 == 0) {
       own.tail = Tail::kUniform;
       own.bound = Bound::kPaper;
@@ -189,7 +189,7 @@ class SelectionHash : public ::testing::TestWithParam<DeviceFactory> {
       const std::string name = model_name + ": " + c.name;
       const auto run = [&](bool select_only) {
         JobItem item = sequence.AttendItem(c.policy, q, select_only, {n - 301, n});
-        item.attend->head_policies = c.head_policies;
+        item.attend->tails = c.tails;
         item.attend->audited = c.audited;
         return sequence.RunOne(std::move(item));
       };
@@ -199,21 +199,21 @@ class SelectionHash : public ::testing::TestWithParam<DeviceFactory> {
       std::vector<Selection> selections;
       if (c.policy.tail == Tail::kLshSampling) {
         // Every query head has rows of its own, which no selection can say.
-        rows.AddAll(attended.attend->touched_row_counts);
+        rows.AddAll(attended.result.touched_row_counts);
       } else {
         JobItem selected = run(true);
         ASSERT_TRUE(selected.status.ok()) << name << ": " << selected.status;
-        selections = std::move(selected.attend->selections);
+        selections = std::move(selected.result.selections);
       }
       for (const Selection& s : selections) {
         rows.AddAll(s.indices);
         rows.AddAll(s.strata);
       }
-      for (const Certificate& certificate : attended.attend->certificates) {
+      for (const Certificate& certificate : attended.result.certificates) {
         promises.Add(certificate.promise);
       }
       Compare(name, {rows.value(), promises.value()});
-      WriteOutputs(name, selections, *attended.attend);
+      WriteOutputs(name, selections, attended.result);
     }
   }
 
@@ -236,15 +236,15 @@ class SelectionHash : public ::testing::TestWithParam<DeviceFactory> {
   }
 
   static void WriteOutputs(const std::string& name, const std::vector<Selection>& selections,
-                           const AttendWork& work) {
+                           const AttendResult& result) {
     const char* file = std::getenv("SPILLWAY_OUTPUT_HASHES");
     if (file == nullptr) return;
     Hasher bits;
     for (const Selection& s : selections) bits.AddAll(s.log_weights);
-    bits.AddAll(work.out);
-    bits.AddAll(work.lse);
-    bits.AddAll(work.touched_row_counts);
-    for (const Certificate& c : work.certificates) {
+    bits.AddAll(result.out);
+    bits.AddAll(result.lse);
+    bits.AddAll(result.touched_row_counts);
+    for (const Certificate& c : result.certificates) {
       bits.Add(c.visible_token_count);
       bits.Add(c.heavy_token_count);
       bits.Add(c.sampled_token_count);

@@ -120,10 +120,10 @@ TEST_P(Sparse, ExplicitVisibleLengthsHideWhatFollows) {
       const std::vector<float> one(q.begin() + t * width, q.begin() + (t + 1) * width);
       const JobItem alone = prefix.Attend(policy, one);
       const JobItem alone_select = prefix.Select(policy, one);
-      EXPECT_TRUE(std::equal(alone.attend->out.begin(), alone.attend->out.end(),
-                             attend.attend->out.begin() + t * width))
+      EXPECT_TRUE(std::equal(alone.result.out.begin(), alone.result.out.end(),
+                             attend.result.out.begin() + t * width))
           << name << " query " << t;
-      EXPECT_EQ(alone_select.attend->selections[0].indices, select.attend->selections[t].indices)
+      EXPECT_EQ(alone_select.result.selections[0].indices, select.result.selections[t].indices)
           << name << " query " << t;
     }
   }
@@ -150,8 +150,8 @@ TEST_P(Sparse, SameBitsTwiceAndWithAnyNumberOfThreads) {
           first.emplace(name, std::move(item));
           continue;
         }
-        const AttendWork& a = *first.at(name).attend;
-        const AttendWork& b = *item.attend;
+        const AttendResult& a = first.at(name).result;
+        const AttendResult& b = item.result;
         EXPECT_EQ(a.out, b.out) << name << " threads " << threads;
         EXPECT_EQ(a.lse, b.lse) << name << " threads " << threads;
         EXPECT_EQ(a.touched_row_counts, b.touched_row_counts) << name << " threads " << threads;
@@ -179,12 +179,12 @@ TEST_P(Sparse, KvHeadsMayHaveTailsOfTheirOwn) {
   policies[1].pilot_token_count = 200;
   policies[2].tail = Tail::kUniform;
   policies[2].bound = Bound::kPaper;
-  const auto run = [&](const Policy& policy, std::vector<Policy> of_heads) {
+  const auto run = [&](const Policy& policy, std::vector<TailPolicy> tails) {
     JobItem item = sequence.AttendItem(policy, q, /*select_only=*/false);
-    item.attend->head_policies = std::move(of_heads);
+    item.attend->tails = std::move(tails);
     return sequence.RunOne(std::move(item));
   };
-  const JobItem mixed = run(DefaultPolicy(spec), policies);
+  const JobItem mixed = run(DefaultPolicy(spec), {policies.begin(), policies.end()});
   ASSERT_TRUE(mixed.status.ok()) << mixed.status;
   const JobItem plain = run(DefaultPolicy(spec), {});
   for (int h = 0; h < 3; ++h) {
@@ -193,15 +193,15 @@ TEST_P(Sparse, KvHeadsMayHaveTailsOfTheirOwn) {
     bool differs = false;
     for (int64_t t = 0; t < 2; ++t) {
       const int64_t row = t * 3 + h;
-      EXPECT_EQ(mixed.attend->touched_row_counts[row], alone.attend->touched_row_counts[row]);
-      differs |= mixed.attend->touched_row_counts[row] != plain.attend->touched_row_counts[row];
+      EXPECT_EQ(mixed.result.touched_row_counts[row], alone.result.touched_row_counts[row]);
+      differs |= mixed.result.touched_row_counts[row] != plain.result.touched_row_counts[row];
       for (int g = 0; g < 2; ++g) {
         const int head = 2 * h + g;
-        const std::span<const float> a = OutputOf(spec, *mixed.attend, t, head);
-        const std::span<const float> b = OutputOf(spec, *alone.attend, t, head);
+        const std::span<const float> a = OutputOf(spec, mixed.result, t, head);
+        const std::span<const float> b = OutputOf(spec, alone.result, t, head);
         EXPECT_TRUE(std::equal(a.begin(), a.end(), b.begin())) << "head " << head;
-        EXPECT_EQ(mixed.attend->certificates[t * 6 + head].relative_error,
-                  alone.attend->certificates[t * 6 + head].relative_error);
+        EXPECT_EQ(mixed.result.certificates[t * 6 + head].relative_error,
+                  alone.result.certificates[t * 6 + head].relative_error);
       }
     }
     EXPECT_TRUE(differs) << "KV head " << h << " was served as ever";
@@ -229,8 +229,8 @@ TEST_P(Sparse, SequencesInOneJobDoNotTouchEachOther) {
   for (int i = 0; i < 4; ++i) {
     const JobItem alone = sequences[i]->Attend(policy, queries[i]);
     ASSERT_TRUE(alone.status.ok() && job->items[i].status.ok());
-    EXPECT_EQ(alone.attend->out, job->items[i].attend->out) << i;
-    EXPECT_EQ(alone.attend->lse, job->items[i].attend->lse) << i;
+    EXPECT_EQ(alone.result.out, job->items[i].result.out) << i;
+    EXPECT_EQ(alone.result.lse, job->items[i].result.lse) << i;
   }
 }
 
@@ -247,8 +247,8 @@ TEST_P(Sparse, RowCountMaxIsNeverExceededAndTakesThePromise) {
     policy.epsilon = 0.01;
     const JobItem free = sequence.Attend(policy, q);
     ASSERT_TRUE(free.status.ok());
-    const int64_t wanted = *std::min_element(free.attend->touched_row_counts.begin(),
-                                             free.attend->touched_row_counts.end());
+    const int64_t wanted = *std::min_element(free.result.touched_row_counts.begin(),
+                                             free.result.touched_row_counts.end());
     // A draw's size varies with the seed: well below, the limit always binds.
     for (int64_t limit = 400; limit < wanted * 4 / 5; limit += 1 + limit / 7) {
       policy.row_count_max = limit;
@@ -256,8 +256,8 @@ TEST_P(Sparse, RowCountMaxIsNeverExceededAndTakesThePromise) {
         ASSERT_TRUE(Validate(policy, spec).empty()) << limit;
         const JobItem item = sequence.Attend(policy, q);
         ASSERT_TRUE(item.status.ok());
-        for (int64_t touched : item.attend->touched_row_counts) ASSERT_LE(touched, limit);
-        for (const Certificate& c : item.attend->certificates) {
+        for (int64_t touched : item.result.touched_row_counts) ASSERT_LE(touched, limit);
+        for (const Certificate& c : item.result.certificates) {
           ASSERT_EQ(c.promise, Promise::kNone) << "limit " << limit;
         }
       }
@@ -266,7 +266,7 @@ TEST_P(Sparse, RowCountMaxIsNeverExceededAndTakesThePromise) {
     }
     policy.seed = 0;
     policy.row_count_max = 8192;
-    EXPECT_EQ(sequence.Attend(policy, q).attend->out, free.attend->out);
+    EXPECT_EQ(sequence.Attend(policy, q).result.out, free.result.out);
   }
 }
 

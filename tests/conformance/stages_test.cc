@@ -85,10 +85,10 @@ TEST_P(Stages, AFirstThatFindsAllChangesNothing) {
     policy_.candidate_fraction = 1;
     const JobItem two = sequence_->Attend(policy_, q_);
     ASSERT_TRUE(one.status.ok() && two.status.ok()) << one.status << two.status;
-    EXPECT_EQ(one.attend->out, two.attend->out);
-    EXPECT_EQ(one.attend->lse, two.attend->lse);
+    EXPECT_EQ(one.result.out, two.result.out);
+    EXPECT_EQ(one.result.lse, two.result.lse);
     policy_.candidate_fraction = 0.02;
-    EXPECT_NE(one.attend->out, sequence_->Attend(policy_, q_).attend->out);
+    EXPECT_NE(one.result.out, sequence_->Attend(policy_, q_).result.out);
   }
 }
 
@@ -128,7 +128,7 @@ TEST_P(Stages, TheTailCoversWhatTheFirstDidNotFind) {
         kv_head_ = 0;
         return Candidates(first);
       }();
-      const Selection& s = select.attend->selections[0];
+      const Selection& s = select.result.selections[0];
       ExpectCovers(s, end() - begin() - policy_.heavy_count, what);
       int64_t others = 0;
       for (size_t i = 0; i < s.indices.size(); ++i) {
@@ -153,7 +153,7 @@ TEST_P(Stages, NoHeavySet) {
       const std::string what = Name(selector) + " tail " + std::to_string(static_cast<int>(tail));
       ExpectWeighted(context_, q_, policy_, ranks_bear && tail != Tail::kNone,
                      sequence_->Attend(policy_, q_), select, what);
-      for (const Selection& s : select.attend->selections) {
+      for (const Selection& s : select.result.selections) {
         EXPECT_EQ(std::count(s.strata.begin(), s.strata.end(), kStratumHeavy), 0) << what;
         if (tail == Tail::kNone) {
           EXPECT_EQ(static_cast<int64_t>(s.indices.size()), kTokens - (end() - begin())) << what;

@@ -101,22 +101,24 @@ class AuditorTest : public EngineTest {
     EXPECT_TRUE(Fill(sequence_, rows, 0, kTokens).ok());
   }
 
-  AttendWork Work(int64_t queries = 1) {
-    AttendWork work = Item(sequence_).work;
+  // An attend that was served, and served right.
+  JobItem Attended(int64_t queries = 1) {
+    JobItem item;
+    AttendQuery& attend = item.attend.emplace(Item(sequence_).attend);
     queries_.assign(static_cast<size_t>(queries) * 16, 0.5f);
-    work.q = reinterpret_cast<const std::byte*>(queries_.data());
-    work.rows = &sequence_->rows[0];
-    work.query_count = queries;
-    work.visible.assign(queries, kTokens);
-    const std::vector<float> exact = *ExactAttend(model->spec, 0, work, nullptr);
+    attend.q = reinterpret_cast<const std::byte*>(queries_.data());
+    attend.rows = &sequence_->rows[0];
+    attend.query_count = queries;
+    attend.visible.assign(queries, kTokens);
+    const std::vector<float> exact = *ExactAttend(model->spec, 0, attend, nullptr);
     for (int64_t t = 0; t < queries; ++t) {
-      work.out.insert(work.out.end(), exact.begin(), exact.end());
+      item.result.out.insert(item.result.out.end(), exact.begin(), exact.end());
     }
-    work.certificates.assign(queries, {.promise = Promise::kStatistical});
-    return work;
+    item.result.certificates.assign(queries, {.promise = Promise::kStatistical});
+    return item;
   }
-  void Offer(Auditor& auditor, const AttendWork& work, const std::vector<int>& levels = {}) {
-    auditor.Offer(model, 0, work.policy, levels, work);
+  void Offer(Auditor& auditor, const JobItem& item, const std::vector<int>& levels = {}) {
+    auditor.Offer(model, 0, item.attend->policy, levels, item);
   }
   void Await(const std::function<bool()>& done) {
     for (int i = 0; i < 5000 && !done(); ++i) {
@@ -132,29 +134,29 @@ class AuditorTest : public EngineTest {
 
 TEST_F(AuditorTest, CountsOutputsFartherThanEpsilon) {
   Auditor auditor({.share = 1, .cpu_share = 1});
-  AttendWork work = Work(3);
+  JobItem item = Attended(3);
   // Query 1 is off by half of epsilon, query 2 by twice.
-  for (int i = 0; i < 16; ++i) work.out[16 + i] *= 1 + 0.5f * static_cast<float>(0.1);
-  for (int i = 0; i < 16; ++i) work.out[32 + i] *= 1 + 2 * static_cast<float>(0.1);
-  Offer(auditor, work);
+  for (int i = 0; i < 16; ++i) item.result.out[16 + i] *= 1 + 0.5f * static_cast<float>(0.1);
+  for (int i = 0; i < 16; ++i) item.result.out[32 + i] *= 1 + 2 * static_cast<float>(0.1);
+  Offer(auditor, item);
   Await([&] { return HeadOf(model->audits, 0, 0).check_count == 3; });
   EXPECT_EQ(HeadOf(model->audits, 0, 0).violation_count, 1);
   // What promised nothing is not checked, nor what is not a number trusted.
-  work.certificates.assign(3, {.promise = Promise::kNone});
-  work.certificates[1].promise = Promise::kStatistical;
-  work.out[16] = NAN;
-  Offer(auditor, work);
+  item.result.certificates.assign(3, {.promise = Promise::kNone});
+  item.result.certificates[1].promise = Promise::kStatistical;
+  item.result.out[16] = NAN;
+  Offer(auditor, item);
   Await([&] { return HeadOf(model->audits, 0, 0).check_count == 4; });
   EXPECT_EQ(HeadOf(model->audits, 0, 0).violation_count, 2);
 }
 
 TEST_F(AuditorTest, ChecksTheShareThatIsAskedFor) {
   Auditor off({.share = 0});
-  Offer(off, Work());
+  Offer(off, Attended());
   Auditor some({.share = 0.2, .cpu_share = 1});
-  const AttendWork work = Work();
+  const JobItem item = Attended();
   for (int i = 0; i < 1000; ++i) {
-    Offer(some, work);
+    Offer(some, item);
     if (i % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   Await([&] {
@@ -167,42 +169,42 @@ TEST_F(AuditorTest, ChecksTheShareThatIsAskedFor) {
 TEST_F(AuditorTest, StrengthensRaisedHeads) {
   Auditor auditor({.share = 1});
   Auditor off({.share = 0});
-  AttendWork work = Work();
-  EXPECT_TRUE(auditor.Strengthen(*model, 0, work).empty());
-  EXPECT_TRUE(work.head_policies.empty());
+  JobItem item = Attended();
+  EXPECT_TRUE(auditor.Strengthen(*model, 0, *item.attend).empty());
+  EXPECT_TRUE(item.attend->tails.empty());
   for (int i = 0; i < 8; ++i) model->audits.Record(0, 0, 0, 12, kDelta, 1, 1);
-  EXPECT_EQ(auditor.Strengthen(*model, 0, work), std::vector<int>{1});
-  ASSERT_EQ(work.head_policies.size(), 1u);
-  EXPECT_GT(work.head_policies[0].inflation, work.policy.inflation);
-  AttendWork other = Work();
-  EXPECT_TRUE(off.Strengthen(*model, 0, other).empty());
-  EXPECT_TRUE(auditor.Strengthen(*model, 1, other).empty());
+  EXPECT_EQ(auditor.Strengthen(*model, 0, *item.attend), std::vector<int>{1});
+  ASSERT_EQ(item.attend->tails.size(), 1u);
+  EXPECT_GT(item.attend->tails[0].inflation, item.attend->policy.inflation);
+  JobItem other = Attended();
+  EXPECT_TRUE(off.Strengthen(*model, 0, *other.attend).empty());
+  EXPECT_TRUE(auditor.Strengthen(*model, 1, *other.attend).empty());
 }
 
 TEST_F(AuditorTest, WhatFailsForGoodIsDenseUntilItHasBeenLong) {
   Auditor auditor({.share = 1});
-  AttendWork work = Work();
-  const Policy policy = work.policy;
+  JobItem item = Attended();
+  const Policy policy = item.attend->policy;
   const int last = DenseLevel(policy);
   for (int level = 0; level < last; ++level) {
     for (int i = 0; i < 8; ++i) model->audits.Record(0, 0, level, last, kDelta, 1, 1);
   }
-  const std::vector<int> levels = auditor.Strengthen(*model, 0, work);
+  const std::vector<int> levels = auditor.Strengthen(*model, 0, *item.attend);
   EXPECT_EQ(levels, std::vector<int>{last});
-  EXPECT_EQ(work.policy.selector, Selector::kAll);
-  work.certificates[0].promise = Promise::kExact;
-  for (int i = 0; i < 400; ++i) auditor.Offer(model, 0, policy, levels, work);
+  EXPECT_EQ(item.attend->policy.selector, Selector::kAll);
+  item.result.certificates[0].promise = Promise::kExact;
+  for (int i = 0; i < 400; ++i) auditor.Offer(model, 0, policy, levels, item);
   EXPECT_EQ(model->audits.Levels(0), std::vector<int>{last - 1});
 }
 
 TEST_F(AuditorTest, WhatWaitsIsForgottenAtTheEnd) {
   Auditor auditor({.share = 1, .cpu_share = 1e-6});
-  const AttendWork work = Work();
-  for (int i = 0; i < 50; ++i) Offer(auditor, work);
+  const JobItem item = Attended();
+  for (int i = 0; i < 50; ++i) Offer(auditor, item);
   EXPECT_GT(auditor.dropped_count(), 20);
   auditor.Stop();
   const int64_t dropped = auditor.dropped_count();
-  Offer(auditor, work);
+  Offer(auditor, item);
   EXPECT_EQ(auditor.dropped_count(), dropped + 1);
   // Only the sequence holds its rows now.
   std::optional<absl::Status> deleted;

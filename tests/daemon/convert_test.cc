@@ -15,16 +15,17 @@ using ::testing::IsEmpty;
 
 // Every field has a value of its own.
 TEST(FillCertificate, CarriesEachFieldWhereItBelongs) {
-  AttendWork work;
-  work.policy.epsilon = 0.3;
-  work.policy.delta = 0.07;
-  work.policy.inflation = 1.5;
-  work.certificates = {
+  JobItem item;
+  Policy& policy = item.attend.emplace().policy;
+  policy.epsilon = 0.3;
+  policy.delta = 0.07;
+  policy.inflation = 1.5;
+  item.result.certificates = {
       {101, 11, 21, 0.25f, 0.75f, Promise::kStatistical},
       {102, 12, 22, 0, 0.5f, Promise::kExact},
       {103, 13, 23, std::numeric_limits<float>::infinity(), 0.125f, Promise::kNone}};
   v1::Certificate certificate;
-  FillCertificate(work, certificate);
+  FillCertificate(item, certificate);
   EXPECT_THAT(certificate.visible_token_counts(), ElementsAre(101, 102, 103));
   EXPECT_THAT(certificate.heavy_token_counts(), ElementsAre(11, 12, 13));
   EXPECT_THAT(certificate.sampled_token_counts(), ElementsAre(21, 22, 23));
@@ -41,13 +42,14 @@ TEST(FillCertificate, CarriesEachFieldWhereItBelongs) {
 
 // Heads that the audit has raised; the rest stays what was asked for.
 TEST(FillCertificate, NamesWhatHeadsWereGiven) {
-  AttendWork work;
-  work.policy.inflation = 1.5;
-  work.certificates.resize(1);
-  work.head_policies.assign(2, work.policy);
-  work.head_policies[1].inflation = 2.25;
+  JobItem item;
+  AttendQuery& attend = item.attend.emplace();
+  attend.policy.inflation = 1.5;
+  attend.tails.assign(2, attend.policy);
+  attend.tails[1].inflation = 2.25;
+  item.result.certificates.resize(1);
   v1::Certificate certificate;
-  FillCertificate(work, certificate);
+  FillCertificate(item, certificate);
   EXPECT_EQ(certificate.inflation(), 1.5);
   EXPECT_THAT(certificate.head_inflations(), ElementsAre(1.5, 2.25));
 }

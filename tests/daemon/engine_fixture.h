@@ -57,9 +57,9 @@ class EngineTest : public ::testing::Test {
   AttendItem Item(std::shared_ptr<Sequence> sequence) {
     AttendItem item;
     item.sequence = std::move(sequence);
-    item.work.policy = model->policy;
-    item.work.q = reinterpret_cast<const std::byte*>(query.data());
-    item.work.query_count = 1;
+    item.attend.policy = model->policy;
+    item.attend.q = reinterpret_cast<const std::byte*>(query.data());
+    item.attend.query_count = 1;
     return item;
   }
   // Starts an append of layers [0, 2); the result appears in the pointer.

@@ -55,7 +55,7 @@ TEST_F(EngineTest, OperationsOnOneSequenceRunInOrder) {
   EXPECT_TRUE(second.has_value() && !attend.has_value());
   device.Release();
   ASSERT_TRUE(attend->ok());
-  EXPECT_EQ((**attend).job->items[0].attend->out[0], 6);
+  EXPECT_EQ((**attend).job->items[0].result.out[0], 6);
 }
 
 TEST_F(EngineTest, AnotherSequenceOvertakes) {
@@ -92,8 +92,8 @@ TEST_F(EngineTest, SeveralSequencesAreOneJobThatWaitsForAll) {
   device.ReleaseAll();
   ASSERT_TRUE(ab->ok() && ba->ok());
   ASSERT_EQ((**ab).job->items.size(), 2u);
-  EXPECT_EQ((**ab).job->items[0].attend->out[0], 4);
-  EXPECT_EQ((**ab).job->items[1].attend->out[0], 5);
+  EXPECT_EQ((**ab).job->items[0].result.out[0], 4);
+  EXPECT_EQ((**ab).job->items[1].result.out[0], 5);
 }
 
 TEST_F(EngineTest, OneBadItemRefusesTheWholeRequest) {
@@ -165,7 +165,7 @@ TEST_F(EngineTest, ForkCopiesToTheShortestLayerAndThenDiffers) {
     engine->Attend(std::move(request), Into(&attend));
     device.ReleaseAll();
     ASSERT_TRUE(attend->ok());
-    EXPECT_EQ((**attend).job->items[0].attend->lse[0], last);
+    EXPECT_EQ((**attend).job->items[0].result.lse[0], last);
   }
   engine->Fork(source, "f", Into(&fork));
   EXPECT_TRUE(absl::IsAlreadyExists(fork->status()));
@@ -254,7 +254,7 @@ TEST_F(EngineTest, FailedAttendUndoesItsAppend) {
     EXPECT_EQ((**result).job->items[0].status.ok(), !fail);
     EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(fail ? 4 : 5, 4));
     if (!fail) {
-      EXPECT_EQ((**result).job->items[0].attend->lse[0], 9) << "the first append's row";
+      EXPECT_EQ((**result).job->items[0].result.lse[0], 9) << "the first append's row";
     }
   }
   EXPECT_EQ(sequence->work.attend_count, 1);
@@ -447,7 +447,7 @@ TEST_F(TwoDeviceEngineTest, OneRequestAttendsOnBoth) {
   toys[0]->Release();
   ASSERT_TRUE(result->ok());
   EXPECT_EQ((**result).job->items[0].status.message(), "of the first");
-  EXPECT_EQ((**result).job->items[1].attend->out[0], 3);
+  EXPECT_EQ((**result).job->items[1].result.out[0], 3);
   EXPECT_EQ(sequences[0]->snapshot().layer_token_counts[0], 0);
   EXPECT_EQ(sequences[1]->snapshot().layer_token_counts[0], 3);
 }
@@ -474,7 +474,7 @@ TEST_F(LateEngineTest, SequencesProgressInParallelEachInOrder) {
       engine->Attend(std::move(request), [&, s](absl::StatusOr<AttendOutcome> outcome) {
         ASSERT_TRUE(outcome.ok()) << outcome.status();
         ASSERT_TRUE(outcome->job->items[0].status.ok()) << outcome->job->items[0].status;
-        seen[s].push_back(outcome->job->items[0].attend->out[0]);
+        seen[s].push_back(outcome->job->items[0].result.out[0]);
         ++done;
       });
     }

@@ -161,18 +161,19 @@ class ToyDevice final : public Device {
       const std::lock_guard<std::mutex> lock(mutex_);
       item.status = std::exchange(attend_error_, absl::OkStatus());
     }
-    if (item.attend && item.status.ok()) Attend(job.model->spec(), *item.attend);
+    if (item.attend && item.status.ok()) Attend(job.model->spec(), *item.attend, item.result);
     --sequence.user_count;
   }
 
-  static void Attend(const ModelSpec& spec, AttendWork& work) {
-    const int64_t heads = work.query_count * spec.query_head_count;
-    work.out.assign(heads * spec.head_dim, 0);
-    work.lse.assign(heads, 0);
-    work.certificates.assign(heads, {});
-    work.touched_row_counts.assign(work.query_count * spec.kv_head_count, work.visible.back());
-    work.out[0] = static_cast<float>(work.visible.back());
-    std::memcpy(work.lse.data(), work.rows->Row(0, work.visible.back() - 1), sizeof(float));
+  static void Attend(const ModelSpec& spec, const AttendQuery& attend, AttendResult& result) {
+    const int64_t heads = attend.query_count * spec.query_head_count;
+    result.out.assign(heads * spec.head_dim, 0);
+    result.lse.assign(heads, 0);
+    result.certificates.assign(heads, {});
+    result.touched_row_counts.assign(attend.query_count * spec.kv_head_count,
+                                     attend.visible.back());
+    result.out[0] = static_cast<float>(attend.visible.back());
+    std::memcpy(result.lse.data(), attend.rows->Row(0, attend.visible.back() - 1), sizeof(float));
   }
 
   const bool delayed_;

@@ -51,9 +51,9 @@ std::vector<Case> Cases(const ModelSpec& spec) {
 void ExpectSame(const JobItem& a, const JobItem& b, const std::string& what) {
   ASSERT_TRUE(a.status.ok()) << what << ": " << a.status;
   ASSERT_TRUE(b.status.ok()) << what << ": " << b.status;
-  EXPECT_EQ(a.attend->out, b.attend->out) << what;
-  EXPECT_EQ(a.attend->lse, b.attend->lse) << what;
-  EXPECT_EQ(a.attend->touched_row_counts, b.attend->touched_row_counts) << what;
+  EXPECT_EQ(a.result.out, b.result.out) << what;
+  EXPECT_EQ(a.result.lse, b.result.lse) << what;
+  EXPECT_EQ(a.result.touched_row_counts, b.result.touched_row_counts) << what;
 }
 
 // A wave runs directly when it is new, is captured when it comes again and
@@ -127,7 +127,7 @@ TEST(Replay, StepsLeaveWhatOneAppendDoes) {
     ExpectSame(young.Attend(policy, one), young_plain.Attend(policy, one), "a young sequence");
     // The band and the ring hold the rows of these tokens.
     const JobItem attend = stepping.Attend(policy, one);
-    EXPECT_EQ(attend.attend->moved_row_count, plain.Attend(policy, one).attend->moved_row_count);
+    EXPECT_EQ(attend.result.moved_row_count, plain.Attend(policy, one).result.moved_row_count);
   }
 }
 

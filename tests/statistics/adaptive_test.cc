@@ -39,7 +39,7 @@ TEST_P(AdaptiveBudget, BiasIsBelowAFifthOfAStandardError) {
     const JobItem item = e.Attend(policy);
     ASSERT_TRUE(item.status.ok()) << item.status;
     for (size_t i = 0; i < size; ++i) {
-      const double difference = item.attend->out[i] - e.exact[i / e.kHeadDim].out[i % e.kHeadDim];
+      const double difference = item.result.out[i] - e.exact[i / e.kHeadDim].out[i % e.kHeadDim];
       sum[i] += difference;
       square[i] += difference * difference;
     }

@@ -29,18 +29,18 @@ Coverage Count(Experiment& e, Policy policy, int seeds) {
     policy.seed = 1000 + seed;
     const JobItem item = e.Attend(policy);
     EXPECT_TRUE(item.status.ok()) << item.status;
-    const AttendWork& work = *item.attend;
+    const AttendResult& result = item.result;
     for (int t = 0; t < e.kQueries; ++t) {
       for (int g = 0; g < e.kKvHeads; ++g) {
         const int h = g * e.kGroup;
-        const bool violated = e.ErrorOf(work, t, h) > policy.epsilon;
-        const Promise promise = work.certificates[t * e.spec.query_head_count + h].promise;
+        const bool violated = e.ErrorOf(result, t, h) > policy.epsilon;
+        const Promise promise = result.certificates[t * e.spec.query_head_count + h].promise;
         ++c.draws;
         c.violations += violated;
         cell[t * e.kKvHeads + g] += violated;
         c.promised += promise != Promise::kNone;
         c.broken_promises += promise != Promise::kNone && violated;
-        c.rows += static_cast<double>(work.touched_row_counts[t * e.kKvHeads + g]);
+        c.rows += static_cast<double>(result.touched_row_counts[t * e.kKvHeads + g]);
       }
     }
   }

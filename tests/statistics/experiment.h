@@ -46,8 +46,8 @@ struct Experiment {
   JobItem Attend(const Policy& policy) { return sequence.Attend(policy, q, visible); }
 
   // ||out - exact|| / ||exact|| of (query, head).
-  double ErrorOf(const AttendWork& work, int t, int h) const {
-    return reference::RelativeDistance(OutputOf(spec, work, t, h),
+  double ErrorOf(const AttendResult& result, int t, int h) const {
+    return reference::RelativeDistance(OutputOf(spec, result, t, h),
                                        exact[t * spec.query_head_count + h].out);
   }
 };

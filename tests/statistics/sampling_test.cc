@@ -194,7 +194,7 @@ TEST(Nesting, ASmallerEpsilonSelectsMoreOfTheSame) {
       ASSERT_TRUE(item.status.ok());
       int64_t rows = 0;
       for (size_t i = 0; i < before.size(); ++i) {
-        const std::vector<uint32_t>& now = item.attend->selections[i].indices;
+        const std::vector<uint32_t>& now = item.result.selections[i].indices;
         ASSERT_TRUE(std::includes(now.begin(), now.end(), before[i].begin(), before[i].end()));
         rows += static_cast<int64_t>(now.size());
         before[i] = now;

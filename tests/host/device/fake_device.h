@@ -172,11 +172,11 @@ class FakeDevice final : public Device {
     Job& job = *pending.job;
     for (JobItem& item : job.items) {
       CheckMine(*job.model, *item.sequence);
-      AttendWork& work = *item.attend;
-      work.out.assign(1, static_cast<float>(info_.name.back() - '0'));
-      work.lse.assign(1, static_cast<float>(work.query_count));
-      if (work.query_count % 2 == 1) {
-        item.status = absl::OutOfRangeError(absl::StrCat("item ", work.query_count));
+      const int64_t query_count = item.attend->query_count;
+      item.result.out.assign(1, static_cast<float>(info_.name.back() - '0'));
+      item.result.lse.assign(1, static_cast<float>(query_count));
+      if (query_count % 2 == 1) {
+        item.status = absl::OutOfRangeError(absl::StrCat("item ", query_count));
       }
     }
     job.device_time_us = job_time_us;

@@ -54,7 +54,7 @@ class PlacedDeviceTest : public ::testing::Test {
     job->items.push_back(Item(sequence, 2));
     int answer = -1;
     device->Submit(std::move(job), [&](std::unique_ptr<Job> done) {
-      answer = static_cast<int>(done->items[0].attend->out[0]);
+      answer = static_cast<int>(done->items[0].result.out[0]);
     });
     return answer;
   }
@@ -367,8 +367,8 @@ TEST_F(PlacedDeviceTest, ASplitJobIsAnsweredOnceWhicheverPartEndsLast) {
     for (size_t i = 0; i < places.size(); ++i) {
       const JobItem& item = answer.items[i];
       EXPECT_EQ(item.sequence, sequences[places[i]].get());
-      EXPECT_EQ(item.attend->out[0], static_cast<float>(places[i] % 3));
-      EXPECT_EQ(item.attend->lse[0], static_cast<float>(i));
+      EXPECT_EQ(item.result.out[0], static_cast<float>(places[i] % 3));
+      EXPECT_EQ(item.result.lse[0], static_cast<float>(i));
       EXPECT_EQ(item.status.message(), i % 2 == 0 ? "" : absl::StrCat("item ", i));
     }
     EXPECT_EQ(answer.device_time_us, 90);
@@ -397,8 +397,8 @@ TEST_F(PlacedDeviceTest, PartsRunBesideEachOther) {
   device->Submit(std::move(job), [&](std::unique_ptr<Job> done) {
     ++done_count;
     EXPECT_THAT(done->stages, IsEmpty());
-    EXPECT_EQ(done->items[0].attend->out[0], 1);
-    EXPECT_EQ(done->items[1].attend->out[0], 0);
+    EXPECT_EQ(done->items[0].result.out[0], 1);
+    EXPECT_EQ(done->items[1].result.out[0], 0);
   });
   EXPECT_EQ(done_count, 0);
   fakes[0]->Release();
@@ -420,7 +420,7 @@ TEST_F(PlacedDeviceTest, ManySplitJobsAtOnce) {
       const JobItem& item = job.items[i];
       const int sequence = 3 * t + (index + i) % 3;
       if (item.sequence != sequences[sequence].get() ||
-          item.attend->out[0] != static_cast<float>(places[sequence]) ||
+          item.result.out[0] != static_cast<float>(places[sequence]) ||
           item.status.ok() != (item.attend->query_count % 2 == 0)) {
         ++wrong_count;
       }

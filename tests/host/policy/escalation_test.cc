@@ -8,9 +8,9 @@ namespace {
 // Whether an attend with b asks for at least as much as one with a.
 bool NotWeaker(const Escalation& a, const Escalation& b) {
   if (b.dense) return true;
-  if (b.policy.bound == Bound::kPaper && b.policy.tail == Tail::kUniform) return !a.dense;
-  return !a.dense && b.policy.inflation >= a.policy.inflation &&
-         b.policy.pilot_token_count >= a.policy.pilot_token_count;
+  if (b.tail.bound == Bound::kPaper && b.tail.tail == Tail::kUniform) return !a.dense;
+  return !a.dense && b.tail.inflation >= a.tail.inflation &&
+         b.tail.pilot_token_count >= a.tail.pilot_token_count;
 }
 
 TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
@@ -24,8 +24,8 @@ TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
   for (const Policy& policy : {Policy(), uniform, paper, strong}) {
     const int last = DenseLevel(policy);
     ASSERT_GT(last, 0);
-    EXPECT_EQ(EscalationAt(policy, 0).policy.inflation, policy.inflation);
-    EXPECT_EQ(EscalationAt(policy, 0).policy.pilot_token_count, policy.pilot_token_count);
+    EXPECT_EQ(EscalationAt(policy, 0).tail.inflation, policy.inflation);
+    EXPECT_EQ(EscalationAt(policy, 0).tail.pilot_token_count, policy.pilot_token_count);
     for (int level = 0; level < last; ++level) {
       EXPECT_FALSE(EscalationAt(policy, level).dense) << level;
       EXPECT_TRUE(NotWeaker(EscalationAt(policy, level), EscalationAt(policy, level + 1))) << level;
@@ -37,16 +37,16 @@ TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
 
 TEST(Escalation, TakesTheStepsInTheirOrder) {
   const Policy policy;  // inflation 1.25, pilot 48
-  EXPECT_DOUBLE_EQ(EscalationAt(policy, 1).policy.inflation, 1.25 * 1.25);
-  EXPECT_EQ(EscalationAt(policy, 1).policy.pilot_token_count, 48);
-  EXPECT_DOUBLE_EQ(EscalationAt(policy, 6).policy.inflation, 4);
-  EXPECT_EQ(EscalationAt(policy, 7).policy.pilot_token_count, 96);
-  EXPECT_EQ(EscalationAt(policy, 10).policy.pilot_token_count, 512);
-  EXPECT_DOUBLE_EQ(EscalationAt(policy, 10).policy.inflation, 4);
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 1).tail.inflation, 1.25 * 1.25);
+  EXPECT_EQ(EscalationAt(policy, 1).tail.pilot_token_count, 48);
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 6).tail.inflation, 4);
+  EXPECT_EQ(EscalationAt(policy, 7).tail.pilot_token_count, 96);
+  EXPECT_EQ(EscalationAt(policy, 10).tail.pilot_token_count, 512);
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 10).tail.inflation, 4);
   const Escalation paper = EscalationAt(policy, 11);
-  EXPECT_EQ(paper.policy.tail, Tail::kUniform);
-  EXPECT_EQ(paper.policy.bound, Bound::kPaper);
-  EXPECT_EQ(paper.policy.inflation, policy.inflation);
+  EXPECT_EQ(paper.tail.tail, Tail::kUniform);
+  EXPECT_EQ(paper.tail.bound, Bound::kPaper);
+  EXPECT_EQ(paper.tail.inflation, policy.inflation);
   EXPECT_EQ(DenseLevel(policy), 12);
 }
 
@@ -59,8 +59,8 @@ TEST(Escalation, LeavesAPolicyThatPromisesNothing) {
   for (const Policy& policy : {none, denominator}) {
     EXPECT_EQ(DenseLevel(policy), 0);
     EXPECT_FALSE(EscalationAt(policy, 7).dense);
-    EXPECT_EQ(EscalationAt(policy, 7).policy.inflation, policy.inflation);
-    EXPECT_EQ(EscalationAt(policy, 7).policy.tail, policy.tail);
+    EXPECT_EQ(EscalationAt(policy, 7).tail.inflation, policy.inflation);
+    EXPECT_EQ(EscalationAt(policy, 7).tail.tail, policy.tail);
   }
 }
 

@@ -308,7 +308,7 @@ TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
     spec.hash.bits_per_dim = bits;
     Policy policy;
     policy.selector = selector;
-    const auto bears = [&](int64_t n) { return RanksCarryGuarantee(policy, spec, n); };
+    const auto bears = [&](int64_t n) { return RanksCarryGuarantee(policy, policy, spec, n); };
     EXPECT_EQ(bears(4096), longest > 0) << static_cast<int>(selector) << " bits " << bits;
     EXPECT_EQ(bears(longest), longest > 0);
     EXPECT_FALSE(selector != Selector::kOracle && bears(longest + 1));
