@@ -14,7 +14,7 @@
 #include "gpu/device/job_run.h"
 #include "host/base/elements.h"
 #include "host/base/mutex.h"
-#include "host/codes/mlp.h"
+#include "host/methods/weights/index_weights.h"
 #include "tbb/task_arena.h"
 
 namespace spillway {

@@ -6,6 +6,7 @@
 
 #include "gpu/kernels/attend.h"
 #include "host/codes/rotation.h"
+#include "host/methods/lsh_sampling/projections.h"
 #include "tbb/parallel_for.h"
 
 namespace spillway::cuda {

@@ -7,9 +7,9 @@
 #include "gpu/cuda/buffer.h"
 #include "gpu/kernels/encode.h"
 #include "gpu/kernels/sections.h"
-#include "host/codes/mlp.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
+#include "host/methods/weights/index_weights.h"
 
 namespace spillway::cuda {
 

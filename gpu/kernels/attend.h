@@ -9,7 +9,6 @@
 #include "gpu/kernels/append.h"
 #include "gpu/kernels/code_tiling.h"
 #include "host/base/limits.h"
-#include "host/codes/key_sections.h"
 #include "host/core/estimate.h"
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
@@ -17,6 +16,7 @@
 #include "host/core/selector.h"
 #include "host/core/softmax_sums.h"
 #include "host/core/tail.h"
+#include "host/methods/weights/key_sections.h"
 
 // What the kernels of a sparse attend share. One (query, KV head) is a unit;
 // a wave is a number of units with one selector that go through the kernels

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/rows.cuh"
-#include "host/core/lsh_weight.h"
+#include "host/methods/lsh_sampling/lsh_weight.h"
 
 // Softmax sums over rows. A block takes a split tile by tile: rows into
 // shared memory as fp32, a thread per (row, query row) for the logits, a

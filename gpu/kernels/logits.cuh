@@ -3,7 +3,7 @@
 #include "gpu/kernels/page_scores.cuh"
 #include "gpu/kernels/rows.cuh"
 #include "host/core/score.h"
-#include "host/core/sketch.h"
+#include "host/methods/sketch/sketch_range.h"
 
 // Scores from logits, a page of keys at a time: exact ones, every key read
 // where it lies (for evaluation), or estimates from what index pages hold

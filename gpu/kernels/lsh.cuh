@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/buckets.cuh"
 #include "gpu/kernels/device_math.cuh"
-#include "host/core/lsh_weight.h"
+#include "host/methods/lsh_sampling/lsh_weight.h"
 
 // MagicPIG's sample of the tail: what shares enough LSH buckets with a query
 // head, of every query head its own. It takes the place of a second phase's

@@ -16,8 +16,8 @@
 
 #include "gpu/kernels/append.h"
 #include "host/base/elements.h"
-#include "host/codes/mlp.h"
 #include "host/cpu/kernels.h"
+#include "host/methods/weights/mlp.h"
 #include "tests/gpu/device_array.h"
 #include "tests/host/cpu/code_page.h"
 

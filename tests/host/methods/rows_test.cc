@@ -1,0 +1,50 @@
+// The rows of the shelf's methods.
+#include <gtest/gtest.h>
+
+#include "host/methods/weights/key_sections.h"
+#include "host/policy/methods.h"
+
+namespace spillway {
+namespace {
+
+// 2 KV heads of 4 query heads, d 128, bf16, 3 bits a dimension.
+ModelSpec Spec(const KeyIndexSpec& indices = {}) {
+  ModelSpec spec;
+  spec.layer_count = 1;
+  spec.query_head_count = 8;
+  spec.kv_head_count = 2;
+  spec.head_dim = 128;
+  spec.indices = indices;
+  EXPECT_TRUE(Normalize(spec).empty());
+  return spec;
+}
+
+TEST(SelectorMethods, TellWhatTheyReadOfAKey) {
+  const ModelSpec spec =
+      Spec({.sketch = true, .quest_page_token_count = 32, .label_channel_count = 16});
+  const auto bits = [&](Selector selector) { return MethodOf(selector).key_bits(spec); };
+  EXPECT_EQ(bits(Selector::kAsymmetric), 8 * 50);      // 3 planes of 16 bytes and a factor
+  EXPECT_EQ(bits(Selector::kHamming), 8 * 16);         // one plane
+  EXPECT_EQ(bits(Selector::kOracle), 8 * 256);         // the key itself
+  EXPECT_EQ(bits(Selector::kSketch), 8 * 68);          // 64 bytes and a range
+  EXPECT_EQ(bits(Selector::kDoubleSparsity), 8 * 12);  // 8 bytes and a range
+  EXPECT_EQ(bits(Selector::kQuest), 8 * 16);           // 2 bounds of 256 bytes for 32 keys
+  EXPECT_EQ(bits(Selector::kAll), 0);
+}
+
+// What the table says of sections is what index pages hold of them.
+TEST(SelectorMethods, ReadWhatIndexPagesHold) {
+  const auto page_bits = [](const ModelSpec& spec) {
+    return 8 * KeySections::Of(spec).bytes() / kPageTokenCount;
+  };
+  for (const auto& [selector, indices] :
+       {std::pair(Selector::kSketch, KeyIndexSpec{.sketch = true}),
+        std::pair(Selector::kQuest, KeyIndexSpec{.quest_page_token_count = 16}),
+        std::pair(Selector::kDoubleSparsity, KeyIndexSpec{.label_channel_count = 24})}) {
+    const ModelSpec spec = Spec(indices);
+    EXPECT_EQ(MethodOf(selector).key_bits(spec), page_bits(spec)) << MethodOf(selector).name;
+  }
+}
+
+}  // namespace
+}  // namespace spillway
