@@ -27,9 +27,11 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/memory": ("host/base", "host/model"),
     "host/device": HOST,
     "host/cpu": HOST,
+    # Nothing of the host knows a method but by host/methods/registry.cc's list.
+    "host/methods": (*HOST, "host/cpu"),
     "gpu/cuda": ("host/base", "host/memory"),
-    "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes"),
-    "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels"),
+    "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes", "host/methods"),
+    "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels", "host/methods"),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/engine": HOST,
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
@@ -45,6 +47,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "tests": (
         *HOST,
         "host/cpu",
+        "host/methods",
         "gpu",
         "daemon",
         "clients",

@@ -105,6 +105,8 @@ class CudaDevice final : public Device {
     return static_cast<CudaSequence&>(sequence).layers[layer].Prepare(start, count);
   }
 
+  int64_t WeightBytes(const ModelSpec& spec) const override { return CudaModel::HostBytesOf(spec); }
+
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     const int64_t page_bytes =
         cuda::CodeTiling::Of(spec).page_bytes() + KeySections::Of(spec).bytes();

@@ -22,6 +22,10 @@ class CudaModel final : public DeviceModel {
                                                            MemoryBudget* budget,
                                                            const IndexWeights& weights);
 
+  // Host memory that Create() takes, at most: each matrix twice, as it is made
+  // and packed for the copy to the GPU.
+  static int64_t HostBytesOf(const ModelSpec& spec);
+
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override { return 0; }
 

@@ -66,6 +66,8 @@ class CpuDevice final : public Device {
     return static_cast<CpuSequence&>(sequence).PrepareAppend(layer, start, count);
   }
 
+  int64_t WeightBytes(const ModelSpec& spec) const override { return CpuModel::BytesOf(spec); }
+
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     return spec.kv_head_count * ((IndexPageBytes(spec) + kPageTokenCount - 1) / kPageTokenCount);
   }

@@ -20,6 +20,8 @@ struct CpuMethod {
   // Bytes of its section of an index page, which holds kPageTokenCount keys of
   // one KV head; 0 of a model that does not ask for it.
   int64_t (*section_bytes)(const ModelSpec&) = nullptr;
+  // What KeyIndex::bytes() of a model's is at most, before it is made.
+  int64_t (*weight_bytes)(const ModelSpec&) = nullptr;
   // Of a model that asks for the section. safetensors: the model's weights, not
   // kept. INVALID_ARGUMENT names the tensor that is missing or misshapen.
   absl::StatusOr<std::unique_ptr<KeyIndex>> (*make_index)(

@@ -71,9 +71,20 @@ CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MethodIndex>
   });
 }
 
+int64_t CpuModel::BytesOf(const ModelSpec& spec) {
+  int64_t bytes = 0;
+  if (spec.hash.kind == HashKind::kRotation) {
+    bytes += int64_t{2} * spec.layer_count * spec.head_dim * spec.head_dim * sizeof(float);
+  }
+  for (const Method* method : ShelfMethods()) {
+    if (method->cpu->weight_bytes != nullptr) bytes += method->cpu->weight_bytes(spec);
+  }
+  return bytes;
+}
+
 int64_t CpuModel::bytes() const {
   int64_t bytes = 0;
-  for (const auto& r : rotations_) bytes += 2 * 4 * static_cast<int64_t>(r.size());
+  for (const auto& r : rotations_) bytes += static_cast<int64_t>(2 * r.size() * sizeof(float));
   for (const MethodIndex& of_method : method_indices_) bytes += of_method.index->bytes();
   return bytes;
 }

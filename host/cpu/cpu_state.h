@@ -36,6 +36,8 @@ class CpuModel final : public DeviceModel {
   // safetensors: see Device::CreateModel().
   static absl::StatusOr<std::unique_ptr<CpuModel>> Create(const ModelSpec& spec, Arena* arena,
                                                           std::span<const std::byte> safetensors);
+  // What bytes() of a model is at most, before it is made.
+  static int64_t BytesOf(const ModelSpec& spec);
 
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override;

@@ -75,8 +75,10 @@ constexpr SelectorMethod kSelector = {
 
 constexpr std::string_view kModelFields[] = {"key_indices.label_channel_count"};
 
-constexpr CpuMethod kCpu = {
-    .section_bytes = SectionBytes, .make_index = MakeIndex, .make_scorer = MakeLabelScorer};
+constexpr CpuMethod kCpu = {.section_bytes = SectionBytes,
+                            .weight_bytes = LabelChannelBytes,
+                            .make_index = MakeIndex,
+                            .make_scorer = MakeLabelScorer};
 
 }  // namespace
 

@@ -38,8 +38,10 @@ constexpr SelectorMethod kSelector = {
 
 constexpr std::string_view kModelFields[] = {"hash_weights.mlp"};
 
-constexpr CpuMethod kCpu = {
-    .section_bytes = SectionBytes, .make_index = MakeIndex, .make_scorer = MakeHammingScorer};
+constexpr CpuMethod kCpu = {.section_bytes = SectionBytes,
+                            .weight_bytes = HashMlps::BytesOf,
+                            .make_index = MakeIndex,
+                            .make_scorer = MakeHammingScorer};
 
 }  // namespace
 

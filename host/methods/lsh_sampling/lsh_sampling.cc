@@ -13,6 +13,11 @@ int64_t SectionBytes(const ModelSpec& spec) {
   return sections.bytes() - sections.buckets();
 }
 
+int64_t WeightBytes(const ModelSpec& spec) {
+  return int64_t{spec.layer_count} * spec.indices.lsh_table_count * spec.indices.lsh_bits *
+         spec.head_dim * static_cast<int64_t>(sizeof(float));
+}
+
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
                                                     std::span<const std::byte>) {
   return std::make_unique<LshIndex>(spec);
@@ -31,8 +36,10 @@ constexpr TailMethod kTail = {
 
 constexpr std::string_view kModelFields[] = {"key_indices.lsh_table_count"};
 
-constexpr CpuMethod kCpu = {
-    .section_bytes = SectionBytes, .make_index = MakeIndex, .make_tail = MakeTail};
+constexpr CpuMethod kCpu = {.section_bytes = SectionBytes,
+                            .weight_bytes = WeightBytes,
+                            .make_index = MakeIndex,
+                            .make_tail = MakeTail};
 
 }  // namespace
 

@@ -117,10 +117,29 @@ int64_t HashMlps::bytes() const {
   return static_cast<int64_t>(bytes);
 }
 
+int64_t HashMlps::BytesOf(const ModelSpec& spec) {
+  if (spec.hash.kind != HashKind::kMlp) return 0;
+  const int64_t d = spec.head_dim, hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
+  const int64_t mlps = spec.mlp_count() + (spec.hash.query_weights ? spec.query_head_count : 0);
+  const int64_t of_mlp = (d + 1) * hidden +
+                         (spec.hash.hidden_layer_count - 1) * (hidden + 1) * hidden +
+                         (hidden + 1) * bits;
+  return spec.layer_count * mlps * of_mlp * static_cast<int64_t>(sizeof(float));
+}
+
+int64_t LabelChannelBytes(const ModelSpec& spec) {
+  return int64_t{spec.layer_count} * spec.kv_head_count * spec.indices.label_channel_count *
+         static_cast<int64_t>(sizeof(uint16_t));
+}
+
 int64_t IndexWeights::bytes() const {
-  size_t bytes = 0;
-  for (const auto& c : channels) bytes += c.size() * sizeof(uint16_t);
-  return HashMlps::bytes() + static_cast<int64_t>(bytes);
+  size_t count = 0;
+  for (const auto& c : channels) count += c.size();
+  return HashMlps::bytes() + static_cast<int64_t>(count * sizeof(uint16_t));
+}
+
+int64_t IndexWeights::BytesOf(const ModelSpec& spec) {
+  return HashMlps::BytesOf(spec) + LabelChannelBytes(spec);
 }
 
 }  // namespace spillway

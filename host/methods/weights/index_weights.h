@@ -19,16 +19,20 @@ struct HashMlps {
   std::vector<MlpLayer> query_mlp;
 
   int64_t bytes() const;
+  // What bytes() of a model's is at most, before there are any.
+  static int64_t BytesOf(const ModelSpec& spec);
 };
 
 // Label channels per layer, [H_kv][label_channel_count].
 using LabelChannels = std::vector<std::vector<uint16_t>>;
+int64_t LabelChannelBytes(const ModelSpec& spec);
 
 // What is uploaded for a model.
 struct IndexWeights : HashMlps {
   LabelChannels channels;
 
   int64_t bytes() const;
+  static int64_t BytesOf(const ModelSpec& spec);
 };
 
 // Each reads from a safetensors file what the spec asks for, in the shapes
