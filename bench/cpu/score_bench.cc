@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "bench/cpu/fixture.h"
 #include "bench/mapped_file.h"
+#include "host/base/status_macros.h"
 #include "host/core/quantiser.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/score_pass.h"
@@ -108,8 +109,7 @@ class Scored {
   // What is measured: scores, histogram, threshold, compaction.
   absl::StatusOr<std::vector<uint32_t>> Pass() {
     ScorePass pass(context_, 0, 0, begin(), end());
-    absl::Status status = pass.Score();
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(pass.Score());
     return pass.TakeHeavy();
   }
 
@@ -242,8 +242,7 @@ absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& 
 absl::StatusOr<Json> MeasurePass(Scored& scored, const Options& options, bool hamming) {
   absl::StatusOr<std::vector<uint32_t>> heavy = scored.Pass();
   if (!heavy.ok()) return heavy.status();
-  absl::Status checked = hamming ? CheckHamming(scored, *heavy) : CheckAsymmetric(scored, *heavy);
-  if (!checked.ok()) return checked;
+  RETURN_IF_ERROR(hamming ? CheckHamming(scored, *heavy) : CheckAsymmetric(scored, *heavy));
 
   const CodeLayout& layout = scored.model().layout();
   const std::vector<const std::byte*> spans = scored.Spans();

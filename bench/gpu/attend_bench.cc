@@ -23,6 +23,7 @@
 #include "bench/gpu/attend_data.h"
 #include "bench/gpu/attend_measure.h"
 #include "bench/gpu/gpu_fixture.h"
+#include "host/base/status_macros.h"
 #include "nlohmann/json.hpp"
 
 namespace spillway::bench {
@@ -290,11 +291,11 @@ absl::Status RunRandom(const Options& options) {
   if (!fixture.ok()) return fixture.status();
   const RandomData data(spec);
   for (const int64_t n : lengths) {
-    if (absl::Status s = AppendTo(**fixture, data, "random", n); !s.ok()) return s;
+    RETURN_IF_ERROR(AppendTo(**fixture, data, "random", n));
     for (const NamedPolicy& what : RandomPolicies()) {
-      if (absl::Status s = MeasureRandom(**fixture, data, options, what, n); !s.ok()) return s;
+      RETURN_IF_ERROR(MeasureRandom(**fixture, data, options, what, n));
     }
-    if (absl::Status s = MeasureStep(**fixture, data, options); !s.ok()) return s;
+    RETURN_IF_ERROR(MeasureStep(**fixture, data, options));
   }
   return absl::OkStatus();
 }
@@ -364,7 +365,7 @@ absl::Status RunTrace(const Options& options) {
   Print({{"name", "data"}, {"data", "trace"}, {"meta", data->meta()}});
   for (size_t at = 0; at < lengths.size(); ++at) {
     if (!options.lengths.empty() && !holds(options.lengths, lengths[at])) continue;
-    if (absl::Status s = AppendTo(**fixture, *data, "trace", lengths[at]); !s.ok()) return s;
+    RETURN_IF_ERROR(AppendTo(**fixture, *data, "trace", lengths[at]));
     // Dense attention takes long: it is not computed for nothing.
     const int query_count = std::ranges::any_of(policies, wanted) ? data->queries_per_length() : 0;
     for (int query = 0; query < query_count; ++query) {
@@ -382,8 +383,7 @@ absl::Status RunTrace(const Options& options) {
       exact.push_back(
           DenseAttention(spec, (*fixture)->rows(), data->Query(at, query), lengths[at]));
     }
-    absl::Status s = MeasureSteps(**fixture, options, step, *data, at, exact);
-    if (!s.ok()) return s;
+    RETURN_IF_ERROR(MeasureSteps(**fixture, options, step, *data, at, exact));
   }
   return absl::OkStatus();
 }

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "bench/gpu/attend_check.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::bench {
 namespace {
@@ -61,7 +62,7 @@ absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
   for (int i = 0; i < 2 * repetitions; ++i) {
     const bool trace = i >= repetitions;
     const AttendRequest request = request_at(i % repetitions);
-    if (absl::Status status = fixture.FlushCaches(); !status.ok()) return status;
+    RETURN_IF_ERROR(fixture.FlushCaches());
     const auto attended = fixture.Attend(request, trace ? Mode::kTrace : Mode::kPlain);
     if (!attended.ok()) return attended.status();
     for (const StageTime& stage : attended->stages) {

@@ -20,6 +20,7 @@
 #include "gpu/cuda/error.h"
 #include "gpu/cuda/stream.h"
 #include "gpu/kernels/encode.h"
+#include "host/base/status_macros.h"
 #include "host/codes/rotation.h"
 #include "host/cpu/kernels.h"
 
@@ -168,8 +169,7 @@ absl::Status Run() {
     if (run == 0) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(
           cudaMemcpy(codes.data(), device_codes->data(), codes.size(), cudaMemcpyDeviceToHost));
-      absl::Status status = CheckCodes(rows, codes, tiling, params, centre);
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(CheckCodes(rows, codes, tiling, params, centre));
     }
     if (run < kWarmUps) continue;
     float ms = 0;

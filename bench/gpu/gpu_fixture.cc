@@ -8,6 +8,7 @@
 
 #include "gpu/cuda/error.h"
 #include "gpu/device/cuda_device.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::bench {
 namespace {
@@ -44,7 +45,7 @@ GpuFixture::~GpuFixture() {
 absl::StatusOr<std::unique_ptr<GpuFixture>> GpuFixture::Create(const ModelSpec& spec,
                                                                int64_t token_max) {
   std::unique_ptr<GpuFixture> fixture(new GpuFixture(spec, token_max));
-  if (absl::Status status = fixture->Initialize(); !status.ok()) return status;
+  RETURN_IF_ERROR(fixture->Initialize());
   return fixture;
 }
 
@@ -82,7 +83,7 @@ absl::Status GpuFixture::Initialize() {
 
 absl::Status GpuFixture::PrepareAppend(int64_t count) {
   const int64_t start = rows_->token_count();
-  if (absl::Status status = rows_->PrepareAppend(count); !status.ok()) return status;
+  RETURN_IF_ERROR(rows_->PrepareAppend(count));
   return device_->PrepareAppend(*model_, *sequence_, 0, start, count);
 }
 
@@ -91,7 +92,7 @@ absl::StatusOr<GpuFixture::Appended> GpuFixture::Append(const std::byte* k, cons
   const Stopwatch watch;
   const double pin_seconds = pin_seconds_;
   const int64_t start = rows_->token_count();
-  if (absl::Status status = PrepareAppend(count); !status.ok()) return status;
+  RETURN_IF_ERROR(PrepareAppend(count));
   JobItem item;
   item.append = AppendWork{rows_.get(), start, count, k, v};
   const auto job = Run(std::move(item), /*trace=*/false);
@@ -102,7 +103,7 @@ absl::StatusOr<GpuFixture::Appended> GpuFixture::Append(const std::byte* k, cons
 absl::StatusOr<GpuFixture::Attended> GpuFixture::Attend(const AttendRequest& request, Mode mode) {
   JobItem item;
   if (request.k != nullptr) {
-    if (absl::Status status = PrepareAppend(1); !status.ok()) return status;
+    RETURN_IF_ERROR(PrepareAppend(1));
     item.append = AppendWork{rows_.get(), rows_->token_count(), 1, request.k, request.v};
   }
   AttendQuery& attend = item.attend.emplace();

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 
@@ -19,9 +20,9 @@ absl::Status Engine::AppendOperation::Check() {
   const Chunk& chunk = request_.chunk;
   if (sequence.deleted()) return SequenceNotFound(sequence.name);
   if (request_.cancel != nullptr) {
-    if (absl::Status status = request_.cancel->Check(); !status.ok()) return status;
+    RETURN_IF_ERROR(request_.cancel->Check());
   }
-  if (absl::Status status = CheckGeneration(chunk, sequence); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckGeneration(chunk, sequence));
   for (int i = 0; i < chunk.layer_count; ++i) {
     const int layer = chunk.layer_start + i;
     const absl::StatusOr<bool> append =

@@ -12,33 +12,6 @@
 namespace spillway {
 namespace {
 
-// Elements that a layer's hash has on a device: a rotation in two orders, or
-// MLPs.
-int64_t HashElements(const ModelSpec& spec) {
-  const int64_t d = spec.head_dim, hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
-  switch (spec.hash.kind) {
-    case HashKind::kNone:
-      return 0;
-    case HashKind::kRotation:
-      return 2 * d * d;
-    case HashKind::kMlp: {
-      const int64_t mlps = spec.mlp_count() + (spec.hash.query_weights ? spec.query_head_count : 0);
-      return mlps * ((d + 1) * hidden + (spec.hash.hidden_layer_count - 1) * (hidden + 1) * hidden +
-                     (hidden + 1) * bits);
-    }
-  }
-  return 0;
-}
-
-// What a device holds of a model's weights, before it exists; all is of 4 bytes.
-int64_t EstimateWeightBytes(const ModelSpec& spec) {
-  const KeyIndexSpec& indices = spec.indices;
-  const int64_t projections = int64_t{indices.lsh_table_count} * indices.lsh_bits;
-  const int64_t channels = int64_t{spec.kv_head_count} * indices.label_channel_count;
-  return int64_t{4} * spec.layer_count *
-         (HashElements(spec) + projections * spec.head_dim + channels);
-}
-
 constexpr int64_t kModelTableBytes = 4096;
 
 }  // namespace
@@ -72,7 +45,7 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
         absl::FailedPreconditionError(absl::StrCat(model.name, " needs no hash weights")),
         "WEIGHTS_NOT_AWAITED");
   }
-  const int64_t bytes = EstimateWeightBytes(model.spec) + kModelTableBytes;
+  const int64_t bytes = device_->WeightBytes(model.spec) + kModelTableBytes;
   ASSIGN_OR_RETURN(MemoryReservation reservation,
                    budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels));
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpu/cuda/error.h"
 #include "gpu/cuda/stream.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::cuda {
 namespace {
@@ -146,10 +147,9 @@ absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal,
   if (!stream.ok()) return stream.status();
   const int64_t bytes = (limit_bytes + kSlabBytes - 1) / kSlabBytes * kSlabBytes;
   CUdeviceptr range = 0;
-  absl::Status status =
+  RETURN_IF_ERROR(
       driver->Check(driver->address_reserve(&range, static_cast<size_t>(bytes), kSlabBytes, 0, 0),
-                    "cuMemAddressReserve", bytes);
-  if (!status.ok()) return status;
+                    "cuMemAddressReserve", bytes));
   return std::make_unique<DeviceBacking>(*driver, ordinal, *std::move(stream), range, bytes);
 }
 

@@ -101,6 +101,8 @@ class CudaDevice final : public Device {
     return static_cast<CudaSequence&>(sequence).layers[layer].Prepare(start, count);
   }
 
+  int64_t WeightBytes(const ModelSpec& spec) const override { return CudaModel::HostBytesOf(spec); }
+
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     const int64_t page_bytes = CudaModel::IndexPageBytes(spec);
     const double band = spec.has_index() ? spec.sample_band_fraction : 0;

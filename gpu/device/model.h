@@ -21,6 +21,10 @@ class CudaModel final : public DeviceModel {
                                                            MemoryBudget* budget,
                                                            std::unique_ptr<ModelMethods> methods);
 
+  // Host memory that Create() takes, at most: each matrix twice, as it is made
+  // and packed for the copy to the GPU.
+  static int64_t HostBytesOf(const ModelSpec& spec);
+
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override { return 0; }
 

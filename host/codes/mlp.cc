@@ -249,6 +249,20 @@ int64_t IndexWeights::bytes() const {
   return static_cast<int64_t>(bytes);
 }
 
+int64_t IndexWeights::BytesOf(const ModelSpec& spec) {
+  const int64_t d = spec.head_dim, hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
+  int64_t mlps = 0;
+  if (spec.hash.kind == HashKind::kMlp) {
+    mlps = spec.mlp_count() + (spec.hash.query_weights ? spec.query_head_count : 0);
+  }
+  const int64_t of_mlp = (d + 1) * hidden +
+                         (spec.hash.hidden_layer_count - 1) * (hidden + 1) * hidden +
+                         (hidden + 1) * bits;
+  const int64_t channels = int64_t{spec.kv_head_count} * spec.indices.label_channel_count;
+  return spec.layer_count * (mlps * of_mlp * static_cast<int64_t>(sizeof(float)) +
+                             channels * static_cast<int64_t>(sizeof(uint16_t)));
+}
+
 void LinearMap(const float* x, int input_dim, const float* w, int output_dim, float* y) {
   HWY_DYNAMIC_DISPATCH(Linear)(x, input_dim, w, output_dim, y);
 }

@@ -38,6 +38,8 @@ struct IndexWeights {
   std::vector<std::vector<uint16_t>> channels;
 
   int64_t bytes() const;
+  // What bytes() of a model's weights is at most, before there are any.
+  static int64_t BytesOf(const ModelSpec& spec);
 };
 
 // Reads from a safetensors file what spec.has_weights() asks for, in the

@@ -74,6 +74,8 @@ class CpuDevice final : public Device {
     return static_cast<CpuSequence&>(sequence).PrepareAppend(layer, start, count);
   }
 
+  int64_t WeightBytes(const ModelSpec& spec) const override { return CpuModel::BytesOf(spec); }
+
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     const int64_t page_bytes = CodeLayout::Of(spec).page_bytes() + KeySections::Of(spec).bytes();
     return spec.kv_head_count * ((page_bytes + kPageTokenCount - 1) / kPageTokenCount);

@@ -38,6 +38,14 @@ CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, IndexWeights weights)
   });
 }
 
+int64_t CpuModel::BytesOf(const ModelSpec& spec) {
+  const int64_t d = spec.head_dim;
+  const int64_t rotations = spec.hash.kind == HashKind::kRotation ? 2 * d * d : 0;
+  const int64_t projections = int64_t{spec.indices.lsh_table_count} * spec.indices.lsh_bits * d;
+  return spec.layer_count * (rotations + projections) * static_cast<int64_t>(sizeof(float)) +
+         IndexWeights::BytesOf(spec);
+}
+
 int64_t CpuModel::bytes() const {
   int64_t floats = 0;
   for (const auto& r : rotations_) floats += 2 * static_cast<int64_t>(r.size());

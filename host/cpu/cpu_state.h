@@ -19,6 +19,8 @@ namespace spillway {
 class CpuModel final : public DeviceModel {
  public:
   CpuModel(const ModelSpec& spec, Arena* arena, IndexWeights weights);
+  // What bytes() of a model is at most, before it is made.
+  static int64_t BytesOf(const ModelSpec& spec);
 
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override;

@@ -173,6 +173,8 @@ class Device {
   // The memory that codes live in, where that is not the rows' arena; of all
   // parts together.
   virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
+  // Host memory that CreateModel takes for a model's weights, at most.
+  virtual int64_t WeightBytes(const ModelSpec& spec) const = 0;
   // Device bytes of codes per token of one layer, all KV heads.
   virtual int64_t IndexBytesPerToken(const ModelSpec& spec) const = 0;
 

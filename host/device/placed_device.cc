@@ -314,6 +314,12 @@ class PlacedDevice final : public Device {
     return sum;
   }
 
+  int64_t WeightBytes(const ModelSpec& spec) const override {
+    int64_t sum = 0;
+    for (const auto& device : devices_) sum += device->WeightBytes(spec);
+    return sum;
+  }
+
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     return devices_.front()->IndexBytesPerToken(spec);
   }

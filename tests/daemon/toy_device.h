@@ -96,6 +96,7 @@ class ToyDevice final : public Device {
     return std::exchange(prepare_error_, absl::OkStatus());
   }
   std::optional<DeviceMemory> memory() const override { return memory_; }
+  int64_t WeightBytes(const ModelSpec&) const override { return 0; }
   int64_t IndexBytesPerToken(const ModelSpec&) const override { return index_bytes_per_token_; }
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -329,6 +329,25 @@ def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Gener
     client.delete_model(model)
 
 
+def test_split_attends_keep_to_any_policy(client: Client, rng: np.random.Generator) -> None:
+    # So few rows that a heavy set of 256 would be refused, and 17 queries in
+    # parts that are short enough for the policy.
+    model = client.create_model(
+        layer_count=1, query_head_count=256, kv_head_count=16, head_dim=256, dtype="float32"
+    )
+    policy = Policy(heavy=TopK(count=64), row_count_max=256)
+    sequence = client.create_sequence(model, policy=policy)
+    k, v = kv(rng, 1, 16, 64, 256)
+    sequence.append(0, 0, k, v)
+    q = rng.standard_normal((17, 256, 256), F32)
+    attended = sequence.attend(0, q)
+    out, _ = dense_attention(q, k[0], v[0])
+    np.testing.assert_allclose(attended.out, out, **TOLERANCE)
+    assert (attended.certificate.promises == "exact").all()
+    sequence.delete()
+    client.delete_model(model)
+
+
 def test_attend_several_sequences(client: Client, model: Model, rng: np.random.Generator) -> None:
     sequences = [client.create_sequence(model) for _ in range(4)]
     rows = [kv(rng, 2, 30 + 50 * i, 16) for i in range(4)]

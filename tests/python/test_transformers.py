@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -441,14 +441,18 @@ def test_appends_run_beside_each_other(
 ) -> None:
     append = spillway.Sequence.append
     running: list[int] = []
-    seen: list[int] = []
+    done: list[int] = []
+    met = threading.Event()
 
     def slow(self: spillway.Sequence, layer: int, *arguments: Any) -> Any:
         running.append(layer)
-        time.sleep(0.05)
-        seen.append(len(running))
+        if len(running) > 1:
+            met.set()
+        # Long where another must come, so that a busy machine does not matter.
+        met.wait(60 if most > 0 else 0.05)
         result = append(self, layer, *arguments)
         running.remove(layer)
+        done.append(layer)
         return result
 
     monkeypatch.setattr(spillway.Sequence, "append", slow)
@@ -457,9 +461,44 @@ def test_appends_run_beside_each_other(
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         spilled(prompt(1, 10), past_key_values=cache)
         assert not running
-        assert (max(seen) > 1) == (most > 0)
-        assert len(seen) == spilled.config.num_hidden_layers
-        assert cache.sequences[0].layer_token_counts == (10,) * len(seen)
+        assert met.is_set() == (most > 0)
+        assert sorted(done) == list(range(spilled.config.num_hidden_layers))
+        assert cache.sequences[0].layer_token_counts == (10,) * len(done)
+
+
+def test_rows_that_cannot_all_be_made_leave_nothing(
+    client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[spillway.Sequence] = []
+
+    def third_fails(make: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if len(made) == 2:
+                raise spillway.ResourceExhausted("no room")
+            made.append(make(*arguments, **keywords))
+            return made[-1]
+
+        return call
+
+    def assert_gone() -> None:
+        for sequence in made:
+            with pytest.raises(spillway.NotFound):
+                sequence.refresh()
+        made.clear()
+
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        monkeypatch.setattr(client, "create_sequence", third_fails(client.create_sequence))
+        with pytest.raises(spillway.ResourceExhausted, match="no room"):
+            spilled(prompt(3, 10), past_key_values=cache)
+        assert_gone()
+        monkeypatch.undo()
+        spilled(prompt(1, 10), past_key_values=cache)
+        (kept,) = cache.sequences
+        monkeypatch.setattr(spillway.Sequence, "fork", third_fails(spillway.Sequence.fork))
+        with pytest.raises(spillway.ResourceExhausted, match="no room"):
+            cache.batch_repeat_interleave(4)
+        assert cache.sequences == (kept,)
+        assert_gone()
 
 
 def test_forward_that_ended_between_layers(client: Client, spilled: Any) -> None:

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "gpu/cuda/error.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::bench {
 namespace {
@@ -104,9 +105,7 @@ absl::StatusOr<Gpu> OpenGpu(std::string_view wanted) {
       {cudaDevAttrHostRegisterSupported, "register host memory"},
       {cudaDevAttrCanUseHostPointerForRegisteredMem, "use host memory at the host's addresses"}};
   for (const auto& [attribute, what] : needed) {
-    if (absl::Status status = CheckAttribute(attribute, *ordinal, what); !status.ok()) {
-      return status;
-    }
+    RETURN_IF_ERROR(CheckAttribute(attribute, *ordinal, what));
   }
 
   const cudaDeviceProp& p = properties[*ordinal];

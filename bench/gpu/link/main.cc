@@ -26,6 +26,7 @@
 #include "bench/gpu/link/runner.h"
 #include "bench/gpu/link/transfer.h"
 #include "gpu/cuda/error.h"
+#include "host/base/status_macros.h"
 #include "host/memory/memory_budget.h"
 #include "host/memory/topology.h"
 
@@ -128,7 +129,7 @@ class Session {
       span_ = *std::move(span);
       FillPattern(span_->memory());
       for (; i < end; ++i) {
-        if (absl::Status status = Measure(i); !status.ok()) return status;
+        RETURN_IF_ERROR(Measure(i));
       }
     }
     Progress(plan_.size(), "done");

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/error.h"
+#include "host/base/status_macros.h"
 #include "host/memory/arena.h"
 #include "host/memory/topology.h"
 #include "tbb/parallel_for.h"
@@ -110,13 +111,13 @@ class SmallPageSpan final : public PinnedSpan {
       return absl::InternalError(absl::StrCat("madvise: ", std::strerror(errno)));
     }
     if (numa_node >= 0) {
-      if (absl::Status status = BindMemory(map_, numa_node); !status.ok()) return status;
+      RETURN_IF_ERROR(BindMemory(map_, numa_node));
     }
     tbb::task_arena threads(touch_thread_count);
     for (size_t at = 0; at < map_.size(); at += kSpanStepBytes) {
       const std::span<std::byte> chunk = map_.subspan(at, kSpanStepBytes);
       threads.execute([chunk] { Touch(chunk); });
-      if (absl::Status status = Register(chunk, register_seconds); !status.ok()) return status;
+      RETURN_IF_ERROR(Register(chunk, register_seconds));
       registered_.push_back(chunk);
     }
     return absl::OkStatus();
@@ -152,8 +153,7 @@ absl::StatusOr<std::unique_ptr<PinnedSpan>> CreateSmallPages(const Allocation& a
   }
   auto span = std::make_unique<SmallPageSpan>(std::span(static_cast<std::byte*>(map), bytes),
                                               *std::move(reservation));
-  absl::Status status = span->Commit(allocation.numa_node, touch_thread_count, register_seconds);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(span->Commit(allocation.numa_node, touch_thread_count, register_seconds));
   return span;
 }
 

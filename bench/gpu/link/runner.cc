@@ -15,6 +15,7 @@
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/error.h"
 #include "gpu/cuda/stream.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::bench {
 namespace {
@@ -118,14 +119,14 @@ absl::StatusOr<double> Runner::Impl::Move(const Measurement& m,
     on.push_back(streams[i].get());
   }
   // Nothing that went before is left to do when the clock starts.
-  if (absl::Status status = Wait(); !status.ok()) return status;
+  RETURN_IF_ERROR(Wait());
   // A kernel's time is the GPU's alone; a copy's includes the host's calls.
   if (m.sm_count > 0) SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchHold(kHoldNs, stream()));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(start.get(), stream()));
   for (size_t i = 1; i < on.size(); ++i) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(on[i], start.get()));
   }
-  if (absl::Status status = Issue(transfers, on); !status.ok()) return status;
+  RETURN_IF_ERROR(Issue(transfers, on));
   for (size_t i = 1; i < on.size(); ++i) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(joined.get(), on[i]));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream(), joined.get()));
@@ -145,7 +146,7 @@ absl::StatusOr<std::string> Runner::Impl::CheckDevice(const std::vector<WayList>
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchCheckPattern(way.transfer, found, stream()));
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         cudaMemcpyAsync(&result, found, sizeof(result), cudaMemcpyDeviceToHost, stream()));
-    if (absl::Status status = Wait(); !status.ok()) return status;
+    RETURN_IF_ERROR(Wait());
     if (result.wrong_word_count > 0) {
       return absl::StrCat(result.wrong_word_count, " of ",
                           way.transfer.bytes() / static_cast<int64_t>(sizeof(uint64_t)),

@@ -3,6 +3,7 @@
 #include <cassert>
 
 #include "gpu/cuda/error.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::bench {
 
@@ -86,9 +87,8 @@ absl::Status Issue(std::span<const Transfer> transfers, std::span<const cudaStre
     return absl::OkStatus();
   }
   for (size_t way = 0; way < transfers.size(); ++way) {
-    absl::Status status = engine == Engine::kBatch ? transfers[way].CopyBatch(streams[way])
-                                                   : transfers[way].LaunchKernel(streams[way]);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(engine == Engine::kBatch ? transfers[way].CopyBatch(streams[way])
+                                             : transfers[way].LaunchKernel(streams[way]));
   }
   return absl::OkStatus();
 }

@@ -33,7 +33,7 @@ from spillway.errors import (
     error_from_status,
 )
 from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
-from spillway.policy import Policy, TopK
+from spillway.policy import Policy
 from spillway.results import (
     AttendResult,
     Model,
@@ -432,7 +432,7 @@ class Client:
                 if min(p.end - p.start for p in made) <= limits.sparse_query_token_count_max:
                     # Alone so few queries would be served by the policy;
                     # together they are dense.
-                    part_policies[index] = Policy(selector="all", heavy=TopK(count=256))
+                    part_policies[index] = Policy(selector="all")
             parts.extend(made)
 
         answers: list[list[attention_service_pb2.AttendResult]] = [[] for _ in sequences]

@@ -130,6 +130,7 @@ class FakeDevice final : public Device {
     return prepare_status;
   }
   std::optional<DeviceMemory> memory() const override { return own_memory; }
+  int64_t WeightBytes(const ModelSpec&) const override { return 21; }
   int64_t IndexBytesPerToken(const ModelSpec&) const override { return 34; }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {

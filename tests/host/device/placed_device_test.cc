@@ -237,6 +237,7 @@ TEST_F(PlacedDeviceTest, CallsOfASequenceGoToItsDevice) {
 TEST_F(PlacedDeviceTest, AModelIsOnEveryDeviceOrOnNone) {
   Open(3);
   EXPECT_EQ(model->bytes(), 300);
+  EXPECT_EQ(device->WeightBytes(ModelSpec()), 63);
   for (FakeDevice* fake : fakes) EXPECT_EQ(fake->model_count, 1);
   fakes[1]->model_status = absl::ResourceExhaustedError("no room for weights");
   EXPECT_EQ(device->CreateModel(ModelSpec(), {}).status(), fakes[1]->model_status);

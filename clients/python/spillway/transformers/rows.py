@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import cast
 
@@ -32,6 +33,25 @@ class Row:
 
     sequence: Sequence
     padding: int = 0
+
+
+def _delete(rows: SequenceABC[Row]) -> None:
+    """Deletes the rows' sequences; what the daemon lost already is no error."""
+    for row in rows:
+        # The client may be closed, the daemon gone, the sequence expired; its
+        # ttl is what frees it then.
+        with suppress(SpillwayError, ValueError):
+            row.sequence.delete()
+
+
+@contextmanager
+def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
+    """Deletes the rows made so far if not all of them can be made."""
+    try:
+        yield
+    except BaseException:
+        _delete(rows)
+        raise
 
 
 class RowStore:
@@ -71,7 +91,10 @@ class RowStore:
             self.model = self._find_model(dtype, scaling)
         self._check_model(self.model, dtype, scaling)
         if not self.rows:
-            self.rows = [Row(self._create_sequence(self.model)) for _ in range(batch_size)]
+            made: list[Row] = []
+            with _deleted_on_error(made):
+                made.extend(Row(self._create_sequence(self.model)) for _ in range(batch_size))
+            self.rows = made
         if len(self.rows) != batch_size:
             raise ValueError(f"the cache holds {len(self.rows)} rows, the batch has {batch_size}")
 
@@ -206,15 +229,18 @@ class RowStore:
 
     def select(self, indices: SequenceABC[int]) -> None:
         """Makes row i what row indices[i] was: forks, moves and deletes sequences."""
-        rows = []
+        rows: list[Row] = []
+        forks: list[Row] = []
         taken: set[int] = set()
-        for index in indices:
-            source = self.rows[index]
-            if index in taken:
-                rows.append(Row(source.sequence.fork(), source.padding))
-            else:
-                taken.add(index)
-                rows.append(source)
+        with _deleted_on_error(forks):
+            for index in indices:
+                source = self.rows[index]
+                if index in taken:
+                    forks.append(Row(source.sequence.fork(), source.padding))
+                    rows.append(forks[-1])
+                else:
+                    taken.add(index)
+                    rows.append(source)
         dropped = [row for index, row in enumerate(self.rows) if index not in taken]
         self.rows = rows
         for row in dropped:
@@ -238,12 +264,8 @@ class RowStore:
         )
         made.request_policy = self.request_policy
         made._model_is_given = self._model_is_given
-        try:
-            for row in self.rows:
-                made.rows.append(Row(row.sequence.fork(), row.padding))
-        except BaseException:
-            made.release()
-            raise
+        with _deleted_on_error(made.rows):
+            made.rows.extend(Row(row.sequence.fork(), row.padding) for row in self.rows)
         return made
 
     def release(self) -> None:
@@ -252,8 +274,4 @@ class RowStore:
             self._stream.close()
             self._stream = None
         rows, self.rows = self.rows, []
-        for row in rows:
-            # The client may be closed, the daemon gone, the sequence expired;
-            # its ttl is what frees it then.
-            with suppress(SpillwayError, ValueError):
-                row.sequence.delete()
+        _delete(rows)
