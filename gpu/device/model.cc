@@ -51,9 +51,8 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(
 int64_t CudaModel::HostBytesOf(const ModelSpec& spec) {
   const int64_t d = spec.head_dim;
   const int64_t rotation = spec.hash.kind == HashKind::kRotation ? d * d : 0;
-  const int64_t projections = int64_t{spec.indices.lsh_table_count} * spec.indices.lsh_bits * d;
-  return 2 * (spec.layer_count * (rotation + projections) * static_cast<int64_t>(sizeof(float)) +
-              IndexWeights::BytesOf(spec));
+  return 2 * (spec.layer_count * rotation * static_cast<int64_t>(sizeof(float)) +
+              MethodWeightBytes(spec));
 }
 
 RotationWeights CudaModel::rotation(int layer) const {

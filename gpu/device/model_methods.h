@@ -63,5 +63,7 @@ absl::StatusOr<std::unique_ptr<ModelMethods>> CreateModelMethods(
     const ModelSpec& spec, std::span<const std::byte> safetensors);
 // Bytes of an index page that methods fill behind its codes.
 int64_t SectionBytes(const ModelSpec& spec);
+// Bytes of the weights that AddWeights() adds, at most.
+int64_t MethodWeightBytes(const ModelSpec& spec);
 
 }  // namespace spillway::cuda

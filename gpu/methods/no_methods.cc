@@ -15,5 +15,6 @@ absl::StatusOr<std::unique_ptr<ModelMethods>> CreateModelMethods(const ModelSpec
 }
 
 int64_t SectionBytes(const ModelSpec&) { return 0; }
+int64_t MethodWeightBytes(const ModelSpec&) { return 0; }
 
 }  // namespace spillway::cuda
