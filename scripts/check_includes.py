@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HOST = ("host/base", "host/core", "host/model", "host/codes", "host/policy", "host/memory")
 HOST += ("host/device",)
 CLIENT_HEADERS = ("spillway.h", "google/rpc")
+# What a method of the GPU is told of the device.
+METHOD_HEADERS = ("gpu/device/carver.h", "gpu/device/model_methods.h", "gpu/device/packer.h")
 # Folders, and single headers where a folder may be known only by what creates it.
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/base": (),
@@ -30,6 +32,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "gpu/cuda": ("host/base", "host/memory"),
     "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes"),
     "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels"),
+    "gpu/methods": (*HOST, "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/engine": HOST,
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
