@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HOST = ("host/base", "host/core", "host/model", "host/codes", "host/policy", "host/memory")
 HOST += ("host/device",)
 CLIENT_HEADERS = ("spillway.h", "google/rpc")
+# What a method of the GPU is told of the device.
+METHOD_HEADERS = ("gpu/device/carver.h", "gpu/device/model_methods.h", "gpu/device/packer.h")
 # Folders, and single headers where a folder may be known only by what creates it.
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/base": (),
@@ -27,11 +29,12 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/memory": ("host/base", "host/model"),
     "host/device": HOST,
     "host/cpu": HOST,
-    # Nothing of the host knows a method but by host/methods/registry.cc's list.
+    # The host and the GPU's core know a method only by its folder's registry.
     "host/methods": (*HOST, "host/cpu"),
     "gpu/cuda": ("host/base", "host/memory"),
-    "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes", "host/methods"),
-    "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels", "host/methods"),
+    "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes"),
+    "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels"),
+    "gpu/methods": (*HOST, "host/methods", "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/engine": HOST,
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),

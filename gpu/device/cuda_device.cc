@@ -14,7 +14,7 @@
 #include "gpu/device/job_run.h"
 #include "host/base/elements.h"
 #include "host/base/mutex.h"
-#include "host/methods/weights/index_weights.h"
+#include "host/base/status_macros.h"
 #include "tbb/task_arena.h"
 
 namespace spillway {
@@ -74,13 +74,9 @@ class CudaDevice final : public Device {
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors) override {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
-    IndexWeights weights;
-    if (spec.has_weights()) {
-      absl::StatusOr<IndexWeights> loaded = LoadIndexWeights(spec, safetensors);
-      if (!loaded.ok()) return loaded.status();
-      weights = *std::move(loaded);
-    }
-    return CudaModel::Create(spec, arena_.get(), &budget_, weights);
+    ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
+                     cuda::CreateModelMethods(spec, safetensors));
+    return CudaModel::Create(spec, arena_.get(), &budget_, std::move(methods));
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
@@ -108,8 +104,7 @@ class CudaDevice final : public Device {
   int64_t WeightBytes(const ModelSpec& spec) const override { return CudaModel::HostBytesOf(spec); }
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
-    const int64_t page_bytes =
-        cuda::CodeTiling::Of(spec).page_bytes() + KeySections::Of(spec).bytes();
+    const int64_t page_bytes = CudaModel::IndexPageBytes(spec);
     const double band = spec.has_index() ? spec.sample_band_fraction : 0;
     return spec.kv_head_count *
            ((page_bytes + kPageTokenCount - 1) / kPageTokenCount +
@@ -223,6 +218,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
     device->idle_.push_back(device->slots_.back().get());
   }
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
+  device->gpu_.name = device->info_.name;
   device->info_.description =
       absl::StrCat(properties.name, ", ", properties.multiProcessorCount, " SMs, compute ",
                    properties.major, ".", properties.minor, ", ", total >> 20, " MiB");

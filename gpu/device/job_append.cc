@@ -31,9 +31,8 @@ absl::Status InPieces(std::span<const T> all, std::array<T, kCount>& list, bool 
 
 bool JobRun::AppendsFew(size_t item) const {
   const LayerIndex& layer = index(item);
-  if (spec().hash.kind != HashKind::kRotation || spec().indices.any() || !layer.centred()) {
-    return false;
-  }
+  const bool by_methods = model().methods() != nullptr && model().methods()->encodes();
+  if (spec().hash.kind != HashKind::kRotation || by_methods || !layer.centred()) return false;
   const int64_t count = job_->items[item].append->rows->token_count() - layer.coded_token_count();
   const auto keys = static_cast<int64_t>(keys_.size());
   return count <= kFewTokens && keys + count * spec().kv_head_count <= AppendLists::kKeysMax;
@@ -70,13 +69,13 @@ absl::Status JobRun::Encode(size_t item, bool list_free) {
                               stream)
             : LaunchCentre(work, kCentreTokenCount, stream));
   }
-  if (spec().hash.kind == HashKind::kMlp) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeMlp(work, model().mlp(job_->layer), stream));
-  } else if (spec().hash.kind == HashKind::kRotation) {
+  if (spec().hash.kind == HashKind::kRotation) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         LaunchEncodeRotation(work, model().rotation(job_->layer), stream));
   }
-  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeSections(work, model().sections(job_->layer), stream));
+  if (model().methods() != nullptr) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(model().methods()->Encode(work, job_->layer, stream));
+  }
   std::vector<RowCopy> copies;
   index.FillResident(rows, rows.token_count(), copies);
   index.SetCoded(rows.token_count());

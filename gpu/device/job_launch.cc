@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "gpu/device/job_run.h"
+#include "gpu/kernels/methods.h"
 
 namespace spillway::cuda {
 namespace {
@@ -36,8 +37,9 @@ Wave JobRun::View(const SparseWave& wave) const {
         std::max(w.reference_pages_max,
                  RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
     w.has_tail |= r.terms.tail != Tail::kNone;
-    w.lsh_tail |= r.terms.tail == Tail::kLshSampling;
   }
+  w.tail_kernels = FindTailKernels(attend(wave.units.front().item).policy.tail);
+  w.methods = wave.methods;
   w.first = FirstShape(wave);
   w.append = step_append_;
   w.sm_count = gpu_.sm_count;
@@ -49,17 +51,10 @@ Wave JobRun::View(const SparseWave& wave) const {
 absl::Status JobRun::Launch(SparseWave& wave) {
   const Wave w = View(wave);
   cudaStream_t stream = slot_->stream();
-  const bool hamming = w.shape.selector == Selector::kHamming ||
-                       (w.first && w.first->selector == Selector::kHamming);
-  if (w.shape.mlp && hamming) {
-    const int per_query = spec().query_head_count;
-    const int heads_per_mlp = spec().hash.query_weights ? 1 : spec().heads_per_code();
-    for (size_t i = 0; i < wave.units.size() / spec().kv_head_count; ++i) {
-      SPILLWAY_CUDA_RETURN_IF_ERROR(
-          LaunchMlpCodes(model().query_mlp(job_->layer), spec().head_dim, heads_per_mlp,
-                         wave.q + i * per_query * spec().head_dim, per_query,
-                         query_codes_ + i * per_query * spec().hash.hash_bits / 32, stream));
-    }
+  if (w.methods.shape != nullptr) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        model().methods()->LaunchAhead(w.methods, attend(wave.units.front().item).policy,
+                                       job_->layer, wave.q, w.unit_count, stream));
   }
   // Events between the kernels are of one job alone.
   absl::Status status = job_->trace
@@ -77,28 +72,37 @@ absl::Status JobRun::LaunchKernels(const Wave& wave) {
     if (status.ok()) status = ToStatus(error, name);
     if (status.ok()) status = Mark(name);
   };
+  if (wave.methods.request_bytes > 0 && status.ok()) {
+    // Ahead of kernels that may overlap: what a method's kernels read lies there.
+    status = ToStatus(cudaMemcpyAsync(wave.methods.units, wave.methods.host_units,
+                                      static_cast<size_t>(wave.methods.request_bytes),
+                                      cudaMemcpyHostToDevice, stream),
+                      "cudaMemcpyAsync");
+  }
   if (wave.append.key_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
   if (wave.first) {
     Wave first = wave;
     first.shape = *wave.first;
     first.first.reset();
-    stage("first query", LaunchPrepareQuery(first, stream));
-    stage("first reference", LaunchReference(first, stream));
-    stage("first score", LaunchScore(first, stream));
-    stage("candidates", LaunchCandidates(first, stream));
+    const SelectorKernels& kernels = *FindSelectorKernels(first.shape.selector);
+    stage("first query", kernels.prepare(first, stream));
+    stage("first reference", kernels.reference(first, stream));
+    stage("first score", kernels.score(first, stream));
+    stage("candidates", BuiltMethods().first_selection->find(first, stream));
   }
-  stage("query", LaunchPrepareQuery(wave, stream));
-  stage("reference", LaunchReference(wave, stream));
-  stage("score", LaunchScore(wave, stream));
-  if (wave.first) stage("drop", LaunchDropOthers(wave, stream));
+  const SelectorKernels& kernels = *FindSelectorKernels(wave.shape.selector);
+  stage("query", kernels.prepare(wave, stream));
+  stage("reference", kernels.reference(wave, stream));
+  stage("score", kernels.score(wave, stream));
+  if (wave.first) stage("drop", BuiltMethods().first_selection->drop_others(wave, stream));
   if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
   stage("cut", LaunchCut(wave, stream));
   stage("pilot", LaunchSample(wave, 0, stream));
   stage("pilot gather", LaunchGather(wave, stream));
   stage("pilot fold", LaunchFold(wave, 0, stream));
-  if (wave.lsh_tail) {
-    stage("LSH sample", LaunchLshSample(wave, stream));
-    stage("sample fold", LaunchFold(wave, 1, stream));
+  if (wave.tail_kernels != nullptr) {
+    stage(wave.tail_kernels->stage, wave.tail_kernels->sample(wave, stream));
+    stage("sample fold", wave.tail_kernels->fold(wave, stream));
   } else if (wave.has_tail) {
     stage("budget", LaunchBudget(wave, stream));
     stage("sample", LaunchSample(wave, 1, stream));

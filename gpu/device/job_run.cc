@@ -5,9 +5,13 @@
 #include <memory>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "gpu/kernels/methods.h"
 #include "host/base/elements.h"
 #include "host/core/quantiser.h"
 #include "host/device/results.h"
+#include "host/policy/methods.h"
 
 namespace spillway::cuda {
 namespace {
@@ -70,10 +74,30 @@ void JobRun::AddDense(const DenseRun& run) {
   }
 }
 
+absl::Status JobRun::CheckServed(const Policy& policy) const {
+  const auto missing = [&](std::string_view kind, std::string_view name) {
+    return absl::UnimplementedError(
+        absl::StrCat(std::string(kind), absl::AsciiStrToUpper(std::string(name)),
+                     " is not implemented on ", std::string(gpu_.name)));
+  };
+  const auto scored = [](Selector selector) {
+    return selector == Selector::kAll || FindSelectorKernels(selector) != nullptr;
+  };
+  if (!scored(policy.selector)) return missing("SELECTOR_", MethodOf(policy.selector).name);
+  if (const std::optional<Selector> first = policy.candidate_selector) {
+    if (!scored(*first)) return missing("SELECTOR_", MethodOf(*first).name);
+    if (BuiltMethods().first_selection == nullptr) return missing("", "candidates");
+  }
+  if (!IsSampled(policy.tail)) return missing("TAIL_", MethodOf(policy.tail).name);
+  return absl::OkStatus();
+}
+
 void JobRun::Split() {
   for (size_t i = 0; i < job_->items.size(); ++i) {
     JobItem& item = job_->items[i];
     if (!item.attend.has_value() || !item.status.ok()) continue;
+    item.status = CheckServed(item.attend->policy);
+    if (!item.status.ok()) continue;
     item.result = AllocateResult(spec(), *item.attend);
     CutQueries(
         *item.attend, job_->layer,
@@ -91,22 +115,19 @@ void JobRun::AddSparse(size_t item, int64_t query) {
   Carver pinned, workspace;
   LayOut(alone, pinned, workspace, /*fill=*/false);
   const bool by_mass = w.policy.heavy_kind == HeavyKind::kMass;
-  const bool with_mlp =
-      spec().hash.kind == HashKind::kMlp && (w.policy.selector == Selector::kHamming ||
-                                             w.policy.candidate_selector == Selector::kHamming);
-  const bool lsh = w.policy.tail == Tail::kLshSampling;
+  const bool whole = model().methods() != nullptr && model().methods()->TakesWholeQueries(w.policy);
+  const TailKernels* const tail = FindTailKernels(w.policy.tail);
   const auto fits = [&](const SparseWave& wave, int units) {
     const AttendQuery& other = attend(wave.units.front().item);
     return other.policy.selector == w.policy.selector &&
            other.policy.candidate_selector == w.policy.candidate_selector &&
-           (other.policy.tail == Tail::kLshSampling) == lsh && other.select_only == w.select_only &&
+           FindTailKernels(other.policy.tail) == tail && other.select_only == w.select_only &&
            (other.policy.heavy_kind == HeavyKind::kMass) == by_mass &&
            wave.workspace_bytes + units * workspace.bytes() <= slot_->wave_bytes();
   };
   for (int h = 0; h < spec().kv_head_count; ++h) {
-    // MLPs take a query's heads all together.
-    const int units = with_mlp ? spec().kv_head_count : 1;
-    if (waves_.empty() || ((!with_mlp || h == 0) && !fits(waves_.back(), units))) {
+    const int units = whole ? spec().kv_head_count : 1;
+    if (waves_.empty() || ((!whole || h == 0) && !fits(waves_.back(), units))) {
       waves_.emplace_back().select_only = w.select_only;
     }
     waves_.back().units.push_back({item, query, h});
@@ -135,7 +156,6 @@ UnitRequest JobRun::Request(size_t item, int64_t query) const {
   r.heavy_floor = p.heavy_floor;
   r.heavy_ceiling = p.heavy_ceiling;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
-  r.candidate_count = p.CandidateCount(r.n);
   r.terms = TermsOf(p, p, /*may_promise=*/false);
   return r;
 }
@@ -148,12 +168,6 @@ void JobRun::Address(const SparseUnit& unit, UnitRequest& r) const {
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = model().rotation(job_->layer).transposed;
   }
-  const SectionWeights weights = model().sections(job_->layer);
-  if (weights.channels != nullptr) {
-    r.channels = weights.channels + unit.kv_head * weights.sections.label_channels;
-  }
-  r.projections = weights.projections;
-  if (layer.centred()) r.centre = layer.centre() + unit.kv_head * spec().head_dim;
   const uint64_t seed = attend(unit.item).policy.seed;
   const uint32_t band = r.terms.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
   r.order = MakeSampleOrder(seed, job_->layer, unit.kv_head, r.n, band);
@@ -173,20 +187,13 @@ AttendShape JobRun::Shape(const SparseWave& wave) const {
   if (spec().hash.kind == HashKind::kRotation) {
     shape.quantiser_step = QuantiserStep(spec().hash.bits_per_dim);
   }
-  shape.mlp = spec().hash.kind == HashKind::kMlp;
-  shape.plane_bits = spec().plane_bits();
-  shape.heads_per_code = spec().heads_per_code();
-  const SectionWeights weights = model().sections(job_->layer);
-  shape.sections = weights.sections;
-  shape.section_offset = weights.offset;
-  shape.lsh_bits = weights.lsh_bits;
   SetSelector(p.selector, shape);
   return shape;
 }
 
 void JobRun::SetSelector(Selector selector, AttendShape& shape) const {
   shape.selector = selector;
-  shape.bin_count = selector == Selector::kHamming ? spec().match_bin_count() : kScoreBinCount;
+  shape.bin_count = FindSelectorKernels(selector)->bin_count(spec());
 }
 
 std::optional<AttendShape> JobRun::FirstShape(const SparseWave& wave) const {
@@ -208,13 +215,13 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
   wave.out = pinned.Take<float>(units * group * d);
   device_requests_ = workspace.Take<UnitRequest>(units);
   auto* const device_q = workspace.Take<float>(units * group * d);
-  const int query_words = spec().heads_per_code() * spec().plane_words();
-  query_codes_ = workspace.Take<uint32_t>(units * query_words);
+  const Policy& policy = attend(wave.units.front().item).policy;
+  const ModelMethods* const methods = model().methods();
+  if (methods != nullptr) wave.methods = methods->LayOut(policy, units, pinned, workspace);
 
   const AttendShape shape = Shape(wave);
   const std::optional<AttendShape> first = FirstShape(wave);
   const int bins_max = std::max(shape.bin_count, first ? first->bin_count : 0);
-  const bool lsh = attend(wave.units.front().item).policy.tail == Tail::kLshSampling;
   UnitRequest shared{};
   for (int64_t i = 0; i < units; ++i) {
     const SparseUnit& unit = wave.units[i];
@@ -230,16 +237,10 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     if (fill) Address(unit, r);
     const int64_t padded = r.chunks() * kChunkTokens;
     r.q = device_q + i * group * d;
-    r.query_codes = query_codes_ + i * query_words;
     r.bins = workspace.Take<uint16_t>(padded);
     r.histogram = workspace.Take<uint32_t>(bins_max);
     r.class_of_bin = workspace.Take<uint8_t>(bins_max + 2);
     r.limit_of_bin = workspace.Take<uint16_t>(bins_max + 2);
-    if (first) r.candidate_mask = workspace.Take<uint32_t>(padded / 32);
-    if (lsh) {
-      r.query_buckets = workspace.Take<uint16_t>(group * shape.sections.tables);
-      r.takers = workspace.Take<uint16_t>(padded);
-    }
     if (shape.by_mass) {
       r.head_bins = workspace.Take<uint16_t>(group * r.n);
       r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
@@ -262,6 +263,13 @@ void JobRun::LayOut(SparseWave& wave, Carver& pinned, Carver& workspace, bool fi
     r.gather = workspace.Take<const std::byte*>(r.staging_rows);
     r.partials = workspace.Take<float>(2 * kSplitMax * PartialFloats(group, d));
     r.state = workspace.Take<UnitState>(1);
+    if (wave.methods.shape != nullptr) {
+      const LayerIndex& layer = index(unit.item);
+      const float* const centre =
+          layer.centred() ? layer.centre() + unit.kv_head * spec().head_dim : nullptr;
+      methods->LayOut(wave.methods, attend(unit.item).policy, i,
+                      {job_->layer, unit.kv_head, centre}, r, workspace);
+    }
     if (!fill) continue;
     r.result = wave.results + i;
     r.out = wave.select_only ? nullptr : wave.out + i * group * d;

@@ -17,6 +17,7 @@ struct Gpu {
   int sm_count = 0;
   // Compute capability 9.0: bulk copies, and kernels that begin early.
   bool hopper = false;
+  std::string_view name = {};  // of the device, "cuda:0"; outlives jobs
 };
 
 // Pages per KV head that a dense run of many queries brings over at a time, and
@@ -57,6 +58,7 @@ class JobRun {
     UnitResult* results = nullptr;
     float* q = nullptr;
     float* out = nullptr;
+    WaveMethods methods;
   };
   // Dense queries [begin, end) of an item, up to kDenseQueryRows query rows
   // of each KV head at a time.
@@ -89,6 +91,8 @@ class JobRun {
   LayerIndex& index(size_t item) const;
   const AttendQuery& attend(size_t item) const { return *job_->items[item].attend; }
 
+  // UNIMPLEMENTED for a policy that this build has no kernels for.
+  absl::Status CheckServed(const Policy& policy) const;
   void Split();
   // Memory for all attends. RESOURCE_EXHAUSTED, and then nothing has changed.
   absl::Status Reserve();
@@ -139,7 +143,6 @@ class JobRun {
   std::byte* workspace_ = nullptr;
   // In the workspace, of the wave or part laid out last.
   UnitRequest* device_requests_ = nullptr;
-  uint32_t* query_codes_ = nullptr;
   const DenseUnit* device_units_ = nullptr;
   std::byte* stage_ = nullptr;
   const std::byte** stage_table_ = nullptr;  // device

@@ -9,27 +9,10 @@
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/graph.h"
 #include "gpu/cuda/stream.h"
+#include "gpu/device/carver.h"
 #include "gpu/kernels/attend.h"
 
 namespace spillway::cuda {
-
-// Hands out pieces of a block of memory; with a null base it only measures.
-class Carver {
- public:
-  explicit Carver(std::byte* base = nullptr) : base_(base) {}
-  template <typename T>
-  T* Take(int64_t count) {
-    constexpr int64_t kAlignment = 256;
-    const int64_t at = bytes_;
-    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
-    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + at);
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  std::byte* base_;
-  int64_t bytes_ = 0;
-};
 
 // Graphs of waves that come again and again, as those of a decoding sequence
 // do: everything that a wave launches depends on its Wave alone, for what

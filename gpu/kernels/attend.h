@@ -16,7 +16,6 @@
 #include "host/core/selector.h"
 #include "host/core/softmax_sums.h"
 #include "host/core/tail.h"
-#include "host/methods/weights/key_sections.h"
 
 // What the kernels of a sparse attend share. One (query, KV head) is a unit;
 // a wave is a number of units with one selector that go through the kernels
@@ -62,12 +61,6 @@ struct AttendShape {
   CodeTiling tiling;
   int bits_per_dim = 0;
   float quantiser_step = 0;
-  int plane_bits = 0;      // bits of a key that hamming compares
-  int heads_per_code = 0;  // query heads that it compares each of them with
-  bool mlp = false;        // codes of queries are there already
-  KeySections sections;    // behind the codes of index pages
-  int64_t section_offset = 0;
-  int lsh_bits = 0;
 
   bool operator==(const AttendShape&) const = default;
 };
@@ -115,9 +108,6 @@ struct UnitState {
   int32_t tie_class;            // of the bin's tokens that are not heavy
   int32_t head_bin[kGroupMax];  // by mass, per query head
   int64_t head_skip[kGroupMax];
-  // First selection: as the heavy set's.
-  int32_t candidate_bin;
-  int64_t candidate_skip;
   // Tail.
   int32_t strata;
   int64_t stratum_count[kTailStrataMax];  // n_h
@@ -169,7 +159,6 @@ struct UnitRequest {
   const std::byte* const* code_pages;
   ResidentRows resident;
   const float* rotation_transposed;  // [d][d], with a rotation
-  const uint32_t* query_codes;       // [heads_per_code][words], with an MLP
   float* q;                          // [G][d]
   int64_t n;                         // visible tokens
   int64_t begin;                     // candidates [begin, end)
@@ -184,10 +173,6 @@ struct UnitRequest {
   int64_t sink;
   int64_t window;
   SampleOrder order;
-  int64_t candidate_count;   // that a first selection finds
-  const uint16_t* channels;  // [label_channels], of the KV head
-  const float* projections;  // [d][tables * lsh_bits]
-  const float* centre;       // [d]
 
   uint16_t* bins;             // [n], by token
   uint16_t* head_bins;        // [G][n], by mass only
@@ -197,9 +182,6 @@ struct UnitRequest {
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
   uint32_t* head_ties;        // [G][chunks], by mass only
   uint32_t* query_planes;     // [head tiles][16][words]
-  uint32_t* candidate_mask;   // [chunks * kChunkTokens / 32], with a first selection
-  uint16_t* query_buckets;    // [G][tables], with LSH sampling
-  uint16_t* takers;           // [n] a bit a query head, likewise
   float* sample_logits;       // [G][sample_token_count]
   int64_t sample_token_count;
   uint32_t* candidates;       // [chunks][kChunkTokens], see Candidate
@@ -226,6 +208,26 @@ SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
   return int64_t{group} * (kSumsFloats + 2 * head_dim);
 }
 
+// What the methods of a wave need beside its shape and requests; see
+// gpu/methods/request.h. The core passes it on and compares it.
+struct MethodShape;
+struct MethodRequest;
+struct WaveMethods {
+  // Of the model, valid while a job of the model runs; the number is no other
+  // model's. Null without a method.
+  const MethodShape* shape = nullptr;
+  uint64_t model_number = 0;
+  // A request a unit, copied from pinned memory before all kernels; 0 bytes:
+  // no method of the wave reads one.
+  MethodRequest* host_units = nullptr;  // pinned
+  MethodRequest* units = nullptr;       // device
+  int64_t request_bytes = 0;            // of all
+
+  bool operator==(const WaveMethods&) const = default;
+};
+
+struct TailKernels;
+
 struct Wave {
   AttendShape shape;
   // Of the first selection, if there is one: differs in what concerns scores.
@@ -245,31 +247,23 @@ struct Wave {
   bool overlap = false;
   // Whether a unit draws from its tail.
   bool has_tail = false;
-  // Whether units sample by LSH instead: all or none.
-  bool lsh_tail = false;
+  // The kernels that sample in place of the second draw; null: none do.
+  const TailKernels* tail_kernels = nullptr;
+  WaveMethods methods;
   // What is appended before the attends; no key: nothing.
   StepAppend append;
 
   bool operator==(const Wave&) const = default;
 };
 
-// Launchers, in the order of an attend. The first reads the requests and the
-// queries in pinned memory; after a first selection it must not overlap.
-cudaError_t LaunchPrepareQuery(const Wave& wave, cudaStream_t stream);
-cudaError_t LaunchReference(const Wave& wave, cudaStream_t stream);
-cudaError_t LaunchScore(const Wave& wave, cudaStream_t stream);
-// Of a first selection, after its scores: finds the candidates.
-cudaError_t LaunchCandidates(const Wave& wave, cudaStream_t stream);
-// After the second's: takes what is no candidate out of them.
-cudaError_t LaunchDropOthers(const Wave& wave, cudaStream_t stream);
+// Launchers, in the order of an attend. Before these the wave's selector has
+// scored its tokens, see kernels/methods.h.
 // By mass: finds each head's set and marks the union's tokens.
 cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
 // The heavy threshold, the strata and the pilot's thresholds.
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of phase 0 (exact rows and pilot) or 1.
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
-// Finds and lists what LSH sampling takes.
-cudaError_t LaunchLshSample(const Wave& wave, cudaStream_t stream);
 // Copies what the list has of rows in host memory to the staging.
 cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
 // Sums over the phase's splits.

@@ -83,11 +83,12 @@ __device__ inline T WarpScan(T x) {
 }
 
 // A unit's request in shared memory: one read of GPU memory for all threads.
-__device__ inline void LoadRequest(const UnitRequest* from, UnitRequest& to) {
-  static_assert(sizeof(UnitRequest) % 8 == 0);
+template <typename Request>
+__device__ inline void LoadRequest(const Request* from, Request& to) {
+  static_assert(sizeof(Request) % 8 == 0);
   const auto* source = reinterpret_cast<const uint64_t*>(from);
   auto* target = reinterpret_cast<uint64_t*>(&to);
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(UnitRequest) / 8); i += blockDim.x) {
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(Request) / 8); i += blockDim.x) {
     target[i] = source[i];
   }
   __syncthreads();

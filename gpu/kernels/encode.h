@@ -33,32 +33,11 @@ struct RotationWeights {
   const float* transposed = nullptr;  // P^T [d][d]
 };
 
-// The H MLPs of one layer; see host/methods/weights/mlp.h.
-struct MlpWeightsView {
-  int hidden_dim = 0;
-  int hash_bits = 0;
-  bool residual = false;
-  const float* w1 = nullptr;  // [H][d][hidden]
-  const float* b1 = nullptr;  // [H][hidden]
-  const float* w2 = nullptr;  // [H][hidden][bits]; of two hidden layers [H][hidden][hidden]
-  const float* b2 = nullptr;  // [H][bits], may be null; of two [H][hidden]
-  const float* w3 = nullptr;  // [H][hidden][bits], of two hidden layers, else null
-  const float* b3 = nullptr;  // [H][bits], likewise
-};
-
 // Launchers; nothing waits. centre: the mean of each head's first token_count
 // keys, summed in fp64 in token order and rounded once.
 cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream);
 // Codes and factors, bit-equal to the CPU device's.
 cudaError_t LaunchEncodeRotation(const EncodeWork& work, const RotationWeights& weights,
                                  cudaStream_t stream);
-// A plane of C hash_bits bits holds C codes: the c-th of KV head h's keys is
-// that of MLP h C + c.
-cudaError_t LaunchEncodeMlp(const EncodeWork& work, const MlpWeightsView& weights,
-                            cudaStream_t stream);
-// The codes of `count` vectors, x [count][d], group vectors an MLP: bits
-// [count][hash_bits / 32].
-cudaError_t LaunchMlpCodes(const MlpWeightsView& weights, int head_dim, int group, const float* x,
-                           int count, uint32_t* bits, cudaStream_t stream);
 
 }  // namespace spillway::cuda

@@ -272,9 +272,9 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
     const uint64_t drawn_threshold = s.threshold[h];
     s.drawn_threshold[h] = drawn_threshold;
     if (!sampled) continue;
-    const uint64_t threshold = SampleThreshold(s.budget[h], s.stratum_count[h]);
-    s.threshold[h] = max(drawn_threshold, threshold);
-    if (threshold <= drawn_threshold) continue;
+    const uint64_t threshold = BudgetThreshold(s.budget[h], s.stratum_count[h], drawn_threshold);
+    s.threshold[h] = threshold;
+    if (threshold == drawn_threshold) continue;
     drawing = true;
     limits[h] = HashLimit(u.order, threshold);
     if (h == s.tie_class) limits[kClassTie] = limits[h];

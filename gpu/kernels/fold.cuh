@@ -1,7 +1,6 @@
 #pragma once
 
 #include "gpu/kernels/rows.cuh"
-#include "host/methods/lsh_sampling/lsh_weight.h"
 
 // Softmax sums over rows. A block takes a split tile by tile: rows into
 // shared memory as fp32, a thread per (row, query row) for the logits, a
@@ -112,27 +111,23 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
   }
 }
 
-// The logit of a row that LSH sampling took, less the log of its chance.
-__device__ inline float LshLogit(const AttendShape& shape, const UnitRequest& u, int head,
-                                 uint32_t token, const float* key, float logit) {
-  if ((u.takers[token] >> head & 1) == 0) return kLshNotTaken;
-  const float* q = u.q + head * shape.head_dim;
-  double dot = 0, key_sq = 0, query_sq = 0;
-  for (int i = 0; i < shape.head_dim; ++i) {
-    const double k = key[i] - u.centre[i];
-    dot += k * q[i];
-    key_sq += k * k;
-    query_sq += double{q[i]} * q[i];
+// What a fold puts in the place of logits: here the logits themselves. `Context`
+// is what the launch passes to it.
+struct PlainLogits {
+  struct Context {};
+  __device__ explicit PlainLogits(const Context&) {}
+  // Of query head `head` and the row at `place` of the unit's list; key: [d].
+  __device__ float operator()(const AttendShape&, const UnitRequest&, int, int64_t, const float*,
+                              float logit) const {
+    return logit;
   }
-  return logit - static_cast<float>(LshLogWeight(dot, sqrt(query_sq), sqrt(key_sq), shape.lsh_bits,
-                                                 shape.sections.tables));
-}
+};
 
-// Splits of a sparse attend's phase; kLsh: rows of an LSH sample. Grid
-// (blocks, units); a thread per dimension, at least 128. Shared memory:
-// FoldFloats().
-template <int kRows, bool kLsh>
-__global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* units) {
+// Splits of a sparse attend's phase. Grid (blocks, units); a thread per
+// dimension, at least 128. Shared memory: FoldFloats().
+template <int kRows, typename Weigh>
+__global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, int phase,
+                           const UnitRequest* units) {
   extern __shared__ __align__(16) float memory[];
   __shared__ SoftmaxSums sums[kRows];
   __shared__ UnitRequest u;
@@ -145,6 +140,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
   for (int i = threadIdx.x; i < shape.group * d; i += blockDim.x) {
     queries[i] = u.q[i] * shape.scale;
   }
+  const Weigh weigh(context);
   const FoldShape fold = {shape.dtype, d, shape.group};
   for (int i = blockIdx.x; i < state.split_count[phase]; i += gridDim.x) {
     const KvSplit split = state.splits[phase][i];
@@ -155,7 +151,7 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
         [](int, int64_t) { return true; },
         [&](int64_t j) { atomicMin(&state.error_token, u.list[split.first + j]); },
         [&](int r, int64_t j, const float* k, float l) {
-          return kLsh ? LshLogit(shape, u, r, u.list[split.first + j], k, l) : l;
+          return weigh(shape, u, r, split.first + j, k, l);
         },
         queries, rest, sums, values);
     __syncthreads();
@@ -175,79 +171,6 @@ __global__ void FoldKernel(AttendShape shape, int phase, const UnitRequest* unit
     }
     __syncthreads();
   }
-}
-
-// Splits of dense units. Grid (blocks, units).
-__global__ void DenseFoldKernel(DenseWave wave) {
-  extern __shared__ __align__(16) float memory[];
-  __shared__ SoftmaxSums sums[kDenseQueryRows];
-  __shared__ bool stop;
-  const DenseUnit& u = wave.units[blockIdx.y];
-  const int d = wave.head_dim;
-  const int64_t limit = min(u.n, wave.limit);
-  const int64_t first_split = wave.first / u.split_rows;
-  const int64_t split_end = (limit + u.split_rows - 1) / u.split_rows;
-  if (first_split + blockIdx.x >= split_end) return;
-  float* queries = memory;
-  float* rest = queries + kDenseQueryRows * d;
-  for (int i = threadIdx.x; i < u.query_rows * d; i += blockDim.x) {
-    queries[i] = u.q[i] * wave.scale;
-  }
-  const FoldShape fold = {wave.dtype, d, u.query_rows};
-  for (int64_t s = first_split + blockIdx.x; s < split_end; s += gridDim.x) {
-    if (threadIdx.x == 0) stop = *static_cast<const volatile int32_t*>(wave.cancel) != 0;
-    if (threadIdx.x < kDenseQueryRows) sums[threadIdx.x] = SoftmaxSums::Empty();
-    __syncthreads();
-    if (stop) return;
-    const int64_t first = s * u.split_rows;
-    ValueSums<kDenseQueryRows, false> values;
-    FoldRows<kDenseQueryRows, false>(
-        fold, min(u.split_rows, limit - first),
-        [&](int64_t j) { return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j); },
-        [&](int r, int64_t j) { return first + j < u.visible[r]; },
-        [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); },
-        [](int, int64_t, const float*, float l) { return l; }, queries, rest, sums, values);
-    __syncthreads();
-    float* out = u.partials + s * u.query_rows * (2 + d);
-    if (threadIdx.x < u.query_rows) {
-      out[2 * threadIdx.x] = sums[threadIdx.x].max;
-      out[2 * threadIdx.x + 1] = sums[threadIdx.x].sum;
-    }
-    if (threadIdx.x < d) {
-#pragma unroll
-      for (int r = 0; r < kDenseQueryRows; ++r) {
-        if (r >= u.query_rows) break;
-        out[2 * u.query_rows + r * d + threadIdx.x] = values.value[r];
-      }
-    }
-    __syncthreads();
-  }
-}
-
-// Merges a dense unit's splits, in order. Grid (query rows, units).
-__global__ void DenseFinishKernel(DenseWave wave) {
-  const DenseUnit& u = wave.units[blockIdx.y];
-  const int r = blockIdx.x;
-  const int d = wave.head_dim;
-  if (r == 0 && threadIdx.x == 0) *u.result_error = *u.error_token;
-  if (r >= u.query_rows) return;
-  const int64_t stride = u.query_rows * (2 + d);
-  float max = -INFINITY;
-  for (int64_t s = 0; s < u.split_count; ++s) max = fmaxf(max, u.partials[s * stride + 2 * r]);
-  double sum = 0;
-  for (int64_t s = 0; s < u.split_count; ++s) {
-    const float* part = u.partials + s * stride;
-    sum += double{SoftmaxFactor(part[2 * r], max)} * part[2 * r + 1];
-  }
-  for (int i = threadIdx.x; i < d; i += blockDim.x) {
-    double value = 0;
-    for (int64_t s = 0; s < u.split_count; ++s) {
-      const float* part = u.partials + s * stride;
-      value += double{SoftmaxFactor(part[2 * r], max)} * part[2 * u.query_rows + r * d + i];
-    }
-    u.out[r * d + i] = static_cast<float>(value / sum);
-  }
-  if (threadIdx.x == 0) u.lse[r] = static_cast<float>(max + log(sum));
 }
 
 }  // namespace spillway::cuda

@@ -60,10 +60,14 @@ SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDr
   return DrawVerdict::kDrawAgain;
 }
 
-// The threshold of a budget: what is drawn stays drawn.
+// The threshold of a stratum's budget of `wanted` rows: what is drawn stays drawn.
+SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(int64_t wanted, int64_t token_count,
+                                                     uint64_t drawn_threshold) {
+  const uint64_t threshold = SampleThreshold(wanted, token_count);
+  return threshold > drawn_threshold ? threshold : drawn_threshold;
+}
 SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(const TailDraw& draw, int h) {
-  const uint64_t threshold = SampleThreshold(draw.wanted[h], draw.token_count[h]);
-  return threshold > draw.drawn_threshold[h] ? threshold : draw.drawn_threshold[h];
+  return BudgetThreshold(draw.wanted[h], draw.token_count[h], draw.drawn_threshold[h]);
 }
 
 // Of the second draw, which found counts[h] more tokens; likewise.

@@ -101,7 +101,7 @@ def between(interval: Sequence[float]) -> str:
 def _head(told: Told) -> str:
     """Where and how a section was measured."""
     if "model" not in told:
-        return f"Generated data. {_measured(told)}"
+        return f"Generated data, {_measured(told)}"
     hardware, setting = told["hardware"], told["setting"]
     if "lengths" not in told["parameters"]:
         queries = setting["query_count"] * setting["stretch_count"]
@@ -113,14 +113,14 @@ def _head(told: Told) -> str:
         what = ", YaRN beyond the model's own length"
     return (
         f"{told['model']['name']}, {style.text_of(told)}{what}. Model on "
-        f"{hardware['model_device']}. {_measured(told)}"
+        f"{hardware['model_device']}, {_measured(told)}"
     )
 
 
 def _measured(told: Told) -> str:
     hardware = told["hardware"]
     return (
-        f"Daemon {told['versions']['daemon']} on {'; '.join(hardware['daemon_devices'])} "
+        f"daemon {told['versions']['daemon']} on {'; '.join(hardware['daemon_devices'])} "
         f"({hardware['processor']}, {hardware['core_count']} cores), {told['date']}: "
         f"`{told['command']}`. {told['intervals']}"
     )

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
-#include "gpu/kernels/encode.h"
 #include "gpu/kernels/matrix_columns.cuh"
+#include "gpu/methods/mlp.h"
 
 // Codes of keys and queries by the hash MLPs (host/methods/weights/mlp.h), every sum in
 // the order that the CPU has.

@@ -2,9 +2,74 @@
 
 #include "gpu/kernels/binary_product.cuh"
 #include "gpu/kernels/page_scores.cuh"
+#include "gpu/kernels/rotated_query.cuh"
+#include "gpu/kernels/unit_start.cuh"
+#include "gpu/methods/request.h"
 
 // Scores by matching bits, and their histogram.
 namespace spillway::cuda {
+
+struct HammingShape {
+  int plane_bits;                // that are compared
+  int heads_per_code;            // query heads that compare each
+  const MethodRequest* methods;  // of the units, with codes of an MLP; null: rotated queries' signs
+};
+
+// hamming: plane r of the number of query heads whose bit is set; row 8 is all
+// ones. Grid (1, units). Shared memory: queries and rotated queries [G][d].
+__global__ void PrepareHammingKernel(AttendShape shape, HammingShape hamming,
+                                     PinnedRequests requests) {
+  extern __shared__ float memory[];
+  __shared__ UnitRequest u;
+  __shared__ int32_t missing_sum;
+  TriggerDependents();
+  FetchRequest(requests, u);
+  ClearUnit(shape, u);
+  const int d = shape.head_dim;
+  const int group = shape.group;
+  const int heads = hamming.heads_per_code;
+  const int words = shape.tiling.words;
+  const int lane = threadIdx.x % 32;
+  float* x = memory;
+  float* rotated = memory + group * d;
+  const uint32_t* const query_codes =
+      hamming.methods != nullptr ? hamming.methods[blockIdx.y].query_codes : nullptr;
+  if (threadIdx.x == 0) missing_sum = 0;
+  for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
+    x[i] = u.q[i] = requests.q[int64_t{blockIdx.y} * group * d + i];
+  }
+  __syncthreads();
+  if (query_codes == nullptr) {
+    for (int i = threadIdx.x; i < group * d; i += blockDim.x) {
+      rotated[i] = RotatedCoordinate(u.rotation_transposed, x + i / d * d, d, i % d);
+    }
+  }
+  __syncthreads();
+  for (int base = 0; base < words * 32; base += blockDim.x) {
+    const int j = base + threadIdx.x;
+    int set = 0;
+    if (j < hamming.plane_bits) {
+      for (int g = 0; g < heads; ++g) {
+        if (query_codes != nullptr) {
+          set += query_codes[g * words + j / 32] >> (j % 32) & 1u;
+        } else {
+          // As the codes of keys have it: a zero counts as positive.
+          set += rotated[g * d + j] >= 0 ? 1 : 0;
+        }
+      }
+    }
+    for (int row = 0; row < 16; ++row) {
+      const bool bit = row < 8 ? (set >> row & 1) != 0 : row == 8 && j < hamming.plane_bits;
+      const uint32_t bits = __ballot_sync(kFullWarp, bit);
+      if (lane == 0 && j / 32 < words) u.query_planes[row * words + j / 32] = bits;
+    }
+    const int missing = WarpSum(j < hamming.plane_bits ? heads - set : 0);
+    if (lane == 0) atomicAdd(&missing_sum, missing);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) u.state->offset[0] = missing_sum;
+  EndFirst();
+}
 
 // Query bits of hamming: eight columns, planes 0 to 2 of the heads' counts,
 // the key's own bits (row 8), planes 3 and 4.
@@ -24,7 +89,7 @@ __device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int chun
 // warp takes a page. Shared memory: histogram [bin_count], query planes, a
 // PageRing a warp.
 __global__ void __launch_bounds__(kScoreThreads)
-    ScoreHammingKernel(AttendShape shape, const UnitRequest* units) {
+    ScoreHammingKernel(AttendShape shape, int heads_per_code, const UnitRequest* units) {
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
   BeginSecond(units + blockIdx.y, u);
@@ -43,7 +108,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   // Weights of the lane's columns 2 (lane % 4) and the next.
   const int part = lane % 4;
   const int32_t even = part == 0 ? 2 : part == 1 ? 8 : part == 2 ? 16 : 0;
-  const int32_t odd = part == 0 ? 4 : part == 1 ? -shape.heads_per_code : part == 2 ? 32 : 0;
+  const int32_t odd = part == 0 ? 4 : part == 1 ? -heads_per_code : part == 2 ? 32 : 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
   // Of a page the plane of signs alone, which lies as plane 0 in the ring.
   const int plane_bytes = shape.tiling.words * kPageTokenCount * 4;

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "gpu/kernels/buckets.cuh"
 #include "gpu/kernels/rows.cuh"
-#include "gpu/kernels/sections.h"
+#include "gpu/methods/buckets.cuh"
+#include "gpu/methods/sections.h"
 #include "host/methods/sketch/sketch_range.h"
 
 // What index pages hold beside codes.

@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "gpu/kernels/encode_mlp.cuh"
 #include "gpu/kernels/launch.cuh"
+#include "gpu/methods/mlp.cuh"
 
 namespace spillway::cuda {
 namespace {

@@ -1,5 +1,5 @@
 #include "gpu/kernels/launch.cuh"
-#include "gpu/kernels/sections.cuh"
+#include "gpu/methods/sections.cuh"
 
 namespace spillway::cuda {
 

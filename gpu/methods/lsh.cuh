@@ -1,7 +1,8 @@
 #pragma once
 
-#include "gpu/kernels/buckets.cuh"
 #include "gpu/kernels/device_math.cuh"
+#include "gpu/methods/buckets.cuh"
+#include "gpu/methods/request.h"
 #include "host/methods/lsh_sampling/lsh_weight.h"
 
 // MagicPIG's sample of the tail: what shares enough LSH buckets with a query
@@ -11,21 +12,30 @@ namespace spillway::cuda {
 
 inline constexpr int kLshThreads = 256;
 
+struct LshShape {
+  int tables;
+  int bits;                      // of a bucket's name
+  int64_t offset;                // of the buckets in an index page
+  const MethodRequest* methods;  // of the units
+};
+
 // Buckets of the unit's query heads. Grid (1, units). Shared memory: [d].
 __global__ void __launch_bounds__(kLshThreads)
-    LshQueryKernel(AttendShape shape, const UnitRequest* units) {
+    LshQueryKernel(AttendShape shape, LshShape lsh, const UnitRequest* units) {
   extern __shared__ float x[];
   __shared__ UnitRequest u;
+  __shared__ MethodRequest m;
+  LoadRequest(lsh.methods + blockIdx.y, m);
   Begin(units + blockIdx.y, u);
-  const int tables = shape.sections.tables;
+  const int tables = lsh.tables;
   for (int g = 0; g < shape.group; ++g) {
     __syncthreads();
     for (int i = threadIdx.x; i < shape.head_dim; i += blockDim.x)
       x[i] = u.q[g * shape.head_dim + i];
     __syncthreads();
     for (int table = threadIdx.x; table < tables; table += blockDim.x) {
-      u.query_buckets[g * tables + table] = BucketName(u.projections, tables * shape.lsh_bits,
-                                                       shape.lsh_bits, table, x, shape.head_dim);
+      m.query_buckets[g * tables + table] =
+          BucketName(m.projections, tables * lsh.bits, lsh.bits, table, x, shape.head_dim);
     }
   }
 }
@@ -33,15 +43,16 @@ __global__ void __launch_bounds__(kLshThreads)
 // Which query heads take each token, and how many tokens of each chunk are
 // taken. Grid (chunks, units). Shared memory: the query's buckets.
 __global__ void __launch_bounds__(kLshThreads)
-    LshCountKernel(AttendShape shape, const UnitRequest* units) {
+    LshCountKernel(AttendShape shape, LshShape lsh, const UnitRequest* units) {
   extern __shared__ uint16_t buckets[];
   __shared__ uint32_t total;
   __shared__ UnitRequest u;
+  __shared__ MethodRequest m;
+  LoadRequest(lsh.methods + blockIdx.y, m);
   Begin(units + blockIdx.y, u);
-  const int tables = shape.sections.tables;
+  const int tables = lsh.tables;
   const int group = shape.group;
-  for (int i = threadIdx.x; i < group * tables; i += blockDim.x) buckets[i] = u.query_buckets[i];
-  const int64_t offset = shape.section_offset + shape.sections.buckets();
+  for (int i = threadIdx.x; i < group * tables; i += blockDim.x) buckets[i] = m.query_buckets[i];
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
@@ -53,7 +64,7 @@ __global__ void __launch_bounds__(kLshThreads)
       uint32_t takers = 0;
       if (!heavy && t >= u.begin && t < u.end) {
         const auto* names =
-            reinterpret_cast<const uint16_t*>(u.code_pages[t / kPageTokenCount] + offset) +
+            reinterpret_cast<const uint16_t*>(u.code_pages[t / kPageTokenCount] + lsh.offset) +
             t % kPageTokenCount;
         uint32_t once = 0;  // heads with one bucket in common so far
         for (int table = 0; table < tables; ++table) {
@@ -66,7 +77,7 @@ __global__ void __launch_bounds__(kLshThreads)
         }
       }
       static_assert(kLshSharedMin == 2);
-      u.takers[t] = static_cast<uint16_t>(takers);
+      m.takers[t] = static_cast<uint16_t>(takers);
       taken += takers != 0;
     }
     taken = WarpSum(taken);
@@ -111,8 +122,10 @@ __global__ void LshResolveKernel(const UnitRequest* units) {
 
 // Lists the sample. One warp walks a chunk in token order; grid (chunks,
 // units).
-__global__ void LshPlaceKernel(int64_t row_bytes, const UnitRequest* units) {
+__global__ void LshPlaceKernel(int64_t row_bytes, const MethodRequest* methods,
+                               const UnitRequest* units) {
   __shared__ UnitRequest u;
+  const uint16_t* const takers = methods[blockIdx.y].takers;
   Begin(units + blockIdx.y, u);
   UnitState& s = *u.state;
   const int lane = threadIdx.x;
@@ -122,7 +135,7 @@ __global__ void LshPlaceKernel(int64_t row_bytes, const UnitRequest* units) {
     const int64_t to = min((chunk + 1) * kChunkTokens, u.n);
     for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
       const int64_t t = base + lane;
-      const bool taken = t < to && u.takers[t] != 0;
+      const bool taken = t < to && takers[t] != 0;
       const auto token = static_cast<uint32_t>(t);
       const unsigned all = __ballot_sync(kFullWarp, taken);
       const bool resident = taken && IsResident(u.resident, token);
@@ -140,5 +153,36 @@ __global__ void LshPlaceKernel(int64_t row_bytes, const UnitRequest* units) {
     }
   }
 }
+
+// The logit of a row that was taken, less the log of its chance; see FoldKernel.
+class LshLogits {
+ public:
+  using Context = LshShape;
+  __device__ explicit LshLogits(const Context& lsh)
+      : tables_(lsh.tables),
+        bits_(lsh.bits),
+        takers_(lsh.methods[blockIdx.y].takers),
+        centre_(lsh.methods[blockIdx.y].centre) {}
+  __device__ float operator()(const AttendShape& shape, const UnitRequest& u, int head,
+                              int64_t place, const float* key, float logit) const {
+    if ((takers_[u.list[place]] >> head & 1) == 0) return kLshNotTaken;
+    const float* q = u.q + head * shape.head_dim;
+    double dot = 0, key_sq = 0, query_sq = 0;
+    for (int i = 0; i < shape.head_dim; ++i) {
+      const double k = key[i] - centre_[i];
+      dot += k * q[i];
+      key_sq += k * k;
+      query_sq += double{q[i]} * q[i];
+    }
+    return logit -
+           static_cast<float>(LshLogWeight(dot, sqrt(query_sq), sqrt(key_sq), bits_, tables_));
+  }
+
+ private:
+  const int tables_;
+  const int bits_;
+  const uint16_t* const takers_;
+  const float* const centre_;
+};
 
 }  // namespace spillway::cuda

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/bin_sums.cuh"
+#include "gpu/methods/request.h"
 
 // What a first selection finds: the candidates of the second.
 namespace spillway::cuda {
@@ -8,27 +9,26 @@ namespace spillway::cuda {
 // The bin from which on tokens are found, and how many of that bin's are not.
 // One block a unit. Shared memory: [bin_count] counts.
 __global__ void __launch_bounds__(kCutThreads)
-    CandidateThresholdKernel(AttendShape shape, const UnitRequest* units) {
+    CandidateThresholdKernel(int bins, const MethodRequest* methods, const UnitRequest* units) {
   extern __shared__ uint32_t above[];  // tokens of a bin and above
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
-  const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
   __syncthreads();
   SuffixSums(above, bins);
   if (threadIdx.x != 0) return;
-  const int bin = max(LastBinReaching(bins, u.candidate_count, [&](int b) { return above[b]; }), 0);
-  const int64_t missing = int64_t{above[bin]} - u.candidate_count;
-  u.state->candidate_bin = bin;
-  u.state->candidate_skip = max(missing, int64_t{0});
+  const MethodRequest m = methods[blockIdx.x];
+  const int bin = max(LastBinReaching(bins, m.candidate_count, [&](int b) { return above[b]; }), 0);
+  const int64_t missing = int64_t{above[bin]} - m.candidate_count;
+  *m.first_selection = {bin, max(missing, int64_t{0})};
 }
 
 // Tokens of the threshold's bin, per chunk. Grid (chunks, units).
-__global__ void CountCandidateTiesKernel(const UnitRequest* units) {
+__global__ void CountCandidateTiesKernel(const MethodRequest* methods, const UnitRequest* units) {
   __shared__ UnitRequest u;
   __shared__ uint32_t total;
   Begin(units + blockIdx.y, u);
-  const int bin = u.state->candidate_bin;
+  const int bin = methods[blockIdx.y].first_selection->bin;
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
@@ -45,12 +45,13 @@ __global__ void CountCandidateTiesKernel(const UnitRequest* units) {
 
 // The candidates, a bit a token. One warp walks a chunk in token order; grid
 // (chunks, units).
-__global__ void MarkCandidatesKernel(const UnitRequest* units) {
+__global__ void MarkCandidatesKernel(const MethodRequest* methods, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   const int lane = threadIdx.x;
-  const int bin = u.state->candidate_bin;
-  const int64_t skip = u.state->candidate_skip;
+  const MethodRequest m = methods[blockIdx.y];
+  const int bin = m.first_selection->bin;
+  const int64_t skip = m.first_selection->skip;
   for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
     int64_t rank = 0;  // of the bin's tokens before
     for (int64_t c = lane; c < chunk; c += 32) rank += u.chunk_counts[c];
@@ -63,7 +64,7 @@ __global__ void MarkCandidatesKernel(const UnitRequest* units) {
       const bool found =
           own > bin || (own == bin && rank + __popc(ties & ((1u << lane) - 1)) >= skip);
       const unsigned mask = __ballot_sync(kFullWarp, found);
-      if (lane == 0) u.candidate_mask[base / 32] = mask;
+      if (lane == 0) m.candidate_mask[base / 32] = mask;
       rank += __popc(ties);
     }
   }
@@ -71,15 +72,17 @@ __global__ void MarkCandidatesKernel(const UnitRequest* units) {
 
 // After the second selection's scores: what is no candidate goes to the lowest
 // bin. Grid (blocks, units).
-__global__ void DropOthersKernel(AttendShape shape, const UnitRequest* units) {
+__global__ void DropOthersKernel(AttendShape shape, const MethodRequest* methods,
+                                 const UnitRequest* units) {
   __shared__ uint32_t dropped[kScoreBinCount];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
+  const uint32_t* const candidate_mask = methods[blockIdx.y].candidate_mask;
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) dropped[i] = 0;
   __syncthreads();
   for (int64_t t = u.begin + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; t < u.end;
        t += int64_t{gridDim.x} * blockDim.x) {
-    if ((u.candidate_mask[t / 32] >> (t % 32) & 1u) != 0) continue;
+    if ((candidate_mask[t / 32] >> (t % 32) & 1u) != 0) continue;
     atomicAdd(&dropped[u.bins[t]], 1u);
     u.bins[t] = kNotFoundBin;
     for (int h = 0; shape.by_mass && h < shape.group; ++h) {

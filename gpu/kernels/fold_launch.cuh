@@ -1,0 +1,29 @@
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/kernels/fold.cuh"
+#include "gpu/kernels/launch.cuh"
+
+// How kernels that fold are launched.
+namespace spillway::cuda {
+
+inline LaunchShape FoldLaunch(dim3 grid, int head_dim, int row_capacity, bool overlap) {
+  const int threads = std::max(128, (head_dim + 31) / 32 * 32);
+  return {grid, threads, sizeof(float) * FoldFloats(head_dim, row_capacity), overlap};
+}
+
+// Sums over a phase's splits of what Weigh makes of logits.
+template <typename Weigh>
+cudaError_t LaunchFoldOf(const Wave& wave, int phase, const typename Weigh::Context& context,
+                         cudaStream_t stream) {
+  const dim3 grid(kSplitMax, wave.unit_count);
+  const auto fold = [&]<int kRows>() {
+    return Launch<FoldKernel<kRows, Weigh>>(
+        FoldLaunch(grid, wave.shape.head_dim, kRows, wave.overlap), stream, wave.shape, context,
+        phase, wave.units);
+  };
+  return wave.shape.group <= 4 ? fold.template operator()<4>() : fold.template operator()<16>();
+}
+
+}  // namespace spillway::cuda

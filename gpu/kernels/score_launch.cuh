@@ -1,0 +1,63 @@
+#pragma once
+
+#include <algorithm>
+
+#include "gpu/kernels/launch.cuh"
+#include "gpu/kernels/logits.cuh"
+#include "gpu/kernels/methods.h"
+
+// How kernels that score are launched.
+namespace spillway::cuda {
+
+// Blocks per unit: `per_sm` on every SM shared among the units, no more than
+// there is work for.
+inline int BlocksPerUnit(const Wave& wave, int per_sm, int64_t work) {
+  const int64_t share = (int64_t{wave.sm_count} * per_sm + wave.unit_count - 1) / wave.unit_count;
+  return static_cast<int>(std::max<int64_t>(1, std::min(share, work)));
+}
+
+// Warps of a scoring block: as many as its shared memory has room for rings
+// of pages for, beside `fixed` bytes.
+inline int ScoreWarps(size_t fixed, int page_bytes) {
+  constexpr size_t kBlockBytes = 100 * 1024;
+  const size_t ring = static_cast<size_t>(PageRing::kDepth) * page_bytes;
+  const size_t room = fixed < kBlockBytes ? (kBlockBytes - fixed) / ring : 0;
+  return static_cast<int>(std::clamp<size_t>(room, 1, kScoreThreads / 32));
+}
+
+// kKernel(shape, more..., units) over pages of page_bytes each.
+template <auto kKernel, typename... More>
+cudaError_t LaunchScoring(const Wave& wave, size_t fixed, int page_bytes, cudaStream_t stream,
+                          const More&... more) {
+  const int warps = ScoreWarps(fixed, page_bytes);
+  const size_t shared = fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  const dim3 grid(BlocksPerUnit(wave, kScoreBlocks, (pages + warps - 1) / warps), wave.unit_count);
+  return Launch<kKernel>({grid, 32 * warps, shared, wave.overlap}, stream, wave.shape, more...,
+                         wave.units);
+}
+
+// Blocks an SM that score by logits.
+inline constexpr int kLogitBlocks = 8;
+
+template <typename Source>
+cudaError_t LaunchLogitReference(const Wave& wave, const typename Source::Context& context,
+                                 cudaStream_t stream) {
+  const dim3 grid(BlocksPerUnit(wave, kLogitBlocks, wave.reference_pages_max), wave.unit_count);
+  const cudaError_t error = Launch<LogitReferenceKernel<Source>>(
+      {grid, kLogitThreads, Source::Bytes(wave.shape, context), wave.overlap}, stream, wave.shape,
+      context, wave.units);
+  return error == cudaSuccess ? LaunchReferenceMass(wave, stream) : error;
+}
+
+template <typename Source>
+cudaError_t LaunchLogitScore(const Wave& wave, const typename Source::Context& context,
+                             cudaStream_t stream) {
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  const dim3 grid(BlocksPerUnit(wave, kLogitBlocks, pages), wave.unit_count);
+  const size_t bytes = sizeof(uint32_t) * kScoreBinCount + Source::Bytes(wave.shape, context);
+  return Launch<ScoreLogitsKernel<Source>>({grid, kLogitThreads, bytes, wave.overlap}, stream,
+                                           wave.shape, context, wave.units);
+}
+
+}  // namespace spillway::cuda
