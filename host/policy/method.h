@@ -12,8 +12,6 @@
 // What is said of a method that a policy may name.
 namespace spillway {
 
-// What a selector reads of a key in place of its row.
-enum class KeyEncoding : uint8_t { kRow, kCode, kSketch, kPageBounds, kLabels };
 // What it ranks keys by.
 enum class RankedBy : uint8_t {
   kNothing,
@@ -28,7 +26,6 @@ struct SelectorMethod {
   std::string_view name;   // SELECTOR_ASYMMETRIC is "asymmetric"
   std::string_view needs;  // of a model, for messages; empty: nothing
   bool (*is_served)(const ModelSpec&);
-  KeyEncoding encoding;
   RankedBy ranked_by;
   // Bits of the index that it reads of one key of one KV head, on average.
   int64_t (*key_bits)(const ModelSpec&);
@@ -49,6 +46,9 @@ struct TailMethod {
   bool (*is_served)(const ModelSpec&);
   // Whether its rows are limited by row_count_max.
   bool limited;
+  // Whether each query head takes rows of its own and weighs them, which no
+  // selection can say.
+  bool per_query_head;
 };
 
 struct CpuMethod;  // host/cpu/cpu_method.h

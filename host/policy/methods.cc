@@ -10,22 +10,23 @@ namespace {
 constexpr SelectorMethod kCoreSelectors[] = {
     {Selector::kAsymmetric, "asymmetric", "a model with a rotation",
      [](const ModelSpec& spec) { return spec.hash.kind == HashKind::kRotation; },
-     KeyEncoding::kCode, RankedBy::kEstimatedLogit,
+     RankedBy::kEstimatedLogit,
      [](const ModelSpec& spec) -> int64_t {
        return int64_t{32} * spec.plane_words() * spec.plane_count() + 16;
      },
      [](const ModelSpec& spec) { return methods::GuaranteedByBits(spec.hash.bits_per_dim); }, 1},
-    {Selector::kOracle, "oracle", "", methods::Always, KeyEncoding::kRow, RankedBy::kExactLogit,
+    {Selector::kOracle, "oracle", "", methods::Always, RankedBy::kExactLogit,
      [](const ModelSpec& spec) -> int64_t {
        return int64_t{8} * spec.head_dim * DTypeBytes(spec.dtype);
      },
      methods::Any, 0},
-    {Selector::kAll, "all", "", methods::Always, KeyEncoding::kRow, RankedBy::kNothing,
-     methods::None, methods::Any, 6}};
+    {Selector::kAll, "all", "", methods::Always, RankedBy::kNothing, methods::None, methods::Any,
+     6}};
 
-constexpr TailMethod kCoreTails[] = {{Tail::kNone, "none", "", methods::Always, true},
-                                     {Tail::kUniform, "uniform", "", methods::Always, true},
-                                     {Tail::kStratified, "stratified", "", methods::Always, true}};
+constexpr TailMethod kCoreTails[] = {
+    {Tail::kNone, "none", "", methods::Always, true, false},
+    {Tail::kUniform, "uniform", "", methods::Always, true, false},
+    {Tail::kStratified, "stratified", "", methods::Always, true, false}};
 
 // The core's rows and the shelf's, in the order of `value`.
 template <typename Row, typename Value>

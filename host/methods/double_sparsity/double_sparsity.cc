@@ -64,7 +64,6 @@ constexpr SelectorMethod kSelector = {
     .name = "double_sparsity",
     .needs = "a model with key_indices.label_channel_count",
     .is_served = [](const ModelSpec& spec) { return spec.indices.label_channel_count > 0; },
-    .encoding = KeyEncoding::kLabels,
     .ranked_by = RankedBy::kEstimatedLogit,
     .key_bits =
         [](const ModelSpec& spec) {

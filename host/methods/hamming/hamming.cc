@@ -30,7 +30,6 @@ constexpr SelectorMethod kSelector = {
     .name = "hamming",
     .needs = "a model with a rotation or an MLP",
     .is_served = [](const ModelSpec& spec) { return spec.hash.kind != HashKind::kNone; },
-    .encoding = KeyEncoding::kCode,
     .ranked_by = RankedBy::kMatchingBits,
     .key_bits = [](const ModelSpec& spec) -> int64_t { return int64_t{32} * spec.plane_words(); },
     .guaranteed_token_count = methods::None,

@@ -32,7 +32,8 @@ constexpr TailMethod kTail = {
     .name = "lsh_sampling",
     .needs = "a model with key_indices.lsh_table_count",
     .is_served = [](const ModelSpec& spec) { return spec.indices.lsh_table_count > 0; },
-    .limited = false};
+    .limited = false,
+    .per_query_head = true};
 
 constexpr std::string_view kModelFields[] = {"key_indices.lsh_table_count"};
 

@@ -59,7 +59,6 @@ constexpr SelectorMethod kSelector = {
     .name = "quest",
     .needs = "a model with key_indices.quest_page_token_count",
     .is_served = [](const ModelSpec& spec) { return spec.indices.quest_page_token_count > 0; },
-    .encoding = KeyEncoding::kPageBounds,
     .ranked_by = RankedBy::kLogitBound,
     .key_bits = [](const ModelSpec& spec) -> int64_t {
       return int64_t{16} * spec.head_dim * DTypeBytes(spec.dtype) /

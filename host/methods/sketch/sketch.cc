@@ -53,7 +53,6 @@ constexpr SelectorMethod kSelector = {
     .name = "sketch",
     .needs = "a model with key_indices.sketch",
     .is_served = [](const ModelSpec& spec) { return spec.indices.sketch; },
-    .encoding = KeyEncoding::kSketch,
     .ranked_by = RankedBy::kEstimatedLogit,
     .key_bits = [](const ModelSpec& spec) { return KeySections::SketchKeyBits(spec.head_dim); },
     .guaranteed_token_count = [](const ModelSpec&) { return methods::GuaranteedByBits(4); },

@@ -1,6 +1,9 @@
 // The rows of the shelf's methods.
 #include <gtest/gtest.h>
 
+#include <map>
+
+#include "host/cpu/cpu_method.h"
 #include "host/methods/weights/key_sections.h"
 #include "host/policy/methods.h"
 
@@ -44,6 +47,35 @@ TEST(SelectorMethods, ReadWhatIndexPagesHold) {
     const ModelSpec spec = Spec(indices);
     EXPECT_EQ(MethodOf(selector).key_bits(spec), page_bits(spec)) << MethodOf(selector).name;
   }
+}
+
+// Index pages are the same bytes on every device.
+TEST(ShelfMethods, StandInTheOrderOfSections) {
+  ModelSpec spec = Spec({.sketch = true,
+                         .quest_page_token_count = 32,
+                         .label_channel_count = 16,
+                         .lsh_table_count = 75,
+                         .lsh_bits = 8});
+  const KeySections sections = KeySections::Of(spec);
+  std::map<const void*, int64_t> offsets;  // by row
+  int64_t end = 0;
+  for (const Method* method : ShelfMethods()) {
+    if (method->cpu->section_bytes == nullptr) continue;
+    const void* row = method->selector;
+    offsets[row != nullptr ? row : method->tail] = end;
+    end += method->cpu->section_bytes(spec);
+  }
+  EXPECT_EQ(offsets.at(&MethodOf(Selector::kSketch)), sections.sketch());
+  EXPECT_EQ(offsets.at(&MethodOf(Selector::kDoubleSparsity)), sections.labels());
+  EXPECT_EQ(offsets.at(&MethodOf(Selector::kQuest)), sections.bounds());
+  EXPECT_EQ(offsets.at(&MethodOf(Tail::kLshSampling)), sections.buckets());
+  EXPECT_EQ(end, sections.bytes());
+  EXPECT_EQ(IndexPageBytes(spec), CodeLayout::Of(spec).page_bytes() + sections.bytes());
+  // Codes of MLPs stand where a rotation's would.
+  spec.hash = {.kind = HashKind::kMlp};
+  ASSERT_TRUE(Normalize(spec).empty());
+  EXPECT_EQ(ShelfMethods()[0]->cpu->section_bytes(spec), CodeLayout::Of(spec).page_bytes());
+  EXPECT_EQ(IndexPageBytes(spec), CodeLayout::Of(spec).page_bytes() + sections.bytes());
 }
 
 }  // namespace

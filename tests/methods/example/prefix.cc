@@ -21,7 +21,7 @@ class PrefixScorer final : public LogitScorer {
     const ModelSpec& spec = keys_.spec();
     const float* q = keys_.queries->rows().scaled;  // [G][d], times the softmax scale
     const std::byte* keys = rows.Page(keys_.kv_head, page);
-    const int64_t count = std::min(kPageTokenCount, keys_.end - page * kPageTokenCount);
+    const int64_t count = std::min<int64_t>(kPageTokenCount, keys_.end - page * kPageTokenCount);
     for (int64_t t = 0; t < count; ++t) {
       float key[kPrefix];
       ToFloat(spec.dtype, keys + t * rows.row_bytes(), kPrefix, key);
@@ -43,7 +43,6 @@ constexpr SelectorMethod kSelector = {.selector = kPrefixSelector,
                                       .name = "prefix",
                                       .needs = "",
                                       .is_served = methods::Always,
-                                      .encoding = KeyEncoding::kRow,
                                       .ranked_by = RankedBy::kEstimatedLogit,
                                       .key_bits = [](const ModelSpec& spec) -> int64_t {
                                         return int64_t{8} * kPrefix * DTypeBytes(spec.dtype);
