@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help setup venv build demo test test-cpp test-python bench eval-small lint tidy format proto asan tsan package gpu-test clean
+.PHONY: help setup venv build demo test test-cpp test-core test-python bench eval-small lint tidy format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -41,6 +41,11 @@ test: test-cpp test-python ## all tests but those that need a GPU, which gpu-tes
 
 test-cpp: build ## C++ tests on the release build
 	ctest --test-dir build/release --output-on-failure --parallel $(JOBS)
+
+test-core: setup ## C++ tests of the default way alone, built without the other methods and CUDA
+	$(call configure,core)
+	cmake --build --preset core --parallel $(JOBS)
+	ctest --test-dir build/core --output-on-failure --parallel $(JOBS)
 
 test-python: build venv ## Python tests against the release daemon
 	$(PYTHON) -m pytest tests/python tests/model

@@ -29,10 +29,12 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/memory": ("host/base", "host/model"),
     "host/device": HOST,
     "host/cpu": HOST,
+    # The host and the GPU's core know a method only by its folder's registry.
+    "host/methods": (*HOST, "host/cpu"),
     "gpu/cuda": ("host/base", "host/memory"),
     "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes"),
     "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels"),
-    "gpu/methods": (*HOST, "gpu/kernels", *METHOD_HEADERS),
+    "gpu/methods": (*HOST, "host/methods", "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/engine": HOST,
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
@@ -48,6 +50,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "tests": (
         *HOST,
         "host/cpu",
+        "host/methods",
         "gpu",
         "daemon",
         "clients",

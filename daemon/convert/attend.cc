@@ -1,5 +1,6 @@
 #include "daemon/convert/attend.h"
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/convert/policy.h"
@@ -7,6 +8,7 @@
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
+#include "host/policy/methods.h"
 
 namespace spillway {
 namespace {
@@ -147,10 +149,11 @@ absl::Status CheckSelectable(const AttendQuery& attend) {
     return InvalidField("item.q.shape",
                         absl::StrCat(attend.query_count, " queries, not exactly one"));
   }
-  if (attend.policy.tail == Tail::kLshSampling) {
+  if (const TailMethod& tail = MethodOf(attend.policy.tail); tail.per_query_head) {
     return InvalidField("item.policy.tail",
-                        "TAIL_LSH_SAMPLING weighs a row for each query head on its own; only "
-                        "attends take it");
+                        absl::StrCat("TAIL_", absl::AsciiStrToUpper(std::string(tail.name)),
+                                     " weighs a row for each query head on its own; only attends "
+                                     "take it"));
   }
   return absl::OkStatus();
 }

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
+#include "host/model/field_checks.h"
 #include "host/policy/methods.h"
 
 namespace spillway {
@@ -17,7 +18,18 @@ void ApplyEnum(Proto value, Proto last, const char* field, Host& target,
     return;
   }
   // The host's enums have the proto's order, without the zero.
-  target = static_cast<Host>(static_cast<int>(value) - 1);
+  const auto host = static_cast<Host>(static_cast<int>(value) - 1);
+  if constexpr (requires { FindMethod(host); }) {
+    if (FindMethod(host) == nullptr) {
+      errors.push_back(
+          {field,
+           absl::StrCat(
+               google::protobuf::GetEnumDescriptor<Proto>()->FindValueByNumber(value)->name(), ": ",
+               std::string(kNoSuchMethod))});
+      return;
+    }
+  }
+  target = host;
 }
 
 void ApplyHeavy(const v1::Policy& patch, Policy& policy) {
@@ -62,10 +74,7 @@ Proto EnumToProto(Host value) {
   return static_cast<Proto>(static_cast<int>(value) + 1);
 }
 
-// The tables have a row for every value of the API, in its order; a test
-// compares the names.
-static_assert(v1::Selector_ARRAYSIZE == kSelectorMethods.size() + 1);
-static_assert(v1::Tail_ARRAYSIZE == kTailMethods.size() + 1);
+// The rows of methods have the API's values; a test compares the names.
 static_assert(static_cast<int>(Bound::kPaper) + 1 == v1::BOUND_PAPER);
 static_assert(static_cast<int>(Bound::kRatio) + 1 == v1::BOUND_RATIO);
 

@@ -3,7 +3,7 @@
 #include "gpu/kernels/device_math.cuh"
 #include "gpu/methods/buckets.cuh"
 #include "gpu/methods/request.h"
-#include "host/core/lsh_weight.h"
+#include "host/methods/lsh_sampling/lsh_weight.h"
 
 // MagicPIG's sample of the tail: what shares enough LSH buckets with a query
 // head, of every query head its own. It takes the place of a second phase's

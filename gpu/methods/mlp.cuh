@@ -4,7 +4,7 @@
 #include "gpu/kernels/matrix_columns.cuh"
 #include "gpu/methods/mlp.h"
 
-// Codes of keys and queries by the hash MLPs (host/codes/mlp.h), every sum in
+// Codes of keys and queries by the hash MLPs (host/methods/weights/mlp.h), every sum in
 // the order that the CPU has.
 namespace spillway::cuda {
 

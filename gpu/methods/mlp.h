@@ -8,7 +8,7 @@
 
 namespace spillway::cuda {
 
-// The H MLPs of one layer; see host/codes/mlp.h.
+// The H MLPs of one layer; see host/methods/weights/mlp.h.
 struct MlpWeightsView {
   int hidden_dim = 0;
   int hash_bits = 0;

@@ -10,8 +10,8 @@
 #include "gpu/methods/request.h"
 #include "gpu/methods/sections.h"
 #include "host/base/status_macros.h"
-#include "host/codes/mlp.h"
-#include "host/codes/rotation.h"
+#include "host/methods/lsh_sampling/projections.h"
+#include "host/methods/weights/index_weights.h"
 
 namespace spillway::cuda {
 namespace {

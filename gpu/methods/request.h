@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/attend.h"
-#include "host/codes/key_sections.h"
+#include "host/methods/weights/key_sections.h"
 
 // What the methods ask beside the core's AttendShape and UnitRequest.
 namespace spillway::cuda {

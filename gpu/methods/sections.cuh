@@ -3,7 +3,7 @@
 #include "gpu/kernels/rows.cuh"
 #include "gpu/methods/buckets.cuh"
 #include "gpu/methods/sections.h"
-#include "host/core/sketch.h"
+#include "host/methods/sketch/sketch_range.h"
 
 // What index pages hold beside codes.
 namespace spillway::cuda {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/encode.h"
-#include "host/codes/key_sections.h"
+#include "host/methods/weights/key_sections.h"
 
 namespace spillway::cuda {
 

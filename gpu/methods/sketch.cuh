@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/logits.cuh"
 #include "gpu/methods/request.h"
-#include "host/core/sketch.h"
+#include "host/methods/sketch/sketch_range.h"
 
 // Logits from 4-bit elements behind the codes: a sketch of the whole key, or
 // Double Sparsity's label channels.

@@ -7,27 +7,7 @@
 namespace spillway {
 namespace {
 
-// Keep blocks apart from other uses of Philox under the same seed.
 constexpr uint32_t kRotationDomain = 0x726f7461;  // "rota"
-
-constexpr uint32_t kProjectionDomain = 0x70726f6a;  // "proj"
-
-std::vector<double> Gaussians(size_t count, uint64_t seed, int layer, uint32_t domain) {
-  const std::array<uint32_t, 2> key = {static_cast<uint32_t>(seed),
-                                       static_cast<uint32_t>(seed >> 32)};
-  std::vector<double> g(count);
-  for (size_t i = 0; i < g.size(); i += 2) {
-    const auto r =
-        Philox4x32({static_cast<uint32_t>(i / 2), 0, static_cast<uint32_t>(layer), domain}, key);
-    const uint64_t a = (uint64_t{r[1]} << 32 | r[0]) >> 11;
-    const uint64_t b = (uint64_t{r[3]} << 32 | r[2]) >> 11;
-    const double radius = std::sqrt(-2 * std::log(static_cast<double>(a + 1) * 0x1p-53));
-    const double angle = 2 * std::numbers::pi * (static_cast<double>(b) * 0x1p-53);
-    g[i] = radius * std::cos(angle);
-    if (i + 1 < g.size()) g[i + 1] = radius * std::sin(angle);
-  }
-  return g;
-}
 
 double Dot(const double* a, const double* b, int n) {
   double sum = 0;
@@ -54,6 +34,23 @@ std::array<uint32_t, 4> Philox4x32(std::array<uint32_t, 4> counter, std::array<u
     key[1] += 0xBB67AE85;
   }
   return counter;
+}
+
+std::vector<double> Gaussians(size_t count, uint64_t seed, int layer, uint32_t domain) {
+  const std::array<uint32_t, 2> key = {static_cast<uint32_t>(seed),
+                                       static_cast<uint32_t>(seed >> 32)};
+  std::vector<double> g(count);
+  for (size_t i = 0; i < g.size(); i += 2) {
+    const auto r =
+        Philox4x32({static_cast<uint32_t>(i / 2), 0, static_cast<uint32_t>(layer), domain}, key);
+    const uint64_t a = (uint64_t{r[1]} << 32 | r[0]) >> 11;
+    const uint64_t b = (uint64_t{r[3]} << 32 | r[2]) >> 11;
+    const double radius = std::sqrt(-2 * std::log(static_cast<double>(a + 1) * 0x1p-53));
+    const double angle = 2 * std::numbers::pi * (static_cast<double>(b) * 0x1p-53);
+    g[i] = radius * std::cos(angle);
+    if (i + 1 < g.size()) g[i + 1] = radius * std::sin(angle);
+  }
+  return g;
 }
 
 std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
@@ -90,14 +87,6 @@ std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
     for (int i = 0; i < d; ++i) p[static_cast<size_t>(i) * d + k] = static_cast<float>(column[i]);
   }
   return p;
-}
-
-std::vector<float> MakeProjections(const ModelSpec& spec, int layer) {
-  const KeyIndexSpec& indices = spec.indices;
-  const size_t count =
-      static_cast<size_t>(spec.head_dim) * indices.lsh_table_count * indices.lsh_bits;
-  const std::vector<double> g = Gaussians(count, indices.lsh_seed, layer, kProjectionDomain);
-  return {g.begin(), g.end()};
 }
 
 }  // namespace spillway

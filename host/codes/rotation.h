@@ -1,10 +1,9 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
-
-#include "host/model/model_spec.h"
 
 namespace spillway {
 
@@ -20,8 +19,8 @@ std::array<uint32_t, 4> Philox4x32(std::array<uint32_t, 4> counter, std::array<u
 // host and handed to every device. Thread-safe. REQUIRES: d >= 1.
 std::vector<float> MakeRotation(int d, uint64_t seed, int layer);
 
-// Gaussian projections of spec.indices' LSH tables, [d][lsh_table_count *
-// lsh_bits]: standard normals of the same generator, fp32. Thread-safe.
-std::vector<float> MakeProjections(const ModelSpec& spec, int layer);
+// The first `count` standard normals of the same generator under a seed, fp64.
+// Domains keep uses of one seed apart. Thread-safe.
+std::vector<double> Gaussians(size_t count, uint64_t seed, int layer, uint32_t domain);
 
 }  // namespace spillway

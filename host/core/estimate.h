@@ -147,7 +147,7 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
                                                     int64_t drawn, int64_t tail_count,
                                                     const HeadTotals& head) {
   const float tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
-  if (terms.tail == Tail::kLshSampling) return {Promise::kNone, HUGE_VALF, tail_mass};
+  if (!IsPlanned(terms.tail)) return {Promise::kNone, HUGE_VALF, tail_mass};
   if (drawn == tail_count) return {Promise::kExact, 0.0f, tail_mass};
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
   const double error = RelativeError(head, terms.z);

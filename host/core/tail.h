@@ -8,6 +8,11 @@ namespace spillway {
 // a uniform sample (vAttention, arXiv 2510.05688), by a stratified one, or by
 // LSH sampling (MagicPIG, arXiv 2410.16179).
 enum class Tail : uint8_t { kNone, kUniform, kStratified, kLshSampling };
+// Whether the plan of host/core/tail_plan.h draws the tail; any other is drawn by
+// a method, which bounds no error.
+constexpr bool IsPlanned(Tail tail) {
+  return tail == Tail::kNone || tail == Tail::kUniform || tail == Tail::kStratified;
+}
 // What a uniform sample's size is computed from; see budget.h.
 enum class Bound : uint8_t { kDenominator, kPaper, kRatio };
 

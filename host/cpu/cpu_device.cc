@@ -8,7 +8,6 @@
 #include "absl/strings/str_cat.h"
 #include "host/base/elements.h"
 #include "host/base/parallel.h"
-#include "host/codes/mlp.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/kernels.h"
@@ -46,14 +45,7 @@ class CpuDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors) override {
-    IndexWeights weights;
-    if (spec.has_weights()) {
-      absl::StatusOr<IndexWeights> loaded = LoadIndexWeights(spec, safetensors);
-      if (!loaded.ok()) return loaded.status();
-      weights = *std::move(loaded);
-    }
-    return workers_.execute(
-        [&] { return std::make_unique<CpuModel>(spec, arena_, std::move(weights)); });
+    return workers_.execute([&] { return CpuModel::Create(spec, arena_, safetensors); });
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
@@ -77,8 +69,7 @@ class CpuDevice final : public Device {
   int64_t WeightBytes(const ModelSpec& spec) const override { return CpuModel::BytesOf(spec); }
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
-    const int64_t page_bytes = CodeLayout::Of(spec).page_bytes() + KeySections::Of(spec).bytes();
-    return spec.kv_head_count * ((page_bytes + kPageTokenCount - 1) / kPageTokenCount);
+    return spec.kv_head_count * ((IndexPageBytes(spec) + kPageTokenCount - 1) / kPageTokenCount);
   }
 
   // A job of a moment is served before Submit returns, one of less in the

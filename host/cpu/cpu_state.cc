@@ -1,29 +1,62 @@
 #include "host/cpu/cpu_state.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <utility>
 
+#include "absl/memory/memory.h"
 #include "absl/status/status.h"
 #include "host/base/elements.h"
 #include "host/base/parallel.h"
+#include "host/base/status_macros.h"
 #include "host/codes/rotation.h"
-#include "host/cpu/encode_sections.h"
+#include "host/cpu/cpu_method.h"
 
 namespace spillway {
 
-CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, IndexWeights weights)
-    : spec_(spec),
-      layout_(CodeLayout::Of(spec)),
-      sections_(KeySections::Of(spec)),
-      weights_(std::move(weights)) {
-  if (!spec.has_index()) return;
-  code_pool_ = std::make_unique<PagePool>(arena, layout_.page_bytes() + sections_.bytes());
-  if (spec.indices.lsh_table_count > 0) {
-    projections_.resize(spec.layer_count);
-    ParallelFor(0, spec.layer_count,
-                [&](int layer) { projections_[layer] = MakeProjections(spec, layer); });
+namespace {
+
+// Bytes of a page of codes of a rotation; 0 without one.
+int64_t CodePageBytes(const ModelSpec& spec) {
+  return spec.hash.kind == HashKind::kRotation ? CodeLayout::Of(spec).page_bytes() : 0;
+}
+
+// Calls f(method, bytes of its section) for the methods that a model asks for.
+template <typename F>
+void ForEachSection(const ModelSpec& spec, F f) {
+  for (const Method* method : ShelfMethods()) {
+    if (method->cpu->section_bytes == nullptr) continue;
+    if (const int64_t bytes = method->cpu->section_bytes(spec); bytes > 0) f(*method, bytes);
   }
+}
+
+}  // namespace
+
+int64_t IndexPageBytes(const ModelSpec& spec) {
+  int64_t total = CodePageBytes(spec);
+  ForEachSection(spec, [&](const Method&, int64_t bytes) { total += bytes; });
+  return total;
+}
+
+absl::StatusOr<std::unique_ptr<CpuModel>> CpuModel::Create(const ModelSpec& spec, Arena* arena,
+                                                           std::span<const std::byte> safetensors) {
+  std::vector<MethodIndex> indices;
+  int64_t offset = CodePageBytes(spec);
+  ForEachSection(spec, [&](const Method& method, int64_t bytes) {
+    indices.push_back({&method, offset, nullptr});
+    offset += bytes;
+  });
+  for (MethodIndex& of_method : indices) {
+    ASSIGN_OR_RETURN(of_method.index, of_method.method->cpu->make_index(spec, safetensors));
+  }
+  return absl::WrapUnique(new CpuModel(spec, arena, std::move(indices)));
+}
+
+CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MethodIndex> method_indices)
+    : spec_(spec), layout_(CodeLayout::Of(spec)), method_indices_(std::move(method_indices)) {
+  if (!spec.has_index()) return;
+  code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
   if (spec.hash.kind != HashKind::kRotation) return;
   const int d = spec.head_dim;
   rotations_.resize(spec.layer_count);
@@ -39,18 +72,28 @@ CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, IndexWeights weights)
 }
 
 int64_t CpuModel::BytesOf(const ModelSpec& spec) {
-  const int64_t d = spec.head_dim;
-  const int64_t rotations = spec.hash.kind == HashKind::kRotation ? 2 * d * d : 0;
-  const int64_t projections = int64_t{spec.indices.lsh_table_count} * spec.indices.lsh_bits * d;
-  return spec.layer_count * (rotations + projections) * static_cast<int64_t>(sizeof(float)) +
-         IndexWeights::BytesOf(spec);
+  int64_t bytes = 0;
+  if (spec.hash.kind == HashKind::kRotation) {
+    bytes += int64_t{2} * spec.layer_count * spec.head_dim * spec.head_dim * sizeof(float);
+  }
+  for (const Method* method : ShelfMethods()) {
+    if (method->cpu->weight_bytes != nullptr) bytes += method->cpu->weight_bytes(spec);
+  }
+  return bytes;
 }
 
 int64_t CpuModel::bytes() const {
-  int64_t floats = 0;
-  for (const auto& r : rotations_) floats += 2 * static_cast<int64_t>(r.size());
-  for (const auto& p : projections_) floats += static_cast<int64_t>(p.size());
-  return floats * 4 + weights_.bytes();
+  int64_t bytes = 0;
+  for (const auto& r : rotations_) bytes += static_cast<int64_t>(2 * r.size() * sizeof(float));
+  for (const MethodIndex& of_method : method_indices_) bytes += of_method.index->bytes();
+  return bytes;
+}
+
+const MethodIndex& CpuModel::IndexOf(const Method& method) const {
+  const auto found = std::find_if(method_indices_.begin(), method_indices_.end(),
+                                  [&](const MethodIndex& m) { return m.method == &method; });
+  assert(found != method_indices_.end());
+  return *found;
 }
 
 EncodeParams CpuModel::encode_params(int layer) const {
@@ -128,8 +171,6 @@ absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count)
 
 namespace {
 
-constexpr int kHashBitsMax = 1024;
-
 // The mean of the first kCentreTokenCount keys of every head: fp64, token
 // order, rounded once. Zero for keys that are hashed as they are.
 void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& index) {
@@ -149,51 +190,23 @@ void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& ind
   });
 }
 
-void EncodeMlpToken(const CpuModel& model, const MlpLayer& mlp, int h, const float* centre,
-                    const std::byte* key, std::byte* page, int slot) {
+// Codes of a rotation.
+void EncodeCodes(const CpuModel& model, const PageKeys& keys, std::byte* codes) {
   const ModelSpec& spec = model.spec();
-  const int d = spec.head_dim;
-  const int codes = spec.key_code_count();
-  float x[kHeadDimMax];
-  uint32_t words[kHashBitsMax / 32];
-  uint8_t bits[kHashBitsMax];
-  ToFloat(spec.dtype, key, d, x);
-  for (int i = 0; i < d; ++i) x[i] -= centre[i];
-  for (int c = 0; c < codes; ++c) {
-    MlpCode(mlp, h * codes + c, x, words + c * spec.hash.hash_bits / 32);
-  }
-  for (int j = 0; j < model.layout().dims; ++j) bits[j] = (words[j / 32] >> (j % 32)) & 1u;
-  StoreCode(model.layout(), bits, page, slot);
-}
-
-// Codes of tokens [begin, end) of one page of one head.
-void EncodePage(const CpuModel& model, int layer, int h, const LayerRows& rows, LayerIndex& index,
-                int64_t page, int begin, int end) {
-  const ModelSpec& spec = model.spec();
-  if (spec.hash.kind == HashKind::kNone) return;
-  const std::byte* first_row = rows.Page(h, page);
-  std::byte* codes = index.codes[h].Page(page);
-  const float* centre = index.centre.data() + static_cast<size_t>(h) * spec.head_dim;
-  if (spec.hash.kind == HashKind::kMlp) {
-    for (int t = begin; t < end; ++t) {
-      EncodeMlpToken(model, model.mlp(layer), h, centre, first_row + t * rows.row_bytes(), codes,
-                     t);
-    }
-    return;
-  }
-  EncodeParams params = model.encode_params(layer);
-  params.centre = centre;
+  const int64_t row_bytes = spec.row_bytes();
+  EncodeParams params = model.encode_params(keys.layer);
+  params.centre = keys.centre;
   // One by one where a tile would mostly repeat what is there.
-  if (end - begin <= 4) {
-    for (int t = begin; t < end; ++t) {
-      EncodeKey(params, spec.dtype, first_row + t * rows.row_bytes(), codes, t);
+  if (keys.end - keys.begin <= 4) {
+    for (int t = keys.begin; t < keys.end; ++t) {
+      EncodeKey(params, spec.dtype, keys.rows + t * row_bytes, codes, t);
     }
     return;
   }
-  for (int tile = begin / kTileTokenCount; tile * kTileTokenCount < end; ++tile) {
+  for (int tile = keys.begin / kTileTokenCount; tile * kTileTokenCount < keys.end; ++tile) {
     const int from = tile * kTileTokenCount;
-    EncodeTile(params, spec.dtype, first_row + from * rows.row_bytes(), rows.row_bytes(),
-               std::min(kTileTokenCount, end - from), codes, tile);
+    EncodeTile(params, spec.dtype, keys.rows + from * row_bytes, row_bytes,
+               std::min(kTileTokenCount, keys.end - from), codes, tile);
   }
 }
 
@@ -215,13 +228,18 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     const int h = static_cast<int>(task / pages);
     const int64_t page = first_page + task % pages;
     const int64_t base = page * kPageTokenCount;
-    const int begin = static_cast<int>(std::max<int64_t>(old_count - base, 0));
-    const int end = static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount));
-    EncodePage(model, layer, h, rows, index, page, begin, end);
-    if (!model.spec().indices.any()) return;
-    EncodeSections(model, layer, h, rows.Page(h, page), begin, end,
-                   index.centre.data() + static_cast<size_t>(h) * model.spec().head_dim,
-                   index.codes[h].Page(page) + model.layout().page_bytes());
+    const PageKeys keys{
+        .layer = layer,
+        .kv_head = h,
+        .rows = rows.Page(h, page),
+        .begin = static_cast<int>(std::max<int64_t>(old_count - base, 0)),
+        .end = static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount)),
+        .centre = index.centre.data() + static_cast<size_t>(h) * model.spec().head_dim};
+    std::byte* const index_page = index.codes[h].Page(page);
+    if (model.spec().hash.kind == HashKind::kRotation) EncodeCodes(model, keys, index_page);
+    for (const MethodIndex& of_method : model.method_indices()) {
+      of_method.index->Encode(keys, index_page + of_method.offset_bytes);
+    }
   };
   // A decode step's few keys are done before a worker would wake.
   if (n - old_count <= 4) {

@@ -1,52 +1,62 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "host/codes/key_sections.h"
-#include "host/codes/mlp.h"
+#include "absl/status/statusor.h"
 #include "host/cpu/code_layout.h"
 #include "host/cpu/kernels.h"
+#include "host/cpu/key_index.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
 #include "host/memory/page_table.h"
+#include "host/policy/method.h"
 
 namespace spillway {
 
-// A model's hash weights and the pool of its index pages: codes and what
-// stands behind them.
+// Bytes of an index page of one KV head: a rotation's codes, then the sections of
+// the methods that the model asks for, in the shelf's order.
+int64_t IndexPageBytes(const ModelSpec& spec);
+
+// What a method of the shelf has of a model, and where its section of an index
+// page begins.
+struct MethodIndex {
+  const Method* method = nullptr;
+  int64_t offset_bytes = 0;
+  std::unique_ptr<const KeyIndex> index;
+};
+
+// A model's rotations, what methods have of it, and the pool of its index pages.
 class CpuModel final : public DeviceModel {
  public:
-  CpuModel(const ModelSpec& spec, Arena* arena, IndexWeights weights);
+  // safetensors: see Device::CreateModel().
+  static absl::StatusOr<std::unique_ptr<CpuModel>> Create(const ModelSpec& spec, Arena* arena,
+                                                          std::span<const std::byte> safetensors);
   // What bytes() of a model is at most, before it is made.
   static int64_t BytesOf(const ModelSpec& spec);
 
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override;
 
-  const CodeLayout& layout() const { return layout_; }
-  const KeySections& sections() const { return sections_; }
   PagePool* code_pool() const { return code_pool_.get(); }
-  const MlpLayer& mlp(int layer) const { return weights_.mlp[layer]; }
-  const MlpLayer& query_mlp(int layer) const {
-    return spec_.hash.query_weights ? weights_.query_mlp[layer] : weights_.mlp[layer];
-  }
-  // [H_kv][label_channel_count].
-  const uint16_t* channels(int layer) const { return weights_.channels[layer].data(); }
-  // Random projections of the LSH tables, [d][lsh_table_count * lsh_bits].
-  const float* projections(int layer) const { return projections_[layer].data(); }
-  // Parameters of the encoder, but for the centre.
+  // Parameters of the encoder, but for the centre. Of a model with a rotation.
   EncodeParams encode_params(int layer) const;
+  std::span<const MethodIndex> method_indices() const { return method_indices_; }
+  // REQUIRES: the model asks for the method's section.
+  const MethodIndex& IndexOf(const Method& method) const;
 
  private:
+  CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MethodIndex> method_indices);
+
   ModelSpec spec_;
   CodeLayout layout_;
-  KeySections sections_;
   std::vector<std::vector<float>> rotations_;             // per layer [d][d]
   std::vector<std::vector<float>> rotations_transposed_;  // likewise
-  std::vector<std::vector<float>> projections_;           // per layer
-  IndexWeights weights_;
+  std::vector<MethodIndex> method_indices_;
   std::unique_ptr<PagePool> code_pool_;
 };
 

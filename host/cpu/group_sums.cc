@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "host/base/parallel.h"
+#include "host/base/status_macros.h"
 #include "host/cpu/kernels.h"
-#include "host/cpu/lsh_tail.h"
 
 namespace spillway {
 namespace {
@@ -15,9 +15,9 @@ constexpr int64_t kTaskRows = 512;
 
 // Folds tokens into sums, which are empty, in this thread.
 absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQueries& queries,
-                      std::span<const uint32_t> tokens, int64_t first, const LshTail* lsh,
+                      std::span<const uint32_t> tokens, int64_t first, const RowWeigher* weigher,
                       GroupSums& sums) {
-  if (absl::Status status = context.CheckCancelled(); !status.ok()) return status;
+  RETURN_IF_ERROR(context.CheckCancelled());
   const LayerRows& rows = *context.attend->rows;
   const DType dtype = context.spec().dtype;
   const int group = context.spec().group();
@@ -44,12 +44,11 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
     if (next != nullptr) point(at + kRowBlock, next);
     if (!RowLogits(dtype, pointers, next, m, queries.rows(), logits)) {
       for (int g = 0; g < group; ++g) {
-        absl::Status status =
-            NonFiniteLogit(context, kv_head, logits + g * kRowBlock, tokens.data() + at, m);
-        if (!status.ok()) return status;
+        RETURN_IF_ERROR(
+            NonFiniteLogit(context, kv_head, logits + g * kRowBlock, tokens.data() + at, m));
       }
     }
-    if (lsh != nullptr) lsh->Weigh(first + at, m, pointers, logits);
+    if (weigher != nullptr) weigher->Weigh(first + at, m, pointers, logits);
     if (sums.moments()) {
       FoldRowsMoments(dtype, pointers, next, m, group, d, logits, sums.sums.data(),
                       sums.value.data(), sums.value_sq.data());
@@ -81,7 +80,8 @@ void GroupSums::Merge(const GroupSums& from) {
 }
 
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
-                        std::span<const uint32_t> tokens, GroupSums& into, const LshTail* lsh) {
+                        std::span<const uint32_t> tokens, GroupSums& into,
+                        const RowWeigher* weigher) {
   const auto count = static_cast<int64_t>(tokens.size());
   const int64_t tasks = (count + kTaskRows - 1) / kTaskRows;
   std::vector<GroupSums> parts(
@@ -90,11 +90,11 @@ absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQu
   ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
     const int64_t first = task * kTaskRows;
     statuses[task] = FoldTask(context, kv_head, queries,
-                              tokens.subspan(first, std::min(kTaskRows, count - first)), first, lsh,
-                              parts[task]);
+                              tokens.subspan(first, std::min(kTaskRows, count - first)), first,
+                              weigher, parts[task]);
   });
   for (int64_t task = 0; task < tasks; ++task) {
-    if (!statuses[task].ok()) return statuses[task];
+    RETURN_IF_ERROR(statuses[task]);
     into.Merge(parts[task]);
   }
   return absl::OkStatus();

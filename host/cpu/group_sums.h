@@ -11,7 +11,15 @@
 
 namespace spillway {
 
-class LshTail;
+// What a method's tail does to logits before rows are folded. Thread-safe.
+class RowWeigher {
+ public:
+  virtual ~RowWeigher() = default;
+  // Changes the logits of `count` <= kRowBlock of the folded rows, from row
+  // `first` on, in place: logits [G][kRowBlock]; rows: their [K | V].
+  virtual void Weigh(int64_t first, int count, const std::byte* const* rows,
+                     float* logits) const = 0;
+};
 
 // Softmax sums of a number of query heads over one set of rows, with their
 // numerators. The empty state is what the constructor makes.
@@ -42,11 +50,11 @@ struct GroupSums {
 };
 
 // Folds the rows of a KV head's tokens into sums, with moments where it keeps
-// them, in parallel; queries: of one query's group. With an LSH tail the tokens
-// are its own, and it weighs them. OUT_OF_RANGE names a token whose logit is not
+// them, in parallel; queries: of one query's group. weigher: may be null.
+// OUT_OF_RANGE names a token whose logit is not
 // finite; CANCELLED.
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
                         std::span<const uint32_t> tokens, GroupSums& into,
-                        const LshTail* lsh = nullptr);
+                        const RowWeigher* weigher = nullptr);
 
 }  // namespace spillway

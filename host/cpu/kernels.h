@@ -53,18 +53,23 @@ void Rotate(const EncodeParams& params, const float* x, float* y);
 
 // ---- scores ------------------------------------------------------------
 
+// What a group's scores are relative to, per query head: M_h and w_h of
+// host/core/score.h.
+struct ScoreReferences {
+  float reference[kGroupMax] = {};
+  float head_weight[kGroupMax] = {};
+};
+
 // A query group made ready for scoring codes.
 struct ScoreQuery {
   CodeLayout layout;
-  int row_count = 0;  // integer weight rows: G, or 1 for hamming
+  int row_count = 0;  // integer weight rows
   // [row][layout.dims], |weight| <= 30, 0 beyond the head's dimensions.
   const int8_t* weights = nullptr;
   // Added to the sum.
   int32_t offset[kGroupMax] = {};
-  // asymmetric: log2(e) * scale * s * step / 4 per head; M_h and w_h.
-  float coefficient[kGroupMax] = {};
-  float reference[kGroupMax] = {};
-  float head_weight[kGroupMax] = {};
+  float coefficient[kGroupMax] = {};  // log2(e) * scale * s * step / 4 per head
+  ScoreReferences references;
 };
 
 // A page of codes, and the one that a scan reads after it, asked of memory
@@ -82,36 +87,11 @@ void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, float* logi
 // top-p.
 void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
                     uint16_t* bins, uint16_t* const* head_bins);
-// Mode hamming: bins are the matching bits (a code's top one) summed over the
-// group.
-void HammingBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
-                 uint16_t* bins);
-// Queries made ready for estimates from 4-bit elements; see host/core/sketch.h.
-struct SketchQuery {
-  int head_count = 0;
-  int channel_count = 0;      // a multiple of 8
-  const float* q = nullptr;   // [head][channel], times the softmax scale
-  float sum[kGroupMax] = {};  // of q, in order
-};
-
-// Estimated logits of the 128 keys of a page, in nats: [G][128]. section: the
-// sketch or the labels of host/codes/key_sections.h.
-void SketchLogits(const SketchQuery& query, const std::byte* section, float* logits);
-// The largest logits that the bounds of page_count pages of keys allow, for
-// each of their keys: sum_c max(q_c low_c, q_c high_c) (Quest, arXiv
-// 2406.10774, algorithm 1), in channel order.
-void BoundLogits(DType dtype, const RowQueries& queries, int page_count, const std::byte* section,
-                 float* logits);
-// Of each of a page's 128 keys, how many of its buckets are the query's:
-// counts [128]. query: [table_count]; buckets: [table_count][128].
-void CountShared(const uint16_t* query, int table_count, const std::byte* buckets,
-                 uint16_t* counts);
-
-// The same group scores from logits [G][stride] in nats, exact or estimated; of
-// the query its references and head weights. token_count is a multiple of 16;
-// entries beyond the data are ignored by the caller.
-void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int head_count,
-               int token_count, uint16_t* bins, uint16_t* const* head_bins);
+// The same group scores from logits [G][stride] in nats, exact or estimated.
+// token_count is a multiple of 16; entries beyond the data are ignored by the
+// caller.
+void ExactBins(const ScoreReferences& references, const float* logits, int64_t stride,
+               int head_count, int token_count, uint16_t* bins, uint16_t* const* head_bins);
 
 // The largest of count logits, at least `least`, and the sum of ScoreMass(x, max)
 // over them.

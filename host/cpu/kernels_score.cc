@@ -14,6 +14,7 @@
 #define HWY_TARGET_INCLUDE "host/cpu/kernels_score.cc"
 #include "hwy/foreach_target.h"
 //
+#include "host/cpu/code_products-inl.h"
 #include "host/cpu/simd_math-inl.h"
 #include "hwy/highway.h"
 
@@ -21,139 +22,6 @@ HWY_BEFORE_NAMESPACE();
 namespace spillway {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
-
-using DF = hn::CappedTag<float, kTileTokenCount>;
-using DI = hn::RebindToSigned<DF>;
-using DU = hn::RebindToUnsigned<DF>;
-using VF = hn::Vec<DF>;
-using VI = hn::Vec<DI>;
-using VU = hn::Vec<DU>;
-
-// sum += the four byte products of each 32-bit lane; bytes of fields are
-// unsigned, weights in [-30, 30]: a pair of products fits 16 bits.
-HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
-#if HWY_TARGET == HWY_AVX3_DL
-  // By name: Highway 1.0.3 checks the processor for AVX512-VNNI under this
-  // target but does not tell the compiler, so the intrinsic does not inline.
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum.raw) : "v"(fields.raw), "v"(_mm512_set1_epi32(weights)));
-  return sum;
-#elif HWY_TARGET == HWY_AVX3
-  const __m512i pairs = _mm512_maddubs_epi16(fields.raw, _mm512_set1_epi32(weights));
-  return hn::Add(sum, VI{_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))});
-#elif HWY_TARGET == HWY_AVX2
-  const __m256i pairs = _mm256_maddubs_epi16(fields.raw, _mm256_set1_epi32(weights));
-  return hn::Add(sum, VI{_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))});
-#else
-  const DI di;
-  const auto byte = hn::Set(di, 0xFF);
-  auto f = hn::BitCast(di, fields);
-  for (int b = 0; b < 4; ++b) {
-    const auto weight = hn::Set(di, static_cast<int8_t>(weights >> (8 * b)));
-    sum = hn::Add(sum, hn::Mul(hn::And(f, byte), weight));
-    f = hn::ShiftRight<8>(f);
-  }
-  return sum;
-#endif
-}
-
-// Sums of kRows weight rows over the keys of kTiles tiles.
-template <int kRows, int kTiles>
-class DotSums {
- public:
-  // From first[row] on.
-  HWY_INLINE explicit DotSums(const int32_t* first) {
-    const DI di;
-    for (int chain = 0; chain < kChains; ++chain) {
-      for (int t = 0; t < kTiles; ++t) {
-        for (int r = 0; r < kRows; ++r) {
-          sums_[chain][t][r] = chain == 0 ? hn::Set(di, first[r]) : hn::Zero(di);
-        }
-      }
-    }
-  }
-
-  // Fields of four dimensions, [tile]; weights of these: row r's are r * dims on.
-  HWY_INLINE void Add(int position, const VU* fields, const int8_t* weights, int dims) {
-    for (int r = 0; r < kRows; ++r) {
-      int32_t weight;
-      std::memcpy(&weight, weights + r * dims, 4);
-      for (int t = 0; t < kTiles; ++t) {
-        VI& sum = sums_[position % kChains][t][r];
-        sum = DotBytes(sum, fields[t], weight);
-      }
-    }
-  }
-
-  HWY_INLINE void Store(VI (*out)[kRows]) const {
-    for (int t = 0; t < kTiles; ++t) {
-      for (int r = 0; r < kRows; ++r) {
-        out[t][r] = sums_[0][t][r];
-        for (int chain = 1; chain < kChains; ++chain) {
-          out[t][r] = hn::Add(out[t][r], sums_[chain][t][r]);
-        }
-      }
-    }
-  }
-
- private:
-  // A single row would wait for its own additions: it gets several sums.
-  static constexpr int kChains = kRows == 1 ? 4 : 1;
-  VI sums_[kChains][kTiles][kRows];
-};
-
-// What the page's successor has where the page has `at`. To the second level:
-// the first has too few miss buffers for the bandwidth.
-HWY_INLINE void PrefetchNext(const ScanPage& page, const void* at) {
-  const std::byte* next = page.next != nullptr ? page.next : page.codes;
-  __builtin_prefetch(next + (static_cast<const std::byte*>(at) - page.codes), /*rw=*/0,
-                     /*locality=*/2);
-}
-
-// A chunk of neighbouring tiles; words: of the first one's part, moved on by
-// the lane.
-template <int kTiles>
-HWY_INLINE void LoadChunk(const CodeLayout& layout, const ScanPage& page, const uint32_t* words,
-                          int chunk, VU (&word)[kTiles]) {
-  for (int t = 0; t < kTiles; ++t) {
-    const uint32_t* at = words + t * layout.tile_words() + chunk * kTileTokenCount;
-    word[t] = hn::LoadU(DU(), at);
-    PrefetchNext(page, at);
-  }
-}
-
-// A part of a tile, moved on by the lane.
-HWY_INLINE const uint32_t* PartWords(const CodeLayout& layout, const ScanPage& page, int part,
-                                     int tile, int lane) {
-  return reinterpret_cast<const uint32_t*>(page.codes) + layout.tile_offset(part, tile) + lane;
-}
-
-// Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
-// (of the same lanes), for one part of the codes, from first[row] on:
-// out[tile][row]. With kTopOnly a field counts by its top bit alone.
-template <int kWidth, bool kTopOnly, int kRows, int kTiles>
-HWY_INLINE void DotPart(const CodeLayout& layout, int part, const ScanPage& page, int tile,
-                        int lane, const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
-  const uint32_t* words = PartWords(layout, page, part, tile, lane);
-  const int chunks = layout.chunks(part);
-  constexpr int kPositions = 8 / kWidth;
-  constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
-  const auto mask = hn::Set(DU(), (kTopOnly ? 1u : (1u << kWidth) - 1) * uint32_t{0x01010101u});
-  DotSums<kRows, kTiles> sums(first);
-  for (int c = 0; c < chunks; ++c) {
-    VU word[kTiles];
-    LoadChunk(layout, page, words, c, word);
-    // Unrolled, so that shifts are immediate and sums stay in registers.
-#pragma GCC unroll 8
-    for (int p = 0; p < kPositions; ++p) {
-      VU fields[kTiles];
-      for (int t = 0; t < kTiles; ++t) {
-        fields[t] = hn::And(hn::ShiftRightSame(word[t], kWidth * p + kFirstBit), mask);
-      }
-      sums.Add(p, fields, weights + (c * kPositions + p) * 4, layout.dims);
-    }
-  }
-  sums.Store(out);
-}
 
 // The same of codes of three bits, whose parts are joined before they are
 // multiplied: a chunk of top bits goes with two of the low ones.
@@ -203,9 +71,6 @@ HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const ScanPage& page
     DotPart<kBits, false, kRows, kTiles>(q.layout, 0, page, tile, lane, weights, first, out);
   }
 }
-
-// Tiles scored together: two share the loads of the weights.
-inline constexpr int kPair = 2;
 
 // Calls f(tile, head, p, factor) for kPair tiles and kRows query heads from the
 // first on, heads in order; p * factor is the estimated logit times log2(e).
@@ -266,9 +131,10 @@ void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, int tile_begin,
       VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
-        const auto e = ScoreExp2Vec(df, hn::Sub(hn::Mul(p, factor), hn::Set(df, q.reference[h])));
+        const auto e =
+            ScoreExp2Vec(df, hn::Sub(hn::Mul(p, factor), hn::Set(df, q.references.reference[h])));
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
-        score[t] = hn::MulAdd(e, hn::Set(df, q.head_weight[h]), score[t]);
+        score[t] = hn::MulAdd(e, hn::Set(df, q.references.head_weight[h]), score[t]);
       });
       for (int t = 0; t < kPair; ++t) StoreBins(score[t], bins + out + t * kTileTokenCount);
     }
@@ -318,38 +184,7 @@ void AsymmetricLogitsImpl(const ScoreQuery& q, const ScanPage& page, float* logi
   }
 }
 
-template <int kWidth>
-void HammingBinsOf(const ScoreQuery& q, int part, const ScanPage& page, int tile_begin,
-                   int tile_end, uint16_t* bins) {
-  const DI di;
-  const hn::Rebind<uint16_t, DI> d16;
-  const int n = static_cast<int>(hn::Lanes(di));
-  for (int tile = tile_begin; tile < tile_end; tile += kPair) {
-    for (int lane = 0; lane < kTileTokenCount; lane += n) {
-      VI sums[kPair][1];
-      DotPart<kWidth, true, 1, kPair>(q.layout, part, page, tile, lane, q.weights, q.offset, sums);
-      for (int t = 0; t < kPair; ++t) {
-        hn::StoreU(hn::DemoteTo(d16, sums[t][0]), d16,
-                   bins + (tile + t - tile_begin) * kTileTokenCount + lane);
-      }
-    }
-  }
-}
-
-void HammingBinsImpl(const ScoreQuery& q, const ScanPage& page, int tile_begin, int tile_end,
-                     uint16_t* bins) {
-  const int part = q.layout.parts - 1;
-  switch (q.layout.width[part]) {
-    case 1:
-      return HammingBinsOf<1>(q, part, page, tile_begin, tile_end, bins);
-    case 2:
-      return HammingBinsOf<2>(q, part, page, tile_begin, tile_end, bins);
-    default:
-      return HammingBinsOf<4>(q, part, page, tile_begin, tile_end, bins);
-  }
-}
-
-void ExactBinsImpl(const ScoreQuery& q, const float* logits, int64_t stride, int head_count,
+void ExactBinsImpl(const ScoreReferences& q, const float* logits, int64_t stride, int head_count,
                    int token_count, uint16_t* bins, uint16_t* const* head_bins) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
@@ -491,7 +326,6 @@ HWY_AFTER_NAMESPACE();
 namespace spillway {
 HWY_EXPORT(AsymmetricLogitsImpl);
 HWY_EXPORT(AsymmetricBinsImpl);
-HWY_EXPORT(HammingBinsImpl);
 HWY_EXPORT(ExactBinsImpl);
 HWY_EXPORT(MaxLogitImpl);
 HWY_EXPORT(SumScoreMassImpl);
@@ -505,14 +339,10 @@ void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, int tile_begi
                     uint16_t* bins, uint16_t* const* head_bins) {
   HWY_DYNAMIC_DISPATCH(AsymmetricBinsImpl)(query, page, tile_begin, tile_end, bins, head_bins);
 }
-void HammingBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
-                 uint16_t* bins) {
-  HWY_DYNAMIC_DISPATCH(HammingBinsImpl)(query, page, tile_begin, tile_end, bins);
-}
-void ExactBins(const ScoreQuery& query, const float* logits, int64_t stride, int head_count,
-               int token_count, uint16_t* bins, uint16_t* const* head_bins) {
+void ExactBins(const ScoreReferences& references, const float* logits, int64_t stride,
+               int head_count, int token_count, uint16_t* bins, uint16_t* const* head_bins) {
   HWY_DYNAMIC_DISPATCH(ExactBinsImpl)
-  (query, logits, stride, head_count, token_count, bins, head_bins);
+  (references, logits, stride, head_count, token_count, bins, head_bins);
 }
 float MaxLogit(const float* logits, int64_t count, float least) {
   return HWY_DYNAMIC_DISPATCH(MaxLogitImpl)(logits, count, least);

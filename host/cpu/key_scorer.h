@@ -1,58 +1,56 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 #include "absl/status/status.h"
+#include "host/core/histogram.h"
 #include "host/cpu/attend_context.h"
-#include "host/cpu/kernels.h"
 
 namespace spillway {
 
-// How one selector scores the keys of one (query, KV head). Thread-safe once
-// Prepare() has returned.
+// The keys of one (query, KV head) that are scored: candidates are tokens
+// [begin, end), begin < end <= the layer's length. What it points at outlives it.
+struct ScoredKeys {
+  const AttendContext* context = nullptr;
+  const GroupQueries* queries = nullptr;  // of the one query
+  int64_t query = 0;                      // [0, T)
+  int kv_head = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  const ModelSpec& spec() const { return context->spec(); }
+  const CpuModel& model() const { return *context->model; }
+  // The index page of tokens [page, page + 1) * kPageTokenCount; null beyond the
+  // last.
+  const std::byte* IndexPage(int64_t page) const {
+    const PageTable& pages = context->index->codes[kv_head];
+    return page < pages.page_count() ? pages.Page(page) : nullptr;
+  }
+};
+
+// How a selector scores keys. Thread-safe once Prepare() has returned.
 class KeyScorer {
  public:
-  // Candidates are [begin, end), begin < end <= the layer's length.
-  KeyScorer(const AttendContext& context, Selector selector, const GroupQueries& queries,
-            int kv_head, int64_t begin, int64_t end);
-
-  // Makes the query ready, and the references that scores are relative to.
-  absl::Status Prepare();
-  // Bins of scores, at most kScoreBinCount of them but for hamming.
-  int bin_count() const { return bin_count_; }
-  // Bins of tiles [tile_begin, tile_end) of a page, both even, 16 per tile.
-  // head_bins (null, or G pointers) receives each query head's own, not of
-  // hamming.
-  absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
-                    uint16_t* const* head_bins) const;
-
- private:
-  void PrepareAsymmetric();
-  void PrepareHamming();
-  void PrepareSketch();
-  // Sets the references and head weights of the score query.
-  absl::Status FindReferences();
-  // Estimated logits times log2(e), or exact ones in nats, of a page:
-  // [G][kPageTokenCount]. next: the page that will be asked for after it.
-  absl::Status PageLogits(int64_t page, int64_t next, float* logits) const;
-  absl::Status ExactLogits(int64_t page, float* logits) const;
-  // Null beyond the last page.
-  const std::byte* Codes(int64_t page) const;
-  // Of the page's index, what stands behind the codes.
-  const std::byte* Sections(int64_t page) const;
-
-  const AttendContext& context_;
-  const Selector selector_;
-  const GroupQueries& q_;
-  const int kv_head_;
-  const int64_t begin_;
-  const int64_t end_;
-  int bin_count_;
-  std::vector<int8_t> weights_;
-  ScoreQuery score_query_;
-  std::vector<float> channel_queries_;  // [G][channels]
-  SketchQuery sketch_query_;
+  virtual ~KeyScorer() = default;
+  // Makes the query ready, and what scores are relative to. Called once.
+  virtual absl::Status Prepare() = 0;
+  // Bins of scores, after Prepare(); higher ones hold keys of higher scores.
+  virtual int bin_count() const { return kScoreBinCount; }
+  // Bins of tiles [tile_begin, tile_end) of a page, both even, kTileTokenCount
+  // per tile. head_bins (null, or G pointers) receives each query head's own;
+  // only of selectors that estimate logits. What it writes of tokens that are no
+  // candidates is not read.
+  virtual absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
+                            uint16_t* const* head_bins) const = 0;
 };
+
+// A selector's scorer. REQUIRES: the model serves it, and it is not `all`.
+std::unique_ptr<KeyScorer> MakeScorer(Selector selector, const ScoredKeys& keys);
+
+// The scorer of the attend's policy: its selector's, behind its first selection
+// if it has one.
+std::unique_ptr<KeyScorer> MakeScorer(const ScoredKeys& keys);
 
 }  // namespace spillway

@@ -5,12 +5,10 @@
 #include <utility>
 
 #include "host/base/parallel.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
-
-// Histogram sets per block: the group's, and with top-p one per query head.
-int SetsPerBlock(bool by_mass, int group) { return by_mass ? 1 + group : 1; }
 
 void CountBins(const uint16_t* bins, int64_t count, uint32_t* histogram, int bin_count) {
   // Two interleaved histograms: neighbours often share a bin.
@@ -26,21 +24,18 @@ void CountBins(const uint16_t* bins, int64_t count, uint32_t* histogram, int bin
 
 }  // namespace
 
-ScorePass::ScorePass(const AttendContext& context, int64_t query, int kv_head, int64_t begin,
-                     int64_t end)
-    : context_(context),
-      query_(query),
-      kv_head_(kv_head),
-      begin_(begin),
-      end_(end),
-      base_(begin / (2 * kTileTokenCount) * (2 * kTileTokenCount)),
-      first_block_(begin / kBlockTokens),
-      block_count_((end - 1) / kBlockTokens - first_block_ + 1) {}
+ScorePass::ScorePass(const ScoredKeys& keys, bool by_mass)
+    : keys_(keys),
+      by_mass_(by_mass),
+      begin_(keys.begin),
+      end_(keys.end),
+      base_(begin_ / (2 * kTileTokenCount) * (2 * kTileTokenCount)),
+      first_block_(begin_ / kBlockTokens),
+      block_count_((end_ - 1) / kBlockTokens - first_block_ + 1) {}
 
-absl::Status ScorePass::ScoreBlock(int64_t block) {
-  const absl::Status cancelled = context_.CheckCancelled();
-  if (!cancelled.ok()) return cancelled;
-  const int group = context_.spec().group();
+absl::Status ScorePass::ScoreBlock(const KeyScorer& scorer, int64_t block) {
+  RETURN_IF_ERROR(keys_.context->CheckCancelled());
+  const int group = keys_.spec().group();
   const int64_t from = block_begin(block);
   const int64_t to = block_end(block);
   for (int64_t page = from / kPageTokenCount; page * kPageTokenCount < to; ++page) {
@@ -56,95 +51,53 @@ absl::Status ScorePass::ScoreBlock(int64_t block) {
     for (int g = 0; by_mass_ && g < group; ++g) {
       head_bins[g] = workspace_->head_bins[g].data() + slot;
     }
-    absl::Status status = scorer_->Bins(page, tile_begin, tile_end, workspace_->bins.data() + slot,
-                                        by_mass_ ? head_bins : nullptr);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(scorer.Bins(page, tile_begin, tile_end, workspace_->bins.data() + slot,
+                                by_mass_ ? head_bins : nullptr));
   }
-  if (!candidates_.empty()) DropOthers(block);
   CountBlock(block);
   return absl::OkStatus();
 }
 
-void ScorePass::DropOthers(int64_t block) {
-  const auto drop = [&](std::vector<uint16_t>& bins) {
-    int64_t next = block_begin(block);
-    for (const uint32_t token : candidates_[block]) {
-      std::fill(bins.begin() + next - base_, bins.begin() + token - base_, kNotFoundBin);
-      next = token + int64_t{1};
-    }
-    std::fill(bins.begin() + next - base_, bins.begin() + block_end(block) - base_, kNotFoundBin);
-  };
-  drop(workspace_->bins);
-  for (int g = 0; by_mass_ && g < context_.spec().group(); ++g) drop(workspace_->head_bins[g]);
-}
-
 void ScorePass::CountBlock(int64_t block) {
-  const int group = context_.spec().group();
-  const int sets = SetsPerBlock(by_mass_, group);
-  uint32_t* histogram = workspace_->histograms.data() + block * sets * bin_count_;
-  std::fill_n(histogram, static_cast<size_t>(sets) * bin_count_, 0u);
+  uint32_t* histogram = workspace_->histograms.data() + block * sets() * bin_count_;
+  std::fill_n(histogram, static_cast<size_t>(sets()) * bin_count_, 0u);
   const int64_t from = block_begin(block) - base_;
   const int64_t count = block_end(block) - block_begin(block);
   CountBins(workspace_->bins.data() + from, count, histogram, bin_count_);
-  for (int g = 0; g + 1 < sets; ++g) {
+  for (int g = 0; g + 1 < sets(); ++g) {
     CountBins(workspace_->head_bins[g].data() + from, count, histogram + (g + 1) * bin_count_,
               bin_count_);
   }
 }
 
-absl::Status ScorePass::ScoreBy(Selector selector, bool by_mass) {
-  by_mass_ = by_mass;
-  scorer_.emplace(context_, selector, q_, kv_head_, begin_, end_);
-  absl::Status prepared = scorer_->Prepare();
-  if (!prepared.ok()) return prepared;
-  bin_count_ = scorer_->bin_count();
+absl::Status ScorePass::Score(KeyScorer& scorer) {
+  // Before there is a workspace: a first selection's pass has one of its own.
+  RETURN_IF_ERROR(scorer.Prepare());
+  bin_count_ = scorer.bin_count();
+  // The last pair of tiles may be scored whole.
+  ASSIGN_OR_RETURN(WorkspacePool::Lease lease,
+                   keys_.context->workspaces->Acquire(end_ - base_ + 2 * kTileTokenCount,
+                                                      by_mass_ ? keys_.spec().group() : 0,
+                                                      block_count_ * sets() * bin_count_));
+  workspace_holder_.emplace(std::move(lease));
+  workspace_ = &**workspace_holder_;
   std::vector<absl::Status> statuses(block_count_);
-  ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(b); });
-  for (const absl::Status& status : statuses) {
-    if (!status.ok()) return status;
-  }
+  ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(scorer, b); });
+  for (const absl::Status& status : statuses) RETURN_IF_ERROR(status);
   histogram_ = SumHistograms(0);
   return absl::OkStatus();
 }
 
-absl::Status ScorePass::Score() {
-  const ModelSpec& spec = context_.spec();
-  const Policy& policy = context_.attend->policy;
-  const bool by_mass = policy.heavy_kind == HeavyKind::kMass;
-  q_ = GroupQueries(context_, kv_head_, query_, query_ + 1);
-  // Of hamming as many bins as there are bits, mostly fewer than of the others.
-  const int bins_max = std::max(kScoreBinCount, spec.match_bin_count());
-  // The last pair of tiles may be scored whole.
-  auto lease =
-      context_.workspaces->Acquire(end_ - base_ + 2 * kTileTokenCount, by_mass ? spec.group() : 0,
-                                   block_count_ * SetsPerBlock(by_mass, spec.group()) * bins_max);
-  if (!lease.ok()) return lease.status();
-  workspace_holder_.emplace(*std::move(lease));
-  workspace_ = &**workspace_holder_;
-  if (policy.candidate_selector.has_value()) {
-    absl::Status status = ScoreBy(*policy.candidate_selector, /*by_mass=*/false);
-    if (!status.ok()) return status;
-    std::vector<std::vector<uint32_t>> found(block_count_);
-    const int64_t count = policy.CandidateCount(context_.attend->visible[query_]);
-    CollectAbove(0, HeavyByCount(histogram_, count), found);
-    candidates_ = std::move(found);
-  }
-  return ScoreBy(policy.selector, by_mass);
-}
-
 std::vector<uint32_t> ScorePass::SumHistograms(int set) const {
-  const int sets = SetsPerBlock(by_mass_, context_.spec().group());
   std::vector<uint32_t> total(bin_count_, 0);
   for (int64_t b = 0; b < block_count_; ++b) {
-    const uint32_t* h = workspace_->histograms.data() + (b * sets + set) * bin_count_;
+    const uint32_t* h = workspace_->histograms.data() + (b * sets() + set) * bin_count_;
     for (int i = 0; i < bin_count_; ++i) total[i] += h[i];
   }
   return total;
 }
 
-void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
-                             std::vector<std::vector<uint32_t>>& found) const {
-  const int sets = SetsPerBlock(by_mass_, context_.spec().group());
+void ScorePass::CollectAbove(int set, HeavyThreshold threshold, FoundTokens& found) const {
   const std::vector<uint16_t>& bins = set == 0 ? workspace_->bins : workspace_->head_bins[set - 1];
   // Of the threshold bin the most recent `take` are heavy: the first `skip`
   // in token order are not.
@@ -152,7 +105,7 @@ void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
   int64_t in_bin = 0;
   for (int64_t b = 0; b < block_count_; ++b) {
     skip[b] = in_bin;
-    in_bin += workspace_->histograms[(b * sets + set) * bin_count_ + threshold.bin];
+    in_bin += workspace_->histograms[(b * sets() + set) * bin_count_ + threshold.bin];
   }
   for (int64_t& s : skip) s = in_bin - threshold.take - s;
   ParallelFor(int64_t{0}, block_count_, [&](int64_t b) {
@@ -169,18 +122,28 @@ void ScorePass::CollectAbove(int set, HeavyThreshold threshold,
   });
 }
 
+std::vector<uint32_t> ScorePass::Highest(int64_t count) const {
+  FoundTokens found(block_count_);
+  CollectAbove(0, HeavyByCount(histogram_, count), found);
+  std::vector<uint32_t> tokens;
+  for (const std::vector<uint32_t>& block : found) {
+    tokens.insert(tokens.end(), block.begin(), block.end());
+  }
+  return tokens;
+}
+
 std::vector<uint32_t> ScorePass::TakeHeavy() {
-  const Policy& policy = context_.attend->policy;
-  std::vector<std::vector<uint32_t>> found(block_count_);
+  const Policy& policy = keys_.context->attend->policy;
+  FoundTokens found(block_count_);
   if (by_mass_) {
-    for (int g = 0; g < context_.spec().group(); ++g) {
+    for (int g = 0; g < keys_.spec().group(); ++g) {
       CollectAbove(g + 1,
                    HeavyByMass(SumHistograms(g + 1), policy.heavy_mass, policy.heavy_floor,
                                policy.heavy_ceiling),
                    found);
     }
   } else {
-    const int64_t count = policy.HeavyCount(context_.attend->visible[query_]);
+    const int64_t count = policy.HeavyCount(keys_.context->attend->visible[keys_.query]);
     CollectAbove(0, HeavyByCount(histogram_, count), found);
   }
   std::vector<uint32_t> heavy;

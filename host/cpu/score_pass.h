@@ -19,14 +19,17 @@ class ScorePass {
  public:
   static constexpr int64_t kBlockTokens = 16384;
 
-  // Candidates are [begin, end), begin < end <= the layer's length.
-  ScorePass(const AttendContext& context, int64_t query, int kv_head, int64_t begin, int64_t end);
+  // by_mass: each query head's bins are kept beside the group's, for top-p.
+  ScorePass(const ScoredKeys& keys, bool by_mass);
 
-  // Fills the bins and the histogram by the policy's selector, of its first
-  // selection's finds if it has one.
-  absl::Status Score();
-  // Chooses the heavy set, marks its tokens in the bins and takes them out of
-  // the histogram. Returns them ascending.
+  // Prepares the scorer and fills the bins and the histogram by it, once.
+  // RESOURCE_EXHAUSTED, CANCELLED, and what the scorer says.
+  absl::Status Score(KeyScorer& scorer);
+  // The `count` tokens of the highest bins, of equal ones the most recent;
+  // ascending. All, where there are no more.
+  std::vector<uint32_t> Highest(int64_t count) const;
+  // Chooses the policy's heavy set, marks its tokens in the bins and takes them
+  // out of the histogram. Returns them ascending.
   std::vector<uint32_t> TakeHeavy();
 
   // Tokens per group bin; after TakeHeavy those of the tail.
@@ -42,30 +45,24 @@ class ScorePass {
   const uint16_t* bins(int64_t token) const { return workspace_->bins.data() + token - base_; }
 
  private:
-  absl::Status ScoreBy(Selector selector, bool by_mass);
-  absl::Status ScoreBlock(int64_t block);
-  // Puts what the first selection did not find in the lowest bin.
-  void DropOthers(int64_t block);
+  using FoundTokens = std::vector<std::vector<uint32_t>>;  // per block
+
+  absl::Status ScoreBlock(const KeyScorer& scorer, int64_t block);
   void CountBlock(int64_t block);
-  // Histogram set 0 is the group's, set 1 + g query head g's (top-p only).
+  // Histogram sets of a block: the group's, and with top-p one per query head.
+  int sets() const { return by_mass_ ? 1 + keys_.spec().group() : 1; }
   std::vector<uint32_t> SumHistograms(int set) const;
   // Adds each block's tokens above the threshold to found[block].
-  void CollectAbove(int set, HeavyThreshold threshold,
-                    std::vector<std::vector<uint32_t>>& found) const;
+  void CollectAbove(int set, HeavyThreshold threshold, FoundTokens& found) const;
 
-  const AttendContext& context_;
-  const int64_t query_;
-  const int kv_head_;
+  const ScoredKeys keys_;
+  const bool by_mass_;
   const int64_t begin_;
   const int64_t end_;
   const int64_t base_;  // token of bins[0], a multiple of 32
   const int64_t first_block_;
   const int64_t block_count_;
-  bool by_mass_ = false;
-  int bin_count_ = kScoreBinCount;
-  GroupQueries q_;
-  std::optional<KeyScorer> scorer_;
-  std::vector<std::vector<uint32_t>> candidates_;  // per block, of a first selection
+  int bin_count_ = 0;
   std::optional<WorkspacePool::Lease> workspace_holder_;
   SelectWorkspace* workspace_ = nullptr;
   std::vector<uint32_t> histogram_;

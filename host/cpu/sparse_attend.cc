@@ -2,17 +2,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
-#include <optional>
 #include <span>
 
 #include "host/base/parallel.h"
+#include "host/base/status_macros.h"
 #include "host/core/head_estimate.h"
 #include "host/core/tail_draw.h"
 #include "host/core/tail_plan.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/cpu_method.h"
 #include "host/cpu/group_sums.h"
-#include "host/cpu/lsh_tail.h"
 #include "host/cpu/score_pass.h"
 #include "host/cpu/tail_sampler.h"
 #include "host/device/results.h"
@@ -31,7 +32,14 @@ class SparseAttend {
         group_(context.spec().group()),
         terms_(TermsOf(policy_, context.attend->TailOf(kv_head),
                        context.attend->MayPromise(context.spec(), kv_head, query))),
-        scores_(context, query, kv_head, policy_.sink_token_count, n_ - policy_.window_token_count),
+        q_(context, kv_head, query, query + 1),
+        keys_{&context,
+              &q_,
+              query,
+              kv_head,
+              policy_.sink_token_count,
+              n_ - policy_.window_token_count},
+        scores_(keys_, policy_.heavy_kind == HeavyKind::kMass),
         exact_(group_, context.spec().head_dim, /*moments=*/false) {}
 
   absl::Status Run();
@@ -45,8 +53,8 @@ class SparseAttend {
   // Turns the sums so far into what the bound asks for of each stratum, the
   // group's maximum, within what row_count_max leaves.
   void SetBudgets();
-  // Adds what LSH sampling takes to the exact rows' sums.
-  absl::Status AddLshTail();
+  // Adds what a method's tail takes to the exact rows' sums.
+  absl::Status AddTailOf(const CpuMethod& method);
   HeadEstimate Estimate(int head) const;
   int64_t DrawnCount() const;
   void WriteOutput();
@@ -59,16 +67,17 @@ class SparseAttend {
   const int64_t n_;
   const int group_;
   const TailTerms terms_;
+  const GroupQueries q_;
+  const ScoredKeys keys_;
   ScorePass scores_;
   std::vector<uint32_t> heavy_;
   int64_t tail_count_ = 0;
   Strata strata_;
   TailDraw draw_{};
   std::vector<std::vector<uint32_t>> sampled_;  // per stratum
-  GroupQueries q_;
-  GroupSums exact_;                   // sink, heavy, window
-  std::vector<GroupSums> tail_;       // per stratum
-  std::vector<RowSums> exact_alone_;  // [G] before LSH sampling's
+  GroupSums exact_;                             // sink, heavy, window
+  std::vector<GroupSums> tail_;                 // per stratum
+  std::vector<RowSums> exact_alone_;            // [G] before a method's tail
 };
 
 void SparseAttend::CutTail() {
@@ -105,7 +114,7 @@ absl::Status SparseAttend::SampleTail() {
   const TailSampler sampler(
       scores_, strata_,
       MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_, c_.spec().SampleBand(policy_.seed)));
-  if (absl::Status status = Draw(sampler, JudgePilot); !status.ok()) return status;
+  RETURN_IF_ERROR(Draw(sampler, JudgePilot));
   if (draw_.given_up) return absl::OkStatus();
   SetBudgets();
   return Draw(sampler, JudgeSample);
@@ -124,7 +133,7 @@ absl::Status SparseAttend::Draw(const TailSampler& sampler, Judge judge) {
   ParallelFor(size_t{0}, strata,
               [&](size_t h) { statuses[h] = FoldTokens(c_, kv_head_, q_, tokens[h], tail_[h]); });
   for (size_t h = 0; h < strata; ++h) {
-    if (!statuses[h].ok()) return statuses[h];
+    RETURN_IF_ERROR(statuses[h]);
     sampled_[h].insert(sampled_[h].end(), tokens[h].begin(), tokens[h].end());
     draw_.drawn[h] += counts[h];
     draw_.drawn_threshold[h] = draw_.threshold[h];
@@ -165,14 +174,13 @@ void SparseAttend::SetBudgets() {
   }
 }
 
-absl::Status SparseAttend::AddLshTail() {
-  const LshTail tail(c_, scores_, q_, kv_head_);
+absl::Status SparseAttend::AddTailOf(const CpuMethod& method) {
+  const std::unique_ptr<MethodTail> tail = method.make_tail(keys_, scores_);
   GroupSums sums(group_, c_.spec().head_dim, /*moments=*/false);
-  absl::Status status = FoldTokens(c_, kv_head_, q_, tail.tokens(), sums, &tail);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, tail->tokens(), sums, tail.get()));
   exact_alone_ = exact_.sums;
   exact_.Merge(sums);
-  sampled_.push_back(tail.tokens());
+  sampled_.push_back(tail->tokens());
   return absl::OkStatus();
 }
 
@@ -221,25 +229,22 @@ void SparseAttend::WriteSelection() {
 }
 
 absl::Status SparseAttend::Run() {
-  absl::Status status = scores_.Score();
-  if (!status.ok()) return status;
+  const std::unique_ptr<KeyScorer> scorer = MakeScorer(keys_);
+  RETURN_IF_ERROR(scores_.Score(*scorer));
   heavy_ = scores_.TakeHeavy();
   CutTail();
-  q_ = GroupQueries(c_, kv_head_, query_, query_ + 1);
   std::vector<uint32_t> always(policy_.sink_token_count);
   std::iota(always.begin(), always.end(), 0u);
   always.insert(always.end(), heavy_.begin(), heavy_.end());
   for (int64_t t = n_ - policy_.window_token_count; t < n_; ++t) {
     always.push_back(static_cast<uint32_t>(t));
   }
-  status = FoldTokens(c_, kv_head_, q_, always, exact_);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, always, exact_));
   if (strata_.size() > 0) {
-    status = SampleTail();
-  } else if (terms_.tail == Tail::kLshSampling) {
-    status = AddLshTail();
+    RETURN_IF_ERROR(SampleTail());
+  } else if (const CpuMethod* method = FindCpuMethod(terms_.tail); method != nullptr) {
+    RETURN_IF_ERROR(AddTailOf(*method));
   }
-  if (!status.ok()) return status;
   WriteOutput();
   if (c_.attend->select_only) WriteSelection();
   return absl::OkStatus();

@@ -11,6 +11,10 @@
 
 namespace spillway {
 
+// Why a field is refused that names a method, or is read by one, that this build
+// lacks.
+inline constexpr std::string_view kNoSuchMethod = "this build has no such method";
+
 // Collects the fields of a message that are out of range. Each check returns
 // whether the value is fine.
 class FieldChecks {

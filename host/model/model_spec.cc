@@ -88,6 +88,18 @@ void CheckIndices(const ModelSpec& spec, FieldChecks& checks) {
   }
 }
 
+// What methods of the shelf alone read is refused where they are missing.
+void CheckMethods(const ModelSpec& spec, FieldChecks& checks) {
+  const auto check = [&](bool asked, std::string_view field) {
+    if (asked && !HasMethodOf(field)) checks.Add(field, std::string(kNoSuchMethod));
+  };
+  check(spec.hash.kind == HashKind::kMlp, "hash_weights.mlp");
+  check(spec.indices.sketch, "key_indices.sketch");
+  check(spec.indices.quest_page_token_count != 0, "key_indices.quest_page_token_count");
+  check(spec.indices.label_channel_count != 0, "key_indices.label_channel_count");
+  check(spec.indices.lsh_table_count != 0, "key_indices.lsh_table_count");
+}
+
 }  // namespace
 
 std::vector<FieldError> Normalize(ModelSpec& spec) {
@@ -124,6 +136,7 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
                  absl::StrCat("kind ", static_cast<int>(spec.hash.kind), " is unknown"));
   }
   CheckIndices(spec, checks);
+  CheckMethods(spec, checks);
   return checks.Take();
 }
 

@@ -109,8 +109,13 @@ struct FieldError {
   std::string description;
 };
 
-// Fills in defaults. Returns what is out of range, empty when valid; field
-// names are those of the proto (query_head_count, hash_weights.rotation...).
+// Whether this build has the method that alone reads this field of a model, as
+// the API spells it ("key_indices.sketch"). host/policy/methods.cc knows.
+bool HasMethodOf(std::string_view model_field);
+
+// Fills in defaults. Returns what is out of range or needs a method that this
+// build lacks, empty when valid; field names are those of the proto
+// (query_head_count, hash_weights.rotation...).
 std::vector<FieldError> Normalize(ModelSpec& spec);
 
 }  // namespace spillway

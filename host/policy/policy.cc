@@ -1,7 +1,6 @@
 #include "host/policy/policy.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -50,13 +49,13 @@ std::string ApiName(std::string_view prefix, const Method& method) {
   return absl::StrCat(std::string(prefix), absl::AsciiStrToUpper(std::string(method.name)));
 }
 
-template <typename Method, size_t kCount, typename Value>
-void CheckMethod(std::string_view field, std::string_view prefix,
-                 const std::array<Method, kCount>& table, Value value, const ModelSpec& spec,
-                 FieldChecks& checks) {
-  const Method* method = FindMethod(table, value);
+template <typename Value>
+void CheckMethod(std::string_view field, std::string_view prefix, Value value,
+                 const ModelSpec& spec, FieldChecks& checks) {
+  const auto* method = FindMethod(value);
   if (method == nullptr) {
-    checks.Add(field, absl::StrCat("value ", static_cast<int>(value), " is unknown"));
+    checks.Add(field,
+               absl::StrCat("value ", static_cast<int>(value), ": ", std::string(kNoSuchMethod)));
   } else if (!method->is_served(spec)) {
     checks.Add(field,
                absl::StrCat(ApiName(prefix, *method), " needs ", std::string(method->needs)));
@@ -65,12 +64,12 @@ void CheckMethod(std::string_view field, std::string_view prefix,
 
 void CheckSelector(std::string_view field, Selector selector, const ModelSpec& spec,
                    FieldChecks& checks) {
-  CheckMethod(field, "SELECTOR_", kSelectorMethods, selector, spec, checks);
+  CheckMethod(field, "SELECTOR_", selector, spec, checks);
 }
 
 // What needs logits where the selector has none.
 void CheckLogits(std::string_view field, Selector selector, FieldChecks& checks) {
-  const SelectorMethod* method = FindMethod(kSelectorMethods, selector);
+  const SelectorMethod* method = FindMethod(selector);
   if (method == nullptr || method->estimates_logits()) return;
   checks.Add(field, absl::StrCat("needs a selector that estimates logits; ",
                                  ApiName("SELECTOR_", *method), " counts bits"));
@@ -78,6 +77,10 @@ void CheckLogits(std::string_view field, Selector selector, FieldChecks& checks)
 
 void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
   if (!policy.candidate_selector.has_value()) return;
+  if (!HasFirstSelection()) {
+    checks.Add("candidates", std::string(kNoSuchMethod));
+    return;
+  }
   if (*policy.candidate_selector == Selector::kAll) {
     checks.Add("candidates.selector", "SELECTOR_ALL finds nothing; leave candidates unset");
   } else {
@@ -121,8 +124,8 @@ int64_t HeavyCountMin(const Policy& policy) {
 }
 
 void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
-  CheckMethod("tail", "TAIL_", kTailMethods, policy.tail, spec, checks);
-  const TailMethod* tail = FindMethod(kTailMethods, policy.tail);
+  CheckMethod("tail", "TAIL_", policy.tail, spec, checks);
+  const TailMethod* tail = FindMethod(policy.tail);
   if (tail != nullptr && !tail->limited && policy.row_count_max != 0) {
     checks.Add("row_count_max",
                absl::StrCat(ApiName("TAIL_", *tail), " takes what it finds and knows no limit"));
@@ -204,9 +207,9 @@ TailTerms TermsOf(const Policy& policy, const TailPolicy& tail, bool may_promise
 
 Policy DefaultPolicy(const ModelSpec& spec) {
   const SelectorMethod* first = &MethodOf(Selector::kAll);
-  for (const SelectorMethod& method : kSelectorMethods) {
-    if (method.default_order == 0 || !method.is_served(spec)) continue;
-    if (method.default_order < first->default_order) first = &method;
+  for (const SelectorMethod* method : SelectorMethods()) {
+    if (method->default_order == 0 || !method->is_served(spec)) continue;
+    if (method->default_order < first->default_order) first = method;
   }
   Policy policy;
   policy.selector = first->selector;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "host/cpu/cpu_device.h"
+#include "host/policy/methods.h"
 #ifdef SPILLWAY_HAS_CUDA
 #include "gpu/device/cuda_device.h"
 #endif
@@ -56,6 +57,12 @@ ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, Hash
   spec.hash = hash;
   Normalize(spec);
   return spec;
+}
+
+bool IsBuilt(const Policy& policy) {
+  if (FindMethod(policy.selector) == nullptr || FindMethod(policy.tail) == nullptr) return false;
+  return !policy.candidate_selector.has_value() ||
+         (HasFirstSelection() && FindMethod(*policy.candidate_selector) != nullptr);
 }
 
 DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, int thread_count,

@@ -28,6 +28,9 @@ const DeviceFactory& ChosenDevice();
 // A valid spec; G query heads a KV head.
 ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash = {});
 
+// Whether this build has every method that a policy names.
+bool IsBuilt(const Policy& policy);
+
 // A device with memory and one model on it.
 class DeviceBench {
  public:

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "host/codes/rotation.h"
+#include "host/methods/lsh_sampling/projections.h"
 #include "tests/conformance/method_models.h"
 #include "tests/reference/codes.h"
 #include "tests/reference/methods.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tests/conformance/device_bench.h"
-#include "tests/host/codes/safetensors_file.h"
+#include "tests/host/methods/weights/safetensors_file.h"
 
 namespace spillway {
 
@@ -33,20 +33,27 @@ struct IndexedModel {
       chosen.resize(indices.label_channel_count);
       all.insert(all.end(), chosen.begin(), chosen.end());
     }
+    if (indices.label_channel_count == 0) return;
     SafeTensorsWriter writer;
     writer.AddIntegers("layers.0.channels", {kv_head_count, indices.label_channel_count}, all);
     file = writer.File();
   }
 };
 
-// All of them.
+// All that this build's methods read.
 inline KeyIndexSpec EveryIndex(int quest_page_token_count = 32) {
-  return {.sketch = true,
-          .quest_page_token_count = quest_page_token_count,
-          .label_channel_count = 16,
-          .lsh_table_count = 40,
-          .lsh_bits = 6,
-          .lsh_seed = 9};
+  KeyIndexSpec indices;
+  indices.sketch = HasMethodOf("key_indices.sketch");
+  if (HasMethodOf("key_indices.quest_page_token_count")) {
+    indices.quest_page_token_count = quest_page_token_count;
+  }
+  if (HasMethodOf("key_indices.label_channel_count")) indices.label_channel_count = 16;
+  if (HasMethodOf("key_indices.lsh_table_count")) {
+    indices.lsh_table_count = 40;
+    indices.lsh_bits = 6;
+    indices.lsh_seed = 9;
+  }
+  return indices;
 }
 
 }  // namespace spillway

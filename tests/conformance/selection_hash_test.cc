@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/policy/methods.h"
 #include "tests/conformance/method_models.h"
 
 namespace spillway {
@@ -274,6 +275,7 @@ TEST_P(SelectionHash, OfTheDefaultWay) {
 }
 
 TEST_P(SelectionHash, OfOtherMethods) {
+  if (!HasFirstSelection()) GTEST_SKIP() << "not in this build";
   const IndexedModel model(2, 2, 64, DType::kBF16, EveryIndex(16), {.bits_per_dim = 3, .seed = 5});
   std::vector<Case> cases = Cases(model.spec, {Selector::kHamming, Selector::kSketch,
                                                Selector::kQuest, Selector::kDoubleSparsity});

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "host/codes/mlp.h"
+#include "host/methods/weights/mlp.h"
 #include "tests/gpu/coded_layer.h"
 
 namespace spillway::cuda {

@@ -2,54 +2,33 @@
 
 #include <gtest/gtest.h>
 
-#include "host/codes/key_sections.h"
+#include <algorithm>
 
 namespace spillway {
 namespace {
 
-// 2 KV heads of 4 query heads, d 128, bf16, 3 bits a dimension.
-ModelSpec Spec(const KeyIndexSpec& indices = {}) {
-  ModelSpec spec;
-  spec.layer_count = 1;
-  spec.query_head_count = 8;
-  spec.kv_head_count = 2;
-  spec.head_dim = 128;
-  spec.indices = indices;
-  EXPECT_TRUE(Normalize(spec).empty());
-  return spec;
-}
-
-TEST(SelectorMethods, TellWhatTheyReadOfAKey) {
-  const ModelSpec spec =
-      Spec({.sketch = true, .quest_page_token_count = 32, .label_channel_count = 16});
-  const auto bits = [&](Selector selector) { return MethodOf(selector).key_bits(spec); };
-  EXPECT_EQ(bits(Selector::kAsymmetric), 8 * 50);      // 3 planes of 16 bytes and a factor
-  EXPECT_EQ(bits(Selector::kHamming), 8 * 16);         // one plane
-  EXPECT_EQ(bits(Selector::kOracle), 8 * 256);         // the key itself
-  EXPECT_EQ(bits(Selector::kSketch), 8 * 68);          // 64 bytes and a range
-  EXPECT_EQ(bits(Selector::kDoubleSparsity), 8 * 12);  // 8 bytes and a range
-  EXPECT_EQ(bits(Selector::kQuest), 8 * 16);           // 2 bounds of 256 bytes for 32 keys
-  EXPECT_EQ(bits(Selector::kAll), 0);
-}
-
-// What the table says of sections is what index pages hold of them.
-TEST(SelectorMethods, ReadWhatIndexPagesHold) {
-  const auto page_bits = [](const ModelSpec& spec) {
-    return 8 * KeySections::Of(spec).bytes() / kPageTokenCount;
-  };
-  for (const auto& [selector, indices] :
-       {std::pair(Selector::kSketch, KeyIndexSpec{.sketch = true}),
-        std::pair(Selector::kQuest, KeyIndexSpec{.quest_page_token_count = 16}),
-        std::pair(Selector::kDoubleSparsity, KeyIndexSpec{.label_channel_count = 24})}) {
-    const ModelSpec spec = Spec(indices);
-    EXPECT_EQ(MethodOf(selector).key_bits(spec), page_bits(spec)) << MethodOf(selector).name;
-  }
-}
-
 TEST(FindMethod, KnowsNoValueBeyondTheLast) {
-  EXPECT_EQ(FindMethod(kSelectorMethods, static_cast<Selector>(kSelectorMethods.size())), nullptr);
-  EXPECT_EQ(FindMethod(kTailMethods, static_cast<Tail>(200)), nullptr);
-  EXPECT_EQ(FindMethod(kTailMethods, Tail::kUniform)->name, "uniform");
+  EXPECT_EQ(FindMethod(static_cast<Selector>(200)), nullptr);
+  EXPECT_EQ(FindMethod(static_cast<Tail>(200)), nullptr);
+  EXPECT_EQ(FindMethod(Selector::kOracle)->name, "oracle");
+  EXPECT_EQ(FindMethod(Tail::kUniform)->name, "uniform");
+}
+
+// The core's are in every build, and a value has one row.
+TEST(Methods, StandInTheEnumsOrder) {
+  const auto selectors = SelectorMethods();
+  EXPECT_GE(selectors.size(), 3u);
+  EXPECT_EQ(
+      std::adjacent_find(selectors.begin(), selectors.end(),
+                         [](const auto* a, const auto* b) { return a->selector >= b->selector; }),
+      selectors.end());
+  for (const SelectorMethod* method : selectors) EXPECT_EQ(&MethodOf(method->selector), method);
+  const auto tails = TailMethods();
+  EXPECT_GE(tails.size(), 3u);
+  EXPECT_EQ(std::adjacent_find(tails.begin(), tails.end(),
+                               [](const auto* a, const auto* b) { return a->tail >= b->tail; }),
+            tails.end());
+  for (const TailMethod* method : tails) EXPECT_EQ(&MethodOf(method->tail), method);
 }
 
 }  // namespace

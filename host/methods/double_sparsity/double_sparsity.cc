@@ -1,0 +1,87 @@
+#include "host/methods/double_sparsity/double_sparsity.h"
+
+#include <utility>
+#include <vector>
+
+#include "host/base/elements.h"
+#include "host/base/status_macros.h"
+#include "host/cpu/cpu_method.h"
+#include "host/methods/sketch/sketch_keys.h"
+#include "host/methods/sketch/sketch_scorer.h"
+#include "host/methods/weights/index_weights.h"
+#include "host/methods/weights/key_sections.h"
+
+namespace spillway {
+namespace {
+
+class LabelIndex final : public KeyIndex {
+ public:
+  LabelIndex(const ModelSpec& spec, LabelChannels channels)
+      : spec_(spec), channels_(std::move(channels)) {}
+
+  // Label channels of a KV head: [label_channel_count].
+  std::span<const uint16_t> ChannelsOf(int layer, int kv_head) const {
+    const size_t count = spec_.indices.label_channel_count;
+    return std::span(channels_[layer]).subspan(kv_head * count, count);
+  }
+  int64_t bytes() const override {
+    size_t count = 0;
+    for (const auto& of_layer : channels_) count += of_layer.size();
+    return static_cast<int64_t>(count * sizeof(uint16_t));
+  }
+  void Encode(const PageKeys& keys, std::byte* section) const override {
+    std::vector<float> x(spec_.head_dim);
+    for (int t = keys.begin; t < keys.end; ++t) {
+      ToFloat(spec_.dtype, keys.rows + t * spec_.row_bytes(), spec_.head_dim, x.data());
+      StoreSketch(x.data(), ChannelsOf(keys.layer, keys.kv_head), t, section);
+    }
+  }
+
+ private:
+  const ModelSpec spec_;
+  const LabelChannels channels_;
+};
+
+int64_t SectionBytes(const ModelSpec& spec) {
+  return KeySections::SketchBytes(spec.indices.label_channel_count);
+}
+
+absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
+                                                    std::span<const std::byte> safetensors) {
+  ASSIGN_OR_RETURN(LabelChannels channels, LoadLabelChannels(spec, safetensors));
+  return std::make_unique<LabelIndex>(spec, std::move(channels));
+}
+
+std::unique_ptr<KeyScorer> MakeLabelScorer(const ScoredKeys& keys) {
+  const MethodIndex& of_model = keys.model().IndexOf(kDoubleSparsityMethod);
+  const auto& index = static_cast<const LabelIndex&>(*of_model.index);
+  return std::make_unique<SketchScorer>(keys, of_model.offset_bytes,
+                                        index.ChannelsOf(keys.context->layer, keys.kv_head));
+}
+
+constexpr SelectorMethod kSelector = {
+    .selector = Selector::kDoubleSparsity,
+    .name = "double_sparsity",
+    .needs = "a model with key_indices.label_channel_count",
+    .is_served = [](const ModelSpec& spec) { return spec.indices.label_channel_count > 0; },
+    .ranked_by = RankedBy::kEstimatedLogit,
+    .key_bits =
+        [](const ModelSpec& spec) {
+          return KeySections::SketchKeyBits(spec.indices.label_channel_count);
+        },
+    .guaranteed_token_count = methods::None,
+    .default_order = 4};
+
+constexpr std::string_view kModelFields[] = {"key_indices.label_channel_count"};
+
+constexpr CpuMethod kCpu = {.section_bytes = SectionBytes,
+                            .weight_bytes = LabelChannelBytes,
+                            .make_index = MakeIndex,
+                            .make_scorer = MakeLabelScorer};
+
+}  // namespace
+
+constexpr Method kDoubleSparsityMethod = {
+    .selector = &kSelector, .model_fields = kModelFields, .cpu = &kCpu};
+
+}  // namespace spillway

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "host/policy/method.h"
+
+namespace spillway {
+
+// SELECTOR_HAMMING: matching bits of codes, of a rotation or of hash MLPs.
+extern const Method kHammingMethod;
+
+}  // namespace spillway

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <vector>
+
+#include "host/cpu/key_index.h"
+#include "host/model/model_spec.h"
+
+namespace spillway {
+
+// Names of the buckets of keys (KeySections), and the projections that make
+// them.
+class LshIndex final : public KeyIndex {
+ public:
+  explicit LshIndex(const ModelSpec& spec);
+
+  int64_t bytes() const override;
+  void Encode(const PageKeys& keys, std::byte* section) const override;
+  // Buckets of one vector [d]: [lsh_table_count].
+  void Buckets(int layer, const float* x, uint16_t* buckets) const;
+
+ private:
+  const ModelSpec spec_;
+  std::vector<std::vector<float>> projections_;  // per layer, see MakeProjections()
+};
+
+}  // namespace spillway

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "host/policy/method.h"
+
+namespace spillway {
+
+// TAIL_LSH_SAMPLING: MagicPIG's sample (arXiv 2410.16179).
+extern const Method kLshSamplingMethod;
+
+}  // namespace spillway

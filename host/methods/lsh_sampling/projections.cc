@@ -1,0 +1,16 @@
+#include "host/methods/lsh_sampling/projections.h"
+
+#include "host/codes/rotation.h"
+
+namespace spillway {
+
+std::vector<float> MakeProjections(const ModelSpec& spec, int layer) {
+  constexpr uint32_t kProjectionDomain = 0x70726f6a;  // "proj"
+  const KeyIndexSpec& indices = spec.indices;
+  const size_t count =
+      static_cast<size_t>(spec.head_dim) * indices.lsh_table_count * indices.lsh_bits;
+  const std::vector<double> g = Gaussians(count, indices.lsh_seed, layer, kProjectionDomain);
+  return {g.begin(), g.end()};
+}
+
+}  // namespace spillway

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <vector>
+
+#include "host/model/model_spec.h"
+
+namespace spillway {
+
+// Gaussian projections of spec.indices' LSH tables, [d][lsh_table_count *
+// lsh_bits]: standard normals (Gaussians()) in fp32. Thread-safe.
+std::vector<float> MakeProjections(const ModelSpec& spec, int layer);
+
+}  // namespace spillway

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "host/policy/method.h"
+
+namespace spillway {
+
+// SELECTOR_QUEST: bounds of pages of keys (arXiv 2406.10774).
+extern const Method kQuestMethod;
+
+}  // namespace spillway

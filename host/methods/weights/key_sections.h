@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+
+#include "host/base/limits.h"
+#include "host/core/host_device.h"
+#include "host/model/model_spec.h"
+
+namespace spillway {
+
+// What an index page holds of kPageTokenCount tokens of one KV head behind
+// their codes, one after the other and the same bytes on every device; see
+// KeyIndexSpec. Word w of token t stands at [w][t].
+//   sketch   uint32 [d / 8 + 1][128]: eight elements of 4 bits a word, the
+//            first lowest, then SketchRange::Pack()
+//   labels   likewise of the label channels, with a range of their own
+//   bounds   dtype [2][d][128 / quest_page_token_count]: of each page's keys
+//            the smallest and the largest elements
+//   buckets  uint16 [lsh_table_count][128]: bit b of table t is
+//            projection t lsh_bits + b of the centred key > 0
+// Plain data for host and device code.
+struct KeySections {
+  int head_dim = 0;
+  int element_bytes = 0;
+  int sketch_channels = 0;  // d, or 0
+  int label_channels = 0;
+  int bound_pages = 0;  // of an index page, or 0
+  int tables = 0;
+
+  static KeySections Of(const ModelSpec& spec) {
+    KeySections s;
+    s.head_dim = spec.head_dim;
+    s.element_bytes = DTypeBytes(spec.dtype);
+    s.sketch_channels = spec.indices.sketch ? spec.head_dim : 0;
+    s.label_channels = spec.indices.label_channel_count;
+    const int page = spec.indices.quest_page_token_count;
+    s.bound_pages = page > 0 ? static_cast<int>(kPageTokenCount / page) : 0;
+    s.tables = spec.indices.lsh_table_count;
+    return s;
+  }
+
+  SPILLWAY_HOST_DEVICE static int64_t SketchBytes(int channels) {
+    return channels > 0 ? (channels / 8 + 1) * kPageTokenCount * 4 : 0;
+  }
+  // Bits of one key: elements of 4 bits and their range.
+  static constexpr int64_t SketchKeyBits(int channels) { return int64_t{4} * channels + 32; }
+  // Offsets from the sections' beginning.
+  SPILLWAY_HOST_DEVICE int64_t sketch() const { return 0; }
+  SPILLWAY_HOST_DEVICE int64_t labels() const { return SketchBytes(sketch_channels); }
+  SPILLWAY_HOST_DEVICE int64_t bounds() const { return labels() + SketchBytes(label_channels); }
+  SPILLWAY_HOST_DEVICE int64_t buckets() const {
+    return bounds() + int64_t{2} * head_dim * bound_pages * element_bytes;
+  }
+  SPILLWAY_HOST_DEVICE int64_t bytes() const {
+    return buckets() + int64_t{tables} * kPageTokenCount * 2;
+  }
+  SPILLWAY_HOST_DEVICE int64_t bound_page_tokens() const { return kPageTokenCount / bound_pages; }
+
+  bool operator==(const KeySections&) const = default;
+};
+
+}  // namespace spillway

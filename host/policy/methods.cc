@@ -1,0 +1,99 @@
+#include "host/policy/methods.h"
+
+#include <algorithm>
+#include <cassert>
+#include <vector>
+
+namespace spillway {
+namespace {
+
+constexpr SelectorMethod kCoreSelectors[] = {
+    {Selector::kAsymmetric, "asymmetric", "a model with a rotation",
+     [](const ModelSpec& spec) { return spec.hash.kind == HashKind::kRotation; },
+     RankedBy::kEstimatedLogit,
+     [](const ModelSpec& spec) -> int64_t {
+       return int64_t{32} * spec.plane_words() * spec.plane_count() + 16;
+     },
+     [](const ModelSpec& spec) { return methods::GuaranteedByBits(spec.hash.bits_per_dim); }, 1},
+    {Selector::kOracle, "oracle", "", methods::Always, RankedBy::kExactLogit,
+     [](const ModelSpec& spec) -> int64_t {
+       return int64_t{8} * spec.head_dim * DTypeBytes(spec.dtype);
+     },
+     methods::Any, 0},
+    {Selector::kAll, "all", "", methods::Always, RankedBy::kNothing, methods::None, methods::Any,
+     6}};
+
+constexpr TailMethod kCoreTails[] = {
+    {Tail::kNone, "none", "", methods::Always, true, false},
+    {Tail::kUniform, "uniform", "", methods::Always, true, false},
+    {Tail::kStratified, "stratified", "", methods::Always, true, false}};
+
+// The core's rows and the shelf's, in the order of `value`.
+template <typename Row, typename Value>
+std::vector<const Row*> Rows(std::span<const Row> core, const Row* Method::*of_shelf,
+                             Value Row::*value) {
+  std::vector<const Row*> rows;
+  for (const Row& row : core) rows.push_back(&row);
+  for (const Method* method : ShelfMethods()) {
+    if (method->*of_shelf != nullptr) rows.push_back(method->*of_shelf);
+  }
+  std::sort(rows.begin(), rows.end(),
+            [&](const Row* a, const Row* b) { return a->*value < b->*value; });
+  return rows;
+}
+
+template <typename Row, typename Value>
+const Row* Find(std::span<const Row* const> rows, Value Row::*of_row, Value value) {
+  const auto found =
+      std::find_if(rows.begin(), rows.end(), [&](const Row* row) { return row->*of_row == value; });
+  return found == rows.end() ? nullptr : *found;
+}
+
+}  // namespace
+
+std::span<const SelectorMethod* const> SelectorMethods() {
+  static const std::vector<const SelectorMethod*> rows =
+      Rows<SelectorMethod>(kCoreSelectors, &Method::selector, &SelectorMethod::selector);
+  return rows;
+}
+
+std::span<const TailMethod* const> TailMethods() {
+  static const std::vector<const TailMethod*> rows =
+      Rows<TailMethod>(kCoreTails, &Method::tail, &TailMethod::tail);
+  return rows;
+}
+
+const SelectorMethod* FindMethod(Selector selector) {
+  return Find(SelectorMethods(), &SelectorMethod::selector, selector);
+}
+
+const TailMethod* FindMethod(Tail tail) { return Find(TailMethods(), &TailMethod::tail, tail); }
+
+const SelectorMethod& MethodOf(Selector selector) {
+  const SelectorMethod* method = FindMethod(selector);
+  assert(method != nullptr);
+  return *method;
+}
+
+const TailMethod& MethodOf(Tail tail) {
+  const TailMethod* method = FindMethod(tail);
+  assert(method != nullptr);
+  return *method;
+}
+
+bool HasFirstSelection() {
+  const std::span<const Method* const> shelf = ShelfMethods();
+  return std::any_of(shelf.begin(), shelf.end(),
+                     [](const Method* method) { return method->is_first_selection; });
+}
+
+bool HasMethodOf(std::string_view model_field) {
+  for (const Method* method : ShelfMethods()) {
+    for (const std::string_view field : method->model_fields) {
+      if (field == model_field) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace spillway
