@@ -114,11 +114,12 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
     r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
     r.head_ties = workspace.Take<uint32_t>(group * r.chunks());
   }
-  const int tiles = (group + 3) / 4;
-  r.query_planes = workspace.Take<uint32_t>(int64_t{tiles} * 16 * std::max(1, shape.tiling.words));
-  r.sample_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
-  r.sample_logits = workspace.Take<float>(group * r.sample_token_count);
-  r.candidates = workspace.Take<uint32_t>(padded);
+  const int quartets = (group + 3) / 4;
+  r.query_planes =
+      workspace.Take<uint32_t>(int64_t{quartets} * 16 * std::max(1, shape.tiling.words));
+  r.reference_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
+  r.reference_logits = workspace.Take<float>(group * r.reference_token_count);
+  r.filtered = workspace.Take<uint32_t>(padded);
   r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
   r.chunk_ties = workspace.Take<ChunkTies>(r.chunks());
   r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
@@ -260,7 +261,7 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
     w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
     w.reference_pages_max =
         std::max(w.reference_pages_max,
-                 RoundUp(r.sample_token_count / kPageTokenCount, kReferencePagesStep));
+                 RoundUp(r.reference_token_count / kPageTokenCount, kReferencePagesStep));
     w.has_tail |= r.terms.tail != Tail::kNone;
   }
   w.tail_kernels = wave.tail_kernels;
