@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import signal
 import sys
@@ -11,11 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from spillway.client import connect
 from spillway.errors import SpillwayError
 
 from spillway_lab._console import layer_ranges
 from spillway_lab.evaluation import (
     ablation,
+    adversarial,
+    families,
     fidelity,
     guarantee,
     needle,
@@ -27,6 +31,7 @@ from spillway_lab.evaluation import (
 )
 from spillway_lab.evaluation.asking import ASKED
 from spillway_lab.evaluation.indexing import NotServedError
+from spillway_lab.evaluation.serving import running_daemon
 from spillway_lab.evaluation.setting import Setting
 from spillway_lab.evaluation.workbench import Workbench
 
@@ -227,6 +232,43 @@ def _all(
 for _run in (_fidelity, _guarantee, _retrieval, _ablation, _perplexity, _needle, _ruler, _all):
     app.command(_run.__name__[1:])(_section(_run))
 app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity))
+
+
+@app.command("adversarial")
+def _adversarial(
+    output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
+    names: Annotated[
+        str, typer.Option("--families", help="names with commas between; all by default")
+    ] = "",
+    length: Annotated[int, typer.Option(min=2049, help="tokens of a context")] = 8192,
+    head_dim: Annotated[int, typer.Option(min=16)] = 128,
+    group: Annotated[int, typer.Option(min=1, max=16, help="query heads of a KV head")] = 4,
+    contexts: Annotated[int, typer.Option(min=1, help="of a family")] = 5,
+    draws: Annotated[int, typer.Option(min=1, help="of every attend")] = 13,
+    epsilon: Annotated[float, typer.Option()] = 0.1,
+    delta: Annotated[float, typer.Option()] = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    daemon: Annotated[
+        str | None, typer.Option(help="target of a running daemon; none: $SPILLWAYD is started")
+    ] = None,
+    daemon_device: Annotated[str, typer.Option(help="of a daemon started here")] = "auto",
+) -> None:
+    """How often promises break on data built against them; needs no model."""
+    shape = families.Shape(length, head_dim, group, adversarial.QUERY_COUNT)
+    plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed)
+    try:
+        wanted = families.chosen(names)
+        output.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as exits:
+            if daemon is None:
+                log = output / "spillwayd.log"
+                daemon = exits.enter_context(running_daemon(log, daemon_device))
+            client = exits.enter_context(connect(daemon))
+            adversarial.run(client, output, wanted, plan, console)
+    except (SpillwayError, ValueError, FileNotFoundError) as error:
+        console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    report.make(output, console)
 
 
 @app.command("report")

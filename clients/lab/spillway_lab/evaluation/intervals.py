@@ -23,6 +23,11 @@ EXPLANATION = (
     "divided by their design effect (variance between query positions over that of independent "
     "draws, at least 1; where the share is 0 or 1, all heads of a layer and position are one draw)."
 )
+CLUSTERED = (
+    "Intervals are Clopper and Pearson's of 95 %, the counts divided by their design effect: a "
+    "cluster is one KV head and query with all its query heads and draws; where no output or every "
+    "output is beyond the limit, a cluster is one draw."
+)
 RESAMPLE_COUNT = 2000
 Z = 1.959964
 
@@ -74,3 +79,66 @@ def of_share(beyond: npt.NDArray[np.bool_], position_of: npt.NDArray[np.int64]) 
     between = float(means.var(ddof=1)) / len(means) if len(means) > 1 else independent
     effect = max(between / independent, 1.0)
     return wilson(share, layers * draws * heads / effect)
+
+
+def _binomial_tail(successes: int, count: int, chance: float) -> float:
+    """P(X <= successes) of `count` draws with this chance in (0, 1)."""
+    k = np.arange(successes + 1)
+    log_choose = np.array(
+        [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in k]
+    )
+    return float(
+        np.exp(log_choose + k * math.log(chance) + (count - k) * math.log1p(-chance)).sum()
+    )
+
+
+def clopper_pearson(successes: int, count: int) -> Interval:
+    """The exact interval of a binomial share."""
+
+    def solve(wanted: float, successes: int) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            if _binomial_tail(successes, count, middle) > wanted:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    if count == 0:
+        return 0.0, 1.0
+    low = 0.0 if successes == 0 else solve(0.975, successes - 1)
+    high = 1.0 if successes == count else solve(0.025, successes)
+    return low, high
+
+
+def of_clusters(successes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Interval:
+    """Interval of a share of draws that come in clusters.
+
+    Clopper-Pearson, with the counts divided by the design effect: the
+    variance of the share between clusters over that of independent draws, at
+    least 1. Where the share is 0 or 1 that cannot be estimated, and a cluster
+    is one draw.
+
+    Args:
+        successes: Of each cluster.
+        counts: Draws of each cluster.
+    """
+    used = counts > 0
+    successes, counts = successes[used], counts[used]
+    total, clusters = int(counts.sum()), len(counts)
+    if total == 0:
+        return 0.0, 1.0
+    share = float(successes.sum()) / total
+    if share in (0.0, 1.0):
+        return clopper_pearson(clusters if share else 0, clusters)
+    effect = 1.0
+    if clusters > 1:
+        residuals = successes - share * counts
+        variance = clusters / (clusters - 1) * float((residuals**2).sum()) / total**2
+        effect = max(variance / (share * (1 - share) / total), 1.0)
+    # Outward: of so few draws a success more or less counts.
+    count = math.floor(total / effect)
+    low = clopper_pearson(math.floor(share * count), count)[0]
+    high = clopper_pearson(min(math.ceil(share * count), count), count)[1]
+    return low, high

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from spillway_lab.evaluation import (
     ablation_plots,
+    adversarial_plots,
     claims,
     fidelity_plots,
     guarantee_plots,
@@ -99,6 +100,8 @@ def between(interval: Sequence[float]) -> str:
 
 def _head(told: Told) -> str:
     """Where and how a section was measured."""
+    if "model" not in told:
+        return f"Generated data, {_measured(told)}"
     hardware, setting = told["hardware"], told["setting"]
     if "lengths" not in told["parameters"]:
         queries = setting["query_count"] * setting["stretch_count"]
@@ -110,10 +113,16 @@ def _head(told: Told) -> str:
         what = ", YaRN beyond the model's own length"
     return (
         f"{told['model']['name']}, {style.text_of(told)}{what}. Model on "
-        f"{hardware['model_device']}, daemon {told['versions']['daemon']} on "
-        f"{'; '.join(hardware['daemon_devices'])} ({hardware['processor']}, "
-        f"{hardware['core_count']} cores), {told['date']}: `{told['command']}`. "
-        f"{told['intervals']}"
+        f"{hardware['model_device']}, {_measured(told)}"
+    )
+
+
+def _measured(told: Told) -> str:
+    hardware = told["hardware"]
+    return (
+        f"daemon {told['versions']['daemon']} on {'; '.join(hardware['daemon_devices'])} "
+        f"({hardware['processor']}, {hardware['core_count']} cores), {told['date']}: "
+        f"`{told['command']}`. {told['intervals']}"
     )
 
 
@@ -192,6 +201,35 @@ def _guarantee(told: Told) -> list[str]:
         *table(header.split("|"), rows),
         "",
         "</details>",
+    ]
+
+
+def _adversarial(told: Told) -> list[str]:
+    parameters = told["parameters"]
+    rows = [
+        (
+            family["name"],
+            family["about"],
+            family["verdict"],
+            f"{percent(family['share'])} ({span(family['interval'])})"
+            if family["statistical_count"]
+            else "-",
+            "-" if family["worst_head"] is None else percent(family["worst_head"]),
+            percent(family["none_share"]),
+            f"{family['rows']:,.0f}",
+        )
+        for family in told["found"]["families"]
+    ]
+    wrong = sum(family["wrong_count"] for family in told["found"]["families"])
+    header = ("family", "what it is", "promise", "beyond epsilon", "worst head", "NONE", "rows")
+    return [
+        f"Generated contexts of {parameters['token_count']:,} tokens, head_dim "
+        f"{parameters['head_dim']}, {parameters['group']} query heads a KV head, at epsilon "
+        f"{parameters['epsilon']:g} and delta {parameters['delta']:g}; the audit is off. Beyond "
+        "epsilon: of the outputs whose certificate says STATISTICAL. Silent: at least 99 % of the "
+        f"certificates say NONE. Outputs said to be exact that are not: {wrong}.",
+        "",
+        *table(header, rows),
     ]
 
 
@@ -355,6 +393,7 @@ _SECTIONS: dict[
 ] = {
     "fidelity": ("Fidelity", _fidelity, fidelity_plots.draw),
     "guarantee": ("Guarantee", _guarantee, guarantee_plots.draw),
+    "adversarial": ("Data built against the promise", _adversarial, adversarial_plots.draw),
     "retrieval": ("Retrieval", _retrieval, retrieval_plots.draw),
     "ablation": ("Ablation", _ablation, ablation_plots.draw),
     "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),

@@ -16,17 +16,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from spillway.server import ServerInfo
 
 from spillway_lab.evaluation import intervals
 from spillway_lab.evaluation.workbench import Workbench
 
 FORMAT = 1
-SECTIONS = ("fidelity", "guarantee", "retrieval", "ablation", "perplexity", "needle", "ruler")
+SECTIONS = (
+    "fidelity",
+    "guarantee",
+    "adversarial",
+    "retrieval",
+    "ablation",
+    "perplexity",
+    "needle",
+    "ruler",
+)
 
 
-def environment(bench: Workbench) -> dict[str, Any]:
-    """The head of every result file."""
-    setting, info = bench.setting, bench.client.server_info
+def machine(info: ServerInfo) -> dict[str, Any]:
+    """The head of every result file: the command, versions and hardware."""
     return {
         # However it was started: as an executable, or its module by python.
         "command": shlex.join(["spillway-lab", *sys.argv[1:]]),
@@ -42,9 +51,18 @@ def environment(bench: Workbench) -> dict[str, Any]:
             "processor": _processor(),
             "core_count": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "model_device": _device(setting.device),
             "daemon_devices": [device.description for device in info.devices],
         },
+    }
+
+
+def environment(bench: Workbench) -> dict[str, Any]:
+    """The head of a file that was measured with a model and a text."""
+    setting = bench.setting
+    head = machine(bench.client.server_info)
+    head["hardware"]["model_device"] = _device(setting.device)
+    return {
+        **head,
         "model": {"name": Path(setting.model).name, **vars(bench.shapes)},
         "text": {
             "files": [
@@ -81,15 +99,38 @@ def write(bench: Workbench, section: str, parameters: Mapping[str, Any], found: 
         parameters: The section's own.
         found: What it found, for JSON.
     """
+    head = environment(bench)
+    explanation = intervals.EXPLANATION
+    return write_file(bench.setting.output, section, head, parameters, found, explanation)
+
+
+def write_file(
+    output: Path,
+    section: str,
+    head: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    found: Any,
+    explanation: str,
+) -> Path:
+    """Writes a section's file.
+
+    Args:
+        output: Folder.
+        section: One of SECTIONS.
+        head: Where and with what it was measured.
+        parameters: The section's own.
+        found: What it found, for JSON.
+        explanation: Of its intervals.
+    """
     told = {
         "format": FORMAT,
         "section": section,
-        **environment(bench),
+        **head,
         "parameters": dict(parameters),
-        "intervals": intervals.EXPLANATION,
+        "intervals": explanation,
         "found": found,
     }
-    path = bench.setting.output / f"{section}.json"
+    path = output / f"{section}.json"
     part = path.with_suffix(".part")
     part.write_text(_dump(_rounded(told)) + "\n")
     part.replace(path)

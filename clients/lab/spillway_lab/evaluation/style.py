@@ -46,9 +46,14 @@ def make_figure(width: float, height: float, title: str) -> Figure:
 def save(figure: Figure, told: dict[str, Any], path: Path) -> Path:
     """Writes a picture with the small print: what of, where and when."""
     hardware = told["hardware"]
-    where = hardware["model_device"]
-    where = hardware["processor"] if where == "cpu" else where
-    text = f"{told['model']['name']}, {text_of(told)}; {where}, {told['date']}"
+    if "model" in told:
+        where = hardware["model_device"]
+        where = hardware["processor"] if where == "cpu" else where
+        what = f"{told['model']['name']}, {text_of(told)}"
+    else:
+        where = "; ".join(hardware["daemon_devices"])
+        what = "generated data"
+    text = f"{what}; {where}, {told['date']}"
     figure.text(0.004, 0.004, text, fontsize=7, color="gray")
     figure.savefig(path, dpi=110)
     return path

@@ -1,0 +1,264 @@
+"""Generated contexts that are hard on a promise: what no trace of a model shows.
+
+Each family takes the base data apart in one way. A context is of one KV head:
+keys and values [n, d], queries [T, G, d], all float32, drawn from a generator
+that the caller seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Generator = np.random.Generator
+
+# Keys before this position are as those of any family in those that change late.
+EARLY_TOKEN_COUNT = 1024
+
+
+@dataclass
+class Context:
+    """One KV head's rows and its group's queries.
+
+    Attributes:
+        keys: [n, d].
+        values: [n, d].
+        queries: [T, G, d].
+    """
+
+    keys: Floats
+    values: Floats
+    queries: Floats
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a context is: n tokens, d, G query heads, T queries."""
+
+    token_count: int
+    head_dim: int
+    group: int
+    query_count: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A way of making contexts.
+
+    Attributes:
+        name: Of the command line.
+        about: For people.
+        change: Changes a base context in place.
+        dtype: Of the daemon's rows.
+    """
+
+    name: str
+    about: str
+    change: Callable[[Context, Generator], None]
+    dtype: str = "bfloat16"
+
+    def make(self, shape: Shape, random: Generator) -> Context:
+        """A context of the family."""
+        context = _base(shape, random)
+        self.change(context, random)
+        return context
+
+
+def _normal(random: Generator, *shape: int) -> Floats:
+    return random.standard_normal(shape, dtype=np.float32)
+
+
+def _unit(random: Generator, dim: int) -> Floats:
+    vector = _normal(random, dim)
+    return np.asarray(vector / np.linalg.norm(vector), np.float32)
+
+
+def _base(shape: Shape, random: Generator) -> Context:
+    """Keys of a falling spectrum and queries that resemble some of them."""
+    n, d = shape.token_count, shape.head_dim
+    rank = 24
+    basis = _normal(random, rank, d) / np.sqrt(np.arange(1, rank + 1, dtype=np.float32))[:, None]
+    keys = _normal(random, n, rank) @ basis + 0.5 * _normal(random, n, d)
+    values = _normal(random, n, d) + 0.7 * _normal(random, 1, d)
+    like = random.integers(0, n, (shape.query_count, shape.group))
+    strength = random.uniform(0.2, 1.2, (*like.shape, 1)).astype(np.float32)
+    queries = 1.2 * strength * keys[like] + 0.7 * _normal(random, *like.shape, d)
+    return Context(keys.astype(np.float32), values.astype(np.float32), queries.astype(np.float32))
+
+
+def _hot(share: float, context: Context, random: Generator) -> npt.NDArray[np.bool_]:
+    return np.asarray(random.random(len(context.keys)) < share)
+
+
+def _nothing(context: Context, random: Generator) -> None:
+    pass
+
+
+def _tiny(context: Context, random: Generator) -> None:
+    axis = _unit(random, context.keys.shape[1])
+    context.queries *= np.float32(0.05)
+    context.values = np.float32(0.1) * context.values + np.float32(0.5) * axis
+    context.values[_hot(0.003, context, random)] += np.float32(300) * axis
+
+
+def _rare(share: float, factor: float, context: Context, random: Generator) -> None:
+    d = context.keys.shape[1]
+    context.queries *= np.float32(0.3)
+    values = np.float32(0.3) * context.values + np.float32(0.5) * _normal(random, 1, d)
+    norm = float(np.linalg.norm(values, axis=1).mean())
+    values[_hot(share, context, random)] += np.float32(factor * norm) * _unit(random, d)
+    context.values = values
+
+
+def _heavy_tailed(freedom: float, heat: float, context: Context, random: Generator) -> None:
+    context.queries *= np.float32(heat)
+    sizes = np.abs(random.standard_t(freedom, (len(context.keys), 1)))
+    context.values *= sizes.astype(np.float32)
+
+
+def _zero_values(context: Context, random: Generator) -> None:
+    context.values[~_hot(0.004, context, random)] = 0
+
+
+def _orthogonal(context: Context, axis: Floats) -> None:
+    along = context.queries @ axis / np.float32(axis @ axis)
+    context.queries -= along[..., None] * axis
+
+
+def _shifted(size: float, context: Context, random: Generator) -> None:
+    axis = _normal(random, context.keys.shape[1])
+    context.keys[EARLY_TOKEN_COUNT:] += np.float32(size) * axis
+    _orthogonal(context, axis)
+
+
+def _quiet_start(context: Context, random: Generator) -> None:
+    _shifted(15, context, random)
+    early = context.keys[:EARLY_TOKEN_COUNT]
+    early[:] = np.float32(0.05) * _normal(random, *early.shape)
+
+
+def _late_drift(context: Context, random: Generator) -> None:
+    n, d = context.keys.shape
+    axis = _normal(random, d)
+    drift = np.clip(np.arange(n) / (n / 4) - 3, 0, None).astype(np.float32)
+    context.keys += np.float32(40) * drift[:, None] * axis
+    _orthogonal(context, axis)
+
+
+def _outlier(size: float, context: Context, random: Generator) -> None:
+    axis = _unit(random, context.keys.shape[1])
+    context.keys[500] = np.float32(size) * axis
+    _orthogonal(context, axis)
+    context.queries -= np.float32(0.01) * axis
+
+
+def rotated(vectors: Floats, positions: npt.NDArray[np.int64], theta: float) -> Floats:
+    """Rotary embedding with halves paired, as Llama has it.
+
+    Args:
+        vectors: [..., n, d], or [d] for the same at every position.
+        positions: [n].
+        theta: Base of the frequencies.
+    """
+    half = vectors.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-np.arange(half) / half)
+    cosine, sine = np.cos(angles), np.sin(angles)
+    first, second = vectors[..., :half], vectors[..., half:]
+    turned = np.concatenate(
+        (first * cosine - second * sine, second * cosine + first * sine), axis=-1
+    )
+    return turned.astype(np.float32)
+
+
+def _add_bias(context: Context, bias: Floats, theta: float) -> None:
+    context.keys += rotated(bias, np.arange(len(context.keys)), theta)
+
+
+def _slow_bias(size: float, context: Context, random: Generator) -> None:
+    d = context.keys.shape[1]
+    bias = np.zeros(d, np.float32)
+    bias[[channel * d // 128 for channel in (30, 36, 40, 44)]] = size
+    _add_bias(context, bias, 1e4)
+
+
+def _random_bias(size: float, context: Context, random: Generator) -> None:
+    d = context.keys.shape[1]
+    channels = random.choice(d, 6, replace=False)
+    bias = np.zeros(d, np.float32)
+    bias[channels] = size * random.choice((-1.0, 1.0), 6)
+    _add_bias(context, bias, 1e6)
+    context.queries *= np.float32(0.6)
+    context.queries[..., channels] += 2 * _normal(random, 6)
+
+
+def _clusters(context: Context, random: Generator) -> None:
+    n, d = context.keys.shape
+    count = 32
+    centres, values = 3 * _normal(random, count, d), 2 * _normal(random, count, d)
+    of_key = random.integers(0, count, n)
+    context.keys = centres[of_key] + np.float32(0.15) * context.keys
+    context.values = values[of_key] + context.values
+    of_query = random.integers(0, count, context.queries.shape[:2])
+    context.queries = np.float32(0.7) * centres[of_query] + _normal(random, *context.queries.shape)
+
+
+def _duplicates(context: Context, random: Generator) -> None:
+    context.keys = context.keys[random.integers(0, 64, len(context.keys))]
+
+
+def _magnitude(size: float, context: Context, random: Generator) -> None:
+    context.values *= np.float32(size)
+
+
+def _registry() -> tuple[Family, ...]:
+    made = [
+        Family("base", "keys of a falling spectrum, queries like some of them", _nothing),
+        Family("tiny", "nearly equal logits, 0.3 % of the values 300 along one axis", _tiny),
+        Family("rare-40", "flat attention, 0.5 % of the values x40", partial(_rare, 0.005, 40)),
+        Family("rare-100", "flat attention, 0.2 % of the values x100", partial(_rare, 0.002, 100)),
+        Family("flat-t", "flat attention, values of t(1.5) size", partial(_heavy_tailed, 1.5, 0.3)),
+        Family("cauchy", "values of Cauchy size", partial(_heavy_tailed, 1, 1)),
+        Family("zero-values", "all values 0 but 0.4 %", _zero_values),
+        Family("shift-40", "keys shifted by 40 after token 1,024", partial(_shifted, 40)),
+        Family("shift-15", "keys shifted by 15 after token 1,024", partial(_shifted, 15)),
+        Family("quiet-start", "1,024 small keys, the rest shifted by 15", _quiet_start),
+        Family("late-drift", "keys drift by 40 over the last quarter", _late_drift),
+        Family("outlier-1e3", "one key of norm 1e3, never attended", partial(_outlier, 1e3)),
+        Family("outlier-1e5", "one key of norm 1e5, never attended", partial(_outlier, 1e5)),
+        Family("slow-bias", "key bias 100 in slow channels before RoPE", partial(_slow_bias, 100)),
+        Family("bias-60", "key bias 60 in 6 channels before RoPE", partial(_random_bias, 60)),
+        Family("bias-200", "key bias 200 in 6 channels before RoPE", partial(_random_bias, 200)),
+        Family("clusters", "32 tight clusters with a value each", _clusters),
+        Family("duplicates", "64 keys, each many times, with other values", _duplicates),
+    ]
+    for exponent in (-30, -15, 15, 30):
+        for dtype, short in (("float32", "f32"), ("bfloat16", "bf16")):
+            change = partial(_magnitude, math.pow(10, exponent))
+            about = f"values x1e{exponent}, rows in {short}"
+            made.append(Family(f"values-1e{exponent}-{short}", about, change, dtype))
+    return tuple(made)
+
+
+FAMILIES = _registry()
+
+
+def chosen(names: str) -> tuple[Family, ...]:
+    """The families that a list with commas names; all of an empty one.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    if not names:
+        return FAMILIES
+    known = {family.name: family for family in FAMILIES}
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"no family {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple(known[name] for name in wanted)

@@ -1,0 +1,162 @@
+"""`spillway-lab eval adversarial`: its data, its figures and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from spillway_lab.evaluation import intervals
+from spillway_lab.evaluation.adversarial import Outcome, attention, summary
+from spillway_lab.evaluation.command import app
+from spillway_lab.evaluation.families import FAMILIES, Shape, chosen, rotated
+from typer.testing import CliRunner
+
+SHAPE = Shape(token_count=4096, head_dim=64, group=2, query_count=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_contexts_have_their_shape_and_come_again(family) -> None:  # type: ignore[no-untyped-def]
+    first, again = (family.make(SHAPE, np.random.default_rng(5)) for _ in range(2))
+    assert first.keys.shape == first.values.shape == (4096, 64)
+    assert first.queries.shape == (3, 2, 64)
+    for name in ("keys", "values", "queries"):
+        array = getattr(first, name)
+        assert array.dtype == np.float32
+        assert np.isfinite(array).all()
+        np.testing.assert_array_equal(array, getattr(again, name))
+
+
+def made(name: str, seed: int = 1):  # type: ignore[no-untyped-def]
+    return chosen(name)[0].make(SHAPE, np.random.default_rng(seed))
+
+
+def test_families_are_what_they_say() -> None:
+    norms = np.linalg.norm(made("tiny").values, axis=1)
+    assert 0.001 < (norms > 250).mean() < 0.006
+    assert (made("zero-values").values == 0).all(axis=1).mean() > 0.99
+    shifted = made("shift-40")
+    mean = shifted.keys[1024:].mean(axis=0)
+    assert np.linalg.norm(mean) > 20 * np.linalg.norm(shifted.keys[:1024].mean(axis=0))
+    # What moves the keys is not seen by the queries.
+    assert np.abs(shifted.queries @ (mean / np.linalg.norm(mean))).max() < 0.2
+    outlier = np.linalg.norm(made("outlier-1e3").keys, axis=1)
+    assert outlier.argmax() == 500
+    np.testing.assert_allclose(outlier[500], 1e3, rtol=1e-4)
+    assert len(np.unique(made("duplicates").keys, axis=0)) == 64
+    small, usual = made("values-1e-15-f32").values, made("values-1e15-f32").values
+    assert 1e29 < np.abs(usual).mean() / np.abs(small).mean() < 1e31
+    with pytest.raises(ValueError, match="no family nonsense; there are base, tiny"):
+        chosen("base,nonsense")
+
+
+def test_rotary_embedding_turns_pairs_of_halves() -> None:
+    vector = np.array([1, 0, 0, 2], np.float32)
+    turned = rotated(vector, np.array([0, 1]), theta=100)
+    np.testing.assert_allclose(turned[0], vector)
+    # Channels 0 and 2 turn by 1, channels 1 and 3 by 1 / 10.
+    wanted = [np.cos(1), -2 * np.sin(0.1), np.sin(1), 2 * np.cos(0.1)]
+    np.testing.assert_allclose(turned[1], wanted, rtol=1e-6)
+
+
+def test_attention_is_softmax() -> None:
+    keys = np.array([[0, 0], [np.log(3), 0]], np.float32)
+    values = np.array([[1, 0], [5, 4]], np.float32)
+    out = attention(np.array([[[2, 7]]], np.float32), keys, values, scale=0.5)
+    np.testing.assert_allclose(out, [[[4, 3]]], rtol=1e-6)
+
+
+def test_clopper_pearson_against_tables() -> None:
+    for successes, count, low, high in (
+        (0, 10, 0, 0.3085),
+        (10, 10, 0.6915, 1),
+        (1, 10, 0.002529, 0.4450),
+        (5, 10, 0.1871, 0.8129),
+        (3, 2000, 0.0003095, 0.004378),
+    ):
+        assert intervals.clopper_pearson(successes, count) == pytest.approx((low, high), rel=1e-3)
+    assert intervals.clopper_pearson(0, 0) == (0, 1)
+
+
+def test_clusters_widen_intervals() -> None:
+    # Whole clusters of ten fail: as ten times fewer draws.
+    counts = np.full(100, 10)
+    successes = np.zeros(100, int)
+    successes[:20] = 10
+    low, high = intervals.of_clusters(successes, counts)
+    wanted = intervals.clopper_pearson(20, 100)
+    assert (low, high) == pytest.approx(wanted, abs=0.01)
+    # The same failures, evenly: as all of the draws.
+    low, high = intervals.of_clusters(np.full(100, 2), counts)
+    assert (low, high) == pytest.approx(intervals.clopper_pearson(200, 1000), abs=1e-9)
+    # Nothing failed: a cluster is a draw; one without draws does not count.
+    assert intervals.of_clusters(np.zeros(40, int), np.arange(40)) == pytest.approx(
+        intervals.clopper_pearson(0, 39)
+    )
+
+
+def outcome(statistical: float, beyond: float, none: float = 0.0) -> Outcome:
+    """One context, 20 draws, 16 queries, 2 KV heads of 2: shares in every query head."""
+    shape = (1, 20, 16, 4)
+    place = np.arange(320).reshape(1, 20, 16, 1) / 320 + np.zeros(shape)
+    return Outcome(
+        errors=np.where(place < beyond, 0.5, 0.01),
+        statistical=place < statistical,
+        none=place >= 1 - none,
+        wrong=np.zeros(shape, bool),
+        rows=np.full((1, 20, 16, 2), 600),
+    )
+
+
+def test_verdicts() -> None:
+    def verdict(found: Outcome) -> str:
+        return str(summary(found, epsilon=0.1, delta=0.1)["verdict"])
+
+    told = summary(outcome(1, 0.05), 0.1, 0.1)
+    assert told["verdict"] == "kept"
+    assert told["statistical_count"] == 1280
+    assert told["share"] == pytest.approx(0.05)
+    assert told["worst_head"] == pytest.approx(0.05)
+    assert told["none_share"] == 0
+    assert told["rows"] == 600
+    assert verdict(outcome(1, 0.5)) == "broken"
+    assert verdict(outcome(1, 0.1)) == "open"
+    assert verdict(outcome(0, 0, none=1)) == "silent"
+    # Of the few that were said to be STATISTICAL all were wrong.
+    assert verdict(outcome(0.006, 0.006, none=0.994)) == "silent"
+    assert verdict(outcome(0.1, 0.1, none=0.9)) == "broken"
+    assert verdict(outcome(0, 0)) == "exact"
+    lying = outcome(1, 0)
+    lying.wrong[0, 0, 0, 0] = True
+    assert verdict(lying) == "broken"
+
+
+def test_command(target: str, tmp_path: Path) -> None:
+    words = ["adversarial", "--families", "base,values-1e15-f32", "--length", "2304"]
+    words += ["--head-dim", "64", "--group", "2", "--contexts", "2", "--draws", "2"]
+    words += ["--output", str(tmp_path / "new"), "--daemon", target]
+    answer = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    told = json.loads((tmp_path / "new" / "adversarial.json").read_text())
+    assert [family["name"] for family in told["found"]["families"]] == ["base", "values-1e15-f32"]
+    for family in told["found"]["families"]:
+        # 2 contexts, 2 draws, 16 queries, 4 query heads.
+        assert family["statistical_count"] + 256 * family["none_share"] == 256
+        assert family["share"] <= 0.05
+        assert 192 < family["rows"] < 1200
+        assert family["wrong_count"] == 0
+    assert (tmp_path / "new" / "adversarial.png").stat().st_size > 10_000
+    assert "| base | keys of a falling spectrum" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_refusals(target: str, tmp_path: Path) -> None:
+    for words, said in (
+        (["--families", "basic"], "no family basic"),
+        (["--epsilon", "1.5"], "epsilon"),
+        (["--head-dim", "72"], "head_dim"),
+    ):
+        command = ["adversarial", "--output", str(tmp_path), "--daemon", target, *words]
+        answer = CliRunner().invoke(app, command)
+        assert answer.exit_code == 1
+        assert said in answer.output
