@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "gpu/device/wave_kernels.h"
 #include "host/base/status_macros.h"
 #include "host/device/results.h"
 
@@ -11,7 +12,7 @@ void JobRun::Plan() {
   for (size_t i = 0; i < context_.job().items.size(); ++i) {
     JobItem& item = context_.item(i);
     if (!item.attend.has_value() || !item.status.ok()) continue;
-    item.status = sparse_.CheckServed(item.attend->policy);
+    item.status = CheckServed(item.attend->policy, context_.gpu().name);
     if (!item.status.ok()) continue;
     item.result = AllocateResult(context_.spec(), *item.attend);
     CutQueries(

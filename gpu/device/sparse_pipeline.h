@@ -16,8 +16,7 @@ class SparsePipeline {
  public:
   explicit SparsePipeline(JobContext* context) : context_(context) {}
 
-  // UNIMPLEMENTED for a policy that this build has no kernels for.
-  absl::Status CheckServed(const Policy& policy) const;
+  // A query of an item whose policy CheckServed() takes.
   void Add(size_t item, int64_t query);
   bool empty() const { return waves_.empty(); }
   // Takes the pinned memory of all from a carver that only measures. Returns the
@@ -85,7 +84,6 @@ class SparsePipeline {
   // The kernels' view of a wave that is filled.
   Wave View(const UnitWave& wave, const StepAppend& step) const;
   absl::Status Launch(const UnitWave& wave, const StepAppend& step);
-  absl::Status LaunchKernels(const Wave& wave);
   // Reads the lists of a wave that only selects. Waits for the GPU.
   absl::Status CollectSelections(const UnitWave& wave) const;
   void Collect(const UnitWave& wave) const;
