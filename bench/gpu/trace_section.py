@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from records import DEFAULT_BITS, KV_HEADS, ROW_BYTES, Record, finish_axes, label, verdict
 
-GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/job_launch.cc
+GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/sparse_pipeline.cc
 # A whole attend is to take at most FACTOR x (scoring + moved rows / rate + REST_US).
 FACTOR = 1.15
 REST_US = 60

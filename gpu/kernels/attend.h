@@ -17,13 +17,27 @@
 #include "host/core/softmax_sums.h"
 #include "host/core/tail.h"
 
-// What the kernels of a sparse attend share. One (query, KV head) is a unit;
-// a wave is a number of units with one selector that go through the kernels
-// together. Nothing here waits for the GPU: counts and budgets stay in
-// UnitState.
+// What the kernels of a sparse attend share. Nothing here waits for the GPU:
+// counts and budgets stay in UnitState. What the words mean:
+//   unit       one (query, KV head); a wave is units with one selector that go
+//              through the kernels together
+//   group      the query heads of a KV head, G of them; a quartet is four, whose
+//              bit planes two tensor-core instructions hold
+//   page       kPageTokenCount tokens of one KV head: of rows, or of codes with
+//              what stands behind them (an index page)
+//   tile       tokens or rows that a block or a warp takes at a time; 32 in code
+//              pages, see code_tiling.h, whose octets and fragments are its parts
+//   chunk      kChunkTokens tokens, what one block filters
+//   scored     tokens that have a score: neither sink nor window
+//   reference  pages whose logits scores are relative to
+//   filtered   tokens that the filter lets through, which may be listed
+//   list       the unit's rows: exact ones, then each draw's by stratum
+//   split      a run of the list, folded by one block
+//   sample     the tail's rows, by a first draw (the pilot) and a second
+//   candidate  a token that a first selection found
 namespace spillway::cuda {
 
-// Tokens of a chunk: what one block filters, and whose finds stay in order.
+// Tokens of a chunk, which stay in order.
 inline constexpr int kChunkTokens = 4096;
 // Classes of bins: the stratum, or one of these.
 inline constexpr int kClassTie = kTailStrataMax;  // the bin of the heavy threshold
@@ -119,7 +133,7 @@ struct UnitState {
   // below `threshold`.
   uint64_t drawn_threshold[kTailStrataMax];
   uint64_t threshold[kTailStrataMax];
-  int32_t near_bin;  // below it only the band's tokens are candidates
+  int32_t near_bin;  // below it the filter lets through the band's tokens alone
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];  // of the pilot, then what the bound asks for
@@ -161,7 +175,7 @@ struct UnitRequest {
   const float* rotation_transposed;  // [d][d], with a rotation
   float* q;                          // [G][d]
   int64_t n;                         // visible tokens
-  int64_t begin;                     // candidates [begin, end)
+  int64_t begin;                     // scored tokens [begin, end)
   int64_t end;
 
   int64_t heavy_count;  // by count or fraction
@@ -181,11 +195,11 @@ struct UnitRequest {
   uint16_t* limit_of_bin;     // likewise, see SampleLimit()
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
   uint32_t* head_ties;        // [G][chunks], by mass only
-  uint32_t* query_planes;     // [head tiles][16][words]
-  float* sample_logits;       // [G][sample_token_count]
-  int64_t sample_token_count;
-  uint32_t* candidates;       // [chunks][kChunkTokens], see Candidate
-  uint32_t* chunk_counts;     // [chunks] candidates
+  uint32_t* query_planes;     // [quartets][16][words]
+  float* reference_logits;    // [G][reference_token_count]
+  int64_t reference_token_count;
+  uint32_t* filtered;         // [chunks][kChunkTokens], see FilteredToken
+  uint32_t* chunk_counts;     // [chunks] filtered tokens
   ChunkTies* chunk_ties;      // [chunks]
   uint32_t* chunk_table;      // [kChunkColumns][chunks]
   uint32_t* list;             // [n] tokens

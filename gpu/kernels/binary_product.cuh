@@ -4,7 +4,7 @@
 
 // Products of codes and query bits on binary tensor cores.
 //
-// A warp takes 32 tokens of a code page at a time, as two pairs of tiles of 8:
+// A warp takes 32 tokens of a code page at a time, as two pairs of octets:
 // the instruction m16n8k128 .and.popc multiplies a pair's 16 keys with eight
 // columns of query bits, (head, plane) pairs of four heads. Two of them hold
 // four planes of four heads, so that a lane ends up with all planes of one
@@ -23,22 +23,23 @@ __device__ inline void AndPopc(int32_t (&acc)[4], uint32_t a0, uint32_t a1, uint
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-// The words of a lane's keys, one of each of a group's four tiles, for one
-// plane and chunk; 0 where the chunk has no such word.
+// The words of a lane's keys, one of each of a tile's four octets, for one
+// plane and fragment; 0 where the fragment has no such word.
 __device__ inline uint4 LoadCodes(const CodeTiling& tiling, const std::byte* page, int plane,
-                                  int group, int chunk, int lane) {
-  const int width = tiling.chunk_words(chunk);
+                                  int tile, int fragment, int lane) {
+  const int width = tiling.fragment_words(fragment);
   const int word = lane % 4;
   if (word >= width) return make_uint4(0, 0, 0, 0);
   const uint32_t* at = reinterpret_cast<const uint32_t*>(page) +
-                       tiling.chunk_offset(plane, group, chunk) + (lane / 4 * width + word) * 4;
+                       tiling.fragment_offset(plane, tile, fragment) +
+                       (lane / 4 * width + word) * 4;
   return *reinterpret_cast<const uint4*>(at);
 }
 
-// Which token of a group of 32 a lane holds once four heads were exchanged.
+// Which token of a tile a lane holds once four heads were exchanged.
 __device__ inline int TokenOfLane(int lane) { return (lane % 4) * 8 + lane / 4; }
 
-// a[tile] of head `lane % 4` becomes a[head] of tile `lane % 4`.
+// a[octet] of head `lane % 4` becomes a[head] of octet `lane % 4`.
 __device__ inline void ExchangeHeads(float (&a)[4], int lane) {
   const bool odd = (lane & 1) != 0;
 #pragma unroll
@@ -64,19 +65,19 @@ __device__ inline void ExchangeHeads(float (&a)[4], int lane) {
   }
 }
 
-// Query bits of a block's unit in shared memory: per head tile and chunk the
+// Query bits of a block's unit in shared memory: per quartet and fragment the
 // lane's words of both column sets. Column 2 head + plane % 2 of set
 // plane / 2 is row plane * 4 + head of query_planes.
-__device__ inline void LoadQueryPlanes(const UnitRequest& u, int tiles, int words, int chunks,
+__device__ inline void LoadQueryPlanes(const UnitRequest& u, int quartets, int words, int fragments,
                                        uint2* planes) {
-  for (int i = threadIdx.x; i < tiles * chunks * 32; i += blockDim.x) {
+  for (int i = threadIdx.x; i < quartets * fragments * 32; i += blockDim.x) {
     const int lane = i % 32;
-    const int chunk = i / 32 % chunks;
-    const int tile = i / 32 / chunks;
-    const int word = chunk * kChunkWords + lane % 4;
+    const int fragment = i / 32 % fragments;
+    const int quartet = i / 32 / fragments;
+    const int word = fragment * kFragmentWords + lane % 4;
     const int head = lane / 4 / 2;
     const int plane = lane / 4 % 2;
-    const uint32_t* rows = u.query_planes + tile * 16 * words;
+    const uint32_t* rows = u.query_planes + quartet * 16 * words;
     uint2 pair = make_uint2(0, 0);
     if (word < words) {
       pair.x = rows[(plane * 4 + head) * words + word];
@@ -88,9 +89,9 @@ __device__ inline void LoadQueryPlanes(const UnitRequest& u, int tiles, int word
 
 // acc = sum over planes 2^p of AndPopc. Two planes cost one instruction more
 // than they need, and none of the other kind.
-template <int kPlanes, int kChunks>
-__device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kChunks], int pair,
-                                    const uint32_t (&b)[kChunks], int32_t (&acc)[4]) {
+template <int kPlanes, int kFragments>
+__device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kFragments], int pair,
+                                    const uint32_t (&b)[kFragments], int32_t (&acc)[4]) {
 #pragma unroll
   for (int p = kPlanes - 1; p >= 0; --p) {
     if (kPlanes > 2 && p + 1 < kPlanes) {
@@ -98,7 +99,7 @@ __device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kChunks], int 
       for (int i = 0; i < 4; ++i) acc[i] *= 2;
     }
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    for (int c = 0; c < kFragments; ++c) {
       const uint4& k = codes[p][c];
       const uint32_t low = pair == 0 ? k.x : k.z;
       const uint32_t high = pair == 0 ? k.y : k.w;
@@ -108,15 +109,15 @@ __device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kChunks], int 
   }
 }
 
-// A lane's query bits of a head tile: both column sets.
-template <int kChunks>
+// A lane's query bits of a quartet: both column sets.
+template <int kFragments>
 struct QueryBits {
-  uint32_t low[kChunks];
-  uint32_t high[kChunks];
+  uint32_t low[kFragments];
+  uint32_t high[kFragments];
 
   __device__ QueryBits(const uint2* planes, int lane) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    for (int c = 0; c < kFragments; ++c) {
       const uint2 b = planes[c * 32 + lane];
       low[c] = b.x;
       high[c] = b.y;
@@ -124,18 +125,18 @@ struct QueryBits {
   }
 };
 
-// Integer sums of four query heads over a group's keys: totals[tile] is of
-// head lane % 4 and key lane / 4 of the tile: offset + 4 sum w u - 30 sum u,
+// Integer sums of four query heads over a tile's keys: totals[octet] is of
+// head lane % 4 and key lane / 4 of the octet: offset + 4 sum w u - 30 sum u,
 // w the stored 4-bit weight.
-template <int kPlanes, int kChunks>
-__device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks], const int32_t (&ones)[4],
-                                   const QueryBits<kChunks>& query, int32_t offset,
-                                   int32_t (&totals)[4]) {
+template <int kPlanes, int kFragments>
+__device__ inline void TileTotals(const uint4 (&codes)[kPlanes][kFragments],
+                                  const int32_t (&ones)[4], const QueryBits<kFragments>& query,
+                                  int32_t offset, int32_t (&totals)[4]) {
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     int32_t a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};
-    WeightedPopc<kPlanes, kChunks>(codes, pair, query.low, a);
-    WeightedPopc<kPlanes, kChunks>(codes, pair, query.high, b);
+    WeightedPopc<kPlanes, kFragments>(codes, pair, query.low, a);
+    WeightedPopc<kPlanes, kFragments>(codes, pair, query.high, b);
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
       const int32_t sum = (a[2 * key] + 2 * a[2 * key + 1]) + 4 * (b[2 * key] + 2 * b[2 * key + 1]);
@@ -144,16 +145,16 @@ __device__ inline void GroupTotals(const uint4 (&codes)[kPlanes][kChunks], const
   }
 }
 
-// sum u of each tile's key, as the lane's key of GroupTotals.
-template <int kPlanes, int kChunks>
-__device__ inline void GroupOnes(const uint4 (&codes)[kPlanes][kChunks], int32_t (&ones)[4]) {
-  uint32_t all[kChunks];
+// sum u of each octet's key, as the lane's key of TileTotals.
+template <int kPlanes, int kFragments>
+__device__ inline void TileOnes(const uint4 (&codes)[kPlanes][kFragments], int32_t (&ones)[4]) {
+  uint32_t all[kFragments];
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) all[c] = kFullWarp;
+  for (int c = 0; c < kFragments; ++c) all[c] = kFullWarp;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     int32_t acc[4] = {0, 0, 0, 0};
-    WeightedPopc<kPlanes, kChunks>(codes, pair, all, acc);
+    WeightedPopc<kPlanes, kFragments>(codes, pair, all, acc);
     ones[2 * pair] = acc[0];
     ones[2 * pair + 1] = acc[2];
   }
@@ -164,11 +165,11 @@ __device__ inline float ScaledLogit(int32_t total, float coefficient, float fact
   return coefficient * static_cast<float>(total) * factor;
 }
 
-// Factors of the lane's keys in a group's four tiles.
-__device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* page, int group,
+// Factors of the lane's keys in a tile's four octets.
+__device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* page, int tile,
                                    int lane, float (&factors)[4]) {
   const auto* at = reinterpret_cast<const uint2*>(page + tiling.factor_offset_bytes()) +
-                   group * (kGroupTokenCount / 4) + lane / 4;
+                   tile * (kCodeTileTokens / 4) + lane / 4;
   const uint2 raw = *at;
   factors[0] = __uint_as_float(raw.x << 16);
   factors[1] = __uint_as_float(raw.x & 0xFFFF0000u);

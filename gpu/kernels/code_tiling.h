@@ -10,16 +10,16 @@ namespace spillway::cuda {
 
 // How the CUDA device tiles codes. A code page holds the codes of
 // kPageTokenCount tokens of one KV head:
-//   planes   uint32 [plane][group = 4][chunk][row = 8][word][tile = 4]
-//   factors  bf16 [group = 4][row = 8][tile = 4], only with a rotation
-// Token 32 group + 8 tile + row; plane 0 is a code's low bit. A chunk is up to
+//   planes   uint32 [plane][tile = 4][fragment][row = 8][word][octet = 4]
+//   factors  bf16 [tile = 4][row = 8][octet = 4], only with a rotation
+// Token 32 tile + 8 octet + row; plane 0 is a code's low bit. A fragment is up to
 // four 32-bit words of a plane (the last may have fewer): what one binary
 // tensor-core instruction multiplies. So a lane reads the words of its key of
-// four tiles as one 16-byte load, ready for the instruction, and a page has no
+// four octets as one 16-byte load, ready for the instruction, and a page has no
 // padding beyond a plane's last word.
-inline constexpr int kGroupTokenCount = 32;
-inline constexpr int kGroupsPerPage = kPageTokenCount / kGroupTokenCount;
-inline constexpr int kChunkWords = 4;
+inline constexpr int kCodeTileTokens = 32;
+inline constexpr int kCodeTilesPerPage = kPageTokenCount / kCodeTileTokens;
+inline constexpr int kFragmentWords = 4;
 
 struct CodeTiling {
   int planes = 0;
@@ -31,27 +31,29 @@ struct CodeTiling {
     return {spec.plane_count(), spec.plane_words(), spec.hash.kind == HashKind::kRotation};
   }
 
-  SPILLWAY_HOST_DEVICE int chunks() const { return (words + kChunkWords - 1) / kChunkWords; }
-  SPILLWAY_HOST_DEVICE int chunk_words(int chunk) const {
-    const int left = words - chunk * kChunkWords;
-    return left < kChunkWords ? left : kChunkWords;
+  SPILLWAY_HOST_DEVICE int fragments() const {
+    return (words + kFragmentWords - 1) / kFragmentWords;
   }
-  // In words from the page's start to row 0, word 0, tile 0 of a chunk.
-  SPILLWAY_HOST_DEVICE int chunk_offset(int plane, int group, int chunk) const {
-    return (plane * kGroupsPerPage + group) * words * kGroupTokenCount +
-           chunk * kChunkWords * kGroupTokenCount;
+  SPILLWAY_HOST_DEVICE int fragment_words(int fragment) const {
+    const int left = words - fragment * kFragmentWords;
+    return left < kFragmentWords ? left : kFragmentWords;
+  }
+  // In words from the page's start to row 0, word 0, octet 0 of a fragment.
+  SPILLWAY_HOST_DEVICE int fragment_offset(int plane, int tile, int fragment) const {
+    return (plane * kCodeTilesPerPage + tile) * words * kCodeTileTokens +
+           fragment * kFragmentWords * kCodeTileTokens;
   }
   // Of one word of one token's plane; slot in [0, 128), word in [0, words).
   SPILLWAY_HOST_DEVICE int word_offset(int plane, int slot, int word) const {
-    const int chunk = word / kChunkWords;
+    const int fragment = word / kFragmentWords;
     const int row = slot % 8;
-    const int tile = slot % kGroupTokenCount / 8;
-    return chunk_offset(plane, slot / kGroupTokenCount, chunk) +
-           (row * chunk_words(chunk) + word % kChunkWords) * 4 + tile;
+    const int octet = slot % kCodeTileTokens / 8;
+    return fragment_offset(plane, slot / kCodeTileTokens, fragment) +
+           (row * fragment_words(fragment) + word % kFragmentWords) * 4 + octet;
   }
   // Of a token's factor among the page's.
   SPILLWAY_HOST_DEVICE static int factor_index(int slot) {
-    return slot / kGroupTokenCount * kGroupTokenCount + slot % 8 * 4 + slot % kGroupTokenCount / 8;
+    return slot / kCodeTileTokens * kCodeTileTokens + slot % 8 * 4 + slot % kCodeTileTokens / 8;
   }
   SPILLWAY_HOST_DEVICE int factor_offset_bytes() const {
     return planes * words * kPageTokenCount * 4;

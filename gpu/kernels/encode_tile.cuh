@@ -21,7 +21,7 @@ inline constexpr int kTileBlocks = 4;
 #endif
 inline constexpr int kStrips = kTileThreads * 4 / kTileTokens;
 
-// Tiles are [row][64] floats. Groups of four tokens are permuted by
+// Tiles are [row][64] floats. Every four tokens are permuted by
 // row / kRows, so that threads of different rows meet in different banks.
 template <int kRows>
 __device__ inline int TileAt(int row, int token) {
@@ -275,10 +275,10 @@ __device__ inline uint32_t EveryFourthBit(uint32_t x) {
 __device__ inline void StoreWords(const Quantiser& quantiser, const CodeTiling& tiling,
                                   const float* y, int token, int column, int dims, int slot,
                                   std::byte* page) {
-  // A pass is a chunk; its words stand four apart.
-  static_assert(kTileDims == kChunkWords * 32);
+  // A pass is a fragment; its words stand four apart.
+  static_assert(kTileDims == kFragmentWords * 32);
   uint32_t* out = reinterpret_cast<uint32_t*>(page) + tiling.word_offset(0, slot, column / 32);
-  const int plane_words = tiling.chunk_offset(1, 0, 0);
+  const int plane_words = tiling.fragment_offset(1, 0, 0);
 #pragma unroll 1
   for (int word = 0; word * 32 < dims; ++word) {
     uint32_t codes[4] = {};  // of eight dimensions each, four bits a dimension

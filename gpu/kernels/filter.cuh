@@ -7,7 +7,7 @@
 // without a generator: by the keyed hash of host/core/keyed_hash.h. Phase 0
 // lists the exact rows (sink, heavy, window) and the pilot, phase 1 what the
 // budgets ask for beyond the pilot.
-// Here: the rule, and the candidates that it finds.
+// Here: the rule, and the tokens that it lets through.
 namespace spillway::cuda {
 
 inline constexpr int kFilterThreads = 256;
@@ -23,7 +23,7 @@ struct SampleRule {
 };
 
 // All threads of the block; upper: thresholds that bound the draw. In phase 0
-// all of the heavy bin's tokens are candidates.
+// all of the heavy bin's tokens pass.
 __device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t* upper,
                                 SampleRule& rule) {
   const UnitState& state = *u.state;
@@ -62,13 +62,13 @@ __device__ inline bool Drawn(const SampleRule& rule, int c, uint32_t token) {
   return x >= range.x && x <= range.y;
 }
 
-// A token that is or may be listed, in 32 bits.
-struct Candidate {
+// A token that the filter lets through: it is or may be listed. In 32 bits.
+struct FilteredToken {
   static __device__ uint32_t Pack(int slot, int c, bool resident) {
     return static_cast<uint32_t>(slot) | static_cast<uint32_t>(c) << 12 |
            static_cast<uint32_t>(resident) << 20;
   }
-  __device__ explicit Candidate(uint32_t packed)
+  __device__ explicit FilteredToken(uint32_t packed)
       : slot(packed & 0xFFFu), c(packed >> 12 & 0xFFu), resident((packed >> 20 & 1u) != 0) {}
 
   uint32_t slot;  // in its chunk
@@ -77,7 +77,7 @@ struct Candidate {
 };
 static_assert(kChunkTokens <= 1 << 12 && kClassCount <= 1 << 8);
 
-// What a candidate is once it is known which ties are heavy: 0 heavy, 1 + h
+// What a filtered token is once it is known which ties are heavy: 0 heavy, 1 + h
 // drawn of stratum h, -1 neither.
 __device__ inline int Kind(const SampleRule& rule, int c, uint32_t token) {
   if (c == kClassHeavy) return 0;
@@ -156,9 +156,9 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limit
   return flags;
 }
 
-// Lists a chunk's candidates in token order, some of them for nothing; and counts them by class
-// into chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of them are
-// heavy is not known yet. All threads of the block.
+// Collects a chunk's filtered tokens in their order, some of them for nothing; and counts them by
+// class into chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of them
+// are heavy is not known yet. All threads of the block.
 template <int kThreads>
 __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
                                    const uint16_t* limits, int bin_count, int phase, int64_t chunk,
@@ -203,7 +203,7 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
     const auto token = static_cast<uint32_t>(chunk_begin + slot);
     const int c = u.class_of_bin[BinIndex(bins[slot], bin_count)];
     const bool resident = IsResident(u.resident, token);
-    u.candidates[chunk_begin + i] = Candidate::Pack(slot, c, resident);
+    u.filtered[chunk_begin + i] = FilteredToken::Pack(slot, c, resident);
     if (phase == 0 && c == kClassTie) {
       const bool drawn = rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
       atomicAdd(&ties.all, 1u);
@@ -230,7 +230,7 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   __syncthreads();
 }
 
-// Counts a chunk's candidates by class anew, all that is known considered; in
+// Counts a chunk's filtered tokens by class anew, all that is known considered; in
 // `counts` [kChunkColumns], shared memory of the warp's own. All lanes.
 __device__ inline void CountChunk(const UnitRequest& u, const SampleRule& rule, int phase,
                                   int64_t chunk, uint32_t* counts) {
@@ -239,12 +239,12 @@ __device__ inline void CountChunk(const UnitRequest& u, const SampleRule& rule, 
   __syncwarp();
   const uint32_t count = u.chunk_counts[chunk];
   for (uint32_t i = lane; i < count; i += 32) {
-    const Candidate candidate(u.candidates[chunk * kChunkTokens + i]);
+    const FilteredToken passed(u.filtered[chunk * kChunkTokens + i]);
     const int kind =
-        Kind(rule, candidate.c, static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot));
+        Kind(rule, passed.c, static_cast<uint32_t>(chunk * kChunkTokens + passed.slot));
     if (kind < 0 || (phase == 1 && kind == 0)) continue;
     atomicAdd(&counts[kind], 1u);
-    if (!candidate.resident) atomicAdd(&counts[kMissedColumn], 1u);
+    if (!passed.resident) atomicAdd(&counts[kMissedColumn], 1u);
   }
   __syncwarp();
   for (int c = lane; c < kChunkColumns; c += 32) {

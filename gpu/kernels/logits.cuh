@@ -70,7 +70,7 @@ class ExactLogits {
   float* tile_;
 };
 
-// The sampled pages' logits and their largest. Grid (blocks, units).
+// The reference pages' logits and their largest. Grid (blocks, units).
 template <typename Source>
 __global__ void __launch_bounds__(kLogitThreads)
     LogitReferenceKernel(AttendShape shape, typename Source::Context context,
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kLogitThreads)
     const int slot = threadIdx.x;
     for (int head = 0; head < shape.group && slot < count; ++head) {
       const float x = OracleScore(source.Get(head));
-      u.sample_logits[head * u.sample_token_count + i * kPageTokenCount + slot] = x;
+      u.reference_logits[head * u.reference_token_count + i * kPageTokenCount + slot] = x;
       if (first + slot >= u.begin) atomicMax(&u.state->reference[head], OrderedBits(x));
     }
   }

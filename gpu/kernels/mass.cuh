@@ -93,10 +93,10 @@ __global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
     const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
     for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
       const int64_t t = base + lane;
-      const bool candidate = t >= u.begin && t < to;
+      const bool scored = t >= u.begin && t < to;
       bool heavy = false;
       for (int h = 0; h < group; ++h) {
-        const int bin = candidate ? u.head_bins[h * u.n + t] : -1;
+        const int bin = scored ? u.head_bins[h * u.n + t] : -1;
         const bool tie = bin == state.head_bin[h];
         const unsigned ties = __ballot_sync(kFullWarp, tie);
         heavy |= bin > state.head_bin[h] ||

@@ -51,7 +51,7 @@ __device__ inline void AddToGlobal(const uint32_t* shared_histogram, int bin_cou
   }
 }
 
-// A page's tokens and which of them are candidates, by slot.
+// A page's tokens and which of them are scored, by slot.
 struct PageSlots {
   uint16_t* bins;
   int begin;
@@ -65,9 +65,9 @@ struct PageSlots {
 
   // Bins have room for whole pages.
   __device__ void Store(int slot, uint32_t bin, uint32_t* histogram) const {
-    const bool candidate = slot >= begin && slot < end;
-    if (candidate) atomicAdd(&histogram[bin], 1u);
-    bins[slot] = candidate ? static_cast<uint16_t>(bin) : kNoBin;
+    const bool scored = slot >= begin && slot < end;
+    if (scored) atomicAdd(&histogram[bin], 1u);
+    bins[slot] = scored ? static_cast<uint16_t>(bin) : kNoBin;
   }
 };
 

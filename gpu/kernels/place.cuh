@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(kPlaceThreads)
     int64_t turn = first_turn + before[kMissedColumn * u.chunks()];
     for (uint32_t i = 0; i < count; i += 32) {
       const bool have = i + lane < count;
-      const Candidate candidate(have ? u.candidates[chunk * kChunkTokens + i + lane] : 0);
-      const auto token = static_cast<uint32_t>(chunk * kChunkTokens + candidate.slot);
-      const int kind = have ? Kind(rule, candidate.c, token) : -1;
+      const FilteredToken passed(have ? u.filtered[chunk * kChunkTokens + i + lane] : 0);
+      const auto token = static_cast<uint32_t>(chunk * kChunkTokens + passed.slot);
+      const int kind = have ? Kind(rule, passed.c, token) : -1;
       const bool kept = kind >= 0 && !(phase == 1 && kind == 0);
       const unsigned all = __ballot_sync(kFullWarp, kept);
-      const unsigned missed = __ballot_sync(kFullWarp, kept && !candidate.resident);
+      const unsigned missed = __ballot_sync(kFullWarp, kept && !passed.resident);
       const unsigned same = __match_any_sync(kFullWarp, kept ? kind : -1);
       const unsigned lower = (1u << lane) - 1;
       const uint32_t low = __shfl_sync(kFullWarp, place_low, kept ? kind % 32 : 0);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
       if (kept) {
         const int64_t base = kind == 0 ? u.sink : state.stratum_first[kind - 1];
         const int64_t place = base + (kind < 32 ? low : high) + __popc(same & lower);
-        if (candidate.resident) {
+        if (passed.resident) {
           put(token, place, ResidentRow(u.resident, row_bytes, token));
         } else {
           bring(token, place, turn + __popc(missed & lower));

@@ -21,7 +21,7 @@ __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
 }
 
 // asymmetric: levels of query_code.h, stored as w + 8 in planes;
-// row = plane * 4 + head of the tile. Grid (heads of the tiles, units), a
+// row = plane * 4 + head of the quartet. Grid (heads of the quartets, units), a
 // thread per dimension, padded to 32.
 __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests requests) {
   __shared__ UnitRequest u;

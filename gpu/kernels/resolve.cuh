@@ -3,7 +3,7 @@
 #include "gpu/kernels/filter.cuh"
 #include "host/core/tail_draw.h"
 
-// How many rows of which class a phase's candidates come to, and where they
+// How many rows of which class a phase's filtered tokens come to, and where they
 // go in its list.
 namespace spillway::cuda {
 
@@ -52,7 +52,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
       const int64_t first = __shfl_sync(kFullWarp, scan - ties, holder);
       const int64_t last = __shfl_sync(kFullWarp, scan, holder);
       const int64_t its_chunk = __shfl_sync(kFullWarp, chunk, holder);
-      const uint32_t* candidates = u.candidates + its_chunk * kChunkTokens;
+      const uint32_t* filtered = u.filtered + its_chunk * kChunkTokens;
       const uint32_t count = u.chunk_counts[its_chunk];
       int64_t rank = first;
       uint32_t drawn = 0;
@@ -64,21 +64,21 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
           const uint32_t i = base + j * 32 + lane;
-          packed[j] = i < count ? candidates[i] : Candidate::Pack(0, kClassNever, true);
+          packed[j] = i < count ? filtered[i] : FilteredToken::Pack(0, kClassNever, true);
         }
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
           if (turned) break;
-          const Candidate candidate(packed[j]);
-          const auto token = static_cast<uint32_t>(its_chunk * kChunkTokens + candidate.slot);
-          const bool tie = candidate.c == kClassTie;
+          const FilteredToken passed(packed[j]);
+          const auto token = static_cast<uint32_t>(its_chunk * kChunkTokens + passed.slot);
+          const bool tie = passed.c == kClassTie;
           const unsigned mask = __ballot_sync(kFullWarp, tie);
           const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
           const bool before_split = tie && mine < skip;
           const bool hit =
               before_split && rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
           drawn += __popc(__ballot_sync(kFullWarp, hit));
-          missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !candidate.resident));
+          missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !passed.resident));
           const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
           rank += __popc(mask);
           if (turning == 0) continue;
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kResolveThreads)
     __syncthreads();
     if (verdict == DrawVerdict::kTake) break;
     if (collect) {
-      // Rare: candidates beyond what was collected.
+      // Rare: tokens beyond what was collected.
       LoadRule(u, phase, collected, rule);
       if (threadIdx.x == 0) state.near_bin = 0;
       for (int b = threadIdx.x; b < bin_count + 2; b += blockDim.x) {

@@ -8,43 +8,43 @@ namespace {
 
 constexpr int kReferenceThreads = 128;
 
-size_t PlaneBytes(const Wave& wave, int tiles) {
-  return sizeof(uint2) * tiles * wave.shape.tiling.chunks() * 32;
+size_t PlaneBytes(const Wave& wave, int quartets) {
+  return sizeof(uint2) * quartets * wave.shape.tiling.fragments() * 32;
 }
 
-template <int kPlanes, int kChunks>
+template <int kPlanes, int kFragments>
 cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
-  const int tiles = (wave.shape.group + 3) / 4;
+  const int quartets = (wave.shape.group + 3) / 4;
   const int warps = kReferenceThreads / 32;
   const int blocks =
-      BlocksPerUnit(wave, 16, (wave.reference_pages_max * kGroupsPerPage + warps - 1) / warps);
+      BlocksPerUnit(wave, 16, (wave.reference_pages_max * kCodeTilesPerPage + warps - 1) / warps);
   const dim3 grid(blocks, wave.unit_count);
-  return Launch<ReferenceKernel<kPlanes, kChunks>>(
-      {grid, kReferenceThreads, PlaneBytes(wave, tiles), wave.overlap}, stream, wave.shape,
+  return Launch<ReferenceKernel<kPlanes, kFragments>>(
+      {grid, kReferenceThreads, PlaneBytes(wave, quartets), wave.overlap}, stream, wave.shape,
       wave.units);
 }
 
-template <int kPlanes, int kChunks>
+template <int kPlanes, int kFragments>
 cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
-  const int tiles = (wave.shape.group + 3) / 4;
-  const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, tiles);
+  const int quartets = (wave.shape.group + 3) / 4;
+  const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, quartets);
   const int bytes = wave.shape.tiling.page_bytes();
   if (wave.shape.by_mass) {
-    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kChunks, true, false>>(wave, fixed, bytes,
-                                                                               stream);
+    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, true, false>>(wave, fixed,
+                                                                                  bytes, stream);
   }
-  if (tiles > 1) {
-    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kChunks, false, false>>(wave, fixed, bytes,
+  if (quartets > 1) {
+    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, false, false>>(wave, fixed,
+                                                                                   bytes, stream);
+  }
+  return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, false, true>>(wave, fixed, bytes,
                                                                                 stream);
-  }
-  return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kChunks, false, true>>(wave, fixed, bytes,
-                                                                             stream);
 }
 
 // Calls f<planes, chunks>().
 template <typename F>
 cudaError_t ForShape(const CodeTiling& tiling, F f) {
-  const bool one = tiling.chunks() == 1;
+  const bool one = tiling.fragments() == 1;
   switch (tiling.planes) {
     case 1:
       return one ? f.template operator()<1, 1>() : f.template operator()<1, 2>();
@@ -68,15 +68,15 @@ cudaError_t LaunchReferenceMass(const Wave& wave, cudaStream_t stream) {
 }
 
 cudaError_t LaunchAsymmetricReference(const Wave& wave, cudaStream_t stream) {
-  const cudaError_t error = ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
-    return LaunchReferenceOf<kPlanes, kChunks>(wave, stream);
+  const cudaError_t error = ForShape(wave.shape.tiling, [&]<int kPlanes, int kFragments>() {
+    return LaunchReferenceOf<kPlanes, kFragments>(wave, stream);
   });
   return error == cudaSuccess ? LaunchReferenceMass(wave, stream) : error;
 }
 
 cudaError_t LaunchAsymmetricScore(const Wave& wave, cudaStream_t stream) {
-  return ForShape(wave.shape.tiling, [&]<int kPlanes, int kChunks>() {
-    return LaunchScoreOf<kPlanes, kChunks>(wave, stream);
+  return ForShape(wave.shape.tiling, [&]<int kPlanes, int kFragments>() {
+    return LaunchScoreOf<kPlanes, kFragments>(wave, stream);
   });
 }
 

@@ -23,7 +23,7 @@ cudaError_t LaunchHammingReference(const Wave&, cudaStream_t) { return cudaSucce
 cudaError_t LaunchHammingScore(const Wave& wave, cudaStream_t stream) {
   const CodeTiling& tiling = wave.shape.tiling;
   const size_t fixed =
-      sizeof(uint32_t) * ((wave.shape.bin_count + tiling.chunks() * 32 + 3) / 4 * 4);
+      sizeof(uint32_t) * ((wave.shape.bin_count + tiling.fragments() * 32 + 3) / 4 * 4);
   return LaunchScoring<ScoreHammingKernel>(wave, fixed, tiling.words * kPageTokenCount * 4, stream,
                                            wave.methods.shape->heads_per_code);
 }

@@ -73,12 +73,12 @@ __global__ void PrepareHammingKernel(AttendShape shape, HammingShape hamming,
 
 // Query bits of hamming: eight columns, planes 0 to 2 of the heads' counts,
 // the key's own bits (row 8), planes 3 and 4.
-__device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int chunks,
+__device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int fragments,
                                        uint32_t* planes) {
-  for (int i = threadIdx.x; i < chunks * 32; i += blockDim.x) {
+  for (int i = threadIdx.x; i < fragments * 32; i += blockDim.x) {
     const int lane = i % 32;
     const int column = lane / 4;
-    const int word = i / 32 * kChunkWords + lane % 4;
+    const int word = i / 32 * kFragmentWords + lane % 4;
     const int row = column < 3 ? column : column == 3 ? 8 : column < 6 ? column - 1 : -1;
     planes[i] = word < words && row >= 0 ? u.query_planes[row * words + word] : 0;
   }
@@ -96,11 +96,11 @@ __global__ void __launch_bounds__(kScoreThreads)
   const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
   const int warps = blockDim.x / 32;
   if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
-  const int chunks = shape.tiling.chunks();
+  const int fragments = shape.tiling.fragments();
   uint32_t* histogram = shared;
   uint32_t* planes = shared + shape.bin_count;
   for (int i = threadIdx.x; i < shape.bin_count; i += blockDim.x) histogram[i] = 0;
-  LoadCountPlanes(u, shape.tiling.words, chunks, planes);
+  LoadCountPlanes(u, shape.tiling.words, fragments, planes);
   __syncthreads();
 
   const int lane = threadIdx.x % 32;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   // Of a page the plane of signs alone, which lies as plane 0 in the ring.
   const int plane_bytes = shape.tiling.words * kPageTokenCount * 4;
   const int64_t plane_offset = int64_t{shape.tiling.planes - 1} * plane_bytes;
-  const int head_words = (shape.bin_count + chunks * 32 + 3) / 4 * 4;
+  const int head_words = (shape.bin_count + fragments * 32 + 3) / 4 * 4;
   PageRing ring(reinterpret_cast<std::byte*>(shared + head_words) +
                     threadIdx.x / 32 * PageRing::kDepth * plane_bytes,
                 plane_bytes);
@@ -128,23 +128,23 @@ __global__ void __launch_bounds__(kScoreThreads)
     next = address(page_index + 2 * step);
     const std::byte* page = ring.Take();
     const PageSlots slots(u, page_index);
-    int32_t acc[kGroupsPerPage][2][4] = {};
-    for (int c = 0; c < chunks; ++c) {
-      uint4 codes[kGroupsPerPage];
+    int32_t acc[kCodeTilesPerPage][2][4] = {};
+    for (int c = 0; c < fragments; ++c) {
+      uint4 codes[kCodeTilesPerPage];
 #pragma unroll
-      for (int g = 0; g < kGroupsPerPage; ++g) {
+      for (int g = 0; g < kCodeTilesPerPage; ++g) {
         codes[g] = LoadCodes(shape.tiling, page, 0, g, c, lane);
       }
       const uint32_t b = planes[c * 32 + lane];
 #pragma unroll
-      for (int g = 0; g < kGroupsPerPage; ++g) {
+      for (int g = 0; g < kCodeTilesPerPage; ++g) {
         AndPopc(acc[g][0], codes[g].x, codes[g].y, b);
         AndPopc(acc[g][1], codes[g].z, codes[g].w, b);
       }
     }
 #pragma unroll
-    for (int g = 0; g < kGroupsPerPage; ++g) {
-      // Sums over the columns; each exchange halves the tiles that a lane holds.
+    for (int g = 0; g < kCodeTilesPerPage; ++g) {
+      // Sums over the columns; each exchange halves the octets that a lane holds.
       int32_t sums[4];
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kScoreThreads)
       }
       const int32_t received = __shfl_xor_sync(kFullWarp, low ? sums[0] : sums[1], 1);
       const int32_t sum = (low ? sums[1] : sums[0]) + received;
-      slots.Store(g * kGroupTokenCount + part * 8 + lane / 4, static_cast<uint32_t>(sum + offset),
+      slots.Store(g * kCodeTileTokens + part * 8 + lane / 4, static_cast<uint32_t>(sum + offset),
                   histogram);
     }
     __syncwarp();  // before the next page takes this one's place

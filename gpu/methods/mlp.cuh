@@ -67,7 +67,7 @@ inline constexpr int kHiddenColumns = kColumns < 2 ? kColumns : 2;
 template <int kColumns>
 inline constexpr int kMlpThreadsMax = kColumns == 2 ? 128 : 256;
 
-// Shared memory of MlpKernel: x [kVectors][d] and a chunk of z; with two hidden
+// Shared memory of MlpKernel: x [kVectors][d] and a panel of z; with two hidden
 // layers all of the first one, too.
 template <int kVectors, int kColumns>
 constexpr int MlpSharedBytes(int head_dim, int inner_dim, int threads) {
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
   const int threads = blockDim.x;
   const int hidden = weights.hidden_dim;
   const int bits = weights.hash_bits;
-  const int chunk = threads * kHidden;
+  const int panel = threads * kHidden;
   float* x = reinterpret_cast<float*>(shared);  // [kVectors][dim]
-  float* z = x + kVectors * dim;                // [kVectors][chunk]
+  float* z = x + kVectors * dim;                // [kVectors][panel]
   const int64_t head = blockIdx.y;
   const int64_t first = vectors.First(kVectors);
   const float* w1 = weights.w1 + head * dim * hidden;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
   __syncthreads();
 
 #pragma unroll 1
-  for (int base = 0; base < hidden; base += chunk) {
+  for (int base = 0; base < hidden; base += panel) {
     float sum[kHidden][kVectors];
 #pragma unroll
     for (int c = 0; c < kHidden; ++c) {
@@ -174,24 +174,24 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
     }
     MatrixColumns<kHidden, kAhead / kHidden>(w1, dim, hidden, base + thread, threads)
         .MultiplyAdd(x, dim, sum);
-    __syncthreads();  // the chunk before has been read
+    __syncthreads();  // the panel before has been read
 #pragma unroll
     for (int c = 0; c < kHidden; ++c) {
       float* out = z + c * threads + thread;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) out[v * chunk] = sum[c][v];
+      for (int v = 0; v < kVectors; ++v) out[v * panel] = sum[c][v];
       const int column = base + c * threads + thread;
       if (column >= hidden) continue;
 #pragma unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        const float a = Silu(out[v * chunk]);
-        out[v * chunk] = weights.residual ? a + x[v * dim + column] : a;
+        const float a = Silu(out[v * panel]);
+        out[v * panel] = weights.residual ? a + x[v * dim + column] : a;
       }
     }
     __syncthreads();
     MatrixColumns<kColumns, kAhead / kColumns>(w2 + static_cast<int64_t>(base) * bits,
-                                               min(chunk, hidden - base), bits, thread, threads)
-        .MultiplyAdd(z, chunk, y);
+                                               min(panel, hidden - base), bits, thread, threads)
+        .MultiplyAdd(z, panel, y);
   }
 
   const int lane = thread % 32;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
     uint32_t word = 0;          // of vector `lane`
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const float a = weights.residual ? y[c][v] + z[v * chunk + column] : y[c][v];
+      const float a = weights.residual ? y[c][v] + z[v * panel + column] : y[c][v];
       const uint32_t signs = __ballot_sync(kFullWarp, a > 0);
       if (lane == v) word = signs;
     }

@@ -145,7 +145,7 @@ class Layer {
 };
 
 // One token's code, by the description of CodeTiling alone: planes uint32
-// [plane][group][chunk][row][word][tile], factors behind.
+// [plane][tile][fragment][row][word][octet], factors behind.
 class TokenCode {
  public:
   TokenCode(const CodeTiling& tiling, std::vector<std::byte>& page, int slot)
@@ -174,11 +174,11 @@ class TokenCode {
 
  private:
   std::byte* WordAddress(int plane, int word) const {
-    const int chunk = word / 4;
-    const int chunk_words = std::min(4, tiling_.words - chunk * 4);
-    const int group = slot_ / 32, tile = slot_ % 32 / 8, row = slot_ % 8;
-    const int before = (plane * 4 + group) * tiling_.words * 32 + chunk * 4 * 32;
-    return page_.data() + 4 * (before + (row * chunk_words + word % 4) * 4 + tile);
+    const int fragment = word / 4;
+    const int fragment_words = std::min(4, tiling_.words - fragment * 4);
+    const int tile = slot_ / 32, octet = slot_ % 32 / 8, row = slot_ % 8;
+    const int before = (plane * 4 + tile) * tiling_.words * 32 + fragment * 4 * 32;
+    return page_.data() + 4 * (before + (row * fragment_words + word % 4) * 4 + octet);
   }
   std::byte* FactorAddress() const {
     return page_.data() + tiling_.planes * tiling_.words * 128 * 4 +

@@ -1,5 +1,7 @@
 // Attends of a decoding sequence are replayed as graphs: what they give must
 // not depend on that, and nothing in them may wait for the GPU.
+#include "tests/gpu/replay.h"
+
 #include <gtest/gtest.h>
 
 #include <string>
@@ -7,25 +9,9 @@
 
 #include "gpu/cuda/graph.h"
 #include "gpu/cuda/stream.h"
-#include "tests/conformance/device_bench.h"
 
 namespace spillway {
 namespace {
-
-const DeviceFactory* CudaFactory() {
-  for (const DeviceFactory& factory : DeviceFactories()) {
-    if (factory.name == "cuda") return &factory;
-  }
-  return nullptr;
-}
-
-#define SKIP_WITHOUT_GPU() \
-  if (CudaFactory() == nullptr) GTEST_SKIP() << "this machine has no CUDA GPU"
-
-struct Case {
-  std::string name;
-  Policy policy;
-};
 
 std::vector<Case> Cases(const ModelSpec& spec) {
   Policy base = DefaultPolicy(spec);
@@ -48,14 +34,6 @@ std::vector<Case> Cases(const ModelSpec& spec) {
   return cases;
 }
 
-void ExpectSame(const JobItem& a, const JobItem& b, const std::string& what) {
-  ASSERT_TRUE(a.status.ok()) << what << ": " << a.status;
-  ASSERT_TRUE(b.status.ok()) << what << ": " << b.status;
-  EXPECT_EQ(a.result.out, b.result.out) << what;
-  EXPECT_EQ(a.result.lse, b.result.lse) << what;
-  EXPECT_EQ(a.result.touched_row_counts, b.result.touched_row_counts) << what;
-}
-
 // A wave runs directly when it is new, is captured when it comes again and
 // replayed from then on. A capture that fails is the attend's error.
 TEST(Replay, DecodingGivesTheBitsOfASequenceThatIsNew) {
@@ -65,19 +43,8 @@ TEST(Replay, DecodingGivesTheBitsOfASequenceThatIsNew) {
   const std::vector<float> q = reference::TraceQueries(context, 1, 73, 1.5);
   DeviceBench bench(*CudaFactory(), spec);
   for (const Case& c : Cases(spec)) {
-    BenchSequence decoding(bench);
-    ASSERT_TRUE(decoding.Append(context, 0, 3900).ok());
     // Grids are made anew at 4,096 tokens; pages of rows and codes as well.
-    for (int64_t n = 3900; n < 4300; n += n < 4080 ? 37 : 3) {
-      ASSERT_TRUE(decoding.Append(context, decoding.token_count(), n).ok());
-      const JobItem replayed = decoding.Step(context, c.policy, q);
-      // Another device has no graph yet.
-      if (n % 5 != 0) continue;
-      DeviceBench fresh(*CudaFactory(), spec);
-      BenchSequence plain(fresh);
-      ASSERT_TRUE(plain.Append(context, 0, n + 1).ok());
-      ExpectSame(replayed, plain.Attend(c.policy, q), c.name + " at " + std::to_string(n));
-    }
+    ExpectBitsOfANewSequence(bench, context, c, q, [](int64_t n) { return n < 4080 ? 37 : 3; });
   }
 }
 

@@ -1,0 +1,341 @@
+#include "gpu/device/sparse_pipeline.h"
+
+#include <algorithm>
+#include <bit>
+#include <memory>
+#include <utility>
+
+#include "gpu/device/wave_kernels.h"
+#include "gpu/kernels/methods.h"
+#include "host/base/status_macros.h"
+#include "host/core/quantiser.h"
+#include "host/device/errors.h"
+#include "host/device/results.h"
+
+namespace spillway::cuda {
+namespace {
+
+// Rows that a unit gathers to GPU memory before it folds them; more are read
+// where they lie.
+constexpr int64_t kStagingBytes = int64_t{32} << 20;
+// Blocks that gather rows; see docs/link.md: more SMs hold more addresses in
+// flight than are translated.
+constexpr int kGatherBlocks = 8;
+constexpr int64_t kReferencePagesStep = 16;
+
+// Tokens that grids are made for, of a unit of n.
+int64_t GridTokens(int64_t n) {
+  const auto sixteenth = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 16);
+  return RoundUp(n, std::max<int64_t>(kChunkTokens, sixteenth));
+}
+
+}  // namespace
+
+AttendShape SparsePipeline::ShapeOf(const Policy& policy, Selector selector) const {
+  AttendShape shape;
+  shape.dtype = spec().dtype;
+  shape.head_dim = spec().head_dim;
+  shape.group = spec().group();
+  shape.row_bytes = spec().row_bytes();
+  shape.scale = static_cast<float>(spec().softmax_scale);
+  shape.by_mass = policy.heavy_kind == HeavyKind::kMass;
+  shape.tiling = context_->model().tiling();
+  shape.bits_per_dim = spec().hash.bits_per_dim;
+  if (spec().hash.kind == HashKind::kRotation) {
+    shape.quantiser_step = QuantiserStep(spec().hash.bits_per_dim);
+  }
+  shape.selector = selector;
+  shape.bin_count = FindSelectorKernels(selector)->bin_count(spec());
+  return shape;
+}
+
+SparsePipeline::UnitWave SparsePipeline::WaveFor(size_t item) const {
+  const AttendQuery& w = context_->attend(item);
+  UnitWave wave;
+  wave.shape = ShapeOf(w.policy, w.policy.selector);
+  if (w.policy.candidate_selector.has_value()) {
+    wave.first = ShapeOf(w.policy, *w.policy.candidate_selector);
+    wave.first->by_mass = false;
+  }
+  wave.tail_kernels = FindTailKernels(w.policy.tail);
+  wave.select_only = w.select_only;
+  return wave;
+}
+
+void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave,
+                                Carver& pinned, Carver& workspace) const {
+  const int64_t width = int64_t{spec().group()} * spec().head_dim;
+  wave.requests = pinned.Take<UnitRequest>(unit_count);
+  wave.q = pinned.Take<float>(unit_count * width);
+  wave.results = pinned.Take<UnitResult>(unit_count);
+  wave.out = pinned.Take<float>(unit_count * width);
+  wave.device_requests = workspace.Take<UnitRequest>(unit_count);
+  wave.device_q = workspace.Take<float>(unit_count * width);
+  if (const ModelMethods* methods = context_->model().methods(); methods != nullptr) {
+    wave.methods = methods->LayOut(policy, unit_count, pinned, workspace);
+  }
+}
+
+void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& r,
+                                Carver& workspace) const {
+  const AttendShape& shape = wave.shape;
+  const int group = shape.group;
+  const int bins_max = std::max(shape.bin_count, wave.first ? wave.first->bin_count : 0);
+  const int64_t padded = r.chunks() * kChunkTokens;
+  r.q = wave.device_q + i * group * shape.head_dim;
+  r.bins = workspace.Take<uint16_t>(padded);
+  r.histogram = workspace.Take<uint32_t>(bins_max);
+  r.class_of_bin = workspace.Take<uint8_t>(bins_max + 2);
+  r.limit_of_bin = workspace.Take<uint16_t>(bins_max + 2);
+  if (shape.by_mass) {
+    r.head_bins = workspace.Take<uint16_t>(group * r.n);
+    r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
+    r.head_ties = workspace.Take<uint32_t>(group * r.chunks());
+  }
+  const int quartets = (group + 3) / 4;
+  r.query_planes =
+      workspace.Take<uint32_t>(int64_t{quartets} * 16 * std::max(1, shape.tiling.words));
+  r.reference_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
+  r.reference_logits = workspace.Take<float>(group * r.reference_token_count);
+  r.filtered = workspace.Take<uint32_t>(padded);
+  r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
+  r.chunk_ties = workspace.Take<ChunkTies>(r.chunks());
+  r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
+  r.list = workspace.Take<uint32_t>(r.n);
+  r.sources = workspace.Take<const std::byte*>(r.n);
+  const int64_t staging_bytes = std::min(kStagingBytes, context_->slot().wave_bytes() / 4);
+  r.staging_rows = std::min(r.n, staging_bytes / shape.row_bytes);
+  r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
+  r.gather = workspace.Take<const std::byte*>(r.staging_rows);
+  r.partials = workspace.Take<float>(2 * kSplitMax * PartialFloats(group, shape.head_dim));
+  r.state = workspace.Take<UnitState>(1);
+  if (wave.methods.shape == nullptr) return;
+  const LayerIndex& index = context_->index(unit.item);
+  const float* const centre =
+      index.centred() ? index.centre() + unit.kv_head * spec().head_dim : nullptr;
+  context_->model().methods()->LayOut(wave.methods, context_->attend(unit.item).policy, i,
+                                      {context_->layer(), unit.kv_head, centre}, r, workspace);
+}
+
+UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
+  const AttendQuery& w = context_->attend(item);
+  const Policy& p = w.policy;
+  UnitRequest r{};
+  r.n = w.visible[query];
+  r.sink = p.sink_token_count;
+  r.window = p.window_token_count;
+  r.begin = r.sink;
+  r.end = r.n - r.window;
+  r.heavy_count = p.heavy_kind == HeavyKind::kMass ? 0 : p.HeavyCount(r.n);
+  r.heavy_mass = p.heavy_mass;
+  r.heavy_floor = p.heavy_floor;
+  r.heavy_ceiling = p.heavy_ceiling;
+  r.by_mass = p.heavy_kind == HeavyKind::kMass;
+  return r;
+}
+
+void SparsePipeline::Add(size_t item, int64_t query) {
+  const Policy& policy = context_->attend(item).policy;
+  // All units of a query have as much memory of their own.
+  UnitWave alone = WaveFor(item);
+  Carver pinned, shared, own;
+  LayOutWave(policy, 1, alone, pinned, shared);
+  UnitRequest request = Request(item, query);
+  LayOutUnit(alone, 0, {item, query, 0}, request, own);
+  const int64_t bytes = shared.bytes() + own.bytes();
+
+  const ModelMethods* const methods = context_->model().methods();
+  const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
+  const int heads = spec().kv_head_count;
+  const auto fits = [&](const UnitWave& wave, int units) {
+    return wave.shape == alone.shape && wave.first == alone.first &&
+           wave.tail_kernels == alone.tail_kernels && wave.select_only == alone.select_only &&
+           wave.bytes_max + units * bytes <= context_->slot().wave_bytes();
+  };
+  for (int h = 0; h < heads; ++h) {
+    const bool may_split = !whole || h == 0;
+    if (waves_.empty() || (may_split && !fits(waves_.back(), whole ? heads : 1))) {
+      waves_.push_back(alone);
+      waves_.back().units.reserve(heads);
+    }
+    UnitWave& wave = waves_.back();
+    wave.units.push_back({item, query, h});
+    wave.bytes_max += bytes;
+    wave.unit_bytes += own.bytes();
+  }
+}
+
+int64_t SparsePipeline::Reserve(Carver& pinned) {
+  int64_t bytes = 0;
+  for (UnitWave& wave : waves_) {
+    Carver workspace;
+    LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, pinned, workspace);
+    bytes = std::max(bytes, workspace.bytes() + wave.unit_bytes);
+  }
+  return bytes;
+}
+
+void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
+  const LayerIndex& index = context_->index(unit.item);
+  const int layer = context_->layer();
+  r.row_pages = index.row_pages(unit.kv_head);
+  if (spec().has_index()) r.code_pages = index.code_pages(unit.kv_head);
+  r.resident = index.resident(unit.kv_head);
+  if (spec().hash.kind == HashKind::kRotation) {
+    r.rotation_transposed = context_->model().rotation(layer).transposed;
+  }
+  const uint64_t seed = context_->attend(unit.item).policy.seed;
+  const uint32_t band = r.terms.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
+  r.order = MakeSampleOrder(seed, layer, unit.kv_head, r.n, band);
+}
+
+void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
+  const int64_t width = int64_t{spec().group()} * spec().head_dim;
+  UnitRequest of_query{};
+  TailTerms terms{};
+  for (size_t i = 0; i < wave.units.size(); ++i) {
+    const Unit& unit = wave.units[i];
+    const AttendQuery& w = context_->attend(unit.item);
+    // An item's units follow each other, and so do a query's.
+    const Unit* const before = i > 0 ? &wave.units[i - 1] : nullptr;
+    const bool same_item = before != nullptr && before->item == unit.item;
+    if (!same_item || before->query != unit.query) of_query = Request(unit.item, unit.query);
+    if (!same_item || !w.tails.empty()) {
+      terms = TermsOf(w.policy, w.TailOf(unit.kv_head), /*may_promise=*/false);
+    }
+    UnitRequest r = of_query;
+    r.terms = terms;
+    r.terms.may_promise = w.MayPromise(spec(), unit.kv_head, unit.query);
+    Address(unit, r);
+    LayOutUnit(wave, static_cast<int64_t>(i), unit, r, workspace);
+    r.result = wave.results + i;
+    r.out = wave.select_only ? nullptr : wave.out + i * width;
+    wave.requests[i] = r;
+    context_->ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * width);
+  }
+}
+
+absl::Status SparsePipeline::Enqueue(Carver& pinned, std::byte* workspace, StepAppend step) {
+  for (UnitWave& wave : waves_) {
+    Carver carver(workspace);
+    LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, pinned, carver);
+    Fill(wave, carver);
+    RETURN_IF_ERROR(Launch(wave, std::exchange(step, {})));
+  }
+  return absl::OkStatus();
+}
+
+Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
+  Wave w;
+  w.shape = wave.shape;
+  w.first = wave.first;
+  w.host_units = wave.requests;
+  w.host_q = wave.q;
+  w.units = wave.device_requests;
+  w.unit_count = static_cast<int>(wave.units.size());
+  for (int i = 0; i < w.unit_count; ++i) {
+    const UnitRequest& r = wave.requests[i];
+    // Rounded up, so that the wave of the next step is the same.
+    w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
+    w.reference_pages_max =
+        std::max(w.reference_pages_max,
+                 RoundUp(r.reference_token_count / kPageTokenCount, kReferencePagesStep));
+    w.has_tail |= r.terms.tail != Tail::kNone;
+  }
+  w.tail_kernels = wave.tail_kernels;
+  w.methods = wave.methods;
+  w.append = step;
+  w.sm_count = context_->gpu().sm_count;
+  w.bulk_copies = w.overlap = context_->gpu().hopper;
+  w.gather_blocks = kGatherBlocks;
+  return w;
+}
+
+absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& step) {
+  const Wave w = View(wave, step);
+  cudaStream_t stream = context_->stream();
+  if (w.methods.shape != nullptr) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(context_->model().methods()->LaunchAhead(
+        w.methods, PolicyOf(wave), context_->layer(), wave.q, w.unit_count, stream));
+  }
+  // Events between the kernels are of one job alone.
+  RETURN_IF_ERROR(context_->job().trace ? LaunchWave(w, *context_)
+                                        : context_->slot().graphs().Run(
+                                              w, stream, [&] { return LaunchWave(w, *context_); }));
+  return wave.select_only ? CollectSelections(wave) : absl::OkStatus();
+}
+
+absl::Status SparsePipeline::CollectSelections(const UnitWave& wave) const {
+  cudaStream_t stream = context_->stream();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
+  auto state = std::make_unique<UnitState>();
+  std::vector<uint32_t> list;
+  for (size_t i = 0; i < wave.units.size(); ++i) {
+    const Unit& unit = wave.units[i];
+    const UnitRequest& r = wave.requests[i];
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        cudaMemcpyAsync(state.get(), r.state, sizeof(UnitState), cudaMemcpyDeviceToHost, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
+    list.resize(static_cast<size_t>(state->list_count));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(
+        list.data(), r.list, sizeof(uint32_t) * list.size(), cudaMemcpyDeviceToHost, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
+
+    SelectionBuilder rows;
+    for (int64_t j = 0; j < state->exact_count; ++j) {
+      rows.Add(list[j], j < r.sink                           ? kStratumSink
+                        : j >= state->exact_count - r.window ? kStratumWindow
+                                                             : kStratumHeavy);
+    }
+    int64_t at = state->exact_count;
+    for (const int phase : {0, 1}) {
+      for (int h = 0; h < state->strata; ++h) {
+        const int64_t count = state->stratum_drawn[phase][h];
+        rows.AddSampled({list.data() + at, static_cast<size_t>(count)}, h, state->drawn[h],
+                        state->stratum_count[h]);
+        at += count;
+      }
+    }
+    context_->item(unit.item).result.selections[unit.query * spec().kv_head_count + unit.kv_head] =
+        rows.Build();
+  }
+  return absl::OkStatus();
+}
+
+void SparsePipeline::Collect(const UnitWave& wave) const {
+  const int heads = spec().kv_head_count;
+  const int group = spec().group();
+  const int d = spec().head_dim;
+  for (size_t i = 0; i < wave.units.size(); ++i) {
+    const auto [index, query, kv_head] = wave.units[i];
+    JobItem& item = context_->item(index);
+    AttendResult& result = item.result;
+    const UnitResult& r = wave.results[i];
+    if (r.error_token != kNoToken) {
+      item.status.Update(NonFiniteLogitError(r.error_token, context_->layer(), kv_head));
+      continue;
+    }
+    result.moved_row_count += r.moved_count;
+    result.touched_row_counts[query * heads + kv_head] = r.touched_count;
+    for (int g = 0; g < group; ++g) {
+      const int64_t at = query * spec().query_head_count + kv_head * group + g;
+      Certificate& c = result.certificates[at];
+      c.visible_token_count = item.attend->visible[query];
+      c.heavy_token_count = r.heavy_count;
+      c.sampled_token_count = r.sampled_count;
+      c.relative_error = r.certificates[g].relative_error;
+      c.tail_mass = r.certificates[g].tail_mass;
+      c.promise = r.certificates[g].promise;
+      if (item.attend->select_only) continue;
+      std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d,
+                  result.out.data() + at * d);
+      result.lse[at] = r.lse[g];
+    }
+  }
+}
+
+void SparsePipeline::Collect() const {
+  for (const UnitWave& wave : waves_) Collect(wave);
+}
+
+}  // namespace spillway::cuda

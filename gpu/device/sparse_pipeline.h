@@ -1,0 +1,95 @@
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "gpu/device/carver.h"
+#include "gpu/device/job_context.h"
+#include "gpu/kernels/attend.h"
+
+namespace spillway::cuda {
+
+// A job's queries that choose their rows: one after the other planned by Add(),
+// measured by Reserve(), enqueued and, once the GPU is done, collected.
+class SparsePipeline {
+ public:
+  explicit SparsePipeline(JobContext* context) : context_(context) {}
+
+  // A query of an item whose policy CheckServed() takes.
+  void Add(size_t item, int64_t query);
+  bool empty() const { return waves_.empty(); }
+  // Takes the pinned memory of all from a carver that only measures. Returns the
+  // bytes of the workspace, which waves have one after the other.
+  int64_t Reserve(Carver& pinned);
+  // step: what is appended before the first wave, as a part of its graph.
+  absl::Status Enqueue(Carver& pinned, std::byte* workspace, StepAppend step);
+  // Results and statuses of the items.
+  void Collect() const;
+
+ private:
+  // One KV head of a query of an item.
+  struct Unit {
+    size_t item;
+    int64_t query;
+    int kv_head;
+  };
+  // Units that go through the kernels together.
+  struct UnitWave {
+    std::vector<Unit> units;
+    AttendShape shape;
+    std::optional<AttendShape> first;
+    const TailKernels* tail_kernels = nullptr;
+    bool select_only = false;
+    // Of the workspace: what all units have of their own, and what the wave
+    // takes at most.
+    int64_t unit_bytes = 0;
+    int64_t bytes_max = 0;
+    // Pinned.
+    UnitRequest* requests = nullptr;
+    float* q = nullptr;
+    UnitResult* results = nullptr;
+    float* out = nullptr;
+    // In the workspace.
+    UnitRequest* device_requests = nullptr;
+    float* device_q = nullptr;
+    WaveMethods methods;
+  };
+
+  const ModelSpec& spec() const { return context_->spec(); }
+  // The policy of a wave's units, the same in all that their kernels depend on.
+  const Policy& PolicyOf(const UnitWave& wave) const {
+    return context_->attend(wave.units.front().item).policy;
+  }
+
+  // A wave for queries of an item, without units.
+  UnitWave WaveFor(size_t item) const;
+  AttendShape ShapeOf(const Policy& policy, Selector selector) const;
+
+  // Memory; empty carvers only measure. What a wave of unit_count units has
+  // beside the units' own:
+  void LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave, Carver& pinned,
+                  Carver& workspace) const;
+  // What unit i has of its own; the request's n, begin and end are known.
+  void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
+                  Carver& workspace) const;
+
+  // What is asked of a query's units, but for tails and addresses.
+  UnitRequest Request(size_t item, int64_t query) const;
+  // Where a unit's rows and codes lie, and in which order they are sampled.
+  void Address(const Unit& unit, UnitRequest& request) const;
+  // Writes the requests and queries of a wave that is laid out.
+  void Fill(const UnitWave& wave, Carver& workspace) const;
+
+  // The kernels' view of a wave that is filled.
+  Wave View(const UnitWave& wave, const StepAppend& step) const;
+  absl::Status Launch(const UnitWave& wave, const StepAppend& step);
+  // Reads the lists of a wave that only selects. Waits for the GPU.
+  absl::Status CollectSelections(const UnitWave& wave) const;
+  void Collect(const UnitWave& wave) const;
+
+  JobContext* const context_;
+  std::vector<UnitWave> waves_;
+};
+
+}  // namespace spillway::cuda

@@ -1,0 +1,79 @@
+#include "gpu/device/wave_kernels.h"
+
+#include <optional>
+#include <string>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "gpu/kernels/methods.h"
+#include "host/policy/methods.h"
+
+namespace spillway::cuda {
+
+absl::Status CheckServed(const Policy& policy, std::string_view device) {
+  const auto missing = [&](std::string_view what, std::string_view name) {
+    return absl::UnimplementedError(absl::StrCat(std::string(what),
+                                                 absl::AsciiStrToUpper(std::string(name)),
+                                                 " is not implemented on ", std::string(device)));
+  };
+  const auto scored = [](Selector selector) {
+    return selector == Selector::kAll || FindSelectorKernels(selector) != nullptr;
+  };
+  if (!scored(policy.selector)) return missing("SELECTOR_", MethodOf(policy.selector).name);
+  if (const std::optional<Selector> first = policy.candidate_selector) {
+    if (!scored(*first)) return missing("SELECTOR_", MethodOf(*first).name);
+    if (BuiltMethods().first_selection == nullptr) return missing("a first selection", "");
+  }
+  if (!IsSampled(policy.tail)) return missing("TAIL_", MethodOf(policy.tail).name);
+  return absl::OkStatus();
+}
+
+absl::Status LaunchWave(const Wave& wave, JobContext& context) {
+  cudaStream_t stream = context.stream();
+  absl::Status status = context.Mark("begin");
+  const auto stage = [&](std::string_view name, cudaError_t error) {
+    if (status.ok()) status = ToStatus(error, name);
+    if (status.ok()) status = context.Mark(name);
+  };
+  if (wave.methods.request_bytes > 0 && status.ok()) {
+    // Ahead of kernels that may overlap: what a method's kernels read lies there.
+    status = ToStatus(cudaMemcpyAsync(wave.methods.units, wave.methods.host_units,
+                                      static_cast<size_t>(wave.methods.request_bytes),
+                                      cudaMemcpyHostToDevice, stream),
+                      "cudaMemcpyAsync");
+  }
+  if (wave.append.key_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
+  if (wave.first) {
+    Wave first = wave;
+    first.shape = *wave.first;
+    first.first.reset();
+    const SelectorKernels& kernels = *FindSelectorKernels(first.shape.selector);
+    stage("first query", kernels.prepare(first, stream));
+    stage("first reference", kernels.reference(first, stream));
+    stage("first score", kernels.score(first, stream));
+    stage("candidates", BuiltMethods().first_selection->find(first, stream));
+  }
+  const SelectorKernels& kernels = *FindSelectorKernels(wave.shape.selector);
+  stage("query", kernels.prepare(wave, stream));
+  stage("reference", kernels.reference(wave, stream));
+  stage("score", kernels.score(wave, stream));
+  if (wave.first) stage("drop", BuiltMethods().first_selection->drop_others(wave, stream));
+  if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
+  stage("cut", LaunchCut(wave, stream));
+  stage("pilot", LaunchSample(wave, 0, stream));
+  stage("pilot gather", LaunchGather(wave, stream));
+  stage("pilot fold", LaunchFold(wave, 0, stream));
+  if (wave.tail_kernels != nullptr) {
+    stage(wave.tail_kernels->stage, wave.tail_kernels->sample(wave, stream));
+    stage("sample fold", wave.tail_kernels->fold(wave, stream));
+  } else if (wave.has_tail) {
+    stage("budget", LaunchBudget(wave, stream));
+    stage("sample", LaunchSample(wave, 1, stream));
+    stage("sample gather", LaunchGather(wave, stream));
+    stage("sample fold", LaunchFold(wave, 1, stream));
+  }
+  stage("finish", LaunchFinish(wave, stream));
+  return status;
+}
+
+}  // namespace spillway::cuda
