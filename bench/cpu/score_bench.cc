@@ -25,6 +25,7 @@
 #include "host/core/quantiser.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/score_pass.h"
+#include "host/policy/methods.h"
 #include "nlohmann/json.hpp"
 #include "tests/reference/ranking.h"
 
@@ -108,8 +109,11 @@ class Scored {
 
   // What is measured: scores, histogram, threshold, compaction.
   absl::StatusOr<std::vector<uint32_t>> Pass() {
-    ScorePass pass(context_, 0, 0, begin(), end());
-    RETURN_IF_ERROR(pass.Score());
+    const GroupQueries queries(context_, 0, 0, 1);
+    const ScoredKeys keys{&context_, &queries, 0, 0, begin(), end()};
+    const std::unique_ptr<KeyScorer> scorer = MakeScorer(keys);
+    ScorePass pass(keys, /*by_mass=*/false);
+    RETURN_IF_ERROR(pass.Score(*scorer));
     return pass.TakeHeavy();
   }
 
@@ -285,6 +289,7 @@ absl::StatusOr<Json> Run(const Options& options) {
   Json result{{"plain_read", kPlainReadHow}, {"passes", Json::array()}};
   for (const int bits : {1, 2, HashSpec().bits_per_dim}) {
     const bool hamming = bits == 1;
+    if (hamming && FindMethod(Selector::kHamming) == nullptr) continue;
     Scored scored;
     absl::Status status =
         scored.Create(options, hamming ? Selector::kHamming : Selector::kAsymmetric, bits);

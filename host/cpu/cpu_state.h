@@ -42,6 +42,8 @@ class CpuModel final : public DeviceModel {
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override;
 
+  // Of the model's codes.
+  const CodeLayout& layout() const { return layout_; }
   PagePool* code_pool() const { return code_pool_.get(); }
   // Parameters of the encoder, but for the centre. Of a model with a rotation.
   EncodeParams encode_params(int layer) const;

@@ -21,7 +21,7 @@ std::vector<Case> Cases(const ModelSpec& spec) {
   policy.tail = Tail::kNone;
   cases.push_back({"no tail", policy});
   policy.selector = Selector::kHamming;
-  cases.push_back({"hamming", policy});
+  if (IsBuilt(policy)) cases.push_back({"hamming", policy});
   policy = base;
   policy.heavy_kind = HeavyKind::kMass;
   cases.push_back({"by mass", policy});
