@@ -27,10 +27,11 @@ ResidentRowsOfLayer::ResidentRowsOfLayer(const ModelSpec& spec, PagePool* pool, 
       pool_(pool),
       blocks_(blocks),
       layer_(layer),
-      band_(spec.SampleBand(spec.sample_band_seed)) {
+      sample_limit_(spec.ResidentSample(spec.resident_sample_seed)) {
   for (int h = 0; pool != nullptr && h < spec.kv_head_count; ++h) {
-    heads_.push_back(
-        {MakeSampleKey(spec.sample_band_seed, layer, h), {}, PageTable(pool, kResidentPageRows)});
+    heads_.push_back({MakeSampleKey(spec.resident_sample_seed, layer, h),
+                      {},
+                      PageTable(pool, kResidentPageRows)});
   }
 }
 
@@ -53,7 +54,7 @@ int64_t ResidentRowsOfLayer::bytes() const {
 }
 
 bool ResidentRowsOfLayer::Chosen(const Head& head, int64_t token) const {
-  return token < kResidentSink || TokenHash(head.key, static_cast<uint32_t>(token)) < band_;
+  return token < kResidentSink || TokenHash(head.key, static_cast<uint32_t>(token)) < sample_limit_;
 }
 
 absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
