@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "host/base/status_macros.h"
+
 namespace spillway::cuda {
 namespace {
 
@@ -60,10 +62,8 @@ bool ResidentRowsOfLayer::Chosen(const Head& head, int64_t token) const {
 absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   if (heads_.empty() || token_count <= token_count_) return absl::OkStatus();
   if (!recent_) {
-    absl::StatusOr<Block> recent =
-        Block::Create(blocks_->Of(spec_.kv_head_count * kRecentRows * spec_.row_bytes()));
-    if (!recent.ok()) return recent.status();
-    recent_ = *std::move(recent);
+    ASSIGN_OR_RETURN(
+        recent_, Block::Create(blocks_->Of(spec_.kv_head_count * kRecentRows * spec_.row_bytes())));
   }
   const int64_t first = token_count_;
   token_count_ = token_count;
