@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::bench {
 
@@ -18,16 +19,10 @@ absl::StatusOr<std::unique_ptr<Fixture>> Fixture::Create(ModelSpec spec, int thr
   std::unique_ptr<Fixture> fixture(new Fixture(memory_bytes));
   ArenaOptions options;
   options.limit_bytes = memory_bytes;
-  auto arena = Arena::Create(options, &fixture->budget_);
-  if (!arena.ok()) return arena.status();
-  fixture->arena_ = *std::move(arena);
+  ASSIGN_OR_RETURN(fixture->arena_, Arena::Create(options, &fixture->budget_));
   fixture->device_ = CreateCpuDevice({thread_count}, fixture->arena_.get(), &fixture->budget_);
-  auto model = fixture->device_->CreateModel(spec, {});
-  if (!model.ok()) return model.status();
-  fixture->model_ = *std::move(model);
-  auto sequence = fixture->device_->CreateSequence(*fixture->model_);
-  if (!sequence.ok()) return sequence.status();
-  fixture->sequence_ = *std::move(sequence);
+  ASSIGN_OR_RETURN(fixture->model_, fixture->device_->CreateModel(spec, {}));
+  ASSIGN_OR_RETURN(fixture->sequence_, fixture->device_->CreateSequence(*fixture->model_));
   fixture->pool_ =
       std::make_unique<PagePool>(fixture->arena_.get(), kPageTokenCount * spec.row_bytes());
   fixture->rows_ = std::make_unique<LayerRows>(fixture->pool_.get(), spec);

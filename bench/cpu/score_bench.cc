@@ -82,10 +82,9 @@ class Scored {
     spec.kv_head_count = 1;
     spec.head_dim = kHeadDim;
     spec.hash.bits_per_dim = bits_per_dim;
-    auto fixture =
-        Fixture::Create(spec, 0, 3 * options.key_count * 2 * kHeadDim * 2 + (int64_t{1} << 30));
-    if (!fixture.ok()) return fixture.status();
-    fixture_ = *std::move(fixture);
+    ASSIGN_OR_RETURN(
+        fixture_,
+        Fixture::Create(spec, 0, 3 * options.key_count * 2 * kHeadDim * 2 + (int64_t{1} << 30)));
     for (int64_t at = 0; at < options.key_count; at += tokens) {
       absl::Status status = fixture_->Append(k->data(), k->data(), tokens, 0,
                                              std::min(tokens, options.key_count - at));

@@ -160,7 +160,7 @@ absl::Status MeasureStep(GpuFixture& fixture, const RandomData& data, const Opti
 }
 
 // Upper ends of ranges of the order of sampling, as shares of all tokens: the
-// band, and what bands beyond it would be.
+// resident sample, and what larger ones would be.
 constexpr double kPlaces[] = {0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1};
 
 // Rows that are drawn with places in each range, on average, of all KV heads:
@@ -357,8 +357,8 @@ absl::Status RunTrace(const Options& options) {
   std::vector<NamedPolicy> policies(3, {"default policy", DefaultPolicy(spec)});
   policies[1].name = "default policy, epsilon 0.05";
   policies[1].policy.epsilon = 0.05;
-  // The band is of another seed: of samples, 1 % are there by chance.
-  policies[2].name = "default policy, sampled outside the band";
+  // The resident sample is of another seed: of samples, 1 % are there by chance.
+  policies[2].name = "default policy, sampled outside the resident sample";
   policies[2].policy.seed = 1;
   const NamedPolicy step{"step", DefaultPolicy(spec)};
   const auto wanted = [&](const NamedPolicy& what) { return IsWanted(what, options); };

@@ -50,9 +50,7 @@ absl::StatusOr<std::unique_ptr<GpuFixture>> GpuFixture::Create(const ModelSpec& 
 }
 
 absl::Status GpuFixture::Initialize() {
-  auto device = CreateCudaDevice({}, &budget_);
-  if (!device.ok()) return device.status();
-  device_ = *std::move(device);
+  ASSIGN_OR_RETURN(device_, CreateCudaDevice({}, &budget_));
   Arena::ChunkObserver observer;
   observer.committed = [this](std::span<std::byte> chunk) {
     const Stopwatch watch;
@@ -64,20 +62,12 @@ absl::Status GpuFixture::Initialize() {
   ArenaOptions options;
   options.limit_bytes = budget_.limit_bytes() - kGiB;
   options.chunk_bytes = kArenaChunkBytes;
-  auto arena = Arena::Create(options, &budget_, observer);
-  if (!arena.ok()) return arena.status();
-  arena_ = *std::move(arena);
+  ASSIGN_OR_RETURN(arena_, Arena::Create(options, &budget_, observer));
   pool_ = std::make_unique<PagePool>(arena_.get(), kPageTokenCount * spec_.row_bytes());
-  auto model = device_->CreateModel(spec_, {});
-  if (!model.ok()) return model.status();
-  model_ = *std::move(model);
-  auto sequence = device_->CreateSequence(*model_);
-  if (!sequence.ok()) return sequence.status();
-  sequence_ = *std::move(sequence);
+  ASSIGN_OR_RETURN(model_, device_->CreateModel(spec_, {}));
+  ASSIGN_OR_RETURN(sequence_, device_->CreateSequence(*model_));
   rows_ = std::make_unique<LayerRows>(pool_.get(), spec_);
-  auto flush = cuda::DeviceBuffer::Create(kFlushBytes, &flush_budget_, "flush");
-  if (!flush.ok()) return flush.status();
-  flush_ = *std::move(flush);
+  ASSIGN_OR_RETURN(flush_, cuda::DeviceBuffer::Create(kFlushBytes, &flush_budget_, "flush"));
   return absl::OkStatus();
 }
 

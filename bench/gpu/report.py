@@ -134,7 +134,7 @@ def aims(
     held = [r["device_code_bytes"] / tokens_and_heads(decodes) for r in decodes if "append_s" in r]
     if held:
         rows.append(
-            "| GPU memory of codes and sample band, token and KV head, d = 128, "
+            "| GPU memory of codes and resident sample, token and KV head, d = 128, "
             f"{DEFAULT_BITS} bits | {max(held):.1f} B | | | |"
         )
     return rows
@@ -337,7 +337,7 @@ def main() -> None:
         "output was compared with weighted attention in fp64 over the rows that `Select` names",
         f"(largest relative error {max(r['checked_error'] for r in attends):.1e}). Caches are",
         "flushed before each attend; medians of 15. `moved` are the rows that crossed the link;",
-        "sink, window and the sample band lie in GPU memory. `the rest` is everything but scoring",
+        "sink, window and the resident sample lie in GPU memory. `the rest` is everything but scoring",
         "and gathers, by stages.",
         "",
         *attend_table(attends),

@@ -252,7 +252,7 @@ def section(
         f"{meta['queries_per_length']} queries of a length, each a median of repetitions; `by "
         "query` has them in us. Caches are flushed",
         "before each attend. `moved` are the rows that cross the link: sink, window and the "
-        "sample band lie in GPU memory.",
+        "resident sample lie in GPU memory.",
         f"Codes have {DEFAULT_BITS} bits a dimension, but where others are named.",
         "",
         *time_table(by_bits, peers, link),

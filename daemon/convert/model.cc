@@ -76,7 +76,7 @@ v1::HashWeights HashToProto(const HashSpec& hash) {
 }
 
 KeyIndexSpec FromProto(const v1::KeyIndices& indices) {
-  return {indices.sketch(),
+  return {indices.int4_keys(),
           indices.quest_page_token_count(),
           indices.label_channel_count(),
           indices.lsh_table_count(),
@@ -86,7 +86,7 @@ KeyIndexSpec FromProto(const v1::KeyIndices& indices) {
 
 v1::KeyIndices ToProto(const KeyIndexSpec& spec) {
   v1::KeyIndices indices;
-  indices.set_sketch(spec.sketch);
+  indices.set_int4_keys(spec.int4_keys);
   indices.set_quest_page_token_count(spec.quest_page_token_count);
   indices.set_label_channel_count(spec.label_channel_count);
   indices.set_lsh_table_count(spec.lsh_table_count);
@@ -128,7 +128,8 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
       spec.softmax_scale = 1;
     }
   }
-  if (model.has_sample_band_fraction()) spec.sample_band_fraction = model.sample_band_fraction();
+  if (model.has_resident_sample_fraction())
+    spec.resident_sample_fraction = model.resident_sample_fraction();
   spec.hash = HashFromProto(model.hash_weights());
   spec.indices = FromProto(model.key_indices());
   const v1::MlpHash& mlp = model.hash_weights().mlp();
@@ -142,7 +143,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
   if (!errors.empty()) return InvalidFields(errors);
   ASSIGN_OR_RETURN(description.policy, ApplyPolicy(model.default_policy(), DefaultPolicy(spec),
                                                    spec, "model.default_policy."));
-  spec.sample_band_seed = description.policy.seed;
+  spec.resident_sample_seed = description.policy.seed;
   return description;
 }
 
@@ -156,7 +157,7 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_head_dim(spec.head_dim);
   out.set_dtype(ToProto(spec.dtype));
   out.set_softmax_scale(spec.softmax_scale);
-  out.set_sample_band_fraction(spec.sample_band_fraction);
+  out.set_resident_sample_fraction(spec.resident_sample_fraction);
   *out.mutable_default_policy() = ToProto(model.policy);
   if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);
   if (spec.indices.any()) *out.mutable_key_indices() = ToProto(spec.indices);

@@ -88,9 +88,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
     impl->socket.emplace(std::move(socket));
     impl->address = config.listen;
   } else {
-    absl::StatusOr<std::string> address = TcpAddress(config);
-    if (!address.ok()) return address.status();
-    impl->address = *std::move(address);
+    ASSIGN_OR_RETURN(impl->address, TcpAddress(config));
   }
   grpc::ServerBuilder builder;
   int port = 0;

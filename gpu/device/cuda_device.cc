@@ -105,10 +105,10 @@ class CudaDevice final : public Device {
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     const int64_t page_bytes = CudaModel::IndexPageBytes(spec);
-    const double band = spec.has_index() ? spec.sample_band_fraction : 0;
+    const double resident = spec.has_index() ? spec.resident_sample_fraction : 0;
     return spec.kv_head_count *
            ((page_bytes + kPageTokenCount - 1) / kPageTokenCount +
-            static_cast<int64_t>(std::ceil(band * static_cast<double>(spec.row_bytes()))));
+            static_cast<int64_t>(std::ceil(resident * static_cast<double>(spec.row_bytes()))));
   }
 
   std::optional<DeviceMemory> memory() const override {

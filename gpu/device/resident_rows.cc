@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "host/base/status_macros.h"
+
 namespace spillway::cuda {
 namespace {
 
@@ -27,10 +29,11 @@ ResidentRowsOfLayer::ResidentRowsOfLayer(const ModelSpec& spec, PagePool* pool, 
       pool_(pool),
       blocks_(blocks),
       layer_(layer),
-      band_(spec.SampleBand(spec.sample_band_seed)) {
+      sample_limit_(spec.ResidentSample(spec.resident_sample_seed)) {
   for (int h = 0; pool != nullptr && h < spec.kv_head_count; ++h) {
-    heads_.push_back(
-        {MakeSampleKey(spec.sample_band_seed, layer, h), {}, PageTable(pool, kResidentPageRows)});
+    heads_.push_back({MakeSampleKey(spec.resident_sample_seed, layer, h),
+                      {},
+                      PageTable(pool, kResidentPageRows)});
   }
 }
 
@@ -53,16 +56,14 @@ int64_t ResidentRowsOfLayer::bytes() const {
 }
 
 bool ResidentRowsOfLayer::Chosen(const Head& head, int64_t token) const {
-  return token < kResidentSink || TokenHash(head.key, static_cast<uint32_t>(token)) < band_;
+  return token < kResidentSink || TokenHash(head.key, static_cast<uint32_t>(token)) < sample_limit_;
 }
 
 absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   if (heads_.empty() || token_count <= token_count_) return absl::OkStatus();
   if (!recent_) {
-    absl::StatusOr<Block> recent =
-        Block::Create(blocks_->Of(spec_.kv_head_count * kRecentRows * spec_.row_bytes()));
-    if (!recent.ok()) return recent.status();
-    recent_ = *std::move(recent);
+    ASSIGN_OR_RETURN(
+        recent_, Block::Create(blocks_->Of(spec_.kv_head_count * kRecentRows * spec_.row_bytes())));
   }
   const int64_t first = token_count_;
   token_count_ = token_count;

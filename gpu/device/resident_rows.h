@@ -14,7 +14,7 @@
 namespace spillway::cuda {
 
 // The rows of one layer of a sequence that GPU memory holds beside the host's:
-// the first tokens, the sample band (SampleOrder) and, in a ring, the newest
+// the first tokens, the resident sample (SampleOrder) and, in a ring, the newest
 // tokens. What an attend finds here does not cross the link. Not thread-safe.
 class ResidentRowsOfLayer {
  public:
@@ -61,7 +61,7 @@ class ResidentRowsOfLayer {
   PagePool* const pool_;
   BlockPools* const blocks_;
   const int layer_;
-  const uint32_t band_;
+  const uint32_t sample_limit_;
   int64_t token_count_ = 0;  // chosen from
   std::vector<Head> heads_;
   int64_t synced_pages_ = 0;  // that cannot have changed since Sync()

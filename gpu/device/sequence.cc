@@ -4,6 +4,8 @@
 #include <bit>
 #include <utility>
 
+#include "host/base/status_macros.h"
+
 namespace spillway::cuda {
 namespace {
 
@@ -61,14 +63,12 @@ void LayerIndex::Truncate(int64_t token_count) {
 absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
   // Of an append that was undone; nothing in the ordinary case.
   Truncate(start);
-  if (absl::Status status = Grow(PagesFor(start + count)); !status.ok()) return status;
+  RETURN_IF_ERROR(Grow(PagesFor(start + count)));
   if (codes_.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
   if (!centred_) {
     const int64_t bytes =
         int64_t{model_->spec().kv_head_count} * model_->spec().head_dim * sizeof(float);
-    absl::StatusOr<Block> centre = Block::Create(blocks_->Of(bytes));
-    if (!centre.ok()) return centre.status();
-    centre_ = *std::move(centre);
+    ASSIGN_OR_RETURN(centre_, Block::Create(blocks_->Of(bytes)));
   }
   absl::Status status = resident_.Prepare(start + count);
   for (size_t h = 0; h < codes_.size() && status.ok(); ++h) {
@@ -87,10 +87,8 @@ absl::Status LayerIndex::Grow(int64_t page_count) {
       kPageCapacityMin, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(page_count))));
   const int64_t words =
       static_cast<int64_t>(mirror_.size()) * capacity + resident_.TableWords(capacity);
-  absl::StatusOr<Block> block =
-      Block::Create(blocks_->Of(words * static_cast<int64_t>(sizeof(uint64_t))));
-  if (!block.ok()) return block.status();
-  tables_ = *std::move(block);
+  ASSIGN_OR_RETURN(tables_,
+                   Block::Create(blocks_->Of(words * static_cast<int64_t>(sizeof(uint64_t)))));
   capacity_ = capacity;
   ForgetTables();
   return absl::OkStatus();
@@ -104,7 +102,7 @@ void LayerIndex::ForgetTables() {
 
 absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>& updates) {
   const int64_t row_pages = PagesFor(rows.token_count());
-  if (absl::Status status = Grow(row_pages); !status.ok()) return status;
+  RETURN_IF_ERROR(Grow(row_pages));
   const int heads = rows.kv_head_count();
   auto* const slots = reinterpret_cast<uint64_t*>(tables_ ? tables_.data() : nullptr);
   const auto sync = [&](int table, int64_t from, int64_t page_count, const auto& page) {

@@ -185,8 +185,8 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
     r.rotation_transposed = context_->model().rotation(layer).transposed;
   }
   const uint64_t seed = context_->attend(unit.item).policy.seed;
-  const uint32_t band = r.terms.tail == Tail::kNone ? 0 : spec().SampleBand(seed);
-  r.order = MakeSampleOrder(seed, layer, unit.kv_head, r.n, band);
+  const uint32_t resident = r.terms.tail == Tail::kNone ? 0 : spec().ResidentSample(seed);
+  r.order = MakeSampleOrder(seed, layer, unit.kv_head, r.n, resident);
 }
 
 void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {

@@ -4,6 +4,8 @@
 #include <memory>
 #include <utility>
 
+#include "host/base/status_macros.h"
+
 namespace spillway::cuda {
 namespace {
 
@@ -31,23 +33,14 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
   slot->device_budget_ = device_budget;
   slot->host_budget_ = host_budget;
   slot->wave_bytes_ = wave_bytes;
-  absl::StatusOr<Stream> stream = Stream::Create();
-  if (!stream.ok()) return stream.status();
-  slot->stream_ = *std::move(stream);
+  ASSIGN_OR_RETURN(slot->stream_, Stream::Create());
   for (Event* event : {&slot->start_, &slot->done_}) {
-    absl::StatusOr<Event> created = Event::Create(/*timing=*/true);
-    if (!created.ok()) return created.status();
-    *event = *std::move(created);
+    ASSIGN_OR_RETURN(*event, Event::Create(/*timing=*/true));
   }
-  absl::StatusOr<PinnedBuffer> cancel =
-      PinnedBuffer::Create(64, host_budget, "a stream slot of a GPU");
-  if (!cancel.ok()) return cancel.status();
-  slot->cancel_ = *std::move(cancel);
+  ASSIGN_OR_RETURN(slot->cancel_, PinnedBuffer::Create(64, host_budget, "a stream slot of a GPU"));
   *slot->cancel() = 0;
-  absl::StatusOr<PinnedBuffer> lists =
-      PinnedBuffer::Create(sizeof(AppendLists), host_budget, "a stream slot of a GPU");
-  if (!lists.ok()) return lists.status();
-  slot->lists_ = *std::move(lists);
+  ASSIGN_OR_RETURN(slot->lists_, PinnedBuffer::Create(sizeof(AppendLists), host_budget,
+                                                      "a stream slot of a GPU"));
   return slot;
 }
 
@@ -56,10 +49,8 @@ absl::StatusOr<std::byte*> StreamSlot::Workspace(int64_t bytes) {
     // The old one first: the two need not fit together.
     workspace_ = DeviceBuffer();
     const int64_t rounded = (std::max(bytes, 4 * kStep) + kStep - 1) / kStep * kStep;
-    absl::StatusOr<DeviceBuffer> grown =
-        DeviceBuffer::Create(rounded, device_budget_, "the workspace of an attend");
-    if (!grown.ok()) return grown.status();
-    workspace_ = *std::move(grown);
+    ASSIGN_OR_RETURN(workspace_,
+                     DeviceBuffer::Create(rounded, device_budget_, "the workspace of an attend"));
   }
   return workspace_.data();
 }
@@ -68,10 +59,8 @@ absl::StatusOr<std::byte*> StreamSlot::Pinned(int64_t bytes) {
   if (bytes > pinned_.bytes()) {
     pinned_ = PinnedBuffer();
     const int64_t rounded = (bytes + kStep - 1) / kStep * kStep;
-    absl::StatusOr<PinnedBuffer> grown =
-        PinnedBuffer::Create(rounded, host_budget_, "the requests of an attend");
-    if (!grown.ok()) return grown.status();
-    pinned_ = *std::move(grown);
+    ASSIGN_OR_RETURN(pinned_,
+                     PinnedBuffer::Create(rounded, host_budget_, "the requests of an attend"));
   }
   return pinned_.data();
 }

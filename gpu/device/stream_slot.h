@@ -11,6 +11,7 @@
 #include "gpu/cuda/stream.h"
 #include "gpu/device/carver.h"
 #include "gpu/kernels/attend.h"
+#include "host/base/status_macros.h"
 
 namespace spillway::cuda {
 
@@ -26,9 +27,7 @@ class GraphCache {
     Entry* entry = Find(wave);
     if (entry == nullptr) return enqueue();
     if (!entry->graph) {
-      absl::StatusOr<Graph> graph = Graph::Capture(stream, enqueue);
-      if (!graph.ok()) return graph.status();
-      entry->graph = *std::move(graph);
+      ASSIGN_OR_RETURN(entry->graph, Graph::Capture(stream, enqueue));
     }
     return entry->graph.Launch(stream);
   }

@@ -10,21 +10,34 @@
 
 namespace spillway::cuda {
 
+namespace {
+
+// As the API spells it: SELECTOR_ASYMMETRIC.
+template <typename Value>
+std::string ApiName(std::string_view prefix, Value value) {
+  const auto* method = FindMethod(value);
+  const std::string name = method != nullptr ? absl::AsciiStrToUpper(std::string(method->name))
+                                             : absl::StrCat(static_cast<int>(value));
+  return absl::StrCat(std::string(prefix), name);
+}
+
+bool IsScored(Selector selector) {
+  return selector == Selector::kAll || FindSelectorKernels(selector) != nullptr;
+}
+
+}  // namespace
+
 absl::Status CheckServed(const Policy& policy, std::string_view device) {
-  const auto missing = [&](std::string_view what, std::string_view name) {
-    return absl::UnimplementedError(absl::StrCat(std::string(what),
-                                                 absl::AsciiStrToUpper(std::string(name)),
-                                                 " is not implemented on ", std::string(device)));
+  const auto missing = [&](const std::string& what) {
+    return absl::UnimplementedError(
+        absl::StrCat(what, " is not implemented on ", std::string(device)));
   };
-  const auto scored = [](Selector selector) {
-    return selector == Selector::kAll || FindSelectorKernels(selector) != nullptr;
-  };
-  if (!scored(policy.selector)) return missing("SELECTOR_", MethodOf(policy.selector).name);
+  if (!IsScored(policy.selector)) return missing(ApiName("SELECTOR_", policy.selector));
   if (const std::optional<Selector> first = policy.candidate_selector) {
-    if (!scored(*first)) return missing("SELECTOR_", MethodOf(*first).name);
-    if (BuiltMethods().first_selection == nullptr) return missing("a first selection", "");
+    if (!IsScored(*first)) return missing(ApiName("SELECTOR_", *first));
+    if (BuiltMethods().first_selection == nullptr) return missing("a first selection");
   }
-  if (!IsSampled(policy.tail)) return missing("TAIL_", MethodOf(policy.tail).name);
+  if (!IsSampled(policy.tail)) return missing(ApiName("TAIL_", policy.tail));
   return absl::OkStatus();
 }
 

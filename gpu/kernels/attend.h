@@ -133,7 +133,7 @@ struct UnitState {
   // below `threshold`.
   uint64_t drawn_threshold[kTailStrataMax];
   uint64_t threshold[kTailStrataMax];
-  int32_t near_bin;  // below it the filter lets through the band's tokens alone
+  int32_t near_bin;  // below it the filter lets through the resident sample's tokens alone
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];  // of the pilot, then what the bound asks for

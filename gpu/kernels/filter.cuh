@@ -122,7 +122,7 @@ struct OwnTokens {
   }
 };
 
-// A bit for each of the tokens from `first` on that may be listed: the band's,
+// A bit for each of the tokens from `first` on that may be listed: the resident sample's,
 // and those that their bins' limits let through. bins: of the tokens.
 template <int kThreads>
 __device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limits, int bin_count,
@@ -140,10 +140,10 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limit
   }
   uint32_t flags = 0;
   if (u.resident.pages != nullptr) {
-    flags = own.resident;  // the band is resident
-  } else if (u.order.band != 0) {
+    flags = own.resident;  // the resident sample among them
+  } else if (u.order.resident != 0) {
     for (int i = 0; i < OwnTokens<kThreads>::kCount; ++i) {
-      if (TokenHash(u.order.key, first + i) < u.order.band) flags |= 1u << i;
+      if (TokenHash(u.order.key, first + i) < u.order.resident) flags |= 1u << i;
     }
   }
   for (; near != 0; near &= near - 1) {

@@ -14,8 +14,8 @@ cudaError_t LaunchHammingReference(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchHammingScore(const Wave& wave, cudaStream_t stream);
 
 // Also of Double Sparsity.
-cudaError_t LaunchSketchReference(const Wave& wave, cudaStream_t stream);
-cudaError_t LaunchSketchScore(const Wave& wave, cudaStream_t stream);
+cudaError_t LaunchInt4Reference(const Wave& wave, cudaStream_t stream);
+cudaError_t LaunchInt4Score(const Wave& wave, cudaStream_t stream);
 
 cudaError_t LaunchQuestReference(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchQuestScore(const Wave& wave, cudaStream_t stream);

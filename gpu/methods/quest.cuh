@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/logits.cuh"
-#include "host/methods/sketch/sketch_range.h"
+#include "host/methods/int4_keys/int4_range.h"
 
 // Logits from Quest's bounds of pages of keys.
 namespace spillway::cuda {

@@ -10,12 +10,12 @@ namespace {
 constexpr std::array kSelectors = {
     SelectorKernels{Selector::kHamming, HammingBins, LaunchHammingPrepare, LaunchHammingReference,
                     LaunchHammingScore},
-    SelectorKernels{Selector::kSketch, ScoreBins, LaunchClearUnits, LaunchSketchReference,
-                    LaunchSketchScore},
+    SelectorKernels{Selector::kInt4Keys, ScoreBins, LaunchClearUnits, LaunchInt4Reference,
+                    LaunchInt4Score},
     SelectorKernels{Selector::kQuest, ScoreBins, LaunchClearUnits, LaunchQuestReference,
                     LaunchQuestScore},
-    SelectorKernels{Selector::kDoubleSparsity, ScoreBins, LaunchClearUnits, LaunchSketchReference,
-                    LaunchSketchScore},
+    SelectorKernels{Selector::kDoubleSparsity, ScoreBins, LaunchClearUnits, LaunchInt4Reference,
+                    LaunchInt4Score},
 };
 
 constexpr std::array kTails = {

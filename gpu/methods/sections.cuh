@@ -3,7 +3,7 @@
 #include "gpu/kernels/rows.cuh"
 #include "gpu/methods/buckets.cuh"
 #include "gpu/methods/sections.h"
-#include "host/methods/sketch/sketch_range.h"
+#include "host/methods/int4_keys/int4_range.h"
 
 // What index pages hold beside codes.
 namespace spillway::cuda {
@@ -11,8 +11,8 @@ namespace spillway::cuda {
 inline constexpr int kSectionThreads = 128;
 
 // Four bits of each of the elements x[channels[i]] (null: x[i]) of one token.
-__device__ inline void StoreSketch(const float* x, const uint16_t* channels, int count, int slot,
-                                   std::byte* section) {
+__device__ inline void StoreInt4(const float* x, const uint16_t* channels, int count, int slot,
+                                 std::byte* section) {
   auto* words = reinterpret_cast<uint32_t*>(section) + slot;
   const auto element = [&](int i) { return x[channels == nullptr ? i : channels[i]]; };
   float min = INFINITY, max = -INFINITY;
@@ -21,7 +21,7 @@ __device__ inline void StoreSketch(const float* x, const uint16_t* channels, int
     min = e < min ? e : min;
     max = max < e ? e : max;
   }
-  const SketchRange range = SketchRange::Of(min, max);
+  const Int4Range range = Int4Range::Of(min, max);
   for (int w = 0; w < count / 8; ++w) {
     uint32_t word = 0;
     for (int i = 0; i < 8; ++i) word |= range.Code(element(8 * w + i)) << (4 * i);
@@ -87,11 +87,11 @@ __global__ void __launch_bounds__(kSectionThreads)
     __syncthreads();
     const int row = threadIdx.x % tile_rows;
     const float* x = tile + row * stride;
-    if (row < m && threadIdx.x / tile_rows == 0 && at.sketch_channels > 0) {
-      StoreSketch(x, nullptr, d, first + row, out + at.sketch());
+    if (row < m && threadIdx.x / tile_rows == 0 && at.int4_channels > 0) {
+      StoreInt4(x, nullptr, d, first + row, out + at.int4_keys());
     }
     if (row < m && threadIdx.x / tile_rows == 1 && at.label_channels > 0) {
-      StoreSketch(x, channels, at.label_channels, first + row, out + at.labels());
+      StoreInt4(x, channels, at.label_channels, first + row, out + at.labels());
     }
     if (at.tables == 0) continue;
     __syncthreads();

@@ -43,36 +43,36 @@ SPILLWAY_HOST_DEVICE inline uint32_t TokenHash(const SampleKey& key, uint32_t to
   return h;
 }
 
-// The order in which a step draws tokens. Tokens whose u is below `band` come
-// first, a band whose rows may lie in faster memory; both parts are turned by
-// a hash of the visible length, each within itself, so that steps differ while
-// one request always gives the same sample. Without a band all tokens are one
-// part. Places are uniform whatever the band.
+// The order in which a step draws tokens. Those whose u is below `resident` come
+// first: the resident sample, whose rows may lie in faster memory. Both parts
+// are turned by a hash of the visible length, each within itself, so that steps
+// differ while one request always gives the same sample. With 0 all tokens are
+// one part. Places are uniform whatever it is.
 struct SampleOrder {
   SampleKey key;
-  uint32_t band;
-  uint32_t band_phase;  // in [0, band), or 0
-  uint32_t phase;       // in [0, 2^32 - band)
+  uint32_t resident;
+  uint32_t resident_phase;  // in [0, resident), or 0
+  uint32_t phase;           // in [0, 2^32 - resident)
 };
 
 SPILLWAY_HOST_DEVICE inline SampleOrder MakeSampleOrder(uint64_t seed, int layer, int kv_head,
                                                         int64_t visible_token_count,
-                                                        uint32_t band = 0) {
+                                                        uint32_t resident = 0) {
   const SampleKey key = MakeSampleKey(~seed, layer, kv_head);
   const uint64_t phi =
       static_cast<uint32_t>(SplitMix64((static_cast<uint64_t>(key.mask) << 32 | key.offset) ^
                                        SplitMix64(static_cast<uint64_t>(visible_token_count))));
-  const uint64_t beyond = (uint64_t{1} << 32) - band;
-  return {MakeSampleKey(seed, layer, kv_head), band, static_cast<uint32_t>(phi * band >> 32),
-          static_cast<uint32_t>(phi * beyond >> 32)};
+  const uint64_t beyond = (uint64_t{1} << 32) - resident;
+  return {MakeSampleKey(seed, layer, kv_head), resident,
+          static_cast<uint32_t>(phi * resident >> 32), static_cast<uint32_t>(phi * beyond >> 32)};
 }
 
 SPILLWAY_HOST_DEVICE inline uint32_t SamplePlace(const SampleOrder& order, uint32_t token) {
   const uint32_t u = TokenHash(order.key, token);
-  if (u < order.band) {
-    return u - order.band_phase + (u < order.band_phase ? order.band : 0);
+  if (u < order.resident) {
+    return u - order.resident_phase + (u < order.resident_phase ? order.resident : 0);
   }
-  return u - order.phase - (u - order.band < order.phase ? order.band : 0);
+  return u - order.phase - (u - order.resident < order.phase ? order.resident : 0);
 }
 
 // Threshold that samples about `wanted` of `population` tokens; 2^32 takes

@@ -23,9 +23,9 @@ SPILLWAY_HOST_DEVICE inline uint16_t PlaceLimit(uint64_t threshold) {
 }
 
 // The same of (hash - order.phase) >> kSampleLimitShift, for tokens beyond the
-// band, whose places are that or less by the band's size.
+// resident sample, whose places are that or less by its size.
 SPILLWAY_HOST_DEVICE inline uint16_t HashLimit(const SampleOrder& order, uint64_t threshold) {
-  return threshold <= order.band ? uint16_t{0} : PlaceLimit(threshold + order.band);
+  return threshold <= order.resident ? uint16_t{0} : PlaceLimit(threshold + order.resident);
 }
 
 }  // namespace spillway

@@ -11,7 +11,7 @@ enum class Selector : uint8_t {
   kHamming,
   kOracle,
   kAll,
-  kSketch,
+  kInt4Keys,
   kQuest,
   kDoubleSparsity,
 };

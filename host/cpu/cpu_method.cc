@@ -7,10 +7,10 @@ namespace {
 
 template <typename Predicate>
 const CpuMethod* Find(Predicate brings) {
-  const std::span<const Method* const> shelf = ShelfMethods();
-  const auto found = std::find_if(shelf.begin(), shelf.end(),
+  const std::span<const Method* const> methods = OptionalMethods();
+  const auto found = std::find_if(methods.begin(), methods.end(),
                                   [&](const Method* method) { return brings(*method); });
-  return found == shelf.end() ? nullptr : (*found)->cpu;
+  return found == methods.end() ? nullptr : (*found)->cpu;
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 
 namespace spillway {
 
-// How the CPU device runs a method of the shelf. What a method does not bring is
+// How the CPU device runs an optional method. What a method does not bring is
 // null.
 struct CpuMethod {
   // Bytes of its section of an index page, which holds kPageTokenCount keys of
@@ -38,7 +38,7 @@ struct CpuMethod {
                                            const ScorePass& scores) = nullptr;
 };
 
-// The method of the shelf that brings a selector, a tail, or first selections;
+// The optional method that brings a selector, a tail, or first selections;
 // null: none does. Thread-safe.
 const CpuMethod* FindCpuMethod(Selector selector);
 const CpuMethod* FindCpuMethod(Tail tail);

@@ -25,7 +25,7 @@ int64_t CodePageBytes(const ModelSpec& spec) {
 // Calls f(method, bytes of its section) for the methods that a model asks for.
 template <typename F>
 void ForEachSection(const ModelSpec& spec, F f) {
-  for (const Method* method : ShelfMethods()) {
+  for (const Method* method : OptionalMethods()) {
     if (method->cpu->section_bytes == nullptr) continue;
     if (const int64_t bytes = method->cpu->section_bytes(spec); bytes > 0) f(*method, bytes);
   }
@@ -76,7 +76,7 @@ int64_t CpuModel::BytesOf(const ModelSpec& spec) {
   if (spec.hash.kind == HashKind::kRotation) {
     bytes += int64_t{2} * spec.layer_count * spec.head_dim * spec.head_dim * sizeof(float);
   }
-  for (const Method* method : ShelfMethods()) {
+  for (const Method* method : OptionalMethods()) {
     if (method->cpu->weight_bytes != nullptr) bytes += method->cpu->weight_bytes(spec);
   }
   return bytes;

@@ -19,10 +19,10 @@
 namespace spillway {
 
 // Bytes of an index page of one KV head: a rotation's codes, then the sections of
-// the methods that the model asks for, in the shelf's order.
+// the methods that the model asks for, in their order.
 int64_t IndexPageBytes(const ModelSpec& spec);
 
-// What a method of the shelf has of a model, and where its section of an index
+// What an optional method has of a model, and where its section of an index
 // page begins.
 struct MethodIndex {
   const Method* method = nullptr;

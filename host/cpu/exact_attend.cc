@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "host/base/parallel.h"
+#include "host/base/status_macros.h"
 #include "host/cpu/attend_context.h"
 #include "host/device/results.h"
 
@@ -20,7 +21,7 @@ absl::StatusOr<std::vector<float>> ExactAttend(const ModelSpec& spec, int layer,
   context.attend = &attend;
   context.result = &result;
   context.cancel = cancel;
-  if (absl::Status status = AttendDense(context, 0, 1); !status.ok()) return status;
+  RETURN_IF_ERROR(AttendDense(context, 0, 1));
   return std::move(result.out);
 }
 

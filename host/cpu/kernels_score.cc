@@ -256,9 +256,9 @@ int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t cou
   using V16 = hn::Vec<decltype(d16)>;
   const int64_t n = static_cast<int64_t>(hn::Lanes(du));
   const auto lanes = hn::Iota(du, 0);
-  const auto band = hn::Set(du, order.band);
-  const auto no_band = hn::Set(du, 0u - order.band);
-  const auto band_phase = hn::Set(du, order.band_phase);
+  const auto resident = hn::Set(du, order.resident);
+  const auto not_resident = hn::Set(du, 0u - order.resident);
+  const auto resident_phase = hn::Set(du, order.resident_phase);
   const auto phase = hn::Set(du, order.phase);
   // Vectors together share the loads of the limits.
   constexpr int kVectors = 4;
@@ -287,10 +287,10 @@ int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t cou
       h = hn::Mul(hn::Xor(h, hn::ShiftRight<13>(h)), hn::Set(du, 0xC2B2AE35u));
       h = hn::Xor(h, hn::ShiftRight<16>(h));
       // SamplePlace(): each part of the order is turned within itself.
-      const auto in_band = hn::Lt(h, band);
-      const auto turn = hn::IfThenElse(in_band, band_phase, phase);
-      const auto wraps = hn::Lt(hn::IfThenElse(in_band, h, hn::Sub(h, band)), turn);
-      const auto back = hn::IfThenElse(in_band, band, no_band);
+      const auto in_resident = hn::Lt(h, resident);
+      const auto turn = hn::IfThenElse(in_resident, resident_phase, phase);
+      const auto wraps = hn::Lt(hn::IfThenElse(in_resident, h, hn::Sub(h, resident)), turn);
+      const auto back = hn::IfThenElse(in_resident, resident, not_resident);
       h = hn::Add(hn::Sub(h, turn), hn::IfThenElseZero(wraps, back));
       const auto upper = hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<kSampleLimitShift>(h)));
       // Writes one bit a lane, in whole bytes, up to eight.

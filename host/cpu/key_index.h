@@ -15,7 +15,7 @@ struct PageKeys {
   const float* centre = nullptr;  // [d]
 };
 
-// What a method of the shelf has of one model: its weights, and how it fills its
+// What an optional method has of one model: its weights, and how it fills its
 // section of the index pages. Thread-safe.
 class KeyIndex {
  public:

@@ -111,9 +111,9 @@ absl::Status SparseAttend::SampleTail() {
     draw_.drawn_threshold[h] = 0;
     draw_.threshold[h] = SampleThreshold(draw_.wanted[h], count);
   }
-  const TailSampler sampler(
-      scores_, strata_,
-      MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_, c_.spec().SampleBand(policy_.seed)));
+  const TailSampler sampler(scores_, strata_,
+                            MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_,
+                                            c_.spec().ResidentSample(policy_.seed)));
   RETURN_IF_ERROR(Draw(sampler, JudgePilot));
   if (draw_.given_up) return absl::OkStatus();
   SetBudgets();

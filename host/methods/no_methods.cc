@@ -1,9 +1,9 @@
-// The empty shelf, in place of registry.cc where SPILLWAY_METHODS is off.
+// No optional methods, in place of registry.cc where SPILLWAY_METHODS is off.
 
 #include "host/policy/method.h"
 
 namespace spillway {
 
-std::span<const Method* const> ShelfMethods() { return {}; }
+std::span<const Method* const> OptionalMethods() { return {}; }
 
 }  // namespace spillway

@@ -1,25 +1,25 @@
-// The methods of this build's shelf.
+// This build's optional methods.
 
 #include "host/policy/method.h"
 
 // A line each, in the order in which index pages hold their sections. A method's
 // folder defines it as a `const Method`.
-#define SPILLWAY_SHELF(METHOD)  \
-  METHOD(kHammingMethod)        \
-  METHOD(kSketchMethod)         \
-  METHOD(kDoubleSparsityMethod) \
-  METHOD(kQuestMethod)          \
-  METHOD(kLshSamplingMethod)    \
+#define SPILLWAY_OPTIONAL_METHODS(METHOD) \
+  METHOD(kHammingMethod)                  \
+  METHOD(kInt4KeysMethod)                 \
+  METHOD(kDoubleSparsityMethod)           \
+  METHOD(kQuestMethod)                    \
+  METHOD(kLshSamplingMethod)              \
   METHOD(kTwoStageMethod)
 
 namespace spillway {
 
 #define SPILLWAY_DECLARE(method) extern const Method method;
 #define SPILLWAY_ADDRESS(method) &method,
-SPILLWAY_SHELF(SPILLWAY_DECLARE)
+SPILLWAY_OPTIONAL_METHODS(SPILLWAY_DECLARE)
 
-std::span<const Method* const> ShelfMethods() {
-  static constexpr const Method* kMethods[] = {SPILLWAY_SHELF(SPILLWAY_ADDRESS)};
+std::span<const Method* const> OptionalMethods() {
+  static constexpr const Method* kMethods[] = {SPILLWAY_OPTIONAL_METHODS(SPILLWAY_ADDRESS)};
   return kMethods;
 }
 

@@ -88,13 +88,13 @@ void CheckIndices(const ModelSpec& spec, FieldChecks& checks) {
   }
 }
 
-// What methods of the shelf alone read is refused where they are missing.
+// What optional methods alone read is refused where they are missing.
 void CheckMethods(const ModelSpec& spec, FieldChecks& checks) {
   const auto check = [&](bool asked, std::string_view field) {
     if (asked && !HasMethodOf(field)) checks.Add(field, std::string(kNoSuchMethod));
   };
   check(spec.hash.kind == HashKind::kMlp, "hash_weights.mlp");
-  check(spec.indices.sketch, "key_indices.sketch");
+  check(spec.indices.int4_keys, "key_indices.int4_keys");
   check(spec.indices.quest_page_token_count != 0, "key_indices.quest_page_token_count");
   check(spec.indices.label_channel_count != 0, "key_indices.label_channel_count");
   check(spec.indices.lsh_table_count != 0, "key_indices.lsh_table_count");
@@ -116,10 +116,11 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
     checks.Add("softmax_scale",
                absl::StrCat("value ", spec.softmax_scale, " is not finite and greater than 0"));
   }
-  if (!(spec.sample_band_fraction >= 0 && spec.sample_band_fraction <= kSampleBandFractionMax)) {
-    checks.Add("sample_band_fraction",
-               absl::StrCat("value ", spec.sample_band_fraction, " is not in [0, ",
-                            kSampleBandFractionMax, "]"));
+  if (!(spec.resident_sample_fraction >= 0 &&
+        spec.resident_sample_fraction <= kResidentSampleFractionMax)) {
+    checks.Add("resident_sample_fraction",
+               absl::StrCat("value ", spec.resident_sample_fraction, " is not in [0, ",
+                            kResidentSampleFractionMax, "]"));
   }
   switch (spec.hash.kind) {
     case HashKind::kNone:

@@ -35,7 +35,7 @@ struct HashSpec {
 
 // What is kept of every key beside its codes; 0: nothing.
 struct KeyIndexSpec {
-  bool sketch = false;             // the key in 4 bits an element
+  bool int4_keys = false;          // the key in 4 bits an element
   int quest_page_token_count = 0;  // 16, 32, 64, 128: bounds of so many keys
   int label_channel_count = 0;     // channels in 4 bits, a multiple of 8
   int lsh_table_count = 0;         // buckets of a key, [1, 512]
@@ -43,11 +43,12 @@ struct KeyIndexSpec {
   uint64_t lsh_seed = 0;
 
   bool any() const {
-    return sketch || quest_page_token_count > 0 || label_channel_count > 0 || lsh_table_count > 0;
+    return int4_keys || quest_page_token_count > 0 || label_channel_count > 0 ||
+           lsh_table_count > 0;
   }
 };
 
-inline constexpr double kSampleBandFractionMax = 0.0625;
+inline constexpr double kResidentSampleFractionMax = 0.0625;
 
 // Shapes of a model. Immutable once created.
 struct ModelSpec {
@@ -60,15 +61,15 @@ struct ModelSpec {
   HashSpec hash;
   KeyIndexSpec indices;
   // Share of the tokens whose rows a device may keep close for sampling, in
-  // [0, kSampleBandFractionMax], and the seed that picks them: samples of policies with this
+  // [0, kResidentSampleFractionMax], and the seed that picks them: samples of policies with this
   // seed begin with them.
-  double sample_band_fraction = 0.01;
-  uint64_t sample_band_seed = 0;
+  double resident_sample_fraction = 0.01;
+  uint64_t resident_sample_seed = 0;
 
-  // Hashes of tokens in the band: those below this; see SampleOrder.
-  uint32_t SampleBand(uint64_t policy_seed) const {
-    return policy_seed == sample_band_seed
-               ? static_cast<uint32_t>(sample_band_fraction * 4294967296.0)
+  // Hashes of tokens in the resident sample: those below this; see SampleOrder.
+  uint32_t ResidentSample(uint64_t policy_seed) const {
+    return policy_seed == resident_sample_seed
+               ? static_cast<uint32_t>(resident_sample_fraction * 4294967296.0)
                : 0;
   }
   // Query heads that share a KV head: query head h reads KV head h / group().
@@ -110,7 +111,7 @@ struct FieldError {
 };
 
 // Whether this build has the method that alone reads this field of a model, as
-// the API spells it ("key_indices.sketch"). host/policy/methods.cc knows.
+// the API spells it ("key_indices.int4_keys"). host/policy/methods.cc knows.
 bool HasMethodOf(std::string_view model_field);
 
 // Fills in defaults. Returns what is out of range or needs a method that this

@@ -53,7 +53,7 @@ struct TailMethod {
 
 struct CpuMethod;  // host/cpu/cpu_method.h
 
-// A method of the shelf: what its folder under host/methods brings. What it
+// An optional method: what its folder under host/methods brings. What it
 // does not bring is null, or empty.
 struct Method {
   const SelectorMethod* selector = nullptr;
@@ -61,14 +61,14 @@ struct Method {
   // Whether it runs a policy's first selection (candidates).
   bool is_first_selection = false;
   // Fields of a model that it alone reads, as the API spells them
-  // ("key_indices.sketch").
+  // ("key_indices.int4_keys").
   std::span<const std::string_view> model_fields = {};
   const CpuMethod* cpu = nullptr;
 };
 
-// The methods of this build's shelf, in the order in which index pages hold what
+// This build's optional methods, in the order in which index pages hold what
 // they keep of keys. host/methods/registry.cc lists them. Thread-safe.
-std::span<const Method* const> ShelfMethods();
+std::span<const Method* const> OptionalMethods();
 
 // Functions for rows.
 namespace methods {

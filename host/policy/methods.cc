@@ -28,14 +28,14 @@ constexpr TailMethod kCoreTails[] = {
     {Tail::kUniform, "uniform", "", methods::Always, true, false},
     {Tail::kStratified, "stratified", "", methods::Always, true, false}};
 
-// The core's rows and the shelf's, in the order of `value`.
+// The core's rows and the optional methods', in the order of `value`.
 template <typename Row, typename Value>
-std::vector<const Row*> Rows(std::span<const Row> core, const Row* Method::*of_shelf,
+std::vector<const Row*> Rows(std::span<const Row> core, const Row* Method::*of_method,
                              Value Row::*value) {
   std::vector<const Row*> rows;
   for (const Row& row : core) rows.push_back(&row);
-  for (const Method* method : ShelfMethods()) {
-    if (method->*of_shelf != nullptr) rows.push_back(method->*of_shelf);
+  for (const Method* method : OptionalMethods()) {
+    if (method->*of_method != nullptr) rows.push_back(method->*of_method);
   }
   std::sort(rows.begin(), rows.end(),
             [&](const Row* a, const Row* b) { return a->*value < b->*value; });
@@ -82,13 +82,13 @@ const TailMethod& MethodOf(Tail tail) {
 }
 
 bool HasFirstSelection() {
-  const std::span<const Method* const> shelf = ShelfMethods();
-  return std::any_of(shelf.begin(), shelf.end(),
+  const std::span<const Method* const> methods = OptionalMethods();
+  return std::any_of(methods.begin(), methods.end(),
                      [](const Method* method) { return method->is_first_selection; });
 }
 
 bool HasMethodOf(std::string_view model_field) {
-  for (const Method* method : ShelfMethods()) {
+  for (const Method* method : OptionalMethods()) {
     for (const std::string_view field : method->model_fields) {
       if (field == model_field) return true;
     }

@@ -4,8 +4,8 @@
 
 #include "host/policy/method.h"
 
-// The methods that a policy may name, a row each: the core's, and those of the
-// shelf (host/methods) that this build has. Whatever asks which there are, what
+// The methods that a policy may name, a row each: the core's, and the
+// optional ones (host/methods) that this build has. Whatever asks which there are, what
 // one needs or what it is good for asks these tables. Thread-safe.
 namespace spillway {
 

@@ -28,7 +28,7 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
     for (const auto& [selector, name] :
          {std::pair(Selector::kAll, "all"), std::pair(Selector::kAsymmetric, "asymmetric"),
           std::pair(Selector::kHamming, "hamming"), std::pair(Selector::kOracle, "oracle"),
-          std::pair(Selector::kSketch, "sketch"), std::pair(Selector::kQuest, "quest"),
+          std::pair(Selector::kInt4Keys, "int4_keys"), std::pair(Selector::kQuest, "quest"),
           std::pair(Selector::kDoubleSparsity, "double sparsity")}) {
       Policy policy = DefaultPolicy(spec_);
       policy.selector = selector;
@@ -40,7 +40,7 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
       policies.push_back({std::string(name) + " top-p", policy});
     }
     Policy staged = DefaultPolicy(spec_);
-    staged.selector = Selector::kSketch;
+    staged.selector = Selector::kInt4Keys;
     staged.candidate_selector = Selector::kQuest;
     policies.push_back({"two stages", staged});
     staged.heavy_kind = HeavyKind::kMass;

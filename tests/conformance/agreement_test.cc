@@ -70,7 +70,7 @@ TEST_P(Agreement, OnTheHeavySet) {
   }
 }
 
-// Estimates from sketches, labels and bounds, and LSH buckets.
+// Estimates from int4 keys, labels and bounds, and LSH buckets.
 TEST_P(Agreement, OnOtherIndices) {
   for (const auto& [d, group, page] : {std::tuple(64, 1, 16), std::tuple(80, 3, 32),
                                        std::tuple(128, 4, 64), std::tuple(256, 16, 128)}) {
@@ -84,7 +84,7 @@ TEST_P(Agreement, OnOtherIndices) {
     ASSERT_TRUE(a.Append(context, 0, context.n).ok());
     ASSERT_TRUE(b.Append(context, 0, context.n, 1000).ok());
     for (const Selector selector :
-         {Selector::kSketch, Selector::kQuest, Selector::kDoubleSparsity}) {
+         {Selector::kInt4Keys, Selector::kQuest, Selector::kDoubleSparsity}) {
       for (const bool staged : {false, true}) {
         Policy policy = DefaultPolicy(spec);
         policy.selector = selector;

@@ -84,7 +84,8 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
   }
 
   SampleOrder Order(int kv_head) const {
-    return MakeSampleOrder(policy_.seed, layer_, kv_head, visible_, spec_.SampleBand(policy_.seed));
+    return MakeSampleOrder(policy_.seed, layer_, kv_head, visible_,
+                           spec_.ResidentSample(policy_.seed));
   }
 
   // Of a stratum's tokens those below a threshold.

@@ -11,6 +11,7 @@
 #ifdef SPILLWAY_HAS_CUDA
 #include "gpu/device/cuda_device.h"
 #endif
+#include "host/base/status_macros.h"
 #include "tests/reference/elements.h"
 
 namespace spillway {
@@ -133,8 +134,7 @@ std::vector<std::byte> Slice(const reference::Context& context, const std::vecto
 
 absl::Status BenchSequence::PrepareAppend(int64_t count, int layer) {
   const int64_t start = token_count(layer);
-  absl::Status status = rows_[layer]->PrepareAppend(count);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(rows_[layer]->PrepareAppend(count));
   return bench_->device().PrepareAppend(bench_->model(), *device_sequence_, layer, start, count);
 }
 

@@ -26,7 +26,7 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
 
   // A wide one, for devices that keep its rows close.
   static ModelSpec WithBand(ModelSpec spec) {
-    spec.sample_band_fraction = kSampleBandFractionMax;
+    spec.resident_sample_fraction = kResidentSampleFractionMax;
     return spec;
   }
 
@@ -49,11 +49,11 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
         EXPECT_EQ(s.log_weights, t.log_weights) << what << " heavy " << heavy;
       }
       EXPECT_EQ(a.Attend(policy, q_).result.out, b.Attend(policy, q_).result.out) << what;
-      // Seen from before the newest tokens; drawn outside the band.
+      // Seen from before the newest tokens; drawn outside the resident sample.
       const std::vector<int64_t> visible = {a.token_count() - 150};
       EXPECT_EQ(a.Attend(policy, q_, visible).result.out, b.Attend(policy, q_, visible).result.out)
           << what;
-      policy.seed = spec_.sample_band_seed + 1;
+      policy.seed = spec_.resident_sample_seed + 1;
       EXPECT_EQ(a.Attend(policy, q_).result.out, b.Attend(policy, q_).result.out) << what;
     }
   }
@@ -125,10 +125,10 @@ TEST_P(Index, BytesPerTokenAreWithinTheBound) {
   for (const int d : {64, 96, 128, 256}) {
     const ModelSpec spec =
         MakeSpec(4, 2, d, DType::kBF16, {.kind = HashKind::kRotation, .bits_per_dim = bits});
-    // bits * d / 8 for the planes, the band's rows and at most 4 for the rest.
-    const auto band = static_cast<int64_t>(
-        std::ceil(spec.sample_band_fraction * static_cast<double>(spec.row_bytes())));
-    EXPECT_LE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8 + 4 + band));
+    // bits * d / 8 for the planes, the resident sample's rows and at most 4 for the rest.
+    const auto resident = static_cast<int64_t>(
+        std::ceil(spec.resident_sample_fraction * static_cast<double>(spec.row_bytes())));
+    EXPECT_LE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8 + 4 + resident));
     EXPECT_GE(bench_.device().IndexBytesPerToken(spec), 4 * (bits * d / 8));
   }
   BenchSequence sequence(bench_);

@@ -91,7 +91,7 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
   void Prepare(const Case& c) {
     sequence_.reset();
     const IndexedModel model(2, c.group, c.d, c.dtype,
-                             {.sketch = true,
+                             {.int4_keys = true,
                               .label_channel_count = 8,
                               .lsh_table_count = c.tables,
                               .lsh_bits = c.bits,
@@ -217,7 +217,7 @@ TEST_P(LshSampling, AfterAnySelectionAndFromBeforeTheNewestTokens) {
   ExpectSampled("asymmetric", 700);
   policy_.selector = Selector::kHamming;
   ExpectSampled("hamming");
-  policy_.selector = Selector::kSketch;
+  policy_.selector = Selector::kInt4Keys;
   policy_.candidate_selector = Selector::kDoubleSparsity;
   policy_.heavy_kind = HeavyKind::kMass;
   policy_.heavy_mass = 0.4;

@@ -43,7 +43,7 @@ struct IndexedModel {
 // All that this build's methods read.
 inline KeyIndexSpec EveryIndex(int quest_page_token_count = 32) {
   KeyIndexSpec indices;
-  indices.sketch = HasMethodOf("key_indices.sketch");
+  indices.int4_keys = HasMethodOf("key_indices.int4_keys");
   if (HasMethodOf("key_indices.quest_page_token_count")) {
     indices.quest_page_token_count = quest_page_token_count;
   }

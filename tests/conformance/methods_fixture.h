@@ -33,9 +33,9 @@ class MethodsTest : public HeavyTest {
         return ByAsymmetric();
       case Selector::kHamming:
         return ByHamming();
-      case Selector::kSketch:
+      case Selector::kInt4Keys:
       case Selector::kDoubleSparsity:
-        return BySketch(selector == Selector::kDoubleSparsity);
+        return ByInt4Keys(selector == Selector::kDoubleSparsity);
       case Selector::kQuest:
         return ByLogits([&](const reference::KeyValues& kv, const std::vector<double>& q) {
           return reference::PageBounds(kv, q, spec_.softmax_scale,
@@ -110,7 +110,7 @@ class MethodsTest : public HeavyTest {
   }
 
   // From 4 bits of every element, or of the label channels'.
-  Ranked BySketch(bool labels) const {
+  Ranked ByInt4Keys(bool labels) const {
     const reference::KeyValues kv = context_.Head(kv_head_);
     const auto chosen = [&](std::span<const double> x) {
       return labels ? reference::Chosen(x, model_->channels[kv_head_])

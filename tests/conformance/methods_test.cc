@@ -44,18 +44,18 @@ constexpr Shape kShapes[] = {{2, 1, 64, DType::kF32},
                              {1, 4, 256, DType::kBF16},
                              {1, 7, 64, DType::kF16}};
 
-TEST_P(Methods, Sketch) {
+TEST_P(Methods, Int4Keys) {
   for (const Shape& s : kShapes) {
-    Prepare(IndexedModel(s.kv_heads, s.group, s.d, s.dtype, {.sketch = true}));
-    ExpectSets(Selector::kSketch, "sketch " + Name(s));
+    Prepare(IndexedModel(s.kv_heads, s.group, s.d, s.dtype, {.int4_keys = true}));
+    ExpectSets(Selector::kInt4Keys, "int4 keys " + Name(s));
   }
 }
 
 // A model without codes chooses by what it has.
-TEST_P(Methods, SketchWithoutCodes) {
-  Prepare(IndexedModel(1, 2, 64, DType::kBF16, {.sketch = true}, {.kind = HashKind::kNone}));
-  EXPECT_EQ(policy_.selector, Selector::kSketch);
-  ExpectSets(Selector::kSketch, "sketch without codes");
+TEST_P(Methods, Int4KeysWithoutCodes) {
+  Prepare(IndexedModel(1, 2, 64, DType::kBF16, {.int4_keys = true}, {.kind = HashKind::kNone}));
+  EXPECT_EQ(policy_.selector, Selector::kInt4Keys);
+  ExpectSets(Selector::kInt4Keys, "int4 keys without codes");
 }
 
 TEST_P(Methods, Quest) {
@@ -83,7 +83,7 @@ TEST_P(Methods, DoubleSparsity) {
 TEST_P(Methods, EveryIndexAtOnce) {
   Prepare(IndexedModel(2, 2, 96, DType::kBF16, EveryIndex()));
   open_max_ = 2 * 32;
-  for (const Selector selector : {Selector::kAsymmetric, Selector::kHamming, Selector::kSketch,
+  for (const Selector selector : {Selector::kAsymmetric, Selector::kHamming, Selector::kInt4Keys,
                                   Selector::kQuest, Selector::kDoubleSparsity, Selector::kOracle}) {
     policy_.heavy_kind = HeavyKind::kCount;
     ExpectSets(selector, "selector " + std::to_string(static_cast<int>(selector)));

@@ -28,7 +28,7 @@ class UnrankedKeys : public ::testing::TestWithParam<DeviceFactory> {
   static constexpr int kAttends = 100;
 
   UnrankedKeys()
-      : model_(2, 2, kD, DType::kF32, {.sketch = true},
+      : model_(2, 2, kD, DType::kF32, {.int4_keys = true},
                {.kind = HashKind::kRotation, .bits_per_dim = 3}),
         spec_(model_.spec),
         bench_(GetParam(), spec_, 0, model_.file),
@@ -103,7 +103,7 @@ TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
     bool promises;
   };
   constexpr Selector kHamming = Selector::kHamming, kOracle = Selector::kOracle,
-                     kAsymmetric = Selector::kAsymmetric, kSketch = Selector::kSketch;
+                     kAsymmetric = Selector::kAsymmetric, kInt4Keys = Selector::kInt4Keys;
   constexpr Tail kStratified = Tail::kStratified, kUniform = Tail::kUniform;
   const std::vector<Case> cases = {
       {"oracle", {}, kOracle, kStratified, Bound::kRatio, true},
@@ -115,8 +115,8 @@ TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
       {"asymmetric of hamming's", kHamming, kAsymmetric, kStratified, Bound::kRatio, false},
       {"asymmetric of hamming's, uniform", kHamming, kAsymmetric, kUniform, Bound::kRatio, false},
       {"asymmetric of hamming's, lemmas", kHamming, kAsymmetric, kUniform, Bound::kPaper, true},
-      {"sketch of hamming's", kHamming, kSketch, kStratified, Bound::kRatio, false},
-      {"sketch of hamming's, uniform", kHamming, kSketch, kUniform, Bound::kRatio, false},
+      {"int4 keys of hamming's", kHamming, kInt4Keys, kStratified, Bound::kRatio, false},
+      {"int4 keys of hamming's, uniform", kHamming, kInt4Keys, kUniform, Bound::kRatio, false},
       {"oracle of asymmetric's", kAsymmetric, kOracle, kStratified, Bound::kRatio, false},
       {"asymmetric of the oracle's", kOracle, kAsymmetric, kStratified, Bound::kRatio, false},
   };

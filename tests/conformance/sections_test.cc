@@ -12,7 +12,7 @@ namespace {
 
 using reference::Context;
 
-constexpr Selector kSelectors[] = {Selector::kSketch, Selector::kQuest, Selector::kDoubleSparsity,
+constexpr Selector kSelectors[] = {Selector::kInt4Keys, Selector::kQuest, Selector::kDoubleSparsity,
                                    Selector::kAsymmetric, Selector::kHamming};
 
 // By the tokens of a page of bounds.
@@ -177,7 +177,7 @@ TEST_P(Sections, BytesPerTokenAreWhatTheIndicesTake) {
     EXPECT_GE(got, 2 * wanted - 2) << wanted;
     EXPECT_LE(got, 2 * wanted + 2) << wanted;
   };
-  near(bytes({.sketch = true}), 64 / 2 + 4);
+  near(bytes({.int4_keys = true}), 64 / 2 + 4);
   near(bytes({.label_channel_count = 16}), 16 / 2 + 4);
   near(bytes({.quest_page_token_count = page}), 2 * 64 * 2 / page);
   near(bytes({.lsh_table_count = 75, .lsh_bits = 8}), 75 * 2);

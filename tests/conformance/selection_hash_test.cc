@@ -77,7 +77,7 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
   };
   static const std::map<Selector, std::string> kNames = {
       {Selector::kAsymmetric, "asymmetric"}, {Selector::kHamming, "hamming"},
-      {Selector::kOracle, "oracle"},         {Selector::kSketch, "sketch"},
+      {Selector::kOracle, "oracle"},         {Selector::kInt4Keys, "int4 keys"},
       {Selector::kQuest, "quest"},           {Selector::kDoubleSparsity, "labels"}};
   for (const Selector selector : selectors) {
     const std::string of = kNames.at(selector) + " ";
@@ -156,7 +156,7 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
 void AddStages(const ModelSpec& spec, std::vector<Case>& cases) {
   for (const auto& [name, first, second] :
        {std::tuple("hamming, then asymmetric", Selector::kHamming, Selector::kAsymmetric),
-        std::tuple("quest, then sketch", Selector::kQuest, Selector::kSketch),
+        std::tuple("quest, then int4 keys", Selector::kQuest, Selector::kInt4Keys),
         std::tuple("asymmetric, then oracle", Selector::kAsymmetric, Selector::kOracle)}) {
     for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
       Policy policy = DefaultPolicy(spec);
@@ -277,7 +277,7 @@ TEST_P(SelectionHash, OfTheDefaultWay) {
 TEST_P(SelectionHash, OfOtherMethods) {
   if (!HasFirstSelection()) GTEST_SKIP() << "not in this build";
   const IndexedModel model(2, 2, 64, DType::kBF16, EveryIndex(16), {.bits_per_dim = 3, .seed = 5});
-  std::vector<Case> cases = Cases(model.spec, {Selector::kHamming, Selector::kSketch,
+  std::vector<Case> cases = Cases(model.spec, {Selector::kHamming, Selector::kInt4Keys,
                                                Selector::kQuest, Selector::kDoubleSparsity});
   AddStages(model.spec, cases);
   Expect("indices", model.spec, cases, 6007, model.file);

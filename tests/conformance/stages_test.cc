@@ -18,7 +18,7 @@ using reference::Membership;
 
 std::string Name(Selector selector) {
   constexpr const char* kNames[] = {"asymmetric", "hamming", "oracle",         "all",
-                                    "sketch",     "quest",   "double sparsity"};
+                                    "int4_keys",  "quest",   "double sparsity"};
   return kNames[static_cast<int>(selector)];
 }
 
@@ -50,8 +50,8 @@ class Stages : public MethodsTest {
 TEST_P(Stages, TheSecondLooksAtWhatTheFirstFound) {
   PrepareAll();
   for (const Selector first : {Selector::kAsymmetric, Selector::kHamming, Selector::kQuest,
-                               Selector::kDoubleSparsity, Selector::kSketch}) {
-    for (const Selector second : {Selector::kSketch, Selector::kOracle, Selector::kAsymmetric}) {
+                               Selector::kDoubleSparsity, Selector::kInt4Keys}) {
+    for (const Selector second : {Selector::kInt4Keys, Selector::kOracle, Selector::kAsymmetric}) {
       if (first == second) continue;
       SetStages(first, second);
       for (const int64_t count : {0, 600}) {  // 0: a quarter
@@ -79,9 +79,9 @@ TEST_P(Stages, AFirstThatFindsAllChangesNothing) {
   for (const HeavyKind kind : {HeavyKind::kCount, HeavyKind::kMass}) {
     policy_.heavy_kind = kind;
     policy_.candidate_selector.reset();
-    policy_.selector = Selector::kSketch;
+    policy_.selector = Selector::kInt4Keys;
     const JobItem one = sequence_->Attend(policy_, q_);
-    SetStages(Selector::kQuest, Selector::kSketch);
+    SetStages(Selector::kQuest, Selector::kInt4Keys);
     policy_.candidate_fraction = 1;
     const JobItem two = sequence_->Attend(policy_, q_);
     ASSERT_TRUE(one.status.ok() && two.status.ok()) << one.status << two.status;
@@ -116,7 +116,7 @@ void ExpectCovers(const Selection& s, int64_t tail, const std::string& what) {
 TEST_P(Stages, TheTailCoversWhatTheFirstDidNotFind) {
   PrepareAll();
   for (const Selector first : {Selector::kAsymmetric, Selector::kHamming, Selector::kQuest}) {
-    SetStages(first, Selector::kSketch);
+    SetStages(first, Selector::kInt4Keys);
     policy_.candidate_count = 500;
     for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
       policy_.tail = tail;

@@ -238,8 +238,8 @@ TEST(WeightsMemory, IsRefusedWhereItDoesNotFit) {
 TEST(FreeTokens, AreThoseThatCanBeAppended) {
   Memory memory(int64_t{48} << 20);
   KeyIndexSpec indices;  // the largest that this build has
-  if (HasMethodOf("key_indices.sketch")) {
-    indices = {.sketch = true, .lsh_table_count = 75, .lsh_bits = 8};
+  if (HasMethodOf("key_indices.int4_keys")) {
+    indices = {.int4_keys = true, .lsh_table_count = 75, .lsh_bits = 8};
   }
   const std::shared_ptr<Model> model =
       memory.NewModel(Spec({.kind = HashKind::kRotation, .bits_per_dim = 4}, indices));

@@ -1,4 +1,4 @@
-// What a build without the shelf's methods says to clients that ask for them.
+// What a build without the optional methods says to clients that ask for them.
 #include <functional>
 #include <string>
 
@@ -21,9 +21,9 @@ TEST(NoMethods, APolicyThatNamesOneIsRefused) {
     change(patch);
     return std::string(ApplyPolicy(patch, DefaultPolicy(spec), spec, "policy.").status().message());
   };
-  const auto selector = [](v1::Policy& p) { p.set_selector(v1::SELECTOR_SKETCH); };
+  const auto selector = [](v1::Policy& p) { p.set_selector(v1::SELECTOR_INT4_KEYS); };
   EXPECT_THAT(message(selector),
-              HasSubstr("policy.selector: SELECTOR_SKETCH: this build has no such method"));
+              HasSubstr("policy.selector: SELECTOR_INT4_KEYS: this build has no such method"));
   const auto tail = [](v1::Policy& p) { p.set_tail(v1::TAIL_LSH_SAMPLING); };
   EXPECT_THAT(message(tail),
               HasSubstr("policy.tail: TAIL_LSH_SAMPLING: this build has no such method"));

@@ -28,7 +28,7 @@ std::vector<Case> MethodCases(const ModelSpec& spec) {
   policy.candidate_selector = Selector::kHamming;
   cases.push_back({"two stages", policy});
   policy.tail = Tail::kLshSampling;
-  policy.candidate_selector = Selector::kSketch;
+  policy.candidate_selector = Selector::kInt4Keys;
   cases.push_back({"two stages and LSH sampling", policy});
   return cases;
 }

@@ -92,7 +92,7 @@ TEST(Replay, StepsLeaveWhatOneAppendDoes) {
     ASSERT_TRUE(young.Append(context, young.token_count(), 2200).ok());
     ASSERT_TRUE(young_plain.Append(context, 0, 2200).ok());
     ExpectSame(young.Attend(policy, one), young_plain.Attend(policy, one), "a young sequence");
-    // The band and the ring hold the rows of these tokens.
+    // The resident sample and the ring hold the rows of these tokens.
     const JobItem attend = stepping.Attend(policy, one);
     EXPECT_EQ(attend.result.moved_row_count, plain.Attend(policy, one).result.moved_row_count);
   }

@@ -23,8 +23,8 @@ ModelSpec Spec() {
   spec.kv_head_count = 2;
   spec.head_dim = 16;
   spec.dtype = DType::kF32;
-  spec.sample_band_fraction = kSampleBandFractionMax;
-  spec.sample_band_seed = 9;
+  spec.resident_sample_fraction = kResidentSampleFractionMax;
+  spec.resident_sample_seed = 9;
   Normalize(spec);
   return spec;
 }
@@ -104,7 +104,7 @@ class Layer {
     const ModelSpec& spec = memory_->spec;
     for (int h = 0; h < spec.kv_head_count; ++h) {
       const ResidentRows view = held_.View(tables_.data(), capacity_, h);
-      const SampleKey key = MakeSampleKey(spec.sample_band_seed, kLayer, h);
+      const SampleKey key = MakeSampleKey(spec.resident_sample_seed, kLayer, h);
       uint32_t rank = 0;
       for (int64_t t = 0; t < token_count(); ++t) {
         const ResidentPage& page = view.pages[t / kPageTokenCount];
@@ -113,7 +113,7 @@ class Layer {
           ASSERT_EQ(page.before, rank) << what << " token " << t;
         }
         const bool chosen = t < kResidentSink || TokenHash(key, static_cast<uint32_t>(t)) <
-                                                     spec.SampleBand(spec.sample_band_seed);
+                                                     spec.ResidentSample(spec.resident_sample_seed);
         ASSERT_EQ((page.mask[slot / 32] >> (slot % 32) & 1u) != 0, chosen) << what << " " << t;
         const auto row = [&](const std::byte* at) {
           return std::memcmp(at, rows_.Row(h, t), static_cast<size_t>(spec.row_bytes()));

@@ -60,13 +60,13 @@ def test_models(client: Client) -> None:
         softmax_scale=0.5,
         policy=policy,
         hash_weights=spillway.RotationHash(bits_per_dim=3, seed=5),
-        sample_band_fraction=0.0,
+        resident_sample_fraction=0.0,
     )
     assert made.name == "models/test-models"
     assert (made.layer_count, made.query_head_count, made.kv_head_count) == (3, 6, 3)
     assert made.row_bytes_per_token == 3 * 3 * 2 * 32 * 2
     assert made.hash_weights == spillway.RotationHash(bits_per_dim=3, seed=5)
-    assert made.sample_band_fraction == 0
+    assert made.resident_sample_fraction == 0
     assert made.policy.epsilon == 0.2
     assert made.policy.bound == "paper"
     assert made.ready
@@ -85,7 +85,7 @@ def test_models(client: Client) -> None:
 def test_defaults_are_filled_in(client: Client, model: Model) -> None:
     assert model.softmax_scale == pytest.approx(0.25)
     assert model.hash_weights == spillway.RotationHash(bits_per_dim=3, seed=0)
-    assert model.sample_band_fraction == 0.01
+    assert model.resident_sample_fraction == 0.01
 
 
 def test_listing_goes_over_pages(client: Client, model: Model) -> None:
@@ -146,7 +146,7 @@ def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Gene
             dense_token_count=1024, selector="hamming", heavy=TopK(count=heavy), tail="none"
         ),
         hash_weights=options,
-        sample_band_fraction=0,
+        resident_sample_fraction=0,
     )
     assert client.get_model(model.name).hash_weights == options
     # Of 2 KV heads the codes of 3 query heads.

@@ -146,7 +146,7 @@ def test_retrieval_and_ablation(tiny: tuple[Path, Path], target: str, tmp_path: 
     labels = ["1", "1.25", "1.5", "2"]
     assert [variant["label"] for variant in found["variants"]] == labels
     bands = {band["label"]: band for band in found["bands"]}
-    assert bands["no tail"]["cosines_1"]["mean"] > bands["no band"]["cosines_1"]["mean"]
+    assert bands["no tail"]["cosines_1"]["mean"] > bands["no resident sample"]["cosines_1"]["mean"]
     assert {rule["rule"] for rule in found["group"]} == {"sum", "union"}
 
 

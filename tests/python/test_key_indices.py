@@ -27,7 +27,7 @@ from spillway import (
 F32 = np.float32
 D, TOKENS = 16, 1500
 EVERY_INDEX = KeyIndices(
-    sketch=True,
+    int4_keys=True,
     quest_page_token_count=32,
     label_channel_count=8,
     lsh_table_count=20,
@@ -74,7 +74,7 @@ def channels(dtype: Any = np.int32) -> Any:
     "indices",
     [
         KeyIndices(),
-        KeyIndices(sketch=True),
+        KeyIndices(int4_keys=True),
         KeyIndices(quest_page_token_count=128),
         KeyIndices(label_channel_count=16),
         KeyIndices(lsh_table_count=512, lsh_bits=16),
@@ -86,10 +86,10 @@ def test_indices_come_back(client: Client, create: Create, indices: KeyIndices) 
     plain, model = create(), create(key_indices=indices)
     assert model.key_indices == indices
     assert client.get_model(model.name) == model
-    sketch = D // 2 + 4 if indices.sketch else 0
+    int4 = D // 2 + 4 if indices.int4_keys else 0
     labels = indices.label_channel_count // 2 + 4 if indices.label_channel_count else 0
     page = indices.quest_page_token_count
-    each = sketch + labels + (2 * D * 4 // page if page else 0) + 2 * indices.lsh_table_count
+    each = int4 + labels + (2 * D * 4 // page if page else 0) + 2 * indices.lsh_table_count
     assert model.index_bytes_per_token - plain.index_bytes_per_token == 2 * each
 
 
@@ -119,7 +119,7 @@ def test_without_codes_the_best_index_selects(create: Create) -> None:
         (None, "all"),
         (KeyIndices(quest_page_token_count=16), "quest"),
         (KeyIndices(quest_page_token_count=16, label_channel_count=8), "double_sparsity"),
-        (EVERY_INDEX, "sketch"),
+        (EVERY_INDEX, "int4_keys"),
     ):
         assert create(hash_weights=None, key_indices=indices).policy.selector == selector
 
@@ -174,7 +174,7 @@ def test_upload_of_deep_mlps(
 
 
 def test_nothing_to_upload(client: Client, create: Create, tmp_path: Path) -> None:
-    model = create(key_indices=KeyIndices(sketch=True))
+    model = create(key_indices=KeyIndices(int4_keys=True))
     path = save(tmp_path / "channels.safetensors", {"layers.0.channels": channels()})
     with pytest.raises(spillway.FailedPrecondition):
         client.upload_hash_weights(model, path)
@@ -198,10 +198,10 @@ def sequence(
 
 
 POLICIES = {
-    "sketch": Policy(selector="sketch", heavy=TopP(mass=0.8)),
+    "int4_keys": Policy(selector="int4_keys", heavy=TopP(mass=0.8)),
     "quest": Policy(selector="quest", heavy=TopK(fraction=0.2)),
     "double sparsity": Policy(selector="double_sparsity"),
-    "two stages": Policy(selector="sketch", candidates=Candidates("quest", fraction=0.3)),
+    "two stages": Policy(selector="int4_keys", candidates=Candidates("quest", fraction=0.3)),
     "no heavy set": Policy(heavy=TopK(count=0)),
 }
 
@@ -219,7 +219,7 @@ def test_attends_keep_their_promise(
         assert (error < 0.2).all()
         within = result.certificate.relative_errors <= 0.1
         # Other ranks were not found to bear a promise.
-        bears = policy.selector in (None, "sketch") and policy.candidates is None
+        bears = policy.selector in (None, "int4_keys") and policy.candidates is None
         np.testing.assert_array_equal(result.certificate.promises == "statistical", within & bears)
         assert within.mean() > 0.5
         assert (np.array(result.touched_row_counts) < TOKENS).all()

@@ -23,7 +23,7 @@ HEAVY = (
     | st.builds(TopP, maybe(FRACTIONS), maybe(COUNTS), maybe(COUNTS))
 )
 SELECTORS = st.sampled_from(
-    ["asymmetric", "hamming", "oracle", "all", "sketch", "quest", "double_sparsity"]
+    ["asymmetric", "hamming", "oracle", "all", "int4_keys", "quest", "double_sparsity"]
 )
 CANDIDATES = (
     st.builds(Candidates, maybe(SELECTORS))

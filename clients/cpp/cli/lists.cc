@@ -30,7 +30,7 @@ Json ModelJson(const v1::Model& model) {
           {"dtype", DTypeName(model.dtype())},
           {"softmax_scale", model.softmax_scale()},
           {"hash", HashName(model.hash_weights())},
-          {"sample_band_fraction", model.sample_band_fraction()},
+          {"resident_sample_fraction", model.resident_sample_fraction()},
           {"ready", model.ready()},
           {"row_bytes_per_token", model.row_bytes_per_token()},
           {"index_bytes_per_token", model.index_bytes_per_token()},

@@ -163,7 +163,7 @@ class Client:
         softmax_scale: float | None = None,
         policy: Policy | None = None,
         hash_weights: HashWeights | None = RotationHash(),
-        sample_band_fraction: float | None = None,
+        resident_sample_fraction: float | None = None,
         key_indices: KeyIndices | None = None,
     ) -> Model:
         """Creates a model: the shapes and codes that sequences are made from.
@@ -180,7 +180,7 @@ class Client:
             policy: Default policy of its sequences.
             hash_weights: How codes are made; None: no codes, only selectors
                 `all`, `oracle` and those of `key_indices` work.
-            sample_band_fraction: Share of the tokens that samples begin with
+            resident_sample_fraction: Share of the tokens that samples begin with
                 and whose rows a GPU keeps, [0, 0.0625]; None is 0.01.
             key_indices: What else is kept of every key; None: nothing.
 
@@ -195,7 +195,7 @@ class Client:
             head_dim=head_dim,
             dtype=dtype_number(dtype),  # type: ignore[arg-type]
             softmax_scale=softmax_scale,
-            sample_band_fraction=sample_band_fraction,
+            resident_sample_fraction=resident_sample_fraction,
             default_policy=None if policy is None else policy.to_proto(),
             hash_weights=hash_to_proto(hash_weights),
             key_indices=None if key_indices is None else key_indices.to_proto(),

@@ -59,7 +59,7 @@ class KeyIndices:
     """What else is kept of every key, for selectors and tails that need it.
 
     Attributes:
-        sketch: The key in 4 bits an element, for selector `sketch`.
+        int4_keys: The key in 4 bits an element, for selector `int4_keys`.
         quest_page_token_count: Tokens of the pages whose keys' bounds are
             kept, 16, 32, 64 or 128, for selector `quest`; 0 for none.
         label_channel_count: Channels that are kept of a key in 4 bits, a
@@ -71,7 +71,7 @@ class KeyIndices:
         lsh_seed: Of their random projections.
     """
 
-    sketch: bool = False
+    int4_keys: bool = False
     quest_page_token_count: int = 0
     label_channel_count: int = 0
     lsh_table_count: int = 0

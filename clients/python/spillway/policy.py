@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from spillway._proto import policy_pb2
 
-Selector = Literal["asymmetric", "hamming", "oracle", "all", "sketch", "quest", "double_sparsity"]
+Selector = Literal["asymmetric", "hamming", "oracle", "all", "int4_keys", "quest", "double_sparsity"]
 Tail = Literal["none", "uniform", "stratified", "lsh_sampling"]
 Bound = Literal["denominator", "paper", "ratio"]
 
@@ -102,7 +102,7 @@ class Policy:
         dense_layers: Layers that are always attended densely. Default none.
         selector: How every key gets a score: `asymmetric` (default), `hamming`,
             `oracle` (exact logits, for evaluation), `all` (no selection), and
-            with the model's `KeyIndices` `sketch`, `quest` and
+            with the model's `KeyIndices` `int4_keys`, `quest` and
             `double_sparsity`.
         heavy: Size of the heavy set. Default `TopK(count=256)`.
         candidates: A first selection; None inherits, by default there is none.

@@ -38,7 +38,7 @@ class Model:
         policy: Default policy of its sequences.
         hash_weights: How codes are made; None: no codes.
         key_indices: What else is kept of every key.
-        sample_band_fraction: Share of the tokens that samples begin with and
+        resident_sample_fraction: Share of the tokens that samples begin with and
             whose rows a GPU keeps.
         ready: Whether sequences can be created; False while an upload is
             awaited.
@@ -56,7 +56,7 @@ class Model:
     policy: Policy
     hash_weights: HashWeights | None
     key_indices: KeyIndices
-    sample_band_fraction: float
+    resident_sample_fraction: float
     ready: bool
     row_bytes_per_token: int
     index_bytes_per_token: int
@@ -75,7 +75,7 @@ class Model:
             policy=Policy.from_proto(message.default_policy),
             hash_weights=hash_from_proto(message.hash_weights),
             key_indices=KeyIndices.from_proto(message.key_indices),
-            sample_band_fraction=message.sample_band_fraction,
+            resident_sample_fraction=message.resident_sample_fraction,
             ready=message.ready,
             row_bytes_per_token=message.row_bytes_per_token,
             index_bytes_per_token=message.index_bytes_per_token,

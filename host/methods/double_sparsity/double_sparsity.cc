@@ -6,8 +6,8 @@
 #include "host/base/elements.h"
 #include "host/base/status_macros.h"
 #include "host/cpu/cpu_method.h"
-#include "host/methods/sketch/sketch_keys.h"
-#include "host/methods/sketch/sketch_scorer.h"
+#include "host/methods/int4_keys/int4_elements.h"
+#include "host/methods/int4_keys/int4_scorer.h"
 #include "host/methods/weights/index_weights.h"
 #include "host/methods/weights/key_sections.h"
 
@@ -33,7 +33,7 @@ class LabelIndex final : public KeyIndex {
     std::vector<float> x(spec_.head_dim);
     for (int t = keys.begin; t < keys.end; ++t) {
       ToFloat(spec_.dtype, keys.rows + t * spec_.row_bytes(), spec_.head_dim, x.data());
-      StoreSketch(x.data(), ChannelsOf(keys.layer, keys.kv_head), t, section);
+      StoreInt4(x.data(), ChannelsOf(keys.layer, keys.kv_head), t, section);
     }
   }
 
@@ -43,7 +43,7 @@ class LabelIndex final : public KeyIndex {
 };
 
 int64_t SectionBytes(const ModelSpec& spec) {
-  return KeySections::SketchBytes(spec.indices.label_channel_count);
+  return KeySections::Int4Bytes(spec.indices.label_channel_count);
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
@@ -55,8 +55,8 @@ absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
 std::unique_ptr<KeyScorer> MakeLabelScorer(const ScoredKeys& keys) {
   const MethodIndex& of_model = keys.model().IndexOf(kDoubleSparsityMethod);
   const auto& index = static_cast<const LabelIndex&>(*of_model.index);
-  return std::make_unique<SketchScorer>(keys, of_model.offset_bytes,
-                                        index.ChannelsOf(keys.context->layer, keys.kv_head));
+  return std::make_unique<Int4Scorer>(keys, of_model.offset_bytes,
+                                      index.ChannelsOf(keys.context->layer, keys.kv_head));
 }
 
 constexpr SelectorMethod kSelector = {
@@ -67,7 +67,7 @@ constexpr SelectorMethod kSelector = {
     .ranked_by = RankedBy::kEstimatedLogit,
     .key_bits =
         [](const ModelSpec& spec) {
-          return KeySections::SketchKeyBits(spec.indices.label_channel_count);
+          return KeySections::Int4KeyBits(spec.indices.label_channel_count);
         },
     .guaranteed_token_count = methods::None,
     .default_order = 4};

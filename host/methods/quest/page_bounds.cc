@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "host/base/elements.h"
-#include "host/methods/sketch/sketch_range.h"
+#include "host/methods/int4_keys/int4_range.h"
 #include "host/methods/weights/key_sections.h"
 
 namespace spillway {

@@ -11,8 +11,8 @@ namespace spillway {
 // What an index page holds of kPageTokenCount tokens of one KV head behind
 // their codes, one after the other and the same bytes on every device; see
 // KeyIndexSpec. Word w of token t stands at [w][t].
-//   sketch   uint32 [d / 8 + 1][128]: eight elements of 4 bits a word, the
-//            first lowest, then SketchRange::Pack()
+//   int4     uint32 [d / 8 + 1][128]: eight elements of 4 bits a word, the
+//            first lowest, then Int4Range::Pack()
 //   labels   likewise of the label channels, with a range of their own
 //   bounds   dtype [2][d][128 / quest_page_token_count]: of each page's keys
 //            the smallest and the largest elements
@@ -22,7 +22,7 @@ namespace spillway {
 struct KeySections {
   int head_dim = 0;
   int element_bytes = 0;
-  int sketch_channels = 0;  // d, or 0
+  int int4_channels = 0;  // d, or 0
   int label_channels = 0;
   int bound_pages = 0;  // of an index page, or 0
   int tables = 0;
@@ -31,7 +31,7 @@ struct KeySections {
     KeySections s;
     s.head_dim = spec.head_dim;
     s.element_bytes = DTypeBytes(spec.dtype);
-    s.sketch_channels = spec.indices.sketch ? spec.head_dim : 0;
+    s.int4_channels = spec.indices.int4_keys ? spec.head_dim : 0;
     s.label_channels = spec.indices.label_channel_count;
     const int page = spec.indices.quest_page_token_count;
     s.bound_pages = page > 0 ? static_cast<int>(kPageTokenCount / page) : 0;
@@ -39,15 +39,15 @@ struct KeySections {
     return s;
   }
 
-  SPILLWAY_HOST_DEVICE static int64_t SketchBytes(int channels) {
+  SPILLWAY_HOST_DEVICE static int64_t Int4Bytes(int channels) {
     return channels > 0 ? (channels / 8 + 1) * kPageTokenCount * 4 : 0;
   }
   // Bits of one key: elements of 4 bits and their range.
-  static constexpr int64_t SketchKeyBits(int channels) { return int64_t{4} * channels + 32; }
+  static constexpr int64_t Int4KeyBits(int channels) { return int64_t{4} * channels + 32; }
   // Offsets from the sections' beginning.
-  SPILLWAY_HOST_DEVICE int64_t sketch() const { return 0; }
-  SPILLWAY_HOST_DEVICE int64_t labels() const { return SketchBytes(sketch_channels); }
-  SPILLWAY_HOST_DEVICE int64_t bounds() const { return labels() + SketchBytes(label_channels); }
+  SPILLWAY_HOST_DEVICE int64_t int4_keys() const { return 0; }
+  SPILLWAY_HOST_DEVICE int64_t labels() const { return Int4Bytes(int4_channels); }
+  SPILLWAY_HOST_DEVICE int64_t bounds() const { return labels() + Int4Bytes(label_channels); }
   SPILLWAY_HOST_DEVICE int64_t buckets() const {
     return bounds() + int64_t{2} * head_dim * bound_pages * element_bytes;
   }

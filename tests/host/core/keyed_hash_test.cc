@@ -65,30 +65,31 @@ TEST(TokenHash, IsABijection) {
   for (uint32_t t = 0; t < 100000; ++t) ASSERT_TRUE(seen.insert(TokenHash(key, t)).second);
 }
 
-// Places of the band's tokens are the band, places of the others what is
+// Places of the resident sample's tokens come first, places of the others what is
 // beyond it, each turned by the step and none taken twice.
-TEST(SamplePlace, TurnsBandAndTheRestEachWithinItself) {
-  for (const uint32_t band : {0u, 1u, 42'949'672u, 1u << 28}) {
+TEST(SamplePlace, TurnsTheResidentSampleAndTheRestEachWithinItself) {
+  for (const uint32_t resident : {0u, 1u, 42'949'672u, 1u << 28}) {
     std::unordered_set<uint32_t> seen;
-    uint64_t in_band = 0;
+    uint64_t in_resident = 0;
     for (int64_t n = 5000; n < 5004; ++n) {
-      const SampleOrder order = MakeSampleOrder(3, 2, 1, n, band);
-      EXPECT_TRUE(band == 0 ? order.band_phase == 0 : order.band_phase < band);
+      const SampleOrder order = MakeSampleOrder(3, 2, 1, n, resident);
+      EXPECT_TRUE(resident == 0 ? order.resident_phase == 0 : order.resident_phase < resident);
       for (uint32_t t = 0; t < 50000; ++t) {
         const uint32_t u = TokenHash(order.key, t);
         const uint32_t place = SamplePlace(order, t);
-        ASSERT_EQ(u < band, place < band);
+        ASSERT_EQ(u < resident, place < resident);
         ASSERT_TRUE(seen.insert(place).second);
-        in_band += place < band;
-        const uint64_t part = u < band ? band : (uint64_t{1} << 32) - band;
-        const uint64_t start = u < band ? 0 : band;
-        const uint64_t phase = u < band ? order.band_phase : order.phase;
+        in_resident += place < resident;
+        const uint64_t part = u < resident ? resident : (uint64_t{1} << 32) - resident;
+        const uint64_t start = u < resident ? 0 : resident;
+        const uint64_t phase = u < resident ? order.resident_phase : order.phase;
         ASSERT_EQ(place, start + (u - start + part - phase) % part);
       }
       seen.clear();
     }
-    const double share = static_cast<double>(band) / 4294967296.0;
-    EXPECT_NEAR(static_cast<double>(in_band), 200000 * share, 5 * std::sqrt(200000 * share) + 1);
+    const double share = static_cast<double>(resident) / 4294967296.0;
+    EXPECT_NEAR(static_cast<double>(in_resident), 200000 * share,
+                5 * std::sqrt(200000 * share) + 1);
   }
 }
 

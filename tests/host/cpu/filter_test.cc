@@ -43,9 +43,10 @@ TEST(FilterTokens, MatchesAScalarLoop) {
     const int64_t count = 1 + random() % 1000;
     const uint32_t first = static_cast<uint32_t>(random() % (uint64_t{1} << 31));
     const std::vector<uint16_t> bins = RandomBins(random, count);
-    const uint32_t band = round % 4 == 0 ? 0 : static_cast<uint32_t>(random() >> (32 + round % 8));
-    const SampleOrder order =
-        MakeSampleOrder(random(), round % 11, round % 3, static_cast<int64_t>(random() >> 1), band);
+    const uint32_t resident =
+        round % 4 == 0 ? 0 : static_cast<uint32_t>(random() >> (32 + round % 8));
+    const SampleOrder order = MakeSampleOrder(random(), round % 11, round % 3,
+                                              static_cast<int64_t>(random() >> 1), resident);
     SampleLimits limits;
     const uint64_t thresholds[] = {0,           1,           uint64_t{1} << 17,
                                    123'456'789, 0xFFFFFFFFu, uint64_t{1} << 32};

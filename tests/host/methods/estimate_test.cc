@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "host/base/elements.h"
+#include "host/methods/int4_keys/int4_elements.h"
+#include "host/methods/int4_keys/int4_range.h"
 #include "host/methods/lsh_sampling/count_shared.h"
 #include "host/methods/quest/page_bounds.h"
-#include "host/methods/sketch/sketch_keys.h"
-#include "host/methods/sketch/sketch_range.h"
 #include "host/methods/weights/key_sections.h"
 #include "tests/host/cpu/targets.h"
 
@@ -33,26 +33,26 @@ void ExpectSameBits(const std::vector<float>& got, const std::vector<float>& wan
   }
 }
 
-struct SketchCase {
+struct Int4Case {
   int channels, heads;
   std::vector<float> q;
   std::vector<uint32_t> words;  // [channels / 8 + 1][128]
-  SketchQuery query;
+  Int4Query query;
 
-  SketchCase(int channels_in, int heads_in) : channels(channels_in), heads(heads_in) {
+  Int4Case(int channels_in, int heads_in) : channels(channels_in), heads(heads_in) {
     std::mt19937 random(channels * 100 + heads);
     std::normal_distribution<float> normal;
     q.resize(static_cast<size_t>(heads) * channels);
     for (float& x : q) x = normal(random);
     words.resize(static_cast<size_t>(channels / 8 + 1) * kKeys);
     for (uint32_t& w : words) w = static_cast<uint32_t>(random());
-    for (int t = 0; t < kKeys; ++t) SetRange(t, SketchRange::Of(normal(random), 4));
+    for (int t = 0; t < kKeys; ++t) SetRange(t, Int4Range::Of(normal(random), 4));
     query = {heads, channels, q.data(), {}};
     for (int h = 0; h < heads; ++h) {
       for (int i = 0; i < channels; ++i) query.sum[h] += q[h * channels + i];
     }
   }
-  void SetRange(int t, SketchRange range) { words[channels / 8 * kKeys + t] = range.Pack(); }
+  void SetRange(int t, Int4Range range) { words[channels / 8 * kKeys + t] = range.Pack(); }
 
   std::vector<float> Wanted() const {
     std::vector<float> logits;
@@ -63,7 +63,7 @@ struct SketchCase {
           const uint32_t u = words[i / 8 * kKeys + t] >> (4 * (i % 8)) & 15u;
           dot = std::fma(q[h * channels + i], static_cast<float>(u), dot);
         }
-        const SketchRange range = SketchRange::Unpack(words[channels / 8 * kKeys + t]);
+        const Int4Range range = Int4Range::Unpack(words[channels / 8 * kKeys + t]);
         logits.push_back(CutEstimate(range.Dot(dot, query.sum[h])));
       }
     }
@@ -71,15 +71,15 @@ struct SketchCase {
   }
   std::vector<float> Got() const {
     std::vector<float> logits(static_cast<size_t>(heads) * kKeys, -7.0f);
-    SketchLogits(query, reinterpret_cast<const std::byte*>(words.data()), logits.data());
+    Int4Logits(query, reinterpret_cast<const std::byte*>(words.data()), logits.data());
     return logits;
   }
 };
 
-TEST(SketchLogits, MatchTheScalarFormBitForBit) {
+TEST(Int4Logits, MatchTheScalarFormBitForBit) {
   for (const int channels : {8, 16, 24, 64, 80, 128, 256}) {
     for (int heads = 1; heads <= kGroupMax; ++heads) {
-      SketchCase c(channels, heads);
+      Int4Case c(channels, heads);
       // Ranges at the ends of fp16: none, subnormal, the largest.
       c.SetRange(3, {0, 0});
       c.SetRange(4, {-0.0f, std::ldexp(1.0f, -24)});
@@ -95,8 +95,8 @@ TEST(SketchLogits, MatchTheScalarFormBitForBit) {
   }
 }
 
-TEST(SketchLogits, HugeQueriesAreCut) {
-  SketchCase c(64, 3);
+TEST(Int4Logits, HugeQueriesAreCut) {
+  Int4Case c(64, 3);
   for (float& x : c.q) x = x > 0 ? 1e37f : -3e37f;
   for (int h = 0; h < 3; ++h) {
     c.query.sum[h] = 0;
@@ -188,13 +188,13 @@ TEST(KeySections, FollowEachOther) {
   ModelSpec spec;
   spec.head_dim = 80;
   spec.dtype = DType::kBF16;
-  spec.indices = {.sketch = true,
+  spec.indices = {.int4_keys = true,
                   .quest_page_token_count = 16,
                   .label_channel_count = 24,
                   .lsh_table_count = 75,
                   .lsh_bits = 8};
   const KeySections s = KeySections::Of(spec);
-  EXPECT_EQ(s.sketch(), 0);
+  EXPECT_EQ(s.int4_keys(), 0);
   EXPECT_EQ(s.labels(), 11 * 128 * 4);
   EXPECT_EQ(s.bounds() - s.labels(), 4 * 128 * 4);
   EXPECT_EQ(s.buckets() - s.bounds(), 2 * 80 * 8 * 2);

@@ -1,4 +1,4 @@
-// What a model may ask of the methods of the shelf.
+// What a model may ask of optional methods.
 #include "host/model/model_spec.h"
 
 #include <gmock/gmock.h>

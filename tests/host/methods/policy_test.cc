@@ -1,4 +1,4 @@
-// What policies may ask of the methods of the shelf.
+// What policies may ask of optional methods.
 #include "host/policy/policy.h"
 
 #include <gmock/gmock.h>
@@ -48,7 +48,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         BadCase{"top_p", [](Policy& p) { Mass(p), p.selector = Selector::kHamming; }},
         BadCase{"candidates.selector", [](Policy& p) { p.candidate_selector = Selector::kAll; }},
-        BadCase{"candidates.selector", [](Policy& p) { p.candidate_selector = Selector::kSketch; }},
+        BadCase{"candidates.selector",
+                [](Policy& p) { p.candidate_selector = Selector::kInt4Keys; }},
         BadCase{"candidates.selector", [](Policy& p) { p.candidate_selector = Selector::kQuest; }},
         BadCase{"candidates.selector",
                 [](Policy& p) { p.candidate_selector = Selector::kDoubleSparsity; }},
@@ -101,7 +102,7 @@ ModelSpec IndexedSpec() {
 TEST(MethodsPolicy, SelectorsAndTailsNeedTheirIndices) {
   const ModelSpec indexed = IndexedSpec();
   const std::pair<Selector, const char*> needs[] = {
-      {Selector::kSketch, "SELECTOR_SKETCH needs a model with key_indices.sketch"},
+      {Selector::kInt4Keys, "SELECTOR_INT4_KEYS needs a model with key_indices.int4_keys"},
       {Selector::kQuest, "SELECTOR_QUEST needs a model with key_indices.quest_page_token_count"},
       {Selector::kDoubleSparsity,
        "SELECTOR_DOUBLE_SPARSITY needs a model with key_indices.label_channel_count"}};
@@ -140,8 +141,8 @@ TEST(MethodsPolicy, SaysTheValueAndTheLimitOfCandidates) {
 
 TEST(MethodsPolicy, DefaultsTakeTheBestEstimateThatThereIs) {
   ModelSpec spec = IndexedSpec();
-  EXPECT_EQ(DefaultPolicy(spec).selector, Selector::kSketch);
-  spec.indices.sketch = false;
+  EXPECT_EQ(DefaultPolicy(spec).selector, Selector::kInt4Keys);
+  spec.indices.int4_keys = false;
   EXPECT_EQ(DefaultPolicy(spec).selector, Selector::kDoubleSparsity);
   spec.indices.label_channel_count = 0;
   EXPECT_EQ(DefaultPolicy(spec).selector, Selector::kQuest);

@@ -1,4 +1,4 @@
-// The rows of the shelf's methods.
+// The rows of the optional methods.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -24,12 +24,12 @@ ModelSpec Spec(const KeyIndexSpec& indices = {}) {
 
 TEST(SelectorMethods, TellWhatTheyReadOfAKey) {
   const ModelSpec spec =
-      Spec({.sketch = true, .quest_page_token_count = 32, .label_channel_count = 16});
+      Spec({.int4_keys = true, .quest_page_token_count = 32, .label_channel_count = 16});
   const auto bits = [&](Selector selector) { return MethodOf(selector).key_bits(spec); };
   EXPECT_EQ(bits(Selector::kAsymmetric), 8 * 50);      // 3 planes of 16 bytes and a factor
   EXPECT_EQ(bits(Selector::kHamming), 8 * 16);         // one plane
   EXPECT_EQ(bits(Selector::kOracle), 8 * 256);         // the key itself
-  EXPECT_EQ(bits(Selector::kSketch), 8 * 68);          // 64 bytes and a range
+  EXPECT_EQ(bits(Selector::kInt4Keys), 8 * 68);        // 64 bytes and a range
   EXPECT_EQ(bits(Selector::kDoubleSparsity), 8 * 12);  // 8 bytes and a range
   EXPECT_EQ(bits(Selector::kQuest), 8 * 16);           // 2 bounds of 256 bytes for 32 keys
   EXPECT_EQ(bits(Selector::kAll), 0);
@@ -41,7 +41,7 @@ TEST(SelectorMethods, ReadWhatIndexPagesHold) {
     return 8 * KeySections::Of(spec).bytes() / kPageTokenCount;
   };
   for (const auto& [selector, indices] :
-       {std::pair(Selector::kSketch, KeyIndexSpec{.sketch = true}),
+       {std::pair(Selector::kInt4Keys, KeyIndexSpec{.int4_keys = true}),
         std::pair(Selector::kQuest, KeyIndexSpec{.quest_page_token_count = 16}),
         std::pair(Selector::kDoubleSparsity, KeyIndexSpec{.label_channel_count = 24})}) {
     const ModelSpec spec = Spec(indices);
@@ -50,8 +50,8 @@ TEST(SelectorMethods, ReadWhatIndexPagesHold) {
 }
 
 // Index pages are the same bytes on every device.
-TEST(ShelfMethods, StandInTheOrderOfSections) {
-  ModelSpec spec = Spec({.sketch = true,
+TEST(OptionalMethods, StandInTheOrderOfSections) {
+  ModelSpec spec = Spec({.int4_keys = true,
                          .quest_page_token_count = 32,
                          .label_channel_count = 16,
                          .lsh_table_count = 75,
@@ -59,13 +59,13 @@ TEST(ShelfMethods, StandInTheOrderOfSections) {
   const KeySections sections = KeySections::Of(spec);
   std::map<const void*, int64_t> offsets;  // by row
   int64_t end = 0;
-  for (const Method* method : ShelfMethods()) {
+  for (const Method* method : OptionalMethods()) {
     if (method->cpu->section_bytes == nullptr) continue;
     const void* row = method->selector;
     offsets[row != nullptr ? row : method->tail] = end;
     end += method->cpu->section_bytes(spec);
   }
-  EXPECT_EQ(offsets.at(&MethodOf(Selector::kSketch)), sections.sketch());
+  EXPECT_EQ(offsets.at(&MethodOf(Selector::kInt4Keys)), sections.int4_keys());
   EXPECT_EQ(offsets.at(&MethodOf(Selector::kDoubleSparsity)), sections.labels());
   EXPECT_EQ(offsets.at(&MethodOf(Selector::kQuest)), sections.bounds());
   EXPECT_EQ(offsets.at(&MethodOf(Tail::kLshSampling)), sections.buckets());
@@ -74,7 +74,7 @@ TEST(ShelfMethods, StandInTheOrderOfSections) {
   // Codes of MLPs stand where a rotation's would.
   spec.hash = {.kind = HashKind::kMlp};
   ASSERT_TRUE(Normalize(spec).empty());
-  EXPECT_EQ(ShelfMethods()[0]->cpu->section_bytes(spec), CodeLayout::Of(spec).page_bytes());
+  EXPECT_EQ(OptionalMethods()[0]->cpu->section_bytes(spec), CodeLayout::Of(spec).page_bytes());
   EXPECT_EQ(IndexPageBytes(spec), CodeLayout::Of(spec).page_bytes() + sections.bytes());
 }
 

@@ -167,7 +167,7 @@ TEST(ModelSpec, KnowsWhatItKeepsAndAwaits) {
   EXPECT_FALSE(spec.has_index());
   EXPECT_FALSE(spec.has_weights());
   for (const auto& [indices, weights] :
-       {std::pair(KeyIndexSpec{.sketch = true}, false),
+       {std::pair(KeyIndexSpec{.int4_keys = true}, false),
         std::pair(KeyIndexSpec{.quest_page_token_count = 16}, false),
         std::pair(KeyIndexSpec{.label_channel_count = 8}, true),
         std::pair(KeyIndexSpec{.lsh_table_count = 1, .lsh_bits = 1}, false)}) {

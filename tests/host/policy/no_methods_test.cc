@@ -1,4 +1,4 @@
-// What a build without the shelf's methods refuses.
+// What a build without the optional methods refuses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -44,8 +44,8 @@ TEST(NoMethods, AModelThatNeedsOneIsRefused) {
   };
   EXPECT_THAT(errors([](ModelSpec& s) { s.hash.kind = HashKind::kMlp; }),
               ElementsAre(NoSuchMethod("hash_weights.mlp")));
-  EXPECT_THAT(errors([](ModelSpec& s) { s.indices.sketch = true; }),
-              ElementsAre(NoSuchMethod("key_indices.sketch")));
+  EXPECT_THAT(errors([](ModelSpec& s) { s.indices.int4_keys = true; }),
+              ElementsAre(NoSuchMethod("key_indices.int4_keys")));
   EXPECT_THAT(errors([](ModelSpec& s) { s.indices.quest_page_token_count = 16; }),
               ElementsAre(NoSuchMethod("key_indices.quest_page_token_count")));
   EXPECT_THAT(errors([](ModelSpec& s) { s.indices.label_channel_count = 8; }),
@@ -63,7 +63,7 @@ TEST(NoMethods, APolicyThatNamesOneIsRefused) {
     return Validate(policy, spec);
   };
   for (const Selector selector :
-       {Selector::kHamming, Selector::kSketch, Selector::kQuest, Selector::kDoubleSparsity}) {
+       {Selector::kHamming, Selector::kInt4Keys, Selector::kQuest, Selector::kDoubleSparsity}) {
     Policy policy = DefaultPolicy(spec);
     policy.selector = selector;
     EXPECT_THAT(Validate(policy, spec), ElementsAre(NoSuchMethod("selector")));

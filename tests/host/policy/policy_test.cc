@@ -91,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"inflation", [](Policy& p) { p.inflation = kNan; }},
         BadCase{"row_count_max", [](Policy& p) { p.row_count_max = 399; }},
         BadCase{"row_count_max", [](Policy& p) { p.row_count_max = -1; }},
-        BadCase{"selector", [](Policy& p) { p.selector = Selector::kSketch; }},
+        BadCase{"selector", [](Policy& p) { p.selector = Selector::kInt4Keys; }},
         BadCase{"selector", [](Policy& p) { p.selector = Selector::kQuest; }},
         BadCase{"selector", [](Policy& p) { p.selector = Selector::kDoubleSparsity; }},
         BadCase{"tail", [](Policy& p) { p.tail = Tail::kLshSampling; }}));
@@ -207,7 +207,7 @@ TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
   for (const auto& [selector, bits, longest] :
        {Case{Selector::kAsymmetric, 1, 0}, Case{Selector::kAsymmetric, 2, k64},
         Case{Selector::kAsymmetric, 3, k256}, Case{Selector::kAsymmetric, 4, k256},
-        Case{Selector::kSketch, 1, k256}, Case{Selector::kOracle, 1, kFar},
+        Case{Selector::kInt4Keys, 1, k256}, Case{Selector::kOracle, 1, kFar},
         Case{Selector::kHamming, 4, 0}, Case{Selector::kQuest, 4, 0},
         Case{Selector::kDoubleSparsity, 4, 0}}) {
     if (FindMethod(selector) == nullptr) continue;

@@ -1,9 +1,9 @@
-// The shelf of the example's tests, in place of host/methods/registry.cc.
+// The optional methods of the example's tests, in place of host/methods/registry.cc.
 #include "tests/methods/example/prefix.h"
 
 namespace spillway {
 
-std::span<const Method* const> ShelfMethods() {
+std::span<const Method* const> OptionalMethods() {
   static constexpr const Method* kMethods[] = {&kPrefixMethod};
   return kMethods;
 }

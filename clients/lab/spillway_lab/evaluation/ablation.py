@@ -109,11 +109,11 @@ def run(bench: Workbench, names: str = "") -> None:
 
 
 def _bands(bench: Workbench) -> list[dict[str, Any]]:
-    """Default samples by the band's size, and fresh ones, over consecutive steps."""
+    """Default samples by the resident sample's size, and fresh ones, over consecutive steps."""
     kinds: list[tuple[str, Index, Policy, bool]] = [
         (
-            f"band of {100 * fraction:g} %" if fraction else "no band",
-            Index(RotationHash(), sample_band_fraction=fraction),
+            f"resident sample of {100 * fraction:g} %" if fraction else "no resident sample",
+            Index(RotationHash(), resident_sample_fraction=fraction),
             Policy(),
             False,
         )

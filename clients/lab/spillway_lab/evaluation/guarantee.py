@@ -53,7 +53,7 @@ class Promise:
 
 def promises(head_dim: int) -> list[Promise]:
     """Every bound and tail, with an oracle's ranks and with ranks that can be had."""
-    sketch = Index(key_indices=KeyIndices(sketch=True))
+    int4 = Index(key_indices=KeyIndices(int4_keys=True))
     tails: tuple[tuple[str, Bound | None], ...] = (
         ("denominator", "denominator"),
         ("paper", "paper"),
@@ -62,7 +62,7 @@ def promises(head_dim: int) -> list[Promise]:
     )
     ranks: tuple[tuple[str, str, Selector, Index], ...] = (
         ("oracle", "oracle", "oracle", DEFAULT_INDEX),
-        ("sketch", "4-bit keys", "sketch", sketch),
+        ("int4", "int4 keys", "int4_keys", int4),
         ("codes", f"{DEFAULT_BITS}-bit codes", "asymmetric", DEFAULT_INDEX),
         ("lsh", "LSH", "hamming", lsh_index(head_dim)),
     )

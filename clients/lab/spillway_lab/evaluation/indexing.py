@@ -34,7 +34,7 @@ class Index:
         weights: Safetensors file of hash weights to upload.
         rotation_seed: With an `MlpHash` and no file: its weights are stacked
             random rotations of this seed, LSH of any number of bits.
-        sample_band_fraction: Of the model; None is the daemon's default.
+        resident_sample_fraction: Of the model; None is the daemon's default.
         ungrouped: Every query head has keys of its own, copies of its group's.
     """
 
@@ -42,7 +42,7 @@ class Index:
     key_indices: KeyIndices | None = None
     weights: Path | None = None
     rotation_seed: int | None = None
-    sample_band_fraction: float | None = None
+    resident_sample_fraction: float | None = None
     ungrouped: bool = False
 
     def described(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def create_model(
         softmax_scale=scaling,
         hash_weights=index.hash_weights,
         key_indices=index.key_indices,
-        sample_band_fraction=index.sample_band_fraction,
+        resident_sample_fraction=index.resident_sample_fraction,
     )
     # An older daemon drops what it does not know, and says nothing.
     asked = index.key_indices or KeyIndices()

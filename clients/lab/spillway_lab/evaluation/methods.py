@@ -126,9 +126,9 @@ def bases(setting: Setting, shapes: Shapes) -> list[Base]:
     return made
 
 
-def with_sketch(index: Index) -> Index:
+def with_int4_keys(index: Index) -> Index:
     """The index with Twilight's 4-bit keys beside it."""
-    kept = vars(index.key_indices or KeyIndices()) | {"sketch": True}
+    kept = vars(index.key_indices or KeyIndices()) | {"int4_keys": True}
     return Index(index.hash_weights, KeyIndices(**kept), index.weights, index.rotation_seed)
 
 
@@ -196,7 +196,7 @@ def _on_base(base: Base, token_count: int) -> list[Method]:
             f"Twilight on {label}",
             "Twilight",
             "mass",
-            (point(x, _pruned(selector, x), with_sketch(base.index)) for x in MASSES),
+            (point(x, _pruned(selector, x), with_int4_keys(base.index)) for x in MASSES),
         ),
         method(
             f"vattention-{base.name}",
@@ -240,13 +240,13 @@ def _dropped(selector: Selector, heavy: TopK | TopP) -> Policy:
 def _pruned(selector: Selector, mass: float) -> Policy:
     """Twilight: a quarter of the tokens by a first selector, pruned by 4-bit keys."""
     first = Candidates(selector, fraction=0.25)
-    return dataclasses.replace(_dropped("sketch", top_p(mass)), candidates=first)
+    return dataclasses.replace(_dropped("int4_keys", top_p(mass)), candidates=first)
 
 
 def _twilight_alone() -> Method:
-    index = Index(key_indices=KeyIndices(sketch=True))
+    index = Index(key_indices=KeyIndices(int4_keys=True))
     points = tuple(
-        Point(f"{mass:g}", Case(index, _dropped("sketch", top_p(mass)))) for mass in MASSES
+        Point(f"{mass:g}", Case(index, _dropped("int4_keys", top_p(mass)))) for mass in MASSES
     )
     label = "Twilight on all tokens"
     return Method("twilight", label, OTHER_BASES, "Twilight", "mass", True, points)

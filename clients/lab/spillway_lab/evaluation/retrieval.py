@@ -79,9 +79,9 @@ def rankings(setting: Setting, shapes: Shapes) -> list[Ranking]:
         index = Index(key_indices=KeyIndices(label_channel_count=count))
         name, label = f"double-sparsity-{count}", f"Double Sparsity, {count} channels"
         made.append(Ranking(name, label, "Double Sparsity", "double_sparsity", index))
-    sketch = Index(key_indices=KeyIndices(sketch=True))
+    int4 = Index(key_indices=KeyIndices(int4_keys=True))
     made.append(
-        Ranking("sketch", "Twilight's 4-bit keys", "Twilight's 4-bit keys", "sketch", sketch)
+        Ranking("int4", "Twilight's 4-bit keys", "Twilight's 4-bit keys", "int4_keys", int4)
     )
     for name, label, path in (
         ("mlp", "Spotlight MLP", setting.mlp),
@@ -124,10 +124,10 @@ def _chosen(known: list[Ranking], names: str) -> list[Ranking]:
 
 
 def index_bytes(bench: Workbench, ranking: Ranking) -> float:
-    """Bytes kept of a key to rank it by, without the sample band."""
+    """Bytes kept of a key to rank it by, without the resident sample."""
     if ranking.selector == "oracle":
         return float("nan")
-    index = dataclasses.replace(ranking.index, sample_band_fraction=0.0)
+    index = dataclasses.replace(ranking.index, resident_sample_fraction=0.0)
     model = bench.daemon_model(index, bench.recordings[0].scaling)
     return model.index_bytes_per_token / (model.layer_count * model.kv_head_count)
 

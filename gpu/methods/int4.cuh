@@ -2,15 +2,15 @@
 
 #include "gpu/kernels/logits.cuh"
 #include "gpu/methods/request.h"
-#include "host/methods/sketch/sketch_range.h"
+#include "host/methods/int4_keys/int4_range.h"
 
-// Logits from 4-bit elements behind the codes: a sketch of the whole key, or
+// Logits from 4-bit elements behind the codes: the whole key, or
 // Double Sparsity's label channels.
 namespace spillway::cuda {
 
 // Estimates from 4-bit elements, of all channels or of the label channels.
 template <int kRows>
-class SketchEstimates {
+class Int4Estimates {
  public:
   struct Context {
     int channels;
@@ -20,8 +20,8 @@ class SketchEstimates {
   static size_t Bytes(const AttendShape& s, const Context&) {
     return sizeof(float) * kRows * (s.head_dim + 1);
   }
-  __device__ SketchEstimates(const AttendShape& shape, const Context& context, const UnitRequest& u,
-                             float* memory)
+  __device__ Int4Estimates(const AttendShape& shape, const Context& context, const UnitRequest& u,
+                           float* memory)
       : u_(u), queries_(memory), channels_(context.channels), offset_(context.offset) {
     const uint16_t* const labels =
         context.methods != nullptr ? context.methods[blockIdx.y].channels : nullptr;
@@ -58,7 +58,7 @@ class SketchEstimates {
         }
       }
     }
-    const SketchRange range = SketchRange::Unpack(__ldcs(words + channels_ / 8 * kPageTokenCount));
+    const Int4Range range = Int4Range::Unpack(__ldcs(words + channels_ / 8 * kPageTokenCount));
 #pragma unroll
     for (int h = 0; h < kRows; ++h) {
       logits_[h] = CutEstimate(range.Dot(dots[h], queries_[channels_ * kRows + h]));

@@ -11,17 +11,17 @@ namespace spillway {
 // Twilight's pruner keeps keys (arXiv 2502.02770, appendix B.1): x is about
 // low + step u, u in [0, 15]. Both numbers are fp16; u is taken against what
 // they really are, so that their rounding costs nothing within the range.
-struct SketchRange {
+struct Int4Range {
   float low = 0;
   float step = 0;
 
   // min and max of the vector.
-  SPILLWAY_HOST_DEVICE static SketchRange Of(float min, float max) {
+  SPILLWAY_HOST_DEVICE static Int4Range Of(float min, float max) {
     return Unpack(static_cast<uint32_t>(HalfFromFloat((max - min) / 15.0f)) |
                   static_cast<uint32_t>(HalfFromFloat(min)) << 16);
   }
   // step in the low half, low in the high one.
-  SPILLWAY_HOST_DEVICE static SketchRange Unpack(uint32_t packed) {
+  SPILLWAY_HOST_DEVICE static Int4Range Unpack(uint32_t packed) {
     return {HalfToFloat(static_cast<uint16_t>(packed >> 16)),
             HalfToFloat(static_cast<uint16_t>(packed))};
   }

@@ -5,23 +5,23 @@
 #include <vector>
 
 #include "host/cpu/logit_scorer.h"
-#include "host/methods/sketch/sketch_keys.h"
+#include "host/methods/int4_keys/int4_elements.h"
 
 namespace spillway {
 
 // Scores keys by logits estimated from a section of 4-bit elements.
-class SketchScorer final : public LogitScorer {
+class Int4Scorer final : public LogitScorer {
  public:
   // section_offset: of the section in an index page, bytes. channels: those that
   // it holds, in order; their array outlives the scorer.
-  SketchScorer(const ScoredKeys& keys, int64_t section_offset, std::span<const uint16_t> channels);
+  Int4Scorer(const ScoredKeys& keys, int64_t section_offset, std::span<const uint16_t> channels);
 
  private:
   absl::Status PageLogits(int64_t page, float* logits) const override;
 
   const int64_t section_offset_;
   std::vector<float> channel_queries_;  // [G][channels]
-  SketchQuery query_;
+  Int4Query query_;
 };
 
 }  // namespace spillway

@@ -4,8 +4,8 @@
 
 namespace spillway {
 
-// SELECTOR_SKETCH: keys in four bits an element, as Twilight's pruner keeps them
+// SELECTOR_INT4_KEYS: keys in four bits an element, as Twilight's pruner keeps them
 // (arXiv 2502.02770, appendix B.1).
-extern const Method kSketchMethod;
+extern const Method kInt4KeysMethod;
 
 }  // namespace spillway

@@ -1,15 +1,15 @@
 // Four bits of an element; lanes of the estimates are tokens.
-#include "host/methods/sketch/sketch_keys.h"
+#include "host/methods/int4_keys/int4_elements.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "host/methods/sketch/sketch_range.h"
+#include "host/methods/int4_keys/int4_range.h"
 
 // One compilation of this file per instruction set; see Highway's
 // "Dynamic dispatch".
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "host/methods/sketch/sketch_keys.cc"
+#define HWY_TARGET_INCLUDE "host/methods/int4_keys/int4_elements.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 //
 #include "hwy/highway.h"
@@ -47,7 +47,7 @@ VF Cut(VF l) {
 
 // Estimates of heads [head, head + kHeads).
 template <int kHeads>
-void SketchHeads(const SketchQuery& query, int head, const uint32_t* words, float* logits) {
+void Int4Heads(const Int4Query& query, int head, const uint32_t* words, float* logits) {
   const DF df;
   const DU du;
   const hn::RebindToSigned<DF> di;
@@ -76,17 +76,17 @@ void SketchHeads(const SketchQuery& query, int head, const uint32_t* words, floa
   }
 }
 
-void SketchLogitsImpl(const SketchQuery& query, const std::byte* section, float* logits) {
+void Int4LogitsImpl(const Int4Query& query, const std::byte* section, float* logits) {
   const auto* words = reinterpret_cast<const uint32_t*>(section);
   int h = 0;
-  for (; h + 4 <= query.head_count; h += 4) SketchHeads<4>(query, h, words, logits);
+  for (; h + 4 <= query.head_count; h += 4) Int4Heads<4>(query, h, words, logits);
   switch (query.head_count - h) {
     case 3:
-      return SketchHeads<3>(query, h, words, logits);
+      return Int4Heads<3>(query, h, words, logits);
     case 2:
-      return SketchHeads<2>(query, h, words, logits);
+      return Int4Heads<2>(query, h, words, logits);
     case 1:
-      return SketchHeads<1>(query, h, words, logits);
+      return Int4Heads<1>(query, h, words, logits);
     default:
       return;
   }
@@ -99,13 +99,13 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace spillway {
-HWY_EXPORT(SketchLogitsImpl);
+HWY_EXPORT(Int4LogitsImpl);
 
-void SketchLogits(const SketchQuery& query, const std::byte* section, float* logits) {
-  HWY_DYNAMIC_DISPATCH(SketchLogitsImpl)(query, section, logits);
+void Int4Logits(const Int4Query& query, const std::byte* section, float* logits) {
+  HWY_DYNAMIC_DISPATCH(Int4LogitsImpl)(query, section, logits);
 }
 
-void StoreSketch(const float* x, std::span<const uint16_t> channels, int slot, std::byte* section) {
+void StoreInt4(const float* x, std::span<const uint16_t> channels, int slot, std::byte* section) {
   const int count = static_cast<int>(channels.size());
   auto* words = reinterpret_cast<uint32_t*>(section) + slot;
   float min = std::numeric_limits<float>::infinity();
@@ -114,7 +114,7 @@ void StoreSketch(const float* x, std::span<const uint16_t> channels, int slot, s
     min = std::min(min, x[channel]);
     max = std::max(max, x[channel]);
   }
-  const SketchRange range = SketchRange::Of(min, max);
+  const Int4Range range = Int4Range::Of(min, max);
   for (int w = 0; w < count / 8; ++w) {
     uint32_t word = 0;
     for (int i = 0; i < 8; ++i) word |= range.Code(x[channels[8 * w + i]]) << (4 * i);

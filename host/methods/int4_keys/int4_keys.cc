@@ -1,20 +1,20 @@
-#include "host/methods/sketch/sketch.h"
+#include "host/methods/int4_keys/int4_keys.h"
 
 #include <numeric>
 #include <vector>
 
 #include "host/base/elements.h"
 #include "host/cpu/cpu_method.h"
-#include "host/methods/sketch/sketch_keys.h"
-#include "host/methods/sketch/sketch_scorer.h"
+#include "host/methods/int4_keys/int4_elements.h"
+#include "host/methods/int4_keys/int4_scorer.h"
 #include "host/methods/weights/key_sections.h"
 
 namespace spillway {
 namespace {
 
-class SketchIndex final : public KeyIndex {
+class Int4Index final : public KeyIndex {
  public:
-  explicit SketchIndex(const ModelSpec& spec) : spec_(spec), channels_(spec.head_dim) {
+  explicit Int4Index(const ModelSpec& spec) : spec_(spec), channels_(spec.head_dim) {
     std::iota(channels_.begin(), channels_.end(), uint16_t{0});
   }
 
@@ -24,7 +24,7 @@ class SketchIndex final : public KeyIndex {
     std::vector<float> x(spec_.head_dim);
     for (int t = keys.begin; t < keys.end; ++t) {
       ToFloat(spec_.dtype, keys.rows + t * spec_.row_bytes(), spec_.head_dim, x.data());
-      StoreSketch(x.data(), channels_, t, section);
+      StoreInt4(x.data(), channels_, t, section);
     }
   }
 
@@ -34,38 +34,38 @@ class SketchIndex final : public KeyIndex {
 };
 
 int64_t SectionBytes(const ModelSpec& spec) {
-  return KeySections::SketchBytes(spec.indices.sketch ? spec.head_dim : 0);
+  return KeySections::Int4Bytes(spec.indices.int4_keys ? spec.head_dim : 0);
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
                                                     std::span<const std::byte>) {
-  return std::make_unique<SketchIndex>(spec);
+  return std::make_unique<Int4Index>(spec);
 }
 
-std::unique_ptr<KeyScorer> MakeSketchScorer(const ScoredKeys& keys) {
-  const MethodIndex& of_model = keys.model().IndexOf(kSketchMethod);
-  return std::make_unique<SketchScorer>(
-      keys, of_model.offset_bytes, static_cast<const SketchIndex&>(*of_model.index).channels());
+std::unique_ptr<KeyScorer> MakeInt4Scorer(const ScoredKeys& keys) {
+  const MethodIndex& of_model = keys.model().IndexOf(kInt4KeysMethod);
+  return std::make_unique<Int4Scorer>(keys, of_model.offset_bytes,
+                                      static_cast<const Int4Index&>(*of_model.index).channels());
 }
 
 constexpr SelectorMethod kSelector = {
-    .selector = Selector::kSketch,
-    .name = "sketch",
-    .needs = "a model with key_indices.sketch",
-    .is_served = [](const ModelSpec& spec) { return spec.indices.sketch; },
+    .selector = Selector::kInt4Keys,
+    .name = "int4_keys",
+    .needs = "a model with key_indices.int4_keys",
+    .is_served = [](const ModelSpec& spec) { return spec.indices.int4_keys; },
     .ranked_by = RankedBy::kEstimatedLogit,
-    .key_bits = [](const ModelSpec& spec) { return KeySections::SketchKeyBits(spec.head_dim); },
+    .key_bits = [](const ModelSpec& spec) { return KeySections::Int4KeyBits(spec.head_dim); },
     .guaranteed_token_count = [](const ModelSpec&) { return methods::GuaranteedByBits(4); },
     .default_order = 3};
 
-constexpr std::string_view kModelFields[] = {"key_indices.sketch"};
+constexpr std::string_view kModelFields[] = {"key_indices.int4_keys"};
 
 constexpr CpuMethod kCpu = {
-    .section_bytes = SectionBytes, .make_index = MakeIndex, .make_scorer = MakeSketchScorer};
+    .section_bytes = SectionBytes, .make_index = MakeIndex, .make_scorer = MakeInt4Scorer};
 
 }  // namespace
 
-constexpr Method kSketchMethod = {
+constexpr Method kInt4KeysMethod = {
     .selector = &kSelector, .model_fields = kModelFields, .cpu = &kCpu};
 
 }  // namespace spillway

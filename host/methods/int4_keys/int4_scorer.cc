@@ -1,9 +1,9 @@
-#include "host/methods/sketch/sketch_scorer.h"
+#include "host/methods/int4_keys/int4_scorer.h"
 
 namespace spillway {
 
-SketchScorer::SketchScorer(const ScoredKeys& keys, int64_t section_offset,
-                           std::span<const uint16_t> channels)
+Int4Scorer::Int4Scorer(const ScoredKeys& keys, int64_t section_offset,
+                       std::span<const uint16_t> channels)
     : LogitScorer(keys),
       section_offset_(section_offset),
       channel_queries_(keys.spec().group() * channels.size()) {
@@ -23,8 +23,8 @@ SketchScorer::SketchScorer(const ScoredKeys& keys, int64_t section_offset,
   }
 }
 
-absl::Status SketchScorer::PageLogits(int64_t page, float* logits) const {
-  SketchLogits(query_, keys_.IndexPage(page) + section_offset_, logits);
+absl::Status Int4Scorer::PageLogits(int64_t page, float* logits) const {
+  Int4Logits(query_, keys_.IndexPage(page) + section_offset_, logits);
   return absl::OkStatus();
 }
 
