@@ -161,13 +161,13 @@ def test_candidates_are_no_prompt(client: Client, spilled: Any) -> None:
         assert kinds(seen) == {not EXACT}
         # A turn after it is a prompt, though generate() cropped the cache last.
         seen.clear()
-        generate(spilled, torch.cat([first, prompt(1, 9)], dim=1), cache, max_new_tokens=3)
+        turn = torch.cat([first, prompt(1, 9)], dim=1)
+        second = generate(spilled, turn, cache, max_new_tokens=3)
         assert seen == [(10, EXACT), STEP, STEP]
         # So is a turn that begins assisted decoding, with its first candidates.
         seen.clear()
-        turn = prompt(1, 10)
-        mask = torch.ones(1, cache.get_seq_length() + 10, dtype=torch.long)
-        generate(spilled, turn, cache, max_new_tokens=20, attention_mask=mask, **assisted)
+        turn = torch.cat([second, prompt(1, 9)], dim=1)
+        generate(spilled, turn, cache, max_new_tokens=20, **assisted)
         assert seen[0][0] >= 10
         assert seen[0][1] is EXACT
         assert kinds(Seen(seen[1:])) == {not EXACT}
