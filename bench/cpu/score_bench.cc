@@ -144,7 +144,7 @@ class Scored {
     int code = 0;
     int bits = 0;
     for (int part = 0; part < layout.parts; ++part) {
-      const int per_chunk = layout.chunk_dims(part);
+      const int per_chunk = layout.word_dims(part);
       const uint32_t word = words[layout.tile_offset(part, tile) +
                                   dim / per_chunk * kTileTokenCount + token % kTileTokenCount];
       const uint32_t field = word >> layout.shift(part, dim % per_chunk);

@@ -51,7 +51,7 @@ absl::StatusOr<std::unique_ptr<GpuFixture>> GpuFixture::Create(const ModelSpec& 
 
 absl::Status GpuFixture::Initialize() {
   ASSIGN_OR_RETURN(device_, CreateCudaDevice({}, &budget_));
-  Arena::ChunkObserver observer;
+  Arena::ExtentObserver observer;
   observer.committed = [this](std::span<std::byte> chunk) {
     const Stopwatch watch;
     absl::Status status = device_->RegisterMemory(chunk);
@@ -61,7 +61,7 @@ absl::Status GpuFixture::Initialize() {
   observer.released = [this](std::span<std::byte> chunk) { device_->UnregisterMemory(chunk); };
   ArenaOptions options;
   options.limit_bytes = budget_.limit_bytes() - kGiB;
-  options.chunk_bytes = kArenaChunkBytes;
+  options.extent_bytes = kArenaChunkBytes;
   ASSIGN_OR_RETURN(arena_, Arena::Create(options, &budget_, observer));
   pool_ = std::make_unique<PagePool>(arena_.get(), kPageTokenCount * spec_.row_bytes());
   ASSIGN_OR_RETURN(model_, device_->CreateModel(spec_, {}));

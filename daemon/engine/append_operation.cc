@@ -10,8 +10,8 @@
 namespace spillway {
 
 void Engine::Append(AppendRequest request, Done<AppendOutcome> done) {
-  OrderedQueues::Lane* const lane = &request.sequence->lane;
-  queues_.Enqueue({&lane, 1},
+  OrderedQueues::Queue* const queue = &request.sequence->queue;
+  queues_.Enqueue({&queue, 1},
                   std::make_shared<AppendOperation>(this, std::move(request), std::move(done)));
 }
 

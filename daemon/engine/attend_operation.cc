@@ -20,10 +20,10 @@ absl::Status AtItem(const absl::Status& status, size_t index) {
 }  // namespace
 
 void Engine::Attend(AttendRequest request, Done<AttendOutcome> done) {
-  std::vector<OrderedQueues::Lane*> lanes;
-  lanes.reserve(request.items.size());
-  for (const AttendItem& item : request.items) lanes.push_back(&item.sequence->lane);
-  queues_.Enqueue(lanes,
+  std::vector<OrderedQueues::Queue*> queues;
+  queues.reserve(request.items.size());
+  for (const AttendItem& item : request.items) queues.push_back(&item.sequence->queue);
+  queues_.Enqueue(queues,
                   std::make_shared<AttendOperation>(this, std::move(request), std::move(done)));
 }
 

@@ -117,8 +117,8 @@ class Engine::SimpleOperation : public OrderedQueues::Operation {
 };
 
 void Engine::RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Sequence&)> run) {
-  OrderedQueues::Lane* const lane = &sequence->lane;
-  queues_.Enqueue({&lane, 1},
+  OrderedQueues::Queue* const queue = &sequence->queue;
+  queues_.Enqueue({&queue, 1},
                   std::make_shared<SimpleOperation>(this, std::move(sequence), std::move(run)));
 }
 
@@ -174,7 +174,7 @@ void Engine::Delete(std::string_view id, std::function<void(absl::Status)> done)
 }
 
 std::vector<ExpiredSequence> Engine::SweepExpired() {
-  const auto idle = [this](const Sequence& sequence) { return queues_.IsIdle(sequence.lane); };
+  const auto idle = [this](const Sequence& sequence) { return queues_.IsIdle(sequence.queue); };
   std::vector<ExpiredSequence> expired;
   const absl::Time now = options_.clock();
   for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(idle)) {

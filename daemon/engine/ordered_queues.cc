@@ -22,17 +22,17 @@ void RunStep(std::function<void()> step) {
   running = nullptr;
 }
 
-void OrderedQueues::Enqueue(std::span<Lane* const> lanes, std::shared_ptr<Operation> operation) {
+void OrderedQueues::Enqueue(std::span<Queue* const> queues, std::shared_ptr<Operation> operation) {
   Operation* const op = operation.get();
-  op->lanes_.assign(lanes.begin(), lanes.end());
+  op->queues_.assign(queues.begin(), queues.end());
   op->self_ = std::move(operation);
   {
     const MutexLock lock(mutex_);
-    for (Lane* lane : lanes) {
-      op->blocked_lane_count_ += lane->queue_.empty() ? 0 : 1;
-      lane->queue_.push_back(op);
+    for (Queue* queue : queues) {
+      op->blocked_queue_count_ += queue->operations_.empty() ? 0 : 1;
+      queue->operations_.push_back(op);
     }
-    if (op->blocked_lane_count_ > 0) return;
+    if (op->blocked_queue_count_ > 0) return;
   }
   RunStep([op] { op->Start(); });
 }
@@ -42,21 +42,21 @@ void OrderedQueues::Finish(Operation& operation) {
   std::shared_ptr<Operation> self;
   {
     const MutexLock lock(mutex_);
-    for (Lane* lane : operation.lanes_) {
-      assert(!lane->queue_.empty() && lane->queue_.front() == &operation);
-      lane->queue_.erase(lane->queue_.begin());
-      if (lane->queue_.empty()) continue;
-      Operation* const next = lane->queue_.front();
-      if (--next->blocked_lane_count_ == 0) ready.push_back(next);
+    for (Queue* queue : operation.queues_) {
+      assert(!queue->operations_.empty() && queue->operations_.front() == &operation);
+      queue->operations_.erase(queue->operations_.begin());
+      if (queue->operations_.empty()) continue;
+      Operation* const next = queue->operations_.front();
+      if (--next->blocked_queue_count_ == 0) ready.push_back(next);
     }
     self = std::move(operation.self_);
   }
   for (Operation* next : ready) RunStep([next] { next->Start(); });
 }
 
-bool OrderedQueues::IsIdle(const Lane& lane) const {
+bool OrderedQueues::IsIdle(const Queue& queue) const {
   const MutexLock lock(mutex_);
-  return lane.queue_.empty();
+  return queue.operations_.empty();
 }
 
 }  // namespace spillway

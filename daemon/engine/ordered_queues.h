@@ -10,8 +10,8 @@
 
 namespace spillway {
 
-// Orders operations: each lane runs one at a time, first come first served; an
-// operation on several lanes is queued on all of them at once and starts when
+// Orders operations: each queue runs one at a time, first come first served; an
+// operation on several queues waits in all of them at once and starts when
 // it heads them all, so that two such operations cannot wait for each other.
 // No threads of its own: an operation starts in the thread that queues it, or
 // in the one that finished what stood in its way. Thread-safe.
@@ -19,16 +19,16 @@ class OrderedQueues {
  public:
   class Operation;
 
-  // One queue; a member of what it orders. Goes only when nothing is queued.
-  class Lane {
+  // A member of what it orders. Goes only when nothing is queued.
+  class Queue {
    public:
-    Lane() = default;
-    Lane(const Lane&) = delete;
-    Lane& operator=(const Lane&) = delete;
+    Queue() = default;
+    Queue(const Queue&) = delete;
+    Queue& operator=(const Queue&) = delete;
 
    private:
     friend class OrderedQueues;
-    std::vector<Operation*> queue_;  // guarded by OrderedQueues::mutex_
+    std::vector<Operation*> operations_;  // guarded by OrderedQueues::mutex_
   };
 
   // Something to run once. Alive until Finish.
@@ -41,18 +41,18 @@ class OrderedQueues {
 
    private:
     friend class OrderedQueues;
-    std::vector<Lane*> lanes_;
-    size_t blocked_lane_count_ = 0;
+    std::vector<Queue*> queues_;
+    size_t blocked_queue_count_ = 0;
     std::shared_ptr<Operation> self_;
   };
 
-  // Queues the operation; lanes are distinct. May call Start before it
+  // Queues the operation; queues are distinct. May call Start before it
   // returns.
-  void Enqueue(std::span<Lane* const> lanes, std::shared_ptr<Operation> operation);
+  void Enqueue(std::span<Queue* const> queues, std::shared_ptr<Operation> operation);
   // The operation is over: what it held back may start, in this thread.
   void Finish(Operation& operation);
-  // Whether nothing is queued or running on the lane.
-  bool IsIdle(const Lane& lane) const;
+  // Whether nothing is queued or running on the queue.
+  bool IsIdle(const Queue& queue) const;
 
  private:
   mutable Mutex mutex_;

@@ -26,7 +26,7 @@ struct SequenceSnapshot {
 };
 
 // The K/V of one context. Its contents (rows, device, generation) belong to
-// the operation that heads its lane; the snapshot follows them and can be read
+// the operation that heads its queue; the snapshot follows them and can be read
 // at any time.
 class Sequence {
  public:
@@ -59,8 +59,8 @@ class Sequence {
 
   SequenceSnapshot snapshot() const;
 
-  // --- Contents: for the operation at the head of `lane`.
-  OrderedQueues::Lane lane;
+  // --- Contents: for the operation at the head of `queue`.
+  OrderedQueues::Queue queue;
   std::vector<LayerRows> rows;  // per layer; empty once deleted
   std::unique_ptr<DeviceSequence> device;
   int64_t generation = 0;

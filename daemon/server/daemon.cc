@@ -55,13 +55,13 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
   // Rows and codes leave room for page tables and workspaces, so that what
   // fills the rest can be attended to.
   arena_options.limit_bytes = limit_bytes - budget.message_bytes() - limit_bytes / kAttendShare;
-  // The arena comes before the device, which registers its chunks.
+  // The arena comes before the device, which registers its extents.
   std::unique_ptr<Device> device;
-  Arena::ChunkObserver observer;
-  observer.committed = [&device](std::span<std::byte> chunk) {
-    return device->RegisterMemory(chunk);
+  Arena::ExtentObserver observer;
+  observer.committed = [&device](std::span<std::byte> extent) {
+    return device->RegisterMemory(extent);
   };
-  observer.released = [&device](std::span<std::byte> chunk) { device->UnregisterMemory(chunk); };
+  observer.released = [&device](std::span<std::byte> extent) { device->UnregisterMemory(extent); };
   absl::StatusOr<std::unique_ptr<Arena>> arena = Arena::Create(arena_options, &budget, observer);
   if (!arena.ok()) return Fail(arena.status());
   absl::StatusOr<std::unique_ptr<Device>> opened = OpenDevice(config, arena->get(), &budget);
@@ -82,7 +82,7 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     (*server)->Drain(absl::Seconds(config.grace_seconds));
     auditor.Stop();
   }
-  // Chunks are unregistered while the device still lives.
+  // Extents are unregistered while the device still lives.
   arena->reset();
   LogInfo("stopped");
   return 0;

@@ -77,9 +77,9 @@ class DeviceBacking final : public ArenaBacking {
         bytes_(bytes) {}
 
   ~DeviceBacking() override {
-    for (const Chunk& chunk : chunks_) {
-      driver_.unmap(chunk.at, chunk.bytes);
-      driver_.release(chunk.handle);
+    for (const Extent& extent : extents_) {
+      driver_.unmap(extent.at, extent.bytes);
+      driver_.release(extent.handle);
     }
     driver_.address_free(range_, static_cast<size_t>(bytes_));
   }
@@ -110,7 +110,7 @@ class DeviceBacking final : public ArenaBacking {
       driver_.release(handle);
       return status;
     }
-    chunks_.push_back({at, bytes, handle});
+    extents_.push_back({at, bytes, handle});
     return absl::OkStatus();
   }
 
@@ -122,7 +122,7 @@ class DeviceBacking final : public ArenaBacking {
   }
 
  private:
-  struct Chunk {
+  struct Extent {
     CUdeviceptr at;
     size_t bytes;
     CUmemGenericAllocationHandle handle;
@@ -133,7 +133,7 @@ class DeviceBacking final : public ArenaBacking {
   const Stream stream_;
   const CUdeviceptr range_;
   const int64_t bytes_;
-  std::vector<Chunk> chunks_;
+  std::vector<Extent> extents_;
 };
 
 }  // namespace

@@ -8,7 +8,7 @@
 namespace spillway::cuda {
 
 // GPU memory for an arena: one range of the device's address space, mapped
-// chunk by chunk (CUDA's virtual memory management), so that codes grow
+// extent by extent (CUDA's virtual memory management), so that codes grow
 // without a copy and the GPU's other users keep what is not needed. Copies
 // run on a stream of its own and wait.
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal, int64_t limit_bytes);

@@ -59,16 +59,16 @@ class CudaDevice final : public Device {
 
   const DeviceInfo& info() const override { return info_; }
 
-  absl::Status RegisterMemory(std::span<std::byte> chunk) override {
+  absl::Status RegisterMemory(std::span<std::byte> extent) override {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaHostRegister(
-        chunk.data(), chunk.size(), cudaHostRegisterPortable | cudaHostRegisterMapped));
+        extent.data(), extent.size(), cudaHostRegisterPortable | cudaHostRegisterMapped));
     return absl::OkStatus();
   }
-  void UnregisterMemory(std::span<std::byte> chunk) override {
+  void UnregisterMemory(std::span<std::byte> extent) override {
     // Any thread: without this CUDA would wake the first GPU for it.
     SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
-    SPILLWAY_CUDA_REPORT(cudaHostUnregister(chunk.data()));
+    SPILLWAY_CUDA_REPORT(cudaHostUnregister(extent.data()));
   }
 
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
@@ -203,7 +203,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
       cuda::CreateDeviceBacking(options.ordinal, limit);
   if (!backing.ok()) return backing.status();
   absl::StatusOr<std::unique_ptr<Arena>> arena =
-      Arena::Create({.limit_bytes = device->arena_limit_bytes_, .chunk_bytes = int64_t{32} << 20},
+      Arena::Create({.limit_bytes = device->arena_limit_bytes_, .extent_bytes = int64_t{32} << 20},
                     &device->budget_, *std::move(backing));
   if (!arena.ok()) return arena.status();
   device->arena_ = *std::move(arena);

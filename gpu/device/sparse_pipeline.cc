@@ -26,7 +26,7 @@ constexpr int64_t kReferencePagesStep = 16;
 // Tokens that grids are made for, of a unit of n.
 int64_t GridTokens(int64_t n) {
   const auto sixteenth = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 16);
-  return RoundUp(n, std::max<int64_t>(kChunkTokens, sixteenth));
+  return RoundUp(n, std::max<int64_t>(kSegmentTokens, sixteenth));
 }
 
 }  // namespace
@@ -81,7 +81,7 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   const AttendShape& shape = wave.shape;
   const int group = shape.group;
   const int bins_max = std::max(shape.bin_count, wave.first ? wave.first->bin_count : 0);
-  const int64_t padded = r.chunks() * kChunkTokens;
+  const int64_t padded = r.segments() * kSegmentTokens;
   r.q = wave.device_q + i * group * shape.head_dim;
   r.bins = workspace.Take<uint16_t>(padded);
   r.histogram = workspace.Take<uint32_t>(bins_max);
@@ -90,7 +90,7 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   if (shape.by_mass) {
     r.head_bins = workspace.Take<uint16_t>(group * r.n);
     r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
-    r.head_ties = workspace.Take<uint32_t>(group * r.chunks());
+    r.head_ties = workspace.Take<uint32_t>(group * r.segments());
   }
   const int quartets = (group + 3) / 4;
   r.query_planes =
@@ -98,9 +98,9 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.reference_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
   r.reference_logits = workspace.Take<float>(group * r.reference_token_count);
   r.filtered = workspace.Take<uint32_t>(padded);
-  r.chunk_counts = workspace.Take<uint32_t>(r.chunks());
-  r.chunk_ties = workspace.Take<ChunkTies>(r.chunks());
-  r.chunk_table = workspace.Take<uint32_t>(r.chunks() * kChunkColumns);
+  r.segment_counts = workspace.Take<uint32_t>(r.segments());
+  r.segment_ties = workspace.Take<SegmentTies>(r.segments());
+  r.segment_table = workspace.Take<uint32_t>(r.segments() * kSegmentColumns);
   r.list = workspace.Take<uint32_t>(r.n);
   r.sources = workspace.Take<const std::byte*>(r.n);
   const int64_t staging_bytes = std::min(kStagingBytes, context_->slot().wave_bytes() / 4);

@@ -27,7 +27,7 @@
 //              what stands behind them (an index page)
 //   tile       tokens or rows that a block or a warp takes at a time; 32 in code
 //              pages, see code_tiling.h, whose octets and fragments are its parts
-//   chunk      kChunkTokens tokens, what one block filters
+//   segment      kSegmentTokens tokens, what one block filters
 //   scored     tokens that have a score: neither sink nor window
 //   reference  pages whose logits scores are relative to
 //   filtered   tokens that the filter lets through, which may be listed
@@ -37,25 +37,25 @@
 //   candidate  a token that a first selection found
 namespace spillway::cuda {
 
-// Tokens of a chunk, which stay in order.
-inline constexpr int kChunkTokens = 4096;
+// Tokens of a segment, which stay in order.
+inline constexpr int kSegmentTokens = 4096;
 // Classes of bins: the stratum, or one of these.
 inline constexpr int kClassTie = kTailStrataMax;  // the bin of the heavy threshold
 inline constexpr int kClassHeavy = kClassTie + 1;
 inline constexpr int kClassNever = kClassTie + 2;
 inline constexpr int kClassCount = kClassTie + 3;
-// Counters of a chunk: heavy tokens, those drawn of each stratum, and how many
+// Counters of a segment: heavy tokens, those drawn of each stratum, and how many
 // of all these the GPU does not hold.
 inline constexpr int kMissedColumn = 1 + kTailStrataMax;
-inline constexpr int kChunkColumns = kMissedColumn + 1;
+inline constexpr int kSegmentColumns = kMissedColumn + 1;
 // Parts that one phase's rows are folded in, at most.
 inline constexpr int kSplitRowsMin = 32;
 inline constexpr int kSplitsWanted = 64;
 inline constexpr int kSplitMax = kSplitsWanted + 1 + kTailStrataMax;
 inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 
-// A chunk's tokens in the heavy bin.
-struct ChunkTies {
+// A segment's tokens in the heavy bin.
+struct SegmentTies {
   uint32_t all;
   uint32_t drawn;         // would be drawn if not heavy
   uint32_t all_missed;    // not on the GPU
@@ -194,14 +194,14 @@ struct UnitRequest {
   uint8_t* class_of_bin;      // [bin_count + 2]: bins, then kNoBin and kHeavyBin
   uint16_t* limit_of_bin;     // likewise, see SampleLimit()
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
-  uint32_t* head_ties;        // [G][chunks], by mass only
+  uint32_t* head_ties;        // [G][segments], by mass only
   uint32_t* query_planes;     // [quartets][16][words]
   float* reference_logits;    // [G][reference_token_count]
   int64_t reference_token_count;
-  uint32_t* filtered;         // [chunks][kChunkTokens], see FilteredToken
-  uint32_t* chunk_counts;     // [chunks] filtered tokens
-  ChunkTies* chunk_ties;      // [chunks]
-  uint32_t* chunk_table;      // [kChunkColumns][chunks]
+  uint32_t* filtered;         // [segments][kSegmentTokens], see FilteredToken
+  uint32_t* segment_counts;   // [segments] filtered tokens
+  SegmentTies* segment_ties;  // [segments]
+  uint32_t* segment_table;    // [kSegmentColumns][segments]
   uint32_t* list;             // [n] tokens
   const std::byte** sources;  // [n] where the list's rows are read
   std::byte* staging;         // [staging_rows] rows
@@ -212,7 +212,9 @@ struct UnitRequest {
   UnitResult* result;  // pinned
   float* out;          // pinned, [G][d]; null: selection only
 
-  SPILLWAY_HOST_DEVICE int64_t chunks() const { return (n + kChunkTokens - 1) / kChunkTokens; }
+  SPILLWAY_HOST_DEVICE int64_t segments() const {
+    return (n + kSegmentTokens - 1) / kSegmentTokens;
+  }
 };
 
 // A split's sums: SoftmaxSums [G], then sum x v and sum x^2 v as floats,

@@ -71,11 +71,11 @@ struct FilteredToken {
   __device__ explicit FilteredToken(uint32_t packed)
       : slot(packed & 0xFFFu), c(packed >> 12 & 0xFFu), resident((packed >> 20 & 1u) != 0) {}
 
-  uint32_t slot;  // in its chunk
+  uint32_t slot;  // in its segment
   int c;          // class
   bool resident;  // the GPU holds its row
 };
-static_assert(kChunkTokens <= 1 << 12 && kClassCount <= 1 << 8);
+static_assert(kSegmentTokens <= 1 << 12 && kClassCount <= 1 << 8);
 
 // What a filtered token is once it is known which ties are heavy: 0 heavy, 1 + h
 // drawn of stratum h, -1 neither.
@@ -100,18 +100,18 @@ __device__ inline void LoadLimits(const UnitRequest& u, int bin_count, uint16_t*
   }
 }
 
-// What a thread knows of its tokens of a chunk before it looks at them.
+// What a thread knows of its tokens of a segment before it looks at them.
 template <int kThreads>
 struct OwnTokens {
-  static constexpr int kCount = kChunkTokens / kThreads;
+  static constexpr int kCount = kSegmentTokens / kThreads;
   uint2 pairs[kCount / 4];  // of bins
   uint32_t resident;        // a bit each; of tokens that exist
 
-  __device__ void Load(const UnitRequest& u, int64_t chunk) {
-    const int64_t first = chunk * kChunkTokens + static_cast<int>(threadIdx.x) * kCount;
+  __device__ void Load(const UnitRequest& u, int64_t segment) {
+    const int64_t first = segment * kSegmentTokens + static_cast<int>(threadIdx.x) * kCount;
     resident = 0;
     if (first >= u.n) return;
-      // Bins are padded to whole chunks.
+      // Bins are padded to whole segments.
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
       pairs[i] = reinterpret_cast<const uint2*>(u.bins + first)[i];
@@ -156,31 +156,31 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limit
   return flags;
 }
 
-// Collects a chunk's filtered tokens in their order, some of them for nothing; and counts them by
-// class into chunk_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of them
-// are heavy is not known yet. All threads of the block.
+// Collects a segment's filtered tokens in their order, some of them for nothing; and counts them by
+// class into segment_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of
+// them are heavy is not known yet. All threads of the block.
 template <int kThreads>
-__device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
-                                   const uint16_t* limits, int bin_count, int phase, int64_t chunk,
-                                   const OwnTokens<kThreads>& own) {
+__device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rule,
+                                     const uint16_t* limits, int bin_count, int phase,
+                                     int64_t segment, const OwnTokens<kThreads>& own) {
   constexpr int kWarps = kThreads / 32;
   constexpr int kPerThread = OwnTokens<kThreads>::kCount;
   __shared__ uint32_t warp_counts[kWarps];
-  __shared__ uint32_t counts[kChunkColumns];
-  __shared__ ChunkTies ties;
-  __shared__ uint16_t found[kChunkTokens];
+  __shared__ uint32_t counts[kSegmentColumns];
+  __shared__ SegmentTies ties;
+  __shared__ uint16_t found[kSegmentTokens];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int64_t chunk_begin = chunk * kChunkTokens;
-  const int slots = static_cast<int>(min(int64_t{kChunkTokens}, u.n - chunk_begin));
-  const uint16_t* bins = u.bins + chunk_begin;
-  for (int c = threadIdx.x; c < kChunkColumns; c += kThreads) counts[c] = 0;
+  const int64_t segment_begin = segment * kSegmentTokens;
+  const int slots = static_cast<int>(min(int64_t{kSegmentTokens}, u.n - segment_begin));
+  const uint16_t* bins = u.bins + segment_begin;
+  for (int c = threadIdx.x; c < kSegmentColumns; c += kThreads) counts[c] = 0;
   if (threadIdx.x == 0) ties = {0, 0, 0, 0};
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t flags = 0;
   if (first < slots) {
     flags = FirstLook(u, limits, bin_count, static_cast<uint32_t>(u.state->near_bin),
-                      static_cast<uint32_t>(chunk_begin + first), bins + first, own);
+                      static_cast<uint32_t>(segment_begin + first), bins + first, own);
     if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
   }
   const uint32_t count = __popc(flags);
@@ -200,10 +200,10 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
     const int slot = found[i];
-    const auto token = static_cast<uint32_t>(chunk_begin + slot);
+    const auto token = static_cast<uint32_t>(segment_begin + slot);
     const int c = u.class_of_bin[BinIndex(bins[slot], bin_count)];
     const bool resident = IsResident(u.resident, token);
-    u.filtered[chunk_begin + i] = FilteredToken::Pack(slot, c, resident);
+    u.filtered[segment_begin + i] = FilteredToken::Pack(slot, c, resident);
     if (phase == 0 && c == kClassTie) {
       const bool drawn = rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
       atomicAdd(&ties.all, 1u);
@@ -218,37 +218,38 @@ __device__ inline void FilterChunk(const UnitRequest& u, const SampleRule& rule,
     if (!resident) atomicAdd(&counts[kMissedColumn], 1u);
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < kChunkColumns; c += kThreads) {
+  for (int c = threadIdx.x; c < kSegmentColumns; c += kThreads) {
     if (c <= rule.strata || c == kMissedColumn) {
-      u.chunk_table[c * u.chunks() + chunk] = counts[c];
+      u.segment_table[c * u.segments() + segment] = counts[c];
     }
   }
   if (threadIdx.x == 0) {
-    u.chunk_counts[chunk] = total;
-    u.chunk_ties[chunk] = ties;
+    u.segment_counts[segment] = total;
+    u.segment_ties[segment] = ties;
   }
   __syncthreads();
 }
 
-// Counts a chunk's filtered tokens by class anew, all that is known considered; in
-// `counts` [kChunkColumns], shared memory of the warp's own. All lanes.
-__device__ inline void CountChunk(const UnitRequest& u, const SampleRule& rule, int phase,
-                                  int64_t chunk, uint32_t* counts) {
+// Counts a segment's filtered tokens by class anew, all that is known considered; in
+// `counts` [kSegmentColumns], shared memory of the warp's own. All lanes.
+__device__ inline void CountSegment(const UnitRequest& u, const SampleRule& rule, int phase,
+                                    int64_t segment, uint32_t* counts) {
   const int lane = threadIdx.x % 32;
-  for (int c = lane; c < kChunkColumns; c += 32) counts[c] = 0;
+  for (int c = lane; c < kSegmentColumns; c += 32) counts[c] = 0;
   __syncwarp();
-  const uint32_t count = u.chunk_counts[chunk];
+  const uint32_t count = u.segment_counts[segment];
   for (uint32_t i = lane; i < count; i += 32) {
-    const FilteredToken passed(u.filtered[chunk * kChunkTokens + i]);
+    const FilteredToken passed(u.filtered[segment * kSegmentTokens + i]);
     const int kind =
-        Kind(rule, passed.c, static_cast<uint32_t>(chunk * kChunkTokens + passed.slot));
+        Kind(rule, passed.c, static_cast<uint32_t>(segment * kSegmentTokens + passed.slot));
     if (kind < 0 || (phase == 1 && kind == 0)) continue;
     atomicAdd(&counts[kind], 1u);
     if (!passed.resident) atomicAdd(&counts[kMissedColumn], 1u);
   }
   __syncwarp();
-  for (int c = lane; c < kChunkColumns; c += 32) {
-    if (c <= rule.strata || c == kMissedColumn) u.chunk_table[c * u.chunks() + chunk] = counts[c];
+  for (int c = lane; c < kSegmentColumns; c += 32) {
+    if (c <= rule.strata || c == kMissedColumn)
+      u.segment_table[c * u.segments() + segment] = counts[c];
   }
   __syncwarp();
 }
@@ -265,12 +266,12 @@ __global__ void __launch_bounds__(kFilterThreads)
   own.Load(u, blockIdx.x);
   GridDependencyWait();
   TriggerDependents();
-  if (blockIdx.x >= u.chunks() || (phase == 1 && !u.state->drawing)) return;
+  if (blockIdx.x >= u.segments() || (phase == 1 && !u.state->drawing)) return;
   LoadLimits(u, bin_count, limits);
   LoadRule(u, phase, u.state->threshold, rule);
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    next.Load(u, chunk + gridDim.x);
-    FilterChunk(u, rule, limits, bin_count, phase, chunk, own);
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
+    next.Load(u, segment + gridDim.x);
+    FilterSegment(u, rule, limits, bin_count, phase, segment, own);
     own = next;
   }
 }

@@ -9,8 +9,8 @@ cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream) {
   if (!wave.shape.by_mass) return cudaSuccess;
   const auto units = static_cast<unsigned>(wave.unit_count);
   const auto group = static_cast<unsigned>(wave.shape.group);
-  const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(chunks, 65535));
+  const int64_t segments = (wave.token_count_max + kSegmentTokens - 1) / kSegmentTokens;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(segments, 65535));
   cudaError_t error = Launch<CountHeadBinsKernel>(
       {{std::min(blocks, 64u), units, group}, 256, 0, wave.overlap}, stream, wave.units);
   if (error != cudaSuccess) return error;

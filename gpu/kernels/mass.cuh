@@ -54,13 +54,13 @@ __global__ void HeadThresholdKernel(const UnitRequest* units) {
   u.state->head_skip[head] = int64_t{histogram[threshold.bin]} - threshold.take;
 }
 
-// Tokens of each head's threshold bin, per chunk. Grid (chunks, units).
+// Tokens of each head's threshold bin, per segment. Grid (segments, units).
 __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    const int64_t from = max(chunk * kChunkTokens, u.begin);
-    const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
+    const int64_t from = max(segment * kSegmentTokens, u.begin);
+    const int64_t to = min((segment + 1) * kSegmentTokens, u.end);
     for (int h = 0; h < group; ++h) {
       const int bin = u.state->head_bin[h];
       uint32_t count = 0;
@@ -69,29 +69,29 @@ __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
       }
       count = WarpSum(count);
       if (threadIdx.x % 32 == 0 && count > 0)
-        atomicAdd(&u.head_ties[h * u.chunks() + chunk], count);
+        atomicAdd(&u.head_ties[h * u.segments() + segment], count);
     }
   }
 }
 
 // Marks heavy tokens and takes them out of the group's histogram. One warp
-// walks a chunk in token order; grid (chunks, units).
+// walks a segment in token order; grid (segments, units).
 __global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const int lane = threadIdx.x;
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    // Ties before this chunk, per head; of a head's bin the first skip stay.
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
+    // Ties before this segment, per head; of a head's bin the first skip stay.
     int64_t rank[kGroupMax];
     for (int h = 0; h < group; ++h) {
       int64_t before = 0;
-      for (int64_t c = lane; c < chunk; c += 32) before += u.head_ties[h * u.chunks() + c];
+      for (int64_t c = lane; c < segment; c += 32) before += u.head_ties[h * u.segments() + c];
       rank[h] = WarpSum(before);
     }
     unsigned long long marked = 0;
-    const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
-    for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
+    const int64_t to = min((segment + 1) * kSegmentTokens, u.end);
+    for (int64_t base = segment * kSegmentTokens; base < to; base += 32) {
       const int64_t t = base + lane;
       const bool scored = t >= u.begin && t < to;
       bool heavy = false;

@@ -8,7 +8,7 @@ namespace spillway::cuda {
 inline constexpr int kPlaceThreads = 256;
 
 // Writes the list and its sources, and what is to be gathered in token order.
-// A warp a chunk; grid (blocks, units).
+// A warp a segment; grid (blocks, units).
 __global__ void __launch_bounds__(kPlaceThreads)
     PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
   __shared__ SampleRule rule;
@@ -54,19 +54,19 @@ __global__ void __launch_bounds__(kPlaceThreads)
   }
   const int64_t first_turn = phase == 0 ? missed_sink : 0;
   const int warps = blockDim.x / 32;
-  for (int64_t chunk = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-       chunk < u.chunks(); chunk += static_cast<int64_t>(gridDim.x) * warps) {
-    const uint32_t count = u.chunk_counts[chunk];
+  for (int64_t segment = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
+       segment < u.segments(); segment += static_cast<int64_t>(gridDim.x) * warps) {
+    const uint32_t count = u.segment_counts[segment];
     if (count == 0) continue;
-    const uint32_t* before = u.chunk_table + chunk;
+    const uint32_t* before = u.segment_table + segment;
     // Lane c and lane c + 32 count the class's tokens so far.
-    uint32_t place_low = lane < 1 + rule.strata ? before[lane * u.chunks()] : 0;
-    uint32_t place_high = lane + 32 < 1 + rule.strata ? before[(lane + 32) * u.chunks()] : 0;
-    int64_t turn = first_turn + before[kMissedColumn * u.chunks()];
+    uint32_t place_low = lane < 1 + rule.strata ? before[lane * u.segments()] : 0;
+    uint32_t place_high = lane + 32 < 1 + rule.strata ? before[(lane + 32) * u.segments()] : 0;
+    int64_t turn = first_turn + before[kMissedColumn * u.segments()];
     for (uint32_t i = 0; i < count; i += 32) {
       const bool have = i + lane < count;
-      const FilteredToken passed(have ? u.filtered[chunk * kChunkTokens + i + lane] : 0);
-      const auto token = static_cast<uint32_t>(chunk * kChunkTokens + passed.slot);
+      const FilteredToken passed(have ? u.filtered[segment * kSegmentTokens + i + lane] : 0);
+      const auto token = static_cast<uint32_t>(segment * kSegmentTokens + passed.slot);
       const int kind = have ? Kind(rule, passed.c, token) : -1;
       const bool kept = kind >= 0 && !(phase == 1 && kind == 0);
       const unsigned all = __ballot_sync(kFullWarp, kept);

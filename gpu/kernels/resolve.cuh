@@ -12,8 +12,8 @@ inline constexpr int kResolveThreads = 1024;
 // Where the heavy bin's tokens turn heavy: all but the first heavy_skip are.
 struct TieSplit {
   int64_t heavy_from;  // token
-  int64_t chunk;       // that holds it
-  uint32_t heavy;      // of that chunk's ties, the heavy ones
+  int64_t segment;     // that holds it
+  uint32_t heavy;      // of that segment's ties, the heavy ones
   uint32_t drawn;      // of the others, those drawn
   uint32_t missed;     // of both, those that the GPU does not hold
 };
@@ -25,17 +25,17 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    // Until the chunk is found: all of the bin is heavy, or none.
-    tie_split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.chunks(), 0, 0, 0};
+    // Until the segment is found: all of the bin is heavy, or none.
+    tie_split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.segments(), 0, 0, 0};
   }
   if (skip == 0) {
     __syncthreads();
     return;
   }
   int64_t before = 0;  // ties of earlier rounds
-  for (int64_t base = 0; base < u.chunks(); base += kResolveThreads) {
-    const int64_t chunk = base + threadIdx.x;
-    const int64_t ties = chunk < u.chunks() ? u.chunk_ties[chunk].all : 0;
+  for (int64_t base = 0; base < u.segments(); base += kResolveThreads) {
+    const int64_t segment = base + threadIdx.x;
+    const int64_t ties = segment < u.segments() ? u.segment_ties[segment].all : 0;
     int64_t scan = WarpScan(ties);
     if (lane == 31) warp_ties[warp] = scan;
     __syncthreads();
@@ -45,18 +45,18 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
       total += warp_ties[w];
     }
     before += total;
-    // The chunk in which the first `skip` end: its warp looks closer.
+    // The segment in which the first `skip` end: its warp looks closer.
     const unsigned found = __ballot_sync(kFullWarp, scan > skip && scan - ties <= skip);
     if (found != 0) {
       const int holder = __ffs(found) - 1;
       const int64_t first = __shfl_sync(kFullWarp, scan - ties, holder);
       const int64_t last = __shfl_sync(kFullWarp, scan, holder);
-      const int64_t its_chunk = __shfl_sync(kFullWarp, chunk, holder);
-      const uint32_t* filtered = u.filtered + its_chunk * kChunkTokens;
-      const uint32_t count = u.chunk_counts[its_chunk];
+      const int64_t its_segment = __shfl_sync(kFullWarp, segment, holder);
+      const uint32_t* filtered = u.filtered + its_segment * kSegmentTokens;
+      const uint32_t count = u.segment_counts[its_segment];
       int64_t rank = first;
       uint32_t drawn = 0;
-      uint32_t missed = u.chunk_ties[its_chunk].all_missed;  // of the drawn and the heavy
+      uint32_t missed = u.segment_ties[its_segment].all_missed;  // of the drawn and the heavy
       constexpr int kAhead = 8;
       bool turned = false;
       for (uint32_t base = 0; base < count && !turned; base += 32 * kAhead) {
@@ -70,7 +70,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
         for (int j = 0; j < kAhead; ++j) {
           if (turned) break;
           const FilteredToken passed(packed[j]);
-          const auto token = static_cast<uint32_t>(its_chunk * kChunkTokens + passed.slot);
+          const auto token = static_cast<uint32_t>(its_segment * kSegmentTokens + passed.slot);
           const bool tie = passed.c == kClassTie;
           const unsigned mask = __ballot_sync(kFullWarp, tie);
           const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
@@ -85,7 +85,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
           turned = true;
           const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
           if (lane == 0) {
-            tie_split = {from, its_chunk, static_cast<uint32_t>(last - skip), drawn, missed};
+            tie_split = {from, its_segment, static_cast<uint32_t>(last - skip), drawn, missed};
           }
         }
       }
@@ -94,8 +94,8 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   }
 }
 
-// chunk_table's columns of heavy tokens, strata and missed rows become what is
-// in chunks before; totals all of them. counts(column, chunk, count): what a
+// segment_table's columns of heavy tokens, strata and missed rows become what is
+// in segments before; totals all of them. counts(column, segment, count): what a
 // cell counts. A warp a column; all threads of the block.
 template <typename Counts>
 __device__ inline void SumColumns(const UnitRequest& u, int strata, Counts counts,
@@ -104,20 +104,21 @@ __device__ inline void SumColumns(const UnitRequest& u, int strata, Counts count
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < strata + 2; i += blockDim.x / 32) {
     const int column = i <= strata ? i : kMissedColumn;
-    uint32_t* cells = u.chunk_table + column * u.chunks();
+    uint32_t* cells = u.segment_table + column * u.segments();
     int64_t before = 0;
-    for (int64_t base = 0; base < u.chunks(); base += 32 * kCells) {
+    for (int64_t base = 0; base < u.segments(); base += 32 * kCells) {
       uint32_t scans[kCells];
 #pragma unroll
       for (int j = 0; j < kCells; ++j) {
-        const int64_t chunk = base + j * 32 + lane;
-        scans[j] = chunk < u.chunks() ? counts(column, chunk, cells[chunk]) : 0;
+        const int64_t segment = base + j * 32 + lane;
+        scans[j] = segment < u.segments() ? counts(column, segment, cells[segment]) : 0;
       }
 #pragma unroll
       for (int j = 0; j < kCells; ++j) {
-        const int64_t chunk = base + j * 32 + lane;
+        const int64_t segment = base + j * 32 + lane;
         const uint32_t scan = WarpScan(scans[j]);
-        if (chunk < u.chunks()) cells[chunk] = static_cast<uint32_t>(before + scan - scans[j]);
+        if (segment < u.segments())
+          cells[segment] = static_cast<uint32_t>(before + scan - scans[j]);
         before += __shfl_sync(kFullWarp, scan, 31);
       }
     }
@@ -224,8 +225,8 @@ __global__ void __launch_bounds__(kResolveThreads)
   extern __shared__ __align__(16) uint16_t limits[];
   __shared__ SampleRule rule;
   __shared__ DrawState draw;
-  __shared__ uint32_t warp_columns[kResolveThreads / 32][kChunkColumns];
-  __shared__ int64_t totals[kChunkColumns];
+  __shared__ uint32_t warp_columns[kResolveThreads / 32][kSegmentColumns];
+  __shared__ int64_t totals[kSegmentColumns];
   __shared__ uint64_t collected[kTailStrataMax];
   __shared__ TieSplit tie_split;
   __shared__ DrawVerdict verdict;
@@ -246,10 +247,10 @@ __global__ void __launch_bounds__(kResolveThreads)
   if (phase == 0) {
     SplitTies(u, rule, state.heavy_skip, tie_split);
     if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = tie_split.heavy_from;
-    const auto with_ties = [&](int column, int64_t chunk, uint32_t count) {
-      const ChunkTies ties = u.chunk_ties[chunk];
-      const bool above = chunk > tie_split.chunk;
-      const bool below = chunk < tie_split.chunk;
+    const auto with_ties = [&](int column, int64_t segment, uint32_t count) {
+      const SegmentTies ties = u.segment_ties[segment];
+      const bool above = segment > tie_split.segment;
+      const bool below = segment < tie_split.segment;
       if (column == 0) return count + (above ? ties.all : below ? 0 : tie_split.heavy);
       if (column == 1 + rule.tie_class)
         return count + (below ? ties.drawn : above ? 0 : tie_split.drawn);
@@ -284,16 +285,16 @@ __global__ void __launch_bounds__(kResolveThreads)
         limits[b] = range.x <= range.y ? HashLimit(u.order, range.y + uint64_t{1}) : 0;
       }
       __syncthreads();
-      for (int64_t chunk = 0; chunk < u.chunks(); ++chunk) {
+      for (int64_t segment = 0; segment < u.segments(); ++segment) {
         OwnTokens<kResolveThreads> own;
-        own.Load(u, chunk);
-        FilterChunk(u, rule, limits, bin_count, phase, chunk, own);
+        own.Load(u, segment);
+        FilterSegment(u, rule, limits, bin_count, phase, segment, own);
       }
     }
     LoadRule(u, phase, draw.threshold, rule);
     const int warp = threadIdx.x / 32;
-    for (int64_t chunk = warp; chunk < u.chunks(); chunk += kResolveThreads / 32) {
-      CountChunk(u, rule, phase, chunk, warp_columns[warp]);
+    for (int64_t segment = warp; segment < u.segments(); segment += kResolveThreads / 32) {
+      CountSegment(u, rule, phase, segment, warp_columns[warp]);
     }
     __syncthreads();
     SumColumns(

@@ -11,11 +11,11 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   const auto units = static_cast<unsigned>(wave.unit_count);
   const int bins = wave.shape.bin_count;
   const auto class_bytes = static_cast<size_t>(FilterBytes(bins));
-  const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
+  const int64_t segments = (wave.token_count_max + kSegmentTokens - 1) / kSegmentTokens;
   // No more blocks than the GPU holds at once: each brings its tables along.
   constexpr int64_t kFilterBlocksPerSm = 5;
   const int64_t share = wave.sm_count * kFilterBlocksPerSm / wave.unit_count;
-  const auto filter_blocks = static_cast<unsigned>(std::min(chunks, std::max<int64_t>(1, share)));
+  const auto filter_blocks = static_cast<unsigned>(std::min(segments, std::max<int64_t>(1, share)));
   cudaError_t error =
       Launch<FilterKernel>({{filter_blocks, units}, kFilterThreads, class_bytes, wave.overlap},
                            stream, phase, bins, wave.units);
@@ -25,7 +25,7 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   constexpr int64_t kWarps = kPlaceThreads / 32;
   const auto place_blocks =
-      static_cast<unsigned>(std::min<int64_t>((chunks + kWarps - 1) / kWarps, 65535));
+      static_cast<unsigned>(std::min<int64_t>((segments + kWarps - 1) / kWarps, 65535));
   return Launch<PlaceKernel>({{place_blocks, units}, kPlaceThreads, 0, wave.overlap}, stream, phase,
                              wave.shape.row_bytes, wave.units);
 }

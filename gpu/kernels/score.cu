@@ -41,7 +41,7 @@ cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
                                                                                 stream);
 }
 
-// Calls f<planes, chunks>().
+// Calls f<planes, segments>().
 template <typename F>
 cudaError_t ForShape(const CodeTiling& tiling, F f) {
   const bool one = tiling.fragments() == 1;

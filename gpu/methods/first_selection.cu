@@ -7,9 +7,9 @@
 namespace spillway::cuda {
 namespace {
 
-unsigned ChunkBlocks(const Wave& wave) {
-  const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
-  return static_cast<unsigned>(std::min<int64_t>(chunks, 65535));
+unsigned SegmentBlocks(const Wave& wave) {
+  const int64_t segments = (wave.token_count_max + kSegmentTokens - 1) / kSegmentTokens;
+  return static_cast<unsigned>(std::min<int64_t>(segments, 65535));
 }
 
 }  // namespace
@@ -21,7 +21,7 @@ cudaError_t LaunchFindCandidates(const Wave& wave, cudaStream_t stream) {
       Launch<CandidateThresholdKernel>({units, kCutThreads, shared, wave.overlap}, stream,
                                        wave.shape.bin_count, wave.methods.units, wave.units);
   if (error != cudaSuccess) return error;
-  const dim3 grid(ChunkBlocks(wave), units);
+  const dim3 grid(SegmentBlocks(wave), units);
   error = Launch<CountCandidateTiesKernel>({grid, 256, 0, wave.overlap}, stream, wave.methods.units,
                                            wave.units);
   if (error != cudaSuccess) return error;
@@ -30,7 +30,7 @@ cudaError_t LaunchFindCandidates(const Wave& wave, cudaStream_t stream) {
 }
 
 cudaError_t LaunchDropOthers(const Wave& wave, cudaStream_t stream) {
-  const dim3 grid(ChunkBlocks(wave), wave.unit_count);
+  const dim3 grid(SegmentBlocks(wave), wave.unit_count);
   return Launch<DropOthersKernel>({grid, 256, 0, wave.overlap}, stream, wave.shape,
                                   wave.methods.units, wave.units);
 }

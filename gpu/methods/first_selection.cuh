@@ -23,28 +23,28 @@ __global__ void __launch_bounds__(kCutThreads)
   *m.first_selection = {bin, max(missing, int64_t{0})};
 }
 
-// Tokens of the threshold's bin, per chunk. Grid (chunks, units).
+// Tokens of the threshold's bin, per segment. Grid (segments, units).
 __global__ void CountCandidateTiesKernel(const MethodRequest* methods, const UnitRequest* units) {
   __shared__ UnitRequest u;
   __shared__ uint32_t total;
   Begin(units + blockIdx.y, u);
   const int bin = methods[blockIdx.y].first_selection->bin;
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
-    const int64_t from = max(chunk * kChunkTokens, u.begin);
-    const int64_t to = min((chunk + 1) * kChunkTokens, u.end);
+    const int64_t from = max(segment * kSegmentTokens, u.begin);
+    const int64_t to = min((segment + 1) * kSegmentTokens, u.end);
     uint32_t count = 0;
     for (int64_t t = from + threadIdx.x; t < to; t += blockDim.x) count += u.bins[t] == bin;
     count = WarpSum(count);
     if (threadIdx.x % 32 == 0) atomicAdd(&total, count);
     __syncthreads();
-    if (threadIdx.x == 0) u.chunk_counts[chunk] = total;
+    if (threadIdx.x == 0) u.segment_counts[segment] = total;
   }
 }
 
-// The candidates, a bit a token. One warp walks a chunk in token order; grid
-// (chunks, units).
+// The candidates, a bit a token. One warp walks a segment in token order; grid
+// (segments, units).
 __global__ void MarkCandidatesKernel(const MethodRequest* methods, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
@@ -52,12 +52,12 @@ __global__ void MarkCandidatesKernel(const MethodRequest* methods, const UnitReq
   const MethodRequest m = methods[blockIdx.y];
   const int bin = m.first_selection->bin;
   const int64_t skip = m.first_selection->skip;
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     int64_t rank = 0;  // of the bin's tokens before
-    for (int64_t c = lane; c < chunk; c += 32) rank += u.chunk_counts[c];
+    for (int64_t c = lane; c < segment; c += 32) rank += u.segment_counts[c];
     rank = WarpSum(rank);
-    const int64_t to = min((chunk + 1) * kChunkTokens, u.n);
-    for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
+    const int64_t to = min((segment + 1) * kSegmentTokens, u.n);
+    for (int64_t base = segment * kSegmentTokens; base < to; base += 32) {
       const int64_t t = base + lane;
       const int own = t >= u.begin && t < u.end ? u.bins[t] : -1;
       const unsigned ties = __ballot_sync(kFullWarp, own == bin);

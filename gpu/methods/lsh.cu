@@ -19,8 +19,8 @@ cudaError_t LaunchLshSample(const Wave& wave, cudaStream_t stream) {
   const AttendShape& shape = wave.shape;
   const LshShape lsh = ShapeOf(wave);
   const auto units = static_cast<unsigned>(wave.unit_count);
-  const int64_t chunks = (wave.token_count_max + kChunkTokens - 1) / kChunkTokens;
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(chunks, 65535)), units);
+  const int64_t segments = (wave.token_count_max + kSegmentTokens - 1) / kSegmentTokens;
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(segments, 65535)), units);
   cudaError_t error = Launch<LshQueryKernel>(
       {{1, units}, kLshThreads, sizeof(float) * shape.head_dim, wave.overlap}, stream, shape, lsh,
       wave.units);

@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kLshThreads)
   }
 }
 
-// Which query heads take each token, and how many tokens of each chunk are
-// taken. Grid (chunks, units). Shared memory: the query's buckets.
+// Which query heads take each token, and how many tokens of each segment are
+// taken. Grid (segments, units). Shared memory: the query's buckets.
 __global__ void __launch_bounds__(kLshThreads)
     LshCountKernel(AttendShape shape, LshShape lsh, const UnitRequest* units) {
   extern __shared__ uint16_t buckets[];
@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(kLshThreads)
   const int tables = lsh.tables;
   const int group = shape.group;
   for (int i = threadIdx.x; i < group * tables; i += blockDim.x) buckets[i] = m.query_buckets[i];
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     uint32_t taken = 0;
-    const int64_t to = min((chunk + 1) * kChunkTokens, u.n);
-    for (int64_t t = chunk * kChunkTokens + threadIdx.x; t < to; t += blockDim.x) {
+    const int64_t to = min((segment + 1) * kSegmentTokens, u.n);
+    for (int64_t t = segment * kSegmentTokens + threadIdx.x; t < to; t += blockDim.x) {
       const int c = u.class_of_bin[BinIndex(u.bins[t], shape.bin_count)];
       const bool heavy = c == kClassHeavy || (c == kClassTie && t >= u.state->heavy_from);
       uint32_t takers = 0;
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(kLshThreads)
     taken = WarpSum(taken);
     if (threadIdx.x % 32 == 0 && taken > 0) atomicAdd(&total, taken);
     __syncthreads();
-    if (threadIdx.x == 0) u.chunk_counts[chunk] = total;
+    if (threadIdx.x == 0) u.segment_counts[segment] = total;
     __syncthreads();
   }
 }
 
-// The sample's size, its place in the list and its splits; chunk_counts
+// The sample's size, its place in the list and its splits; segment_counts
 // become the tokens before. Grid (units), one warp.
 __global__ void LshResolveKernel(const UnitRequest* units) {
   __shared__ UnitRequest u;
@@ -96,11 +96,12 @@ __global__ void LshResolveKernel(const UnitRequest* units) {
   UnitState& s = *u.state;
   const int lane = threadIdx.x;
   int64_t total = 0;
-  for (int64_t base = 0; base < u.chunks(); base += 32) {
-    const int64_t chunk = base + lane;
-    const uint32_t count = chunk < u.chunks() ? u.chunk_counts[chunk] : 0;
+  for (int64_t base = 0; base < u.segments(); base += 32) {
+    const int64_t segment = base + lane;
+    const uint32_t count = segment < u.segments() ? u.segment_counts[segment] : 0;
     const uint32_t scan = WarpScan(count);
-    if (chunk < u.chunks()) u.chunk_counts[chunk] = static_cast<uint32_t>(total + scan - count);
+    if (segment < u.segments())
+      u.segment_counts[segment] = static_cast<uint32_t>(total + scan - count);
     total += __shfl_sync(kFullWarp, scan, 31);
   }
   const int64_t even = (total + kSplitsWanted - 1) / kSplitsWanted;
@@ -120,7 +121,7 @@ __global__ void LshResolveKernel(const UnitRequest* units) {
   s.list_count += total;
 }
 
-// Lists the sample. One warp walks a chunk in token order; grid (chunks,
+// Lists the sample. One warp walks a segment in token order; grid (segments,
 // units).
 __global__ void LshPlaceKernel(int64_t row_bytes, const MethodRequest* methods,
                                const UnitRequest* units) {
@@ -129,11 +130,11 @@ __global__ void LshPlaceKernel(int64_t row_bytes, const MethodRequest* methods,
   Begin(units + blockIdx.y, u);
   UnitState& s = *u.state;
   const int lane = threadIdx.x;
-  for (int64_t chunk = blockIdx.x; chunk < u.chunks(); chunk += gridDim.x) {
-    int64_t place = s.stratum_first[0] + u.chunk_counts[chunk];
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
+    int64_t place = s.stratum_first[0] + u.segment_counts[segment];
     unsigned long long missed = 0;
-    const int64_t to = min((chunk + 1) * kChunkTokens, u.n);
-    for (int64_t base = chunk * kChunkTokens; base < to; base += 32) {
+    const int64_t to = min((segment + 1) * kSegmentTokens, u.n);
+    for (int64_t base = segment * kSegmentTokens; base < to; base += 32) {
       const int64_t t = base + lane;
       const bool taken = t < to && takers[t] != 0;
       const auto token = static_cast<uint32_t>(t);

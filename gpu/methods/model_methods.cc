@@ -107,7 +107,7 @@ class Methods final : public ModelMethods {
     if (wave.request_bytes == 0) return;
     MethodRequest measured;
     MethodRequest& r = wave.host_units != nullptr ? wave.host_units[i] : measured;
-    const int64_t padded = request.chunks() * kChunkTokens;
+    const int64_t padded = request.segments() * kSegmentTokens;
     if (!channels_.empty()) {
       r.channels = channels_[unit.layer] + unit.kv_head * shape_.sections.label_channels;
     }

@@ -37,7 +37,7 @@ struct MethodRequest {
   uint16_t* takers;          // [n] a bit a query head
   // A first selection.
   int64_t candidate_count;
-  uint32_t* candidate_mask;  // [chunks * kChunkTokens / 32]
+  uint32_t* candidate_mask;  // [segments * kSegmentTokens / 32]
   FirstSelectionState* first_selection;
 };
 

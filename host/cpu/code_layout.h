@@ -10,12 +10,12 @@ namespace spillway {
 // How the CPU device tiles codes. A code page holds the codes of
 // kPageTokenCount tokens of one KV head, transposed so that a vector register
 // holds one 32-bit word of 16 neighbouring tokens:
-//   parts    uint32 [tile = 8][part][chunk][lane = 16]
+//   parts    uint32 [tile = 8][part][word][lane = 16]
 //   factors  bf16 [128], only with a rotation
 // A code of B bits a dimension lies in parts of 1, 2 or 4 bits (B = 3: the two
 // low bits, then the top one), because such a field can be masked out of its
-// word and multiplied where it stands. A chunk is a word of 32 / width
-// dimensions: dimension 4 i + b of the chunk is field i of byte b.
+// word and multiplied where it stands. A word has 32 / width dimensions:
+// dimension 4 i + b of it is field i of byte b.
 inline constexpr int kTileTokenCount = 16;
 inline constexpr int kTilesPerPage = kPageTokenCount / kTileTokenCount;
 
@@ -36,14 +36,15 @@ struct CodeLayout {
     return layout;
   }
 
-  int chunks(int part) const { return dims * width[part] / 32; }
-  int chunk_dims(int part) const { return 32 / width[part]; }
-  // Words of a tile, and from the page's start to chunk 0, lane 0 of one.
-  int64_t tile_words() const { return int64_t{chunks(0) + chunks(1)} * kTileTokenCount; }
+  int words(int part) const { return dims * width[part] / 32; }
+  int word_dims(int part) const { return 32 / width[part]; }
+  // 32-bit words of a tile over all lanes, and from the page's start to word 0,
+  // lane 0 of one.
+  int64_t tile_words() const { return int64_t{words(0) + words(1)} * kTileTokenCount; }
   int64_t tile_offset(int part, int tile) const {
-    return tile * tile_words() + (part == 0 ? 0 : int64_t{chunks(0)} * kTileTokenCount);
+    return tile * tile_words() + (part == 0 ? 0 : int64_t{words(0)} * kTileTokenCount);
   }
-  // Where dimension d of a chunk stands in its word.
+  // Where dimension d of a word stands in it.
   int shift(int part, int d) const { return 8 * (d % 4) + width[part] * (d / 4); }
   int64_t factor_offset_bytes() const { return kTilesPerPage * tile_words() * 4; }
   int64_t page_bytes() const {

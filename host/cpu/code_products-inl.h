@@ -103,13 +103,13 @@ HWY_INLINE void PrefetchNext(const ScanPage& page, const void* at) {
                      /*locality=*/2);
 }
 
-// A chunk of neighbouring tiles; words: of the first one's part, moved on by
-// the lane.
+// Word i of neighbouring tiles; words: of the first one's part, moved on by the
+// lane.
 template <int kTiles>
-HWY_INLINE void LoadChunk(const CodeLayout& layout, const ScanPage& page, const uint32_t* words,
-                          int chunk, VU (&word)[kTiles]) {
+HWY_INLINE void LoadWord(const CodeLayout& layout, const ScanPage& page, const uint32_t* words,
+                         int i, VU (&word)[kTiles]) {
   for (int t = 0; t < kTiles; ++t) {
-    const uint32_t* at = words + t * layout.tile_words() + chunk * kTileTokenCount;
+    const uint32_t* at = words + t * layout.tile_words() + i * kTileTokenCount;
     word[t] = hn::LoadU(DU(), at);
     PrefetchNext(page, at);
   }
@@ -128,14 +128,14 @@ template <int kWidth, bool kTopOnly, int kRows, int kTiles>
 HWY_INLINE void DotPart(const CodeLayout& layout, int part, const ScanPage& page, int tile,
                         int lane, const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
   const uint32_t* words = PartWords(layout, page, part, tile, lane);
-  const int chunks = layout.chunks(part);
+  const int count = layout.words(part);
   constexpr int kPositions = 8 / kWidth;
   constexpr int kFirstBit = kTopOnly ? kWidth - 1 : 0;
   const auto mask = hn::Set(DU(), (kTopOnly ? 1u : (1u << kWidth) - 1) * uint32_t{0x01010101u});
   DotSums<kRows, kTiles> sums(first);
-  for (int c = 0; c < chunks; ++c) {
+  for (int c = 0; c < count; ++c) {
     VU word[kTiles];
-    LoadChunk(layout, page, words, c, word);
+    LoadWord(layout, page, words, c, word);
     // Unrolled, so that shifts are immediate and sums stay in registers.
 #pragma GCC unroll 8
     for (int p = 0; p < kPositions; ++p) {

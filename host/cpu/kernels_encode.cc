@@ -121,15 +121,15 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
         code = hn::BitCast(du, hn::ConvertTo(di, u));
       }
       for (int part = 0; part < p.layout.parts; ++part) {
-        const int chunk_dims = p.layout.chunk_dims(part);
+        const int word_dims = p.layout.word_dims(part);
         const auto mask = hn::Set(du, (1u << p.layout.width[part]) - 1);
-        const int at = p.layout.shift(part, j % chunk_dims);
+        const int at = p.layout.shift(part, j % word_dims);
         word[part] = hn::Or(word[part], hn::ShiftLeftSame(hn::And(code, mask), at));
         code = hn::ShiftRightSame(code, p.layout.width[part]);
-        if (j % chunk_dims + 1 < chunk_dims) continue;
+        if (j % word_dims + 1 < word_dims) continue;
         hn::StoreU(
             word[part], du,
-            words + p.layout.tile_offset(part, tile) + (j / chunk_dims) * kTileTokenCount + lane);
+            words + p.layout.tile_offset(part, tile) + (j / word_dims) * kTileTokenCount + lane);
         word[part] = hn::Zero(du);
       }
     }
@@ -218,16 +218,16 @@ void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, 
   uint32_t* words = reinterpret_cast<uint32_t*>(page);
   int below = 0;  // bits of a code in the parts before
   for (int part = 0; part < layout.parts; ++part) {
-    const int chunk_dims = layout.chunk_dims(part);
+    const int word_dims = layout.word_dims(part);
     const uint32_t mask = (1u << layout.width[part]) - 1;
     uint32_t* out =
         words + layout.tile_offset(part, slot / kTileTokenCount) + slot % kTileTokenCount;
-    for (int chunk = 0; chunk < layout.chunks(part); ++chunk) {
+    for (int i = 0; i < layout.words(part); ++i) {
       uint32_t word = 0;
-      for (int d = 0; d < chunk_dims; ++d) {
-        word |= ((codes[chunk * chunk_dims + d] >> below) & mask) << layout.shift(part, d);
+      for (int d = 0; d < word_dims; ++d) {
+        word |= ((codes[i * word_dims + d] >> below) & mask) << layout.shift(part, d);
       }
-      out[chunk * kTileTokenCount] = word;
+      out[i * kTileTokenCount] = word;
     }
     below += layout.width[part];
   }

@@ -24,24 +24,24 @@ namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 // The same of codes of three bits, whose parts are joined before they are
-// multiplied: a chunk of top bits goes with two of the low ones.
+// multiplied: a word of top bits goes with two of the low ones.
 template <int kRows, int kTiles>
 HWY_INLINE void DotThreeBits(const CodeLayout& layout, const ScanPage& page, int tile, int lane,
                              const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
   constexpr int kLowPositions = 4;
   const uint32_t* low_words = PartWords(layout, page, 0, tile, lane);
   const uint32_t* top_words = PartWords(layout, page, 1, tile, lane);
-  const int top_chunks = layout.chunks(1);
+  const int top_count = layout.words(1);
   const auto low_mask = hn::Set(DU(), 0x03030303u);
   const auto top_mask = hn::Set(DU(), 0x04040404u);
   DotSums<kRows, kTiles> sums(first);
-  for (int c = 0; c < top_chunks; ++c) {
+  for (int c = 0; c < top_count; ++c) {
     VU top[kTiles];
-    LoadChunk(layout, page, top_words, c, top);
+    LoadWord(layout, page, top_words, c, top);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       VU low[kTiles];
-      LoadChunk(layout, page, low_words, 2 * c + half, low);
+      LoadWord(layout, page, low_words, 2 * c + half, low);
 #pragma GCC unroll 4
       for (int p = 0; p < kLowPositions; ++p) {
         const int at = half * kLowPositions + p;  // the top bit's place, which becomes 2

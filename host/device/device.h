@@ -140,11 +140,11 @@ class Device {
   // one stands for. Their info() and memory() are each one's own.
   virtual std::vector<const Device*> parts() const { return {this}; }
 
-  // A chunk of host memory that rows will live in; called before it is used
+  // A extent of host memory that rows will live in; called before it is used
   // and after its last use, on one device for every device of its kind: what
   // one CUDA device pins is pinned for all, and CUDA refuses a second time.
-  virtual absl::Status RegisterMemory(std::span<std::byte> chunk) = 0;
-  virtual void UnregisterMemory(std::span<std::byte> chunk) = 0;
+  virtual absl::Status RegisterMemory(std::span<std::byte> extent) = 0;
+  virtual void UnregisterMemory(std::span<std::byte> extent) = 0;
 
   // safetensors: the weights when spec.has_weights(), else empty; not kept.
   // INVALID_ARGUMENT names the tensor that is missing or misshapen.

@@ -236,11 +236,11 @@ class PlacedDevice final : public Device {
   }
 
   // Once, for all of the kind.
-  absl::Status RegisterMemory(std::span<std::byte> chunk) override {
-    return devices_.front()->RegisterMemory(chunk);
+  absl::Status RegisterMemory(std::span<std::byte> extent) override {
+    return devices_.front()->RegisterMemory(extent);
   }
-  void UnregisterMemory(std::span<std::byte> chunk) override {
-    devices_.front()->UnregisterMemory(chunk);
+  void UnregisterMemory(std::span<std::byte> extent) override {
+    devices_.front()->UnregisterMemory(extent);
   }
 
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(

@@ -26,8 +26,8 @@ absl::Status CheckSizes(const ArenaOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("arena limit of ", options.limit_bytes,
                                                    " bytes is below one slab of ", kSlabBytes));
   }
-  if (options.chunk_bytes <= 0 || options.chunk_bytes % kSlabBytes != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("arena chunk of ", options.chunk_bytes,
+  if (options.extent_bytes <= 0 || options.extent_bytes % kSlabBytes != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("arena extent of ", options.extent_bytes,
                                                    " bytes is not a positive multiple of ",
                                                    kSlabBytes));
   }
@@ -40,22 +40,22 @@ absl::Status CheckSizes(const ArenaOptions& options) {
 struct Arena::Impl {
   Impl(const ArenaOptions& options, MemoryBudget* budget, std::unique_ptr<ArenaBacking> backing)
       : slab_capacity(options.limit_bytes / kSlabBytes),
-        chunk_slabs(options.chunk_bytes / kSlabBytes),
+        extent_slabs(options.extent_bytes / kSlabBytes),
         budget(budget),
         backing(std::move(backing)),
         reclaim(budget->AddReclaim([this](int64_t bytes) { GiveBack(bytes); })) {}
   ~Impl() { budget->RemoveReclaim(reclaim); }
 
   // What was committed at once, and is given back at once.
-  struct Chunk {
+  struct Extent {
     int64_t slab_count = 0;
     int64_t free_count = 0;
     MemoryReservation reservation;
   };
-  using Chunks = std::map<int64_t, Chunk>;  // by first slab
+  using Extents = std::map<int64_t, Extent>;  // by first slab
 
   std::byte* At(int64_t slab) const { return backing->base() + slab * kSlabBytes; }
-  // Commits what one run of slab_count lacks, a whole chunk where address space
+  // Commits what one run of slab_count lacks, a whole extent where address space
   // and budget allow it.
   absl::Status Grow(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   absl::Status Commit(int64_t first, int64_t least, int64_t most)
@@ -63,27 +63,27 @@ struct Arena::Impl {
   // First run of at least slab_count free slabs, by address.
   std::byte* TakeRun(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Counts slabs that come free (or, negative, are taken) in their chunks.
+  // Counts slabs that come free (or, negative, are taken) in their extents.
   void CountFree(int64_t first, int64_t slab_count, int sign) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // Takes slabs that are free out of the free runs.
   void CutRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Gives the last chunk back of which nothing is used. Returns its slabs, 0
+  // Gives the last extent back of which nothing is used. Returns its slabs, 0
   // if there is none that the backing would take.
   int64_t GiveBackOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveBack(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex);
   int64_t FreeBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 
   const int64_t slab_capacity;
-  const int64_t chunk_slabs;
+  const int64_t extent_slabs;
   MemoryBudget* const budget;
   const std::unique_ptr<ArenaBacking> backing;
   const std::list<MemoryBudget::Reclaim>::iterator reclaim;
 
   mutable Mutex mutex;
-  Chunks chunks ABSL_GUARDED_BY(mutex);
+  Extents extents ABSL_GUARDED_BY(mutex);
   int64_t committed_count ABSL_GUARDED_BY(mutex) = 0;
   int64_t free_count ABSL_GUARDED_BY(mutex) = 0;  // of those committed
-  int64_t idle_count ABSL_GUARDED_BY(mutex) = 0;  // in chunks of which none is used
+  int64_t idle_count ABSL_GUARDED_BY(mutex) = 0;  // in extents of which none is used
   // The least that idle_count was since GiveBackIdle.
   int64_t idle_count_min ABSL_GUARDED_BY(mutex) = 0;
   // Free runs of committed slabs: first slab -> slabs; no two adjoin.
@@ -91,12 +91,12 @@ struct Arena::Impl {
 };
 
 absl::Status Arena::Impl::Grow(int64_t slab_count) {
-  const int64_t step = std::max(chunk_slabs, committed_count / 256);
-  // The gaps between chunks, and the one behind them; a run may begin with
+  const int64_t step = std::max(extent_slabs, committed_count / 256);
+  // The gaps between extents, and the one behind them; a run may begin with
   // free slabs before a gap and end with those after it.
   int64_t gap = 0;
-  for (auto chunk = chunks.begin(); gap < slab_capacity; ++chunk) {
-    const int64_t end = chunk == chunks.end() ? slab_capacity : chunk->first;
+  for (auto extent = extents.begin(); gap < slab_capacity; ++extent) {
+    const int64_t end = extent == extents.end() ? slab_capacity : extent->first;
     if (gap < end) {
       const auto next = free_runs.lower_bound(gap);
       int64_t before = 0, after = 0;
@@ -112,8 +112,8 @@ absl::Status Arena::Impl::Grow(int64_t slab_count) {
         if (status.ok() || !absl::IsResourceExhausted(status)) return status;
       }
     }
-    if (chunk == chunks.end()) break;
-    gap = chunk->first + chunk->second.slab_count;
+    if (extent == extents.end()) break;
+    gap = extent->first + extent->second.slab_count;
   }
   return budget->Exhausted("the arena", slab_count * kSlabBytes, FreeBytes());
 }
@@ -121,7 +121,7 @@ absl::Status Arena::Impl::Grow(int64_t slab_count) {
 absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
   int64_t count = std::clamp(budget->free_bytes() / kSlabBytes, least, most);
   const auto reserve = [&] {
-    return budget->Reserve(count * kSlabBytes, "an arena chunk", MemoryUse::kPages);
+    return budget->Reserve(count * kSlabBytes, "an arena extent", MemoryUse::kPages);
   };
   absl::StatusOr<MemoryReservation> reservation = reserve();
   if (!reservation.ok() && count > least) {
@@ -132,7 +132,7 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
   if (!reservation.ok()) return reservation.status();
   absl::Status status = backing->Commit({At(first), static_cast<size_t>(count * kSlabBytes)});
   if (!status.ok()) return status;
-  chunks.emplace(first, Chunk{count, 0, *std::move(reservation)});
+  extents.emplace(first, Extent{count, 0, *std::move(reservation)});
   committed_count += count;
   GiveRun(first, count);
   return absl::OkStatus();
@@ -141,9 +141,9 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
 void Arena::Impl::CountFree(int64_t first, int64_t slab_count, int sign) {
   free_count += sign * slab_count;
   const int64_t end = first + slab_count;
-  for (auto chunk = std::prev(chunks.upper_bound(first)); first < end; ++chunk) {
-    Chunk& c = chunk->second;
-    const int64_t here = std::min(end, chunk->first + c.slab_count) - first;
+  for (auto extent = std::prev(extents.upper_bound(first)); first < end; ++extent) {
+    Extent& c = extent->second;
+    const int64_t here = std::min(end, extent->first + c.slab_count) - first;
     if (c.free_count == c.slab_count) idle_count -= c.slab_count;
     c.free_count += sign * here;
     if (c.free_count == c.slab_count) idle_count += c.slab_count;
@@ -192,8 +192,8 @@ void Arena::Impl::GiveRun(int64_t first, int64_t slab_count) {
 
 int64_t Arena::Impl::GiveBackOne() {
   if (idle_count == 0) return 0;
-  const auto last = std::find_if(chunks.rbegin(), chunks.rend(), [](const auto& chunk) {
-    return chunk.second.free_count == chunk.second.slab_count;
+  const auto last = std::find_if(extents.rbegin(), extents.rend(), [](const auto& extent) {
+    return extent.second.free_count == extent.second.slab_count;
   });
   const int64_t first = last->first;
   const int64_t slab_count = last->second.slab_count;
@@ -201,13 +201,13 @@ int64_t Arena::Impl::GiveBackOne() {
   CutRun(first, slab_count);
   CountFree(first, slab_count, -1);
   committed_count -= slab_count;
-  chunks.erase(first);
+  extents.erase(first);
   return slab_count;
 }
 
 void Arena::Impl::GiveBack(int64_t bytes) {
   while (bytes > 0) {
-    // Chunk by chunk: an append may take a slab in between.
+    // Extent by extent: an append may take a slab in between.
     const MutexLock lock(mutex);
     const int64_t given = GiveBackOne();
     if (given == 0) return;
@@ -222,7 +222,8 @@ int64_t Arena::Impl::FreeBytes() const {
 }
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
-                                                     MemoryBudget* budget, ChunkObserver observer) {
+                                                     MemoryBudget* budget,
+                                                     ExtentObserver observer) {
   RETURN_IF_ERROR(CheckSizes(options));
   ASSIGN_OR_RETURN(Topology topology, DetectTopology());
   const int node_count = static_cast<int>(topology.numa_nodes.size());
@@ -261,7 +262,7 @@ absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
   slab_count = std::min(slab_count, kSlabCountMax);
   absl::Status grown = impl_->Grow(slab_count);
   if (absl::IsResourceExhausted(grown) && slab_count > 1 && impl_->GiveBackOne() > 0) {
-    // Free slabs apart from each other make no run: what their chunks were
+    // Free slabs apart from each other make no run: what their extents were
     // charged pays for adjacent ones elsewhere.
     while (impl_->GiveBackOne() > 0) {
     }

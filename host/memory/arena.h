@@ -21,10 +21,10 @@ struct ArenaOptions {
   int64_t limit_bytes = 0;
   // Committed at a time: this, a multiple of kSlabBytes, or a 256th of what is
   // committed already if that is more. Less where limit or budget leave less.
-  int64_t chunk_bytes = int64_t{8} << 20;
+  int64_t extent_bytes = int64_t{8} << 20;
   // NUMA node to bind to (hwloc logical index); -1: the system's choice.
   int numa_node = -1;
-  // Threads that touch a new chunk; 0: one per core of the node.
+  // Threads that touch a new extent; 0: one per core of the node.
   int touch_thread_count = 0;
 };
 
@@ -35,7 +35,7 @@ struct ArenaStatistics {
   int64_t huge_page_bytes = 0;  // AnonHugePages of the mapping, from smaps
 };
 
-// Reserved address space of some memory, from which an arena commits chunks.
+// Reserved address space of some memory, from which an arena commits extents.
 class ArenaBacking {
  public:
   virtual ~ArenaBacking() = default;
@@ -51,27 +51,27 @@ class ArenaBacking {
   virtual void Copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
 };
 
-// Memory that pages come from, committed chunk by chunk and handed out in 2
+// Memory that pages come from, committed extent by extent and handed out in 2
 // MiB-aligned slabs. By default host memory: one private anonymous mapping,
 // advised to use huge pages, bound to its NUMA node and touched in parallel.
-// Committed memory is charged to the budget. Chunks of which nothing is used
+// Committed memory is charged to the budget. Extents of which nothing is used
 // are kept for reuse until the budget asks for them or GiveBackIdle.
 // Thread-safe.
 class Arena {
  public:
-  // Called with every chunk after it is committed and before it goes; a
+  // Called with every extent after it is committed and before it goes; a
   // device registers it there. A failure of commit refuses the allocation.
   // Both run with the arena locked and must not call it.
-  struct ChunkObserver {
+  struct ExtentObserver {
     std::function<absl::Status(std::span<std::byte>)> committed;
     std::function<void(std::span<std::byte>)> released;
   };
 
   static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
                                                        MemoryBudget* budget,
-                                                       ChunkObserver observer = {});
+                                                       ExtentObserver observer = {});
   // Over other memory, of which limit_bytes are reserved; of the options only
-  // limit_bytes and chunk_bytes matter.
+  // limit_bytes and extent_bytes matter.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
                                                        MemoryBudget* budget,
                                                        std::unique_ptr<ArenaBacking> backing);
@@ -83,7 +83,7 @@ class Arena {
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);
 
-  // Gives back to system and budget an eighth of the chunks that were free all
+  // Gives back to system and budget an eighth of the extents that were free all
   // the time since the last call. For a timer: with one call a second half of
   // what stays free is gone after five.
   void GiveBackIdle();

@@ -55,12 +55,12 @@ class AddressSpace {
 };
 
 // Writes one byte of every small page, on thread_count threads.
-void Touch(std::span<std::byte> chunk, int thread_count) {
+void Touch(std::span<std::byte> extent, int thread_count) {
   constexpr int64_t kSmallPage = 4096;
   tbb::task_arena arena(thread_count);
   arena.execute([&] {
-    tbb::parallel_for(int64_t{0}, static_cast<int64_t>(chunk.size()) / kSlabBytes, [&](int64_t s) {
-      volatile std::byte* slab = chunk.data() + s * kSlabBytes;
+    tbb::parallel_for(int64_t{0}, static_cast<int64_t>(extent.size()) / kSlabBytes, [&](int64_t s) {
+      volatile std::byte* slab = extent.data() + s * kSlabBytes;
       for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) slab[i] = std::byte{0};
     });
   });
@@ -69,7 +69,7 @@ void Touch(std::span<std::byte> chunk, int thread_count) {
 class HostBacking final : public ArenaBacking {
  public:
   HostBacking(AddressSpace space, int numa_node, int touch_thread_count,
-              Arena::ChunkObserver observer)
+              Arena::ExtentObserver observer)
       : space_(std::move(space)),
         numa_node_(numa_node),
         touch_thread_count_(touch_thread_count),
@@ -77,7 +77,7 @@ class HostBacking final : public ArenaBacking {
 
   ~HostBacking() override {
     if (!observer_.released) return;
-    for (const std::span<std::byte> chunk : chunks_) observer_.released(chunk);
+    for (const std::span<std::byte> extent : extents_) observer_.released(extent);
   }
 
   std::byte* base() const override { return space_.base(); }
@@ -85,7 +85,7 @@ class HostBacking final : public ArenaBacking {
   absl::Status Commit(std::span<std::byte> memory) override {
     absl::Status status = Prepare(memory);
     if (status.ok()) {
-      chunks_.push_back(memory);
+      extents_.push_back(memory);
     } else {
       Unprepare(memory);
     }
@@ -93,12 +93,12 @@ class HostBacking final : public ArenaBacking {
   }
 
   bool Release(std::span<std::byte> memory) override {
-    const auto chunk = std::find_if(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
-      return chunk.data() == memory.data() && chunk.size() == memory.size();
+    const auto extent = std::find_if(extents_.begin(), extents_.end(), [&](const auto& extent) {
+      return extent.data() == memory.data() && extent.size() == memory.size();
     });
-    assert(chunk != chunks_.end());
+    assert(extent != extents_.end());
     if (observer_.released) observer_.released(memory);
-    chunks_.erase(chunk);
+    extents_.erase(extent);
     Unprepare(memory);
     return true;
   }
@@ -114,8 +114,8 @@ class HostBacking final : public ArenaBacking {
   const AddressSpace space_;
   const int numa_node_;
   const int touch_thread_count_;
-  const Arena::ChunkObserver observer_;
-  std::vector<std::span<std::byte>> chunks_;
+  const Arena::ExtentObserver observer_;
+  std::vector<std::span<std::byte>> extents_;
 };
 
 absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
@@ -177,7 +177,7 @@ int64_t HugePageBytes(const std::byte* begin, const std::byte* end) {
 
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateHostBacking(int64_t limit_bytes, int numa_node,
                                                                 int thread_count,
-                                                                Arena::ChunkObserver observer) {
+                                                                Arena::ExtentObserver observer) {
   ASSIGN_OR_RETURN(AddressSpace space, AddressSpace::Reserve(limit_bytes));
   return std::make_unique<HostBacking>(std::move(space), numa_node, thread_count,
                                        std::move(observer));

@@ -12,7 +12,7 @@ namespace spillway {
 // (-1: none) and touched by thread_count threads as it is committed.
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateHostBacking(int64_t limit_bytes, int numa_node,
                                                                 int thread_count,
-                                                                Arena::ChunkObserver observer);
+                                                                Arena::ExtentObserver observer);
 
 // AnonHugePages of the mappings that lie in [begin, end), from smaps.
 int64_t HugePageBytes(const std::byte* begin, const std::byte* end);

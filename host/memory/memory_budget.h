@@ -24,7 +24,7 @@ inline constexpr int kMemoryUseCount = 6;
 // For people: "rows and codes", "messages", ...
 std::string_view MemoryUseName(MemoryUse use);
 
-// The limit on everything that the daemon holds: arena chunks, model weights,
+// The limit on everything that the daemon holds: arena extents, model weights,
 // tables, workspaces, messages in flight. Messages have a share of their own,
 // which nothing else can take and beyond which they cannot go: a daemon that is
 // full of K/V still hears what would empty it, and messages cannot keep K/V

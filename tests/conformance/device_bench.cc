@@ -71,8 +71,8 @@ DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, in
     : spec_(spec), budget_(int64_t{2} << 30) {
   ArenaOptions options;
   options.limit_bytes = int64_t{1} << 30;
-  options.chunk_bytes = int64_t{8} << 20;
-  Arena::ChunkObserver observer;
+  options.extent_bytes = int64_t{8} << 20;
+  Arena::ExtentObserver observer;
   observer.committed = [this](std::span<std::byte> chunk) {
     return device_->RegisterMemory(chunk);
   };

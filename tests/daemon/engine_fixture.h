@@ -19,7 +19,7 @@ class EngineTest : public ::testing::Test {
       : budget(limit_bytes), device(delayed) {
     ArenaOptions options;
     options.limit_bytes = limit_bytes;
-    options.chunk_bytes = kSlabBytes;
+    options.extent_bytes = kSlabBytes;
     options.touch_thread_count = 1;
     arena = *Arena::Create(options, &budget);
     EngineOptions engine_options;

@@ -35,7 +35,7 @@ class Memory {
   explicit Memory(int64_t limit_bytes) : budget(limit_bytes) {
     ArenaOptions options;
     options.limit_bytes = limit_bytes;
-    options.chunk_bytes = kSlabBytes;
+    options.extent_bytes = kSlabBytes;
     options.touch_thread_count = 1;
     arena = *Arena::Create(options, &budget);
     device = CreateCpuDevice({.thread_count = 1}, arena.get(), &budget);

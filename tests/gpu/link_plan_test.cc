@@ -72,7 +72,7 @@ void ExpectWithinBounds(const Measurement& m, const Machine& machine, int64_t sp
   SCOPED_TRACE(Describe(m));
   EXPECT_TRUE(std::has_single_bit(static_cast<uint64_t>(m.row_bytes)));
   EXPECT_GE(m.row_bytes, 128);
-  // No copy may cross a registered chunk.
+  // No copy may cross a registered segment.
   EXPECT_LE(m.row_bytes, kSpanStepBytes);
   EXPECT_GT(m.span_bytes, 0);
   EXPECT_LE(m.span_bytes, m.allocation.bytes);

@@ -39,7 +39,7 @@ struct Memory {
   const ModelSpec spec = Spec();
   MemoryBudget budget{512 * kMiB};
   std::unique_ptr<Arena> arena =
-      Arena::Create({.limit_bytes = 256 * kMiB, .chunk_bytes = 8 * kMiB}, &budget).value();
+      Arena::Create({.limit_bytes = 256 * kMiB, .extent_bytes = 8 * kMiB}, &budget).value();
   PagePool pool;
   PagePool resident_pool;
   BlockPools blocks;

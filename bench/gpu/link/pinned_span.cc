@@ -73,12 +73,12 @@ absl::StatusOr<std::unique_ptr<PinnedSpan>> CreateHugePages(const Allocation& al
                                                             double* register_seconds) {
   ArenaOptions options;
   options.limit_bytes = allocation.bytes;
-  options.chunk_bytes = kSpanStepBytes;
+  options.extent_bytes = kSpanStepBytes;
   options.numa_node = allocation.numa_node;
   // Bound to a node, the arena takes that node's cores.
   if (allocation.numa_node < 0) options.touch_thread_count = touch_thread_count;
   // Chunks are committed below, while the counter is there.
-  Arena::ChunkObserver observer;
+  Arena::ExtentObserver observer;
   observer.committed = [register_seconds](std::span<std::byte> chunk) {
     return Register(chunk, register_seconds);
   };

@@ -55,17 +55,17 @@ class CodePage {
 
  private:
   uint32_t Mask(int part) const { return (1u << layout_.width[part]) - 1; }
-  // parts uint32 [tile = 8][part][chunk][lane = 16]; a chunk is 32 / width
+  // parts uint32 [tile = 8][part][word][lane = 16]; a word has 32 / width
   // dimensions, dimension 4 i + b of it is field i of byte b.
   std::pair<const uint32_t*, int> Field(int part, int slot, int dimension) const {
     const int width = layout_.width[part];
-    const int dims = 32 / width;  // of a chunk
+    const int dims = 32 / width;  // of a word
     const int first = part == 0 ? 0 : layout_.dims * layout_.width[0] / 32;
-    const int chunks = layout_.dims * (layout_.width[0] + layout_.width[1]) / 32;  // of a tile
+    const int words_of_tile = layout_.dims * (layout_.width[0] + layout_.width[1]) / 32;
     const auto* words = reinterpret_cast<const uint32_t*>(bytes_.data());
-    const int in_chunk = dimension % dims;
-    return {words + ((slot / 16) * chunks + first + dimension / dims) * 16 + slot % 16,
-            8 * (in_chunk % 4) + width * (in_chunk / 4)};
+    const int in_word = dimension % dims;
+    return {words + ((slot / 16) * words_of_tile + first + dimension / dims) * 16 + slot % 16,
+            8 * (in_word % 4) + width * (in_word / 4)};
   }
 
   CodeLayout layout_;

@@ -93,11 +93,11 @@ class FakeDevice final : public Device {
   // ---- Device
 
   const DeviceInfo& info() const override { return info_; }
-  absl::Status RegisterMemory(std::span<std::byte> chunk) override {
-    registered.push_back(chunk);
+  absl::Status RegisterMemory(std::span<std::byte> extent) override {
+    registered.push_back(extent);
     return absl::OkStatus();
   }
-  void UnregisterMemory(std::span<std::byte> chunk) override { unregistered.push_back(chunk); }
+  void UnregisterMemory(std::span<std::byte> extent) override { unregistered.push_back(extent); }
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
                                                            std::span<const std::byte>) override {
     if (!model_status.ok()) return model_status;

@@ -18,11 +18,11 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kS = kSlabBytes;
 
-std::unique_ptr<Arena> MakeArena(int64_t slabs, int64_t chunk_slabs, MemoryBudget* budget,
-                                 Arena::ChunkObserver observer = {}) {
+std::unique_ptr<Arena> MakeArena(int64_t slabs, int64_t extent_slabs, MemoryBudget* budget,
+                                 Arena::ExtentObserver observer = {}) {
   ArenaOptions options;
   options.limit_bytes = slabs * kS;
-  options.chunk_bytes = chunk_slabs * kS;
+  options.extent_bytes = extent_slabs * kS;
   auto arena = Arena::Create(options, budget, std::move(observer));
   EXPECT_TRUE(arena.ok()) << arena.status();
   return *std::move(arena);
@@ -31,13 +31,13 @@ std::unique_ptr<Arena> MakeArena(int64_t slabs, int64_t chunk_slabs, MemoryBudge
 TEST(Arena, RefusesSenselessOptions) {
   MemoryBudget budget(64 * kS);
   EXPECT_FALSE(Arena::Create({.limit_bytes = kS - 1}, &budget).ok());
-  EXPECT_FALSE(Arena::Create({.limit_bytes = kS, .chunk_bytes = 0}, &budget).ok());
-  EXPECT_FALSE(Arena::Create({.limit_bytes = kS, .chunk_bytes = kS + 1}, &budget).ok());
+  EXPECT_FALSE(Arena::Create({.limit_bytes = kS, .extent_bytes = 0}, &budget).ok());
+  EXPECT_FALSE(Arena::Create({.limit_bytes = kS, .extent_bytes = kS + 1}, &budget).ok());
   const auto far = Arena::Create({.limit_bytes = kS, .numa_node = 4096}, &budget);
   EXPECT_THAT(std::string(far.status().message()), HasSubstr("4096"));
 }
 
-TEST(Arena, CommitsByChunksAndKeepsThemForReuse) {
+TEST(Arena, CommitsByExtentsAndKeepsThemForReuse) {
   MemoryBudget budget(64 * kS);
   {
     auto arena = MakeArena(10, 4, &budget);
@@ -93,7 +93,7 @@ TEST(Arena, TheBudgetBindsBeforeTheLimit) {
   EXPECT_EQ(arena->free_bytes(), 3 * kS);
   EXPECT_FALSE(arena->AllocateSlabs(4).ok());
   EXPECT_EQ(budget.used_bytes(), 0);
-  // A chunk smaller than chunk_bytes uses what the budget leaves.
+  // A extent smaller than extent_bytes uses what the budget leaves.
   ASSERT_TRUE(arena->AllocateSlabs(3).ok());
   EXPECT_EQ(budget.used_bytes(), 3 * kS);
   EXPECT_EQ(arena->free_bytes(), 0);
@@ -118,11 +118,11 @@ TEST(Arena, RunsGrowFromTheFreeEndOfWhatIsCommitted) {
   EXPECT_TRUE(arena->AllocateSlabs(3).ok());
 }
 
-TEST(Arena, TellsTheObserverOfEveryChunk) {
+TEST(Arena, TellsTheObserverOfEveryExtent) {
   MemoryBudget budget(64 * kS);
   std::map<std::byte*, size_t> live;
   {
-    Arena::ChunkObserver observer;
+    Arena::ExtentObserver observer;
     observer.committed = [&](std::span<std::byte> c) {
       EXPECT_EQ(c[0], std::byte{0});
       live[c.data()] = c.size();
@@ -142,10 +142,10 @@ TEST(Arena, TellsTheObserverOfEveryChunk) {
   EXPECT_TRUE(live.empty());
 }
 
-TEST(Arena, AChunkThatTheObserverRefusesIsGivenBack) {
+TEST(Arena, AExtentThatTheObserverRefusesIsGivenBack) {
   MemoryBudget budget(64 * kS);
   bool refuse = true;
-  Arena::ChunkObserver observer;
+  Arena::ExtentObserver observer;
   observer.committed = [&](std::span<std::byte>) {
     return refuse ? absl::InternalError("cannot pin") : absl::OkStatus();
   };
@@ -162,7 +162,7 @@ TEST(Arena, AChunkThatTheObserverRefusesIsGivenBack) {
 TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
   MemoryBudget budget(64 * kS);
   std::vector<std::byte*> released;
-  Arena::ChunkObserver observer;
+  Arena::ExtentObserver observer;
   observer.released = [&](std::span<std::byte> c) { released.push_back(c.data()); };
   auto arena = MakeArena(32, 2, &budget, observer);
   std::vector<std::byte*> slabs;
@@ -171,7 +171,7 @@ TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
   // Some of it was used since the last call, which there was none of.
   arena->GiveBackIdle();
   EXPECT_EQ(arena->statistics().committed_bytes, 32 * kS);
-  // 32 slabs stayed free: 4 go, then 28 / 8 rounded up to chunks of 2, ...
+  // 32 slabs stayed free: 4 go, then 28 / 8 rounded up to extents of 2, ...
   for (const int64_t left : {28, 24, 20, 16, 14, 12, 10, 8, 6, 4, 2, 0, 0}) {
     arena->GiveBackIdle();
     EXPECT_EQ(arena->statistics().committed_bytes, left * kS);
@@ -182,12 +182,12 @@ TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
   EXPECT_EQ(released.size(), 16u);
 }
 
-TEST(Arena, KeepsChunksThatHoldSomethingAndThatWereTakenMeanwhile) {
+TEST(Arena, KeepsExtentsThatHoldSomethingAndThatWereTakenMeanwhile) {
   MemoryBudget budget(64 * kS);
   auto arena = MakeArena(16, 2, &budget);
   std::vector<std::byte*> slabs;
   for (int i = 0; i < 16; ++i) slabs.push_back(*arena->AllocateSlabs(1));
-  // One slab of every chunk stays.
+  // One slab of every extent stays.
   for (int i = 0; i < 16; i += 2) arena->FreeSlabs(slabs[i], 1);
   for (int i = 0; i < 40; ++i) arena->GiveBackIdle();
   EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
@@ -211,7 +211,7 @@ TEST(Arena, TheBudgetsOtherUsersGetWhatIsFree) {
   ASSERT_TRUE(kept.ok() && gone.ok());
   EXPECT_FALSE(budget.Reserve(1, "other").ok());
   arena->FreeSlabs(*gone, 15);
-  // The chunks of 4 that are free, no more of them than it takes.
+  // The extents of 4 that are free, no more of them than it takes.
   const auto other = budget.Reserve(5 * kS, "other");
   ASSERT_TRUE(other.ok()) << other.status();
   EXPECT_LE(arena->statistics().committed_bytes, 11 * kS);
@@ -229,7 +229,7 @@ TEST(Arena, WhatWasGivenBackIsCommittedAnewInItsPlace) {
     slabs.push_back(*arena->AllocateSlabs(1));
     std::memset(slabs.back(), i + 1, kS);
   }
-  // Chunks [2, 4), [6, 8) and half of [8, 10) come free.
+  // Extents [2, 4), [6, 8) and half of [8, 10) come free.
   for (const int i : {2, 3, 6, 7, 8}) arena->FreeSlabs(slabs[i], 1);
   for (int i = 0; i < 20; ++i) arena->GiveBackIdle();
   EXPECT_EQ(arena->statistics().committed_bytes, 8 * kS);
@@ -336,7 +336,7 @@ TEST(Arena, BindsToANode) {
   }
   MemoryBudget budget(64 * kS);
   auto arena =
-      Arena::Create({.limit_bytes = 4 * kS, .chunk_bytes = 2 * kS, .numa_node = 0}, &budget);
+      Arena::Create({.limit_bytes = 4 * kS, .extent_bytes = 2 * kS, .numa_node = 0}, &budget);
   ASSERT_TRUE(arena.ok()) << arena.status();
   const auto slab = (*arena)->AllocateSlabs(3);
   ASSERT_TRUE(slab.ok()) << slab.status();

@@ -50,7 +50,7 @@ class LayerRowsTest : public ::testing::Test {
   const ModelSpec spec_ = Spec();
   MemoryBudget budget_{kSlabs * kSlabBytes};
   std::unique_ptr<Arena> arena_ =
-      *Arena::Create({.limit_bytes = kSlabs * kSlabBytes, .chunk_bytes = kSlabBytes}, &budget_);
+      *Arena::Create({.limit_bytes = kSlabs * kSlabBytes, .extent_bytes = kSlabBytes}, &budget_);
   PagePool pool_{arena_.get(), kPageTokenCount* Spec().row_bytes()};
 };
 

@@ -17,7 +17,7 @@ class PagePoolTest : public ::testing::Test {
   static constexpr int64_t kSlabs = 32;
 
   static std::unique_ptr<Arena> MakeArena(MemoryBudget* budget) {
-    return *Arena::Create({.limit_bytes = kSlabs * kSlabBytes, .chunk_bytes = 4 * kSlabBytes},
+    return *Arena::Create({.limit_bytes = kSlabs * kSlabBytes, .extent_bytes = 4 * kSlabBytes},
                           budget);
   }
   MemoryBudget budget_{kSlabs * kSlabBytes};

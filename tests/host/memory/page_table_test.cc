@@ -38,7 +38,7 @@ class PageTableTest : public ::testing::Test {
 
   MemoryBudget budget_{kSlabs * kSlabBytes};
   std::unique_ptr<Arena> arena_ =
-      *Arena::Create({.limit_bytes = kSlabs * kSlabBytes, .chunk_bytes = kSlabBytes}, &budget_);
+      *Arena::Create({.limit_bytes = kSlabs * kSlabBytes, .extent_bytes = kSlabBytes}, &budget_);
   PagePool pool_{arena_.get(), kItemBytes* kPageItems};
 };
 
