@@ -144,10 +144,10 @@ class Scored {
     int code = 0;
     int bits = 0;
     for (int part = 0; part < layout.parts; ++part) {
-      const int per_chunk = layout.word_dims(part);
+      const int per_word = layout.word_dims(part);
       const uint32_t word = words[layout.tile_offset(part, tile) +
-                                  dim / per_chunk * kTileTokenCount + token % kTileTokenCount];
-      const uint32_t field = word >> layout.shift(part, dim % per_chunk);
+                                  dim / per_word * kTileTokenCount + token % kTileTokenCount];
+      const uint32_t field = word >> layout.shift(part, dim % per_word);
       code |= static_cast<int>(field & ((1u << layout.width[part]) - 1)) << bits;
       bits += layout.width[part];
     }

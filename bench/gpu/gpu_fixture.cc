@@ -52,13 +52,13 @@ absl::StatusOr<std::unique_ptr<GpuFixture>> GpuFixture::Create(const ModelSpec& 
 absl::Status GpuFixture::Initialize() {
   ASSIGN_OR_RETURN(device_, CreateCudaDevice({}, &budget_));
   Arena::ExtentObserver observer;
-  observer.committed = [this](std::span<std::byte> chunk) {
+  observer.committed = [this](std::span<std::byte> extent) {
     const Stopwatch watch;
-    absl::Status status = device_->RegisterMemory(chunk);
+    absl::Status status = device_->RegisterMemory(extent);
     pin_seconds_ += watch.seconds();
     return status;
   };
-  observer.released = [this](std::span<std::byte> chunk) { device_->UnregisterMemory(chunk); };
+  observer.released = [this](std::span<std::byte> extent) { device_->UnregisterMemory(extent); };
   ArenaOptions options;
   options.limit_bytes = budget_.limit_bytes() - kGiB;
   options.extent_bytes = kArenaChunkBytes;

@@ -73,10 +73,10 @@ DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, in
   options.limit_bytes = int64_t{1} << 30;
   options.extent_bytes = int64_t{8} << 20;
   Arena::ExtentObserver observer;
-  observer.committed = [this](std::span<std::byte> chunk) {
-    return device_->RegisterMemory(chunk);
+  observer.committed = [this](std::span<std::byte> extent) {
+    return device_->RegisterMemory(extent);
   };
-  observer.released = [this](std::span<std::byte> chunk) { device_->UnregisterMemory(chunk); };
+  observer.released = [this](std::span<std::byte> extent) { device_->UnregisterMemory(extent); };
   arena_ = Arena::Create(options, &budget_, observer).value();
   device_ = factory.create(thread_count, arena_.get(), &budget_);
   model_ = device_->CreateModel(spec_, safetensors).value();
