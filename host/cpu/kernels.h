@@ -72,8 +72,8 @@ struct ScoreQuery {
   ScoreReferences references;
 };
 
-// A page of codes, and the one that a scan reads after it, asked of memory
-// meanwhile; null: none.
+// A page of codes, and the one that a scan reads after it, which is prefetched;
+// null: none.
 struct ScanPage {
   const std::byte* codes;
   const std::byte* next = nullptr;
@@ -129,8 +129,8 @@ inline void PrefetchRow(const std::byte* row, int64_t row_bytes) {
 }
 
 // q . k * scale for `count` <= kRowBlock rows: logits [head][kRowBlock]. next:
-// rows that the following block will read, as many, fetched into the cache
-// meanwhile; may be null. Returns false if a logit is not finite.
+// as many rows that the following block will read, which are prefetched; may be
+// null. Returns false if a logit is not finite.
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
                const RowQueries& queries, float* logits);
 // Folds rows into softmax sums: x_i = exp(logit_i - max), rescaling what is

@@ -205,7 +205,7 @@ TEST_P(Promises, ALimitThatBindsTakesThemAway) {
   }
 }
 
-// Codes of 2 bits a dimension bear a promise over 65,536 tokens that a query
+// Codes of 2 bits a dimension carry a guarantee over 65,536 tokens that a query
 // sees, whatever another query of the attend sees.
 TEST_P(Promises, EndWhereRanksWereNotFoundToBearThem) {
   const ModelSpec spec =

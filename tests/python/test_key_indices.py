@@ -218,9 +218,10 @@ def test_attends_keep_their_promise(
         error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
         assert (error < 0.2).all()
         within = result.certificate.relative_errors <= 0.1
-        # Other ranks were not found to bear a promise.
-        bears = policy.selector in (None, "int4_keys") and policy.candidates is None
-        np.testing.assert_array_equal(result.certificate.promises == "statistical", within & bears)
+        # Other ranks were found too weak for a guarantee.
+        carried = policy.selector in (None, "int4_keys") and policy.candidates is None
+        statistical = result.certificate.promises == "statistical"
+        np.testing.assert_array_equal(statistical, within & carried)
         assert within.mean() > 0.5
         assert (np.array(result.touched_row_counts) < TOKENS).all()
 

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from spillway._proto import policy_pb2
 
-Selector = Literal["asymmetric", "hamming", "oracle", "all", "int4_keys", "quest", "double_sparsity"]
+Selector = Literal[
+    "asymmetric", "hamming", "oracle", "all", "int4_keys", "quest", "double_sparsity"
+]
 Tail = Literal["none", "uniform", "stratified", "lsh_sampling"]
 Bound = Literal["denominator", "paper", "ratio"]
 

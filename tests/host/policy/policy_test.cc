@@ -194,25 +194,25 @@ TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
     spec.hash.bits_per_dim = bits;
     Policy policy;
     policy.selector = selector;
-    const auto bears = [&](int64_t n) { return RanksCarryGuarantee(policy, policy, spec, n); };
-    EXPECT_EQ(bears(4096), longest > 0) << static_cast<int>(selector) << " bits " << bits;
-    EXPECT_EQ(bears(longest), longest > 0);
-    EXPECT_FALSE(selector != Selector::kOracle && bears(longest + 1));
+    const auto carried = [&](int64_t n) { return RanksCarryGuarantee(policy, policy, spec, n); };
+    EXPECT_EQ(carried(4096), longest > 0) << static_cast<int>(selector) << " bits " << bits;
+    EXPECT_EQ(carried(longest), longest > 0);
+    EXPECT_FALSE(selector != Selector::kOracle && carried(longest + 1));
     policy.tail = Tail::kUniform;
-    EXPECT_EQ(bears(4096), longest > 0);
+    EXPECT_EQ(carried(4096), longest > 0);
     // What a first selection misses has no rank.
     for (const Selector first : {Selector::kHamming, Selector::kQuest, Selector::kOracle}) {
       policy.candidate_selector = first;
       for (const Tail tail : {Tail::kUniform, Tail::kStratified}) {
         policy.tail = tail;
-        EXPECT_FALSE(bears(4096)) << static_cast<int>(selector) << " bits " << bits;
+        EXPECT_FALSE(carried(4096)) << static_cast<int>(selector) << " bits " << bits;
       }
     }
     policy.tail = Tail::kUniform;
     policy.bound = Bound::kPaper;
-    EXPECT_TRUE(bears(kFar));
+    EXPECT_TRUE(carried(kFar));
     policy.candidate_selector.reset();
-    EXPECT_TRUE(bears(kFar));
+    EXPECT_TRUE(carried(kFar));
   }
 }
 
