@@ -128,8 +128,9 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
       spec.softmax_scale = 1;
     }
   }
-  if (model.has_resident_sample_fraction())
+  if (model.has_resident_sample_fraction()) {
     spec.resident_sample_fraction = model.resident_sample_fraction();
+  }
   spec.hash = HashFromProto(model.hash_weights());
   spec.indices = FromProto(model.key_indices());
   const v1::MlpHash& mlp = model.hash_weights().mlp();

@@ -15,7 +15,7 @@ namespace spillway {
 inline constexpr int kScoreBinCount = 4096;
 inline constexpr int kScoreBinShift = 19;
 // Bins that are no score's, above all of these: of a token that is heavy, and
-// of one that is no candidate (of the sink or the window).
+// of one that has no score (of the sink or the window).
 inline constexpr uint16_t kHeavyBin = 0xFFFF;
 inline constexpr uint16_t kNoBin = 0xFFFE;
 // The bin of tokens that a first selection did not find: no estimate's, and of

@@ -8,7 +8,7 @@
 namespace spillway {
 
 // Pages of keys that scores' references are taken from: every 64th from the
-// first candidate's on; of fewer than 1,024 pages at least 16, or all.
+// first scored token's on; of fewer than 1,024 pages at least 16, or all.
 struct ReferencePages {
   int64_t first = 0;
   int64_t step = 1;

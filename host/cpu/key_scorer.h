@@ -10,8 +10,8 @@
 
 namespace spillway {
 
-// The keys of one (query, KV head) that are scored: candidates are tokens
-// [begin, end), begin < end <= the layer's length. What it points at outlives it.
+// The keys of one (query, KV head) that are scored: tokens [begin, end), begin <
+// end <= the layer's length. What it points at outlives it.
 struct ScoredKeys {
   const AttendContext* context = nullptr;
   const GroupQueries* queries = nullptr;  // of the one query
@@ -40,8 +40,8 @@ class KeyScorer {
   virtual int bin_count() const { return kScoreBinCount; }
   // Bins of tiles [tile_begin, tile_end) of a page, both even, kTileTokenCount
   // per tile. head_bins (null, or G pointers) receives each query head's own;
-  // only of selectors that estimate logits. What it writes of tokens that are no
-  // candidates is not read.
+  // only of selectors that estimate logits. What it writes of tokens beyond
+  // [begin, end) is not read.
   virtual absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                             uint16_t* const* head_bins) const = 0;
 };

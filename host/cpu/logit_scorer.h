@@ -27,8 +27,8 @@ class LogitScorer : public KeyScorer {
                     uint16_t* const* head_bins) const override;
 
  protected:
-  // Logits of a page's keys in nats, [G][kPageTokenCount]; those of keys that are
-  // no candidates may be anything. Thread-safe.
+  // Logits of a page's keys in nats, [G][kPageTokenCount]; those of tokens
+  // that are not scored may be anything. Thread-safe.
   virtual absl::Status PageLogits(int64_t page, float* logits) const = 0;
 
   const ScoredKeys keys_;

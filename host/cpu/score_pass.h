@@ -12,7 +12,7 @@
 
 namespace spillway {
 
-// Scores of the candidates of one (query, KV head), kept as histogram bins.
+// Scores of the tokens of one (query, KV head), kept as histogram bins.
 // Tokens are cut into blocks at multiples of kBlockTokens, whatever the number
 // of threads.
 class ScorePass {

@@ -15,7 +15,7 @@ namespace spillway {
 // Per-token buffers of one sparse attend of one KV head. Grows, never
 // shrinks; what it holds is charged to the budget.
 struct SelectWorkspace {
-  std::vector<uint16_t> bins;                    // group bins of the candidates
+  std::vector<uint16_t> bins;                    // group bins of the scored tokens
   std::vector<std::vector<uint16_t>> head_bins;  // per query head, for top-p
   std::vector<uint32_t> histograms;              // [block][bin]
 
@@ -43,7 +43,7 @@ class WorkspacePool {
     std::unique_ptr<SelectWorkspace> workspace_;
   };
 
-  // Buffers for token_count candidates, head_count of head_bins (0: none) and
+  // Buffers for token_count scored tokens, head_count of head_bins (0: none) and
   // histogram_count bins in all. RESOURCE_EXHAUSTED.
   absl::StatusOr<Lease> Acquire(int64_t token_count, int head_count, int64_t histogram_count);
 

@@ -180,8 +180,8 @@ bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
       query_count > kSparseQueryCountMax) {
     return true;
   }
-  const int64_t candidates = n - sink_token_count - window_token_count;
-  return candidates <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
+  const int64_t scored = n - sink_token_count - window_token_count;
+  return scored <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
 }
 
 bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,

@@ -87,10 +87,10 @@ unset SPILLWAY_TEST_DEVICE
 suite gpu 1800 gpu_tests '*'
 
 # Slow, so on little: an encode and an attend of every shape of group, every
-# index and selector, both stages, LSH, and what is remembered.
+# index and selector, both stages, and LSH.
 few='Devices/Index.AppendInPiecesOfAnySize/cuda_bits2:Devices/Dense.EveryGroupSize/cuda'
 few+=':Devices/Methods.EveryIndexAtOnce/cuda:Devices/Stages.NoHeavySet/cuda'
-few+=':Devices/LshSampling.WeighsWhatSharesTwoBuckets/cuda:Devices/Reuse.AnAppendForgetsNothing/cuda'
+few+=':Devices/LshSampling.WeighsWhatSharesTwoBuckets/cuda'
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
     suite "$tool" 1500 conformance_tests "$few" --jobs 6 --timeout 700 \

@@ -87,8 +87,9 @@ absl::StatusOr<Json> ParseHeader(std::string_view text) {
   };
   Json header = Json::parse(text.begin(), text.end(), filter, /*allow_exceptions=*/false);
   if (deep) return Malformed(absl::StrCat("the header nests deeper than ", kDepthMax));
-  if (header.is_discarded() || !header.is_object())
+  if (header.is_discarded() || !header.is_object()) {
     return Malformed("the header is no JSON object");
+  }
   if (repeated) return BadTensor(*repeated, "is named twice");
   return header;
 }
