@@ -24,7 +24,11 @@ std::vector<float> Normals(size_t count, double scale, std::mt19937& rng) {
 MlpLayer RandomLayer(int heads, int d, int hidden, int bits, bool residual, bool b2,
                      std::mt19937& rng) {
   const auto size = [](int a, int b, int c) { return static_cast<size_t>(a) * b * c; };
-  MlpLayer layer{d, hidden, bits, residual, {}, {}, {}, {}};
+  MlpLayer layer;
+  layer.head_dim = d;
+  layer.hidden_dim = hidden;
+  layer.hash_bits = bits;
+  layer.residual = residual;
   layer.w1 = Normals(size(heads, d, hidden), 1 / std::sqrt(d), rng);
   layer.b1 = Normals(size(heads, 1, hidden), 0.5, rng);
   layer.w2 = Normals(size(heads, hidden, bits), 1 / std::sqrt(hidden), rng);
@@ -94,8 +98,13 @@ INSTANTIATE_TEST_SUITE_P(
                       Shape{16, 7, 32, false, false}));
 
 TEST(Mlp, ZeroIsNotPositive) {
-  const MlpLayer layer{
-      16, 4, 32, false, std::vector<float>(64), std::vector<float>(4), std::vector<float>(128), {}};
+  MlpLayer layer;
+  layer.head_dim = 16;
+  layer.hidden_dim = 4;
+  layer.hash_bits = 32;
+  layer.w1.resize(64);
+  layer.b1.resize(4);
+  layer.w2.resize(128);
   const std::vector<float> x(16, 1.0f);
   uint32_t word = ~0u;
   MlpCode(layer, 0, x.data(), &word);
