@@ -620,3 +620,17 @@ def test_closed_client(target: str, model: Model) -> None:
     client.close()
     with pytest.raises(ValueError, match="closed"):
         sequence.refresh()
+
+
+def test_errors_name_a_field_once() -> None:
+    why = "value 2 is not in (0, 1)"
+    told = spillway.InvalidArgument(
+        f"policy.epsilon: {why}",
+        reason="INVALID_FIELD",
+        fields=[spillway.FieldViolation("policy.epsilon", why)],
+    )
+    assert str(told) == f"INVALID_ARGUMENT: policy.epsilon: {why} [INVALID_FIELD]"
+    apart = spillway.OutOfRange(
+        "K is not finite at token 3", fields=[spillway.FieldViolation("chunk.k", "at token 3")]
+    )
+    assert str(apart) == "OUT_OF_RANGE: K is not finite at token 3; chunk.k: at token 3"

@@ -67,7 +67,10 @@ class SpillwayError(Exception):
         if self.reason:
             text += f" [{self.reason}]"
         for violation in self.fields:
-            text += f"; {violation.field}: {violation.description}"
+            told = f"{violation.field}: {violation.description}"
+            # The daemon's message mostly says it already.
+            if told not in self.message:
+                text += f"; {told}"
         return text
 
 
