@@ -42,7 +42,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "daemon/server": (*HOST, "daemon", "host/cpu/cpu_device.h", "gpu/device/cuda_device.h"),
     "daemon": ("daemon/config", "daemon/server", "host/base", "host/memory"),
     "clients/c": ("host/base", "spillway.h"),
-    "clients/cpp": ("host/base", "spillway", "cli", "google/rpc"),
+    "clients/cpp": ("host/base", "host/core/half.h", "spillway", "cli", "google/rpc"),
     "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
     "bench/gpu": (*HOST, "host/cpu", "gpu", "bench"),
     "bench/rpc": ("spillway", "cli", "bench"),

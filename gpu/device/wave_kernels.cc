@@ -3,7 +3,6 @@
 #include <optional>
 #include <string>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "gpu/kernels/methods.h"
 #include "host/policy/methods.h"
@@ -11,15 +10,6 @@
 namespace spillway::cuda {
 
 namespace {
-
-// As the API spells it: SELECTOR_ASYMMETRIC.
-template <typename Value>
-std::string ApiName(std::string_view prefix, Value value) {
-  const auto* method = FindMethod(value);
-  const std::string name = method != nullptr ? absl::AsciiStrToUpper(std::string(method->name))
-                                             : absl::StrCat(static_cast<int>(value));
-  return absl::StrCat(std::string(prefix), name);
-}
 
 bool IsScored(Selector selector) {
   return selector == Selector::kAll || FindSelectorKernels(selector) != nullptr;
@@ -32,12 +22,12 @@ absl::Status CheckServed(const Policy& policy, std::string_view device) {
     return absl::UnimplementedError(
         absl::StrCat(what, " is not implemented on ", std::string(device)));
   };
-  if (!IsScored(policy.selector)) return missing(ApiName("SELECTOR_", policy.selector));
+  if (!IsScored(policy.selector)) return missing(ApiName(policy.selector));
   if (const std::optional<Selector> first = policy.candidate_selector) {
-    if (!IsScored(*first)) return missing(ApiName("SELECTOR_", *first));
+    if (!IsScored(*first)) return missing(ApiName(*first));
     if (BuiltMethods().first_selection == nullptr) return missing("a first selection");
   }
-  if (!IsSampled(policy.tail)) return missing(ApiName("TAIL_", policy.tail));
+  if (!IsSampled(policy.tail)) return missing(ApiName(policy.tail));
   return absl::OkStatus();
 }
 

@@ -191,10 +191,7 @@ absl::StatusOr<std::unique_ptr<ModelMethods>> CreateModelMethods(
 int64_t SectionBytes(const ModelSpec& spec) { return KeySections::Of(spec).bytes(); }
 
 int64_t MethodWeightBytes(const ModelSpec& spec) {
-  const int64_t projections =
-      int64_t{spec.indices.lsh_table_count} * spec.indices.lsh_bits * spec.head_dim;
-  return spec.layer_count * projections * static_cast<int64_t>(sizeof(float)) +
-         IndexWeights::BytesOf(spec);
+  return ProjectionBytes(spec) + IndexWeights::BytesOf(spec);
 }
 
 }  // namespace spillway::cuda

@@ -4,6 +4,9 @@
 #include <cassert>
 #include <vector>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+
 namespace spillway {
 namespace {
 
@@ -49,6 +52,14 @@ const Row* Find(std::span<const Row* const> rows, Value Row::*of_row, Value valu
   return found == rows.end() ? nullptr : *found;
 }
 
+template <typename Value>
+std::string ApiNameOf(std::string_view prefix, Value value) {
+  const auto* method = FindMethod(value);
+  return absl::StrCat(std::string(prefix), method != nullptr
+                                               ? absl::AsciiStrToUpper(std::string(method->name))
+                                               : absl::StrCat(static_cast<int>(value)));
+}
+
 }  // namespace
 
 std::span<const SelectorMethod* const> SelectorMethods() {
@@ -80,6 +91,9 @@ const TailMethod& MethodOf(Tail tail) {
   assert(method != nullptr);
   return *method;
 }
+
+std::string ApiName(Selector selector) { return ApiNameOf("SELECTOR_", selector); }
+std::string ApiName(Tail tail) { return ApiNameOf("TAIL_", tail); }
 
 bool HasFirstSelection() {
   const std::span<const Method* const> methods = OptionalMethods();

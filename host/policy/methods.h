@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 
 #include "host/policy/method.h"
 
@@ -19,6 +20,11 @@ const TailMethod* FindMethod(Tail tail);
 // REQUIRES: there is such a row.
 const SelectorMethod& MethodOf(Selector selector);
 const TailMethod& MethodOf(Tail tail);
+
+// As the API spells a value, SELECTOR_ASYMMETRIC; SELECTOR_ and its number if
+// there is no such row.
+std::string ApiName(Selector selector);
+std::string ApiName(Tail tail);
 
 // Whether this build runs policies with a first selection.
 bool HasFirstSelection();

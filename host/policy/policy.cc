@@ -6,7 +6,6 @@
 #include <string>
 #include <string_view>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "host/base/limits.h"
 #include "host/core/budget.h"
@@ -43,36 +42,28 @@ void CheckDenseLayers(const Policy& policy, const ModelSpec& spec, FieldChecks& 
   }
 }
 
-// As the API spells it: SELECTOR_ASYMMETRIC.
-template <typename Method>
-std::string ApiName(std::string_view prefix, const Method& method) {
-  return absl::StrCat(std::string(prefix), absl::AsciiStrToUpper(std::string(method.name)));
-}
-
 template <typename Value>
-void CheckMethod(std::string_view field, std::string_view prefix, Value value,
-                 const ModelSpec& spec, FieldChecks& checks) {
+void CheckMethod(std::string_view field, Value value, const ModelSpec& spec, FieldChecks& checks) {
   const auto* method = FindMethod(value);
   if (method == nullptr) {
     checks.Add(field,
                absl::StrCat("value ", static_cast<int>(value), ": ", std::string(kNoSuchMethod)));
   } else if (!method->is_served(spec)) {
-    checks.Add(field,
-               absl::StrCat(ApiName(prefix, *method), " needs ", std::string(method->needs)));
+    checks.Add(field, absl::StrCat(ApiName(value), " needs ", std::string(method->needs)));
   }
 }
 
 void CheckSelector(std::string_view field, Selector selector, const ModelSpec& spec,
                    FieldChecks& checks) {
-  CheckMethod(field, "SELECTOR_", selector, spec, checks);
+  CheckMethod(field, selector, spec, checks);
 }
 
 // What needs logits where the selector has none.
 void CheckLogits(std::string_view field, Selector selector, FieldChecks& checks) {
   const SelectorMethod* method = FindMethod(selector);
   if (method == nullptr || method->estimates_logits()) return;
-  checks.Add(field, absl::StrCat("needs a selector that estimates logits; ",
-                                 ApiName("SELECTOR_", *method), " counts bits"));
+  checks.Add(field, absl::StrCat("needs a selector that estimates logits; ", ApiName(selector),
+                                 " counts bits"));
 }
 
 void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
@@ -124,11 +115,11 @@ int64_t HeavyCountMin(const Policy& policy) {
 }
 
 void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
-  CheckMethod("tail", "TAIL_", policy.tail, spec, checks);
+  CheckMethod("tail", policy.tail, spec, checks);
   const TailMethod* tail = FindMethod(policy.tail);
   if (tail != nullptr && !tail->limited && policy.row_count_max != 0) {
     checks.Add("row_count_max",
-               absl::StrCat(ApiName("TAIL_", *tail), " takes what it finds and knows no limit"));
+               absl::StrCat(ApiName(policy.tail), " takes what it finds and knows no limit"));
   }
   if (policy.bound > Bound::kRatio) {
     checks.Add("bound", absl::StrCat("value ", static_cast<int>(policy.bound), " is unknown"));

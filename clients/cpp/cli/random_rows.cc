@@ -1,9 +1,9 @@
 #include "cli/random_rows.h"
 
 #include <bit>
-#include <cmath>
 #include <cstring>
 
+#include "host/core/half.h"
 #include "spillway/tensor.h"
 
 namespace spillway::cli {
@@ -15,23 +15,12 @@ uint32_t ToBf16(float value) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// Likewise in fp16; infinity from 65,520 on.
-uint32_t ToF16(float value) {
-  const float size = std::fabs(value);
-  const uint32_t sign = std::signbit(value) ? 0x8000 : 0;
-  if (size >= 65520) return sign | 0x7c00;
-  // Below the least normal number steps are of 2^-24.
-  if (size < 0x1p-14f) return sign | static_cast<uint32_t>(std::nearbyint(size * 0x1p24f));
-  const uint32_t bits = std::bit_cast<uint32_t>(size);
-  return sign | (bits + 0xfff + ((bits >> 13) & 1) - (uint32_t{112} << 23)) >> 13;
-}
-
 uint32_t ToBits(float value, v1::DType dtype) {
   switch (dtype) {
     case v1::DTYPE_BF16:
       return ToBf16(value);
     case v1::DTYPE_F16:
-      return ToF16(value);
+      return HalfFromFloat(value);
     default:
       return std::bit_cast<uint32_t>(value);
   }

@@ -3,7 +3,6 @@
 #include <utility>
 #include <vector>
 
-#include "host/base/elements.h"
 #include "host/base/status_macros.h"
 #include "host/cpu/cpu_method.h"
 #include "host/methods/int4_keys/int4_elements.h"
@@ -30,11 +29,7 @@ class LabelIndex final : public KeyIndex {
     return static_cast<int64_t>(count * sizeof(uint16_t));
   }
   void Encode(const PageKeys& keys, std::byte* section) const override {
-    std::vector<float> x(spec_.head_dim);
-    for (int t = keys.begin; t < keys.end; ++t) {
-      ToFloat(spec_.dtype, keys.rows + t * spec_.row_bytes(), spec_.head_dim, x.data());
-      StoreInt4(x.data(), ChannelsOf(keys.layer, keys.kv_head), t, section);
-    }
+    StoreInt4Keys(spec_, keys, ChannelsOf(keys.layer, keys.kv_head), section);
   }
 
  private:

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
+#include "host/base/elements.h"
 #include "host/methods/int4_keys/int4_range.h"
 
 // One compilation of this file per instruction set; see Highway's
@@ -121,6 +123,15 @@ void StoreInt4(const float* x, std::span<const uint16_t> channels, int slot, std
     words[w * kPageTokenCount] = word;
   }
   words[count / 8 * kPageTokenCount] = range.Pack();
+}
+
+void StoreInt4Keys(const ModelSpec& spec, const PageKeys& keys, std::span<const uint16_t> channels,
+                   std::byte* section) {
+  std::vector<float> x(spec.head_dim);
+  for (int t = keys.begin; t < keys.end; ++t) {
+    ToFloat(spec.dtype, keys.rows + t * spec.row_bytes(), spec.head_dim, x.data());
+    StoreInt4(x.data(), channels, t, section);
+  }
 }
 
 }  // namespace spillway

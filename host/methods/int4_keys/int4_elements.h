@@ -5,12 +5,18 @@
 #include <span>
 
 #include "host/base/limits.h"
+#include "host/cpu/key_index.h"
+#include "host/model/model_spec.h"
 
 namespace spillway {
 
 // Writes four bits of each of the elements x[channels[i]] at a token's place,
 // slot in [0, 128), of int4 keys or of labels (KeySections). Thread-safe.
 void StoreInt4(const float* x, std::span<const uint16_t> channels, int slot, std::byte* section);
+
+// The same of a page's new keys. Thread-safe.
+void StoreInt4Keys(const ModelSpec& spec, const PageKeys& keys, std::span<const uint16_t> channels,
+                   std::byte* section);
 
 // Queries made ready for estimates from 4-bit elements; see Int4Range.
 struct Int4Query {

@@ -3,7 +3,6 @@
 #include <numeric>
 #include <vector>
 
-#include "host/base/elements.h"
 #include "host/cpu/cpu_method.h"
 #include "host/methods/int4_keys/int4_elements.h"
 #include "host/methods/int4_keys/int4_scorer.h"
@@ -21,11 +20,7 @@ class Int4Index final : public KeyIndex {
   std::span<const uint16_t> channels() const { return channels_; }
   int64_t bytes() const override { return 0; }
   void Encode(const PageKeys& keys, std::byte* section) const override {
-    std::vector<float> x(spec_.head_dim);
-    for (int t = keys.begin; t < keys.end; ++t) {
-      ToFloat(spec_.dtype, keys.rows + t * spec_.row_bytes(), spec_.head_dim, x.data());
-      StoreInt4(x.data(), channels_, t, section);
-    }
+    StoreInt4Keys(spec_, keys, channels_, section);
   }
 
  private:

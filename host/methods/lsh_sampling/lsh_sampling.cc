@@ -3,6 +3,7 @@
 #include "host/cpu/cpu_method.h"
 #include "host/methods/lsh_sampling/lsh_index.h"
 #include "host/methods/lsh_sampling/lsh_tail.h"
+#include "host/methods/lsh_sampling/projections.h"
 #include "host/methods/weights/key_sections.h"
 
 namespace spillway {
@@ -11,11 +12,6 @@ namespace {
 int64_t SectionBytes(const ModelSpec& spec) {
   const KeySections sections = KeySections::Of(spec);
   return sections.bytes() - sections.buckets();
-}
-
-int64_t WeightBytes(const ModelSpec& spec) {
-  return int64_t{spec.layer_count} * spec.indices.lsh_table_count * spec.indices.lsh_bits *
-         spec.head_dim * static_cast<int64_t>(sizeof(float));
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
@@ -38,7 +34,7 @@ constexpr TailMethod kTail = {
 constexpr std::string_view kModelFields[] = {"key_indices.lsh_table_count"};
 
 constexpr CpuMethod kCpu = {.section_bytes = SectionBytes,
-                            .weight_bytes = WeightBytes,
+                            .weight_bytes = ProjectionBytes,
                             .make_index = MakeIndex,
                             .make_tail = MakeTail};
 

@@ -13,4 +13,9 @@ std::vector<float> MakeProjections(const ModelSpec& spec, int layer) {
   return {g.begin(), g.end()};
 }
 
+int64_t ProjectionBytes(const ModelSpec& spec) {
+  return int64_t{spec.layer_count} * spec.indices.lsh_table_count * spec.indices.lsh_bits *
+         spec.head_dim * static_cast<int64_t>(sizeof(float));
+}
+
 }  // namespace spillway

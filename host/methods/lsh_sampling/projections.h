@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "host/model/model_spec.h"
@@ -9,5 +10,7 @@ namespace spillway {
 // Gaussian projections of spec.indices' LSH tables, [d][lsh_table_count *
 // lsh_bits]: standard normals (Gaussians()) in fp32. Thread-safe.
 std::vector<float> MakeProjections(const ModelSpec& spec, int layer);
+// Bytes of those of all layers.
+int64_t ProjectionBytes(const ModelSpec& spec);
 
 }  // namespace spillway

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +103,19 @@ def _setting(
     )
 
 
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Says what went wrong; a daemon that was started within ends with it, however it is ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    except (NotServedError, SpillwayError, ValueError, FileNotFoundError) as error:
+        console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _section(run: Callable[..., None]) -> Callable[..., None]:
     """A command that takes the options of a setting and those of `run` after its bench."""
     shared = list(inspect.signature(_setting, eval_str=True).parameters.values())
@@ -110,16 +123,8 @@ def _section(run: Callable[..., None]) -> Callable[..., None]:
 
     def command(**options: Any) -> None:
         setting = _setting(**{p.name: options.pop(p.name) for p in shared})
-        # A daemon that was started here ends with it, however it is ended.
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        try:
-            with Workbench(setting, console) as bench:
-                run(bench, **options)
-        except (NotServedError, SpillwayError, ValueError, FileNotFoundError) as error:
-            console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
-            raise typer.Exit(1) from error
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with _told(), Workbench(setting, console) as bench:
+            run(bench, **options)
         report.make(setting.output, console)
 
     arguments = [p for p in shared if p.default is inspect.Parameter.empty]
@@ -256,18 +261,14 @@ def _adversarial(
     """How often promises break on data built against them; needs no model."""
     shape = families.Shape(length, head_dim, group, adversarial.QUERY_COUNT)
     plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed)
-    try:
+    with _told(), contextlib.ExitStack() as exits:
         wanted = families.chosen(names)
         output.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as exits:
-            if daemon is None:
-                log = output / "spillwayd.log"
-                daemon = exits.enter_context(running_daemon(log, daemon_device))
-            client = exits.enter_context(connect(daemon))
-            adversarial.run(client, output, wanted, plan, console)
-    except (SpillwayError, ValueError, FileNotFoundError) as error:
-        console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
-        raise typer.Exit(1) from error
+        if daemon is None:
+            log = output / "spillwayd.log"
+            daemon = exits.enter_context(running_daemon(log, daemon_device))
+        client = exits.enter_context(connect(daemon))
+        adversarial.run(client, output, wanted, plan, console)
     report.make(output, console)
 
 
