@@ -111,9 +111,9 @@ class Scored {
     const GroupQueries queries(context_, 0, 0, 1);
     const ScoredKeys keys{&context_, &queries, 0, 0, begin(), end()};
     const std::unique_ptr<KeyScorer> scorer = MakeScorer(keys);
-    ScorePass pass(keys, /*by_mass=*/false);
+    ScorePass pass(keys, attend_.policy.selector, /*by_mass=*/false);
     RETURN_IF_ERROR(pass.Score(*scorer));
-    return pass.TakeHeavy();
+    return pass.TakeHeavy(HeavySet::Of(heavy_count(), false, pass.stray_count(), 0, 0, 0));
   }
 
   std::vector<const std::byte*> Spans() const {

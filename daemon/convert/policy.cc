@@ -48,6 +48,8 @@ void ApplyHeavy(const v1::Policy& patch, Policy& policy) {
     if (top_p.has_mass()) policy.heavy_mass = top_p.mass();
     if (top_p.has_floor_token_count()) policy.heavy_floor = top_p.floor_token_count();
     if (top_p.has_ceiling_token_count()) policy.heavy_ceiling = top_p.ceiling_token_count();
+  } else if (patch.has_adaptive()) {
+    policy.heavy_kind = HeavyKind::kAdaptive;
   }
 }
 
@@ -120,6 +122,9 @@ v1::Policy ToProto(const Policy& policy) {
   for (const int32_t layer : policy.dense_layers) layers.add_layers(layer);
   out.set_selector(EnumToProto<Selector, v1::Selector>(policy.selector));
   switch (policy.heavy_kind) {
+    case HeavyKind::kAdaptive:
+      out.mutable_adaptive();
+      break;
     case HeavyKind::kCount:
       out.mutable_top_k()->set_count(policy.heavy_count);
       break;

@@ -10,7 +10,7 @@
 namespace spillway::cuda {
 namespace {
 
-// Up to here a block a key is quicker: a tile would be mostly empty.
+// Up to here an append is part of a step.
 constexpr int64_t kFewTokens = 16;
 
 // Launches on a list in pinned memory, a piece at a time. The list is free at
@@ -30,15 +30,24 @@ absl::Status InPieces(std::span<const T> all, std::array<T, kCount>& list, bool 
 
 }  // namespace
 
+int64_t AppendPipeline::NewTokens(size_t item) const {
+  return context_->item(item).append->rows->token_count() -
+         context_->index(item).indexed_token_count();
+}
+
 bool AppendPipeline::AppendsFew(size_t item) const {
-  const LayerIndex& layer = context_->index(item);
-  const ModelMethods* const methods = context_->model().methods();
-  const bool by_methods = methods != nullptr && methods->encodes();
-  if (spec().hash.kind != HashKind::kRotation || by_methods || !layer.centred()) return false;
-  const int64_t count =
-      context_->item(item).append->rows->token_count() - layer.coded_token_count();
-  const auto keys = static_cast<int64_t>(keys_.size());
-  return count <= kFewTokens && keys + count * spec().kv_head_count <= AppendLists::kKeysMax;
+  const CudaModel& model = context_->model();
+  if (!model.has_rotation() || model.methods_encode()) return false;
+  if (context_->index(item).indexed_token_count() == 0) return false;
+  const int64_t count = NewTokens(item);
+  return count <= kFewTokens &&
+         step_rows_ + count * spec().kv_head_count <= AppendLists::kStepRowsMax;
+}
+
+bool AppendPipeline::ClosesPages(size_t item) const {
+  return context_->model().has_rotation() &&
+         ClosedPages(context_->item(item).append->rows->token_count()) >
+             context_->index(item).coded_page_count();
 }
 
 absl::Status AppendPipeline::UpdateTables() {
@@ -50,41 +59,63 @@ absl::Status AppendPipeline::UpdateTables() {
                   });
 }
 
-absl::Status AppendPipeline::Encode(size_t item, bool list_free) {
-  const CudaModel& model = context_->model();
-  LayerIndex& index = context_->index(item);
-  const LayerRows& rows = *context_->item(item).append->rows;
+EncodeWork AppendPipeline::Work(size_t item) const {
+  const LayerIndex& index = context_->index(item);
   EncodeWork work;
   work.dtype = spec().dtype;
   work.head_dim = spec().head_dim;
   work.kv_head_count = spec().kv_head_count;
   work.row_bytes = spec().row_bytes();
-  work.begin = index.centred() ? index.coded_token_count() : 0;
-  work.end = rows.token_count();
+  work.begin = index.indexed_token_count();
+  work.end = context_->item(item).append->rows->token_count();
   work.row_pages = index.row_pages(0);
   work.row_page_capacity = index.page_capacity();
   work.code_pages = index.code_pages(0);
   work.code_page_capacity = index.page_capacity();
-  work.tiling = model.tiling();
-  work.centre = index.centre();
+  work.tiling = context_->model().tiling();
+  work.centre = index.centres();
+  return work;
+}
+
+absl::Status AppendPipeline::EncodePages(size_t item) {
+  if (!ClosesPages(item)) return absl::OkStatus();
+  const LayerIndex& index = context_->index(item);
+  const RotationWeights weights = context_->model().rotation(context_->layer());
+  EncodeWork work = Work(item);
+  work.begin = index.coded_page_count() * kPageTokenCount;
+  work.end = ClosedPages(work.end) * kPageTokenCount;
+  if (work.begin == 0) {
+    static_assert(FirstPagesScratchBytes(kHeadDimMax) <= StreamSlot::kAppendScratchBytes);
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        LaunchEncodeFirstPages(work, weights, index.heads(), context_->slot().append_scratch(),
+                               StreamSlot::kAppendScratchBytes, context_->stream()));
+    work.begin = kCentreTokenCount;
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      LaunchEncodePages(work, weights, index.heads(), context_->stream()));
+  return context_->Mark("encode");
+}
+
+absl::Status AppendPipeline::Index(size_t item, bool list_free) {
+  const CudaModel& model = context_->model();
+  LayerIndex& index = context_->index(item);
+  const LayerRows& rows = *context_->item(item).append->rows;
   cudaStream_t stream = context_->stream();
-  if (!index.centred()) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        spec().hash.raw_keys
-            ? cudaMemsetAsync(work.centre, 0, sizeof(float) * work.kv_head_count * work.head_dim,
-                              stream)
-            : LaunchCentre(work, kCentreTokenCount, stream));
-  }
-  if (spec().hash.kind == HashKind::kRotation) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        LaunchEncodeRotation(work, model.rotation(context_->layer()), stream));
-  }
-  if (model.methods() != nullptr) {
+  RETURN_IF_ERROR(EncodePages(item));
+  if (model.methods_encode()) {
+    const EncodeWork work = Work(item);
+    if (work.begin == 0) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(
+          spec().hash.raw_keys
+              ? cudaMemsetAsync(work.centre, 0, sizeof(float) * work.kv_head_count * work.head_dim,
+                                stream)
+              : LaunchCentre(work, kCentreTokenCount, stream));
+    }
     SPILLWAY_CUDA_RETURN_IF_ERROR(model.methods()->Encode(work, context_->layer(), stream));
   }
   std::vector<RowCopy> copies;
   index.FillResident(rows, rows.token_count(), copies);
-  index.SetCoded(rows.token_count());
+  index.SetIndexed(rows.token_count());
   RETURN_IF_ERROR(InPieces(std::span<const RowCopy>(copies), context_->slot().lists().copies,
                            list_free, stream, [&](const RowCopy* list, int64_t count) {
                              return LaunchRowCopies(list, count, spec().row_bytes(), stream);
@@ -94,19 +125,13 @@ absl::Status AppendPipeline::Encode(size_t item, bool list_free) {
 
 void AppendPipeline::FillStep() {
   AppendLists& lists = context_->slot().lists();
-  std::copy(keys_.begin(), keys_.end(), lists.keys.begin());
-  std::copy(key_copies_.begin(), key_copies_.end(), lists.key_copies.begin());
+  std::copy(step_copies_.begin(), step_copies_.end(), lists.step_copies.begin());
   std::copy(updates_.begin(), updates_.end(), lists.updates.begin());
-  lists.counts = {static_cast<int64_t>(updates_.size()), static_cast<int64_t>(key_copies_.size())};
-  step_.dtype = spec().dtype;
-  step_.head_dim = spec().head_dim;
+  lists.counts = {static_cast<int64_t>(updates_.size()), static_cast<int64_t>(step_copies_.size())};
   step_.row_bytes = spec().row_bytes();
-  step_.tiling = context_->model().tiling();
-  step_.bits_per_dim = spec().hash.bits_per_dim;
-  step_.keys = lists.keys.data();
-  step_.key_count = static_cast<int>(keys_.size());
+  step_.row_count = static_cast<int>(step_rows_);
   step_.updates = lists.updates.data();
-  step_.copies = lists.key_copies.data();
+  step_.copies = lists.step_copies.data();
   step_.counts = &lists.counts;
 }
 
@@ -115,7 +140,8 @@ absl::Status AppendPipeline::Enqueue(bool step_later) {
   for (JobItem& item : items) {
     if (item.append.has_value()) AppendRows(*item.append);
   }
-  std::vector<size_t> longer;
+  std::vector<size_t> few, longer;
+  bool reads_tables = false;
   for (size_t i = 0; i < items.size(); ++i) {
     const JobItem& item = items[i];
     const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
@@ -127,18 +153,24 @@ absl::Status AppendPipeline::Enqueue(bool step_later) {
       longer.push_back(i);
       continue;
     }
-    index.AddKeys(rows, context_->model().rotation(context_->layer()).transposed, keys_);
-    index.FillResident(rows, rows.token_count(), key_copies_);
-    index.SetCoded(rows.token_count());
+    few.push_back(i);
+    step_rows_ += NewTokens(i) * spec().kv_head_count;
+    reads_tables |= ClosesPages(i);
+    index.FillResident(rows, rows.token_count(), step_copies_);
   }
-  // The encoder of many keys reads the tables.
-  if (keys_.empty() || !longer.empty() || updates_.size() > AppendLists::kPieceMax) {
+  // Encoders read the tables.
+  reads_tables |= !longer.empty();
+  if (step_rows_ == 0 || reads_tables || updates_.size() > AppendLists::kPieceMax) {
     RETURN_IF_ERROR(UpdateTables());
   }
-  for (const size_t i : longer) {
-    RETURN_IF_ERROR(Encode(i, /*list_free=*/i == longer.front()));
+  for (const size_t i : few) {
+    RETURN_IF_ERROR(EncodePages(i));
+    context_->index(i).SetIndexed(items[i].append->rows->token_count());
   }
-  if (keys_.empty()) return absl::OkStatus();
+  for (const size_t i : longer) {
+    RETURN_IF_ERROR(Index(i, /*list_free=*/i == longer.front()));
+  }
+  if (step_rows_ == 0) return absl::OkStatus();
   FillStep();
   if (step_later) return absl::OkStatus();
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepAppend(TakeStep(), context_->stream()));

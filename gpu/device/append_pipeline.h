@@ -14,8 +14,9 @@ class AppendPipeline {
  public:
   explicit AppendPipeline(JobContext* context) : context_(context) {}
 
-  // Copies rows and puts on the stream what the GPU does with them. Keys of
-  // items that append few are left to TakeStep() if `step_later`.
+  // Copies rows and puts on the stream what the GPU does with them. What items
+  // that append few tokens need but the codes of pages that they close is left
+  // to TakeStep() if `step_later`.
   absl::Status Enqueue(bool step_later);
   // What is left to be launched, once: it becomes part of a wave's graph.
   StepAppend TakeStep() { return std::exchange(step_, {}); }
@@ -23,19 +24,26 @@ class AppendPipeline {
  private:
   const ModelSpec& spec() const { return context_->spec(); }
 
-  // Whether an item appends few keys, which a step's append encodes.
+  // Tokens of an item's rows that are not indexed yet.
+  int64_t NewTokens(size_t item) const;
+  // Whether an item appends few tokens, as a part of the step.
   bool AppendsFew(size_t item) const;
+  // Whether an item's rows close pages that are not coded yet.
+  bool ClosesPages(size_t item) const;
   absl::Status UpdateTables();
-  // Encodes what was appended to an item's rows, and brings over those that
-  // the GPU is to hold. list_free: no other item's copies are on their way.
-  absl::Status Encode(size_t item, bool list_free);
+  EncodeWork Work(size_t item) const;
+  // Encodes the pages that an item's rows close.
+  absl::Status EncodePages(size_t item);
+  // Indexes what was appended to an item's rows, and brings over those that the
+  // GPU is to hold. list_free: no other item's copies are on their way.
+  absl::Status Index(size_t item, bool list_free);
   // What is appended by the step, its lists filled.
   void FillStep();
 
   JobContext* const context_;
   std::vector<TableUpdate> updates_;
-  std::vector<AppendedKey> keys_;
-  std::vector<RowCopy> key_copies_;
+  int64_t step_rows_ = 0;  // that the step appends, of all KV heads
+  std::vector<RowCopy> step_copies_;
   StepAppend step_;
 };
 

@@ -15,6 +15,7 @@ namespace spillway::cuda {
 // What launches depend on.
 struct Gpu {
   int sm_count = 0;
+  int block_shared_bytes = 0;  // that a block can have
   // Compute capability 9.0: bulk copies, and kernels that begin early.
   bool hopper = false;
   std::string_view name = {};  // of the device, "cuda:0"; outlives jobs

@@ -16,7 +16,7 @@ void JobRun::Plan() {
     if (!item.status.ok()) continue;
     item.result = AllocateResult(context_.spec(), *item.attend);
     CutQueries(
-        *item.attend, context_.layer(),
+        context_.spec(), *item.attend, context_.layer(),
         [&](int64_t begin, int64_t end) { dense_.Add(i, begin, end); },
         [&](int64_t query) { sparse_.Add(i, query); });
   }
@@ -58,6 +58,11 @@ absl::Status JobRun::Enqueue() {
 void JobRun::Collect() {
   sparse_.Collect();
   dense_.Collect();
+  for (JobItem& item : context_.job().items) {
+    if (item.attend.has_value() && item.status.ok()) {
+      item.status = CheckOutput(context_.spec(), context_.layer(), item.result);
+    }
+  }
   context_.CollectTimes();
 }
 

@@ -35,7 +35,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(
     std::unique_ptr<ModelMethods> methods) {
   std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, std::move(methods)));
   Packer packer;
-  if (spec.hash.kind == HashKind::kRotation) {
+  if (model->has_rotation()) {
     AddMatrices(spec, TransposedRotation, model->rotations_, packer);
   }
   if (model->methods_ != nullptr) model->methods_->AddWeights(packer);
@@ -56,7 +56,7 @@ int64_t CudaModel::HostBytesOf(const ModelSpec& spec) {
 }
 
 RotationWeights CudaModel::rotation(int layer) const {
-  return {spec_.hash.bits_per_dim, rotations_[layer]};
+  return {spec_.hash.bits_per_dim, spec_.hash.raw_keys, rotations_[layer]};
 }
 
 }  // namespace spillway::cuda

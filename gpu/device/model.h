@@ -28,7 +28,7 @@ class CudaModel final : public DeviceModel {
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override { return 0; }
 
-  // Of an index page: codes and what methods keep behind them.
+  // Of an index page: what CodeTiling says and what methods keep behind it.
   static int64_t IndexPageBytes(const ModelSpec& spec) {
     return CodeTiling::Of(spec).page_bytes() + SectionBytes(spec);
   }
@@ -36,9 +36,11 @@ class CudaModel final : public DeviceModel {
   PagePool* code_pool() const { return code_pool_.get(); }
   // Of kResidentPageRows rows a page.
   PagePool* row_pool() const { return row_pool_.get(); }
+  bool has_rotation() const { return spec_.hash.kind == HashKind::kRotation; }
   RotationWeights rotation(int layer) const;
   // May be null.
   const ModelMethods* methods() const { return methods_.get(); }
+  bool methods_encode() const { return methods_ != nullptr && methods_->encodes(); }
 
  private:
   CudaModel(const ModelSpec& spec, Arena* arena, std::unique_ptr<ModelMethods> methods);

@@ -15,6 +15,9 @@ int64_t PagesFor(int64_t token_count) {
   return (token_count + kPageTokenCount - 1) / kPageTokenCount;
 }
 
+// Tokens that stay indexed of so many.
+int64_t Indexed(int64_t token_count) { return token_count < kCentreTokenCount ? 0 : token_count; }
+
 }  // namespace
 
 LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
@@ -31,13 +34,11 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIn
                        int64_t token_count)
     : model_(&model),
       blocks_(blocks),
-      centred_(source.centred_ &&
-               std::min(token_count, source.coded_token_count_) >= kCentreTokenCount),
-      coded_token_count_(centred_ ? std::min(token_count, source.coded_token_count_) : 0),
-      resident_(source.resident_, coded_token_count_),
+      indexed_token_count_(Indexed(std::min(token_count, source.indexed_token_count_))),
+      resident_(source.resident_, indexed_token_count_),
       mirror_(2 * model.spec().kv_head_count) {
-  if (centred_) centre_ = source.centre_.Share();
-  for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(coded_token_count_));
+  if (indexed_token_count_ > 0) heads_ = source.heads_.Share();
+  for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(indexed_token_count_));
 }
 
 int64_t LayerIndex::bytes() const {
@@ -47,17 +48,13 @@ int64_t LayerIndex::bytes() const {
 }
 
 void LayerIndex::Truncate(int64_t token_count) {
-  if (token_count < kCentreTokenCount) {
-    centred_ = false;
-    centre_ = Block();
-    coded_token_count_ = 0;
-  }
-  coded_token_count_ = std::min(coded_token_count_, token_count);
-  for (PageTable& table : codes_) table.Truncate(coded_token_count_);
-  resident_.Truncate(coded_token_count_);
+  indexed_token_count_ = Indexed(std::min(indexed_token_count_, token_count));
+  if (indexed_token_count_ == 0) heads_ = Block();
+  for (PageTable& table : codes_) table.Truncate(indexed_token_count_);
+  resident_.Truncate(indexed_token_count_);
   // A page that is written next may be replaced first, if a fork shares it.
   synced_row_pages_ = std::min(synced_row_pages_, token_count / kPageTokenCount);
-  synced_code_pages_ = std::min(synced_code_pages_, coded_token_count_ / kPageTokenCount);
+  synced_code_pages_ = std::min(synced_code_pages_, indexed_token_count_ / kPageTokenCount);
 }
 
 absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
@@ -65,18 +62,16 @@ absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
   Truncate(start);
   RETURN_IF_ERROR(Grow(PagesFor(start + count)));
   if (codes_.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
-  if (!centred_) {
-    const int64_t bytes =
-        int64_t{model_->spec().kv_head_count} * model_->spec().head_dim * sizeof(float);
-    ASSIGN_OR_RETURN(centre_, Block::Create(blocks_->Of(bytes)));
+  if (indexed_token_count_ == 0) {
+    ASSIGN_OR_RETURN(heads_, Block::Create(blocks_->Of(HeadBytes())));
   }
   absl::Status status = resident_.Prepare(start + count);
   for (size_t h = 0; h < codes_.size() && status.ok(); ++h) {
-    status = codes_[h].PrepareWrite(coded_token_count_, start + count);
+    status = codes_[h].PrepareWrite(indexed_token_count_, start + count);
   }
   if (!status.ok()) {
-    for (PageTable& codes : codes_) codes.Truncate(coded_token_count_);
-    resident_.Truncate(coded_token_count_);
+    for (PageTable& codes : codes_) codes.Truncate(indexed_token_count_);
+    resident_.Truncate(indexed_token_count_);
   }
   return status;
 }
@@ -128,15 +123,37 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
   return absl::OkStatus();
 }
 
-void LayerIndex::AddKeys(const LayerRows& rows, const float* transposed,
-                         std::vector<AppendedKey>& keys) const {
-  const int d = model_->spec().head_dim;
-  for (int64_t token = coded_token_count_; token < rows.token_count(); ++token) {
-    for (int h = 0; h < rows.kv_head_count(); ++h) {
-      keys.push_back({rows.Row(h, token), codes_[h].Page(token / kPageTokenCount), centre() + h * d,
-                      transposed, token % kPageTokenCount});
-    }
+int64_t LayerIndex::HeadBytes() const {
+  const int64_t heads = model_->spec().kv_head_count;
+  const int64_t vector_bytes = model_->spec().head_dim * static_cast<int64_t>(sizeof(float));
+  int64_t bytes = 0;
+  if (model_->has_rotation()) {
+    bytes += heads * (static_cast<int64_t>(sizeof(HeadStatistics)) + vector_bytes);
   }
+  if (model_->methods_encode()) bytes += heads * vector_bytes;
+  return bytes;
+}
+
+HeadIndex LayerIndex::heads() const {
+  if (!model_->has_rotation()) return {};
+  auto* const statistics = reinterpret_cast<HeadStatistics*>(heads_.data());
+  return {statistics, reinterpret_cast<float*>(statistics + model_->spec().kv_head_count)};
+}
+
+float* LayerIndex::centres() const {
+  if (!model_->methods_encode()) return nullptr;
+  const int64_t floats = int64_t{model_->spec().kv_head_count} * model_->spec().head_dim;
+  return reinterpret_cast<float*>(heads_.data() + HeadBytes()) - floats;
+}
+
+const HeadStatistics* LayerIndex::statistics(int kv_head) const {
+  if (indexed_token_count_ == 0 || !model_->has_rotation()) return nullptr;
+  return heads().statistics + kv_head;
+}
+
+const float* LayerIndex::centre(int kv_head) const {
+  if (indexed_token_count_ == 0 || !model_->methods_encode()) return nullptr;
+  return centres() + int64_t{kv_head} * model_->spec().head_dim;
 }
 
 const std::byte* const* LayerIndex::row_pages(int kv_head) const {

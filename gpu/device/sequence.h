@@ -13,7 +13,7 @@
 namespace spillway::cuda {
 
 // What the GPU knows of one layer of a sequence: the addresses of row and
-// code pages, codes, the centre, and some of the rows.
+// index pages, the index, what it says of each KV head, and some of the rows.
 class LayerIndex {
  public:
   LayerIndex(const CudaModel& model, BlockPools* blocks, int layer);
@@ -21,34 +21,32 @@ class LayerIndex {
   LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
              int64_t token_count);
 
-  bool centred() const { return centred_; }
-  int64_t coded_token_count() const { return coded_token_count_; }
-  // Of codes and rows in GPU memory.
+  // Tokens that methods have encoded and whose rows the GPU holds as far as it
+  // holds any; none below kCentreTokenCount. Pages are coded once they are
+  // closed.
+  int64_t indexed_token_count() const { return indexed_token_count_; }
+  int64_t coded_page_count() const { return ClosedPages(indexed_token_count_); }
+  // Of index pages and rows in GPU memory.
   int64_t bytes() const;
 
-  // Room for the codes, rows and addresses of tokens up to start + count; see
+  // Room for the index, rows and addresses of tokens up to start + count; see
   // Device::PrepareAppend. RESOURCE_EXHAUSTED.
   absl::Status Prepare(int64_t start, int64_t count);
   void Truncate(int64_t token_count);
 
-  // Adds what the GPU's tables lack of the pages of rows and codes. Room for
-  // rows was prepared, or is made now. RESOURCE_EXHAUSTED.
+  // Adds what the GPU's tables lack of the pages of rows and of the index. Room
+  // for rows was prepared, or is made now. RESOURCE_EXHAUSTED.
   absl::Status Update(const LayerRows& rows, std::vector<TableUpdate>& updates);
   // Says that updates were handed out in vain.
   void ForgetTables();
-  // Adds the keys that are not encoded yet.
-  void AddKeys(const LayerRows& rows, const float* transposed,
-               std::vector<AppendedKey>& keys) const;
   // Adds the copies of rows that the GPU is to hold, of tokens that are to be
-  // encoded up to token_count.
+  // indexed up to token_count.
   void FillResident(const LayerRows& rows, int64_t token_count, std::vector<RowCopy>& copies) {
-    resident_.Fill(rows, coded_token_count_, token_count, copies);
+    resident_.Fill(rows, indexed_token_count_, token_count, copies);
   }
-  // Says that tokens up to token_count are encoded, the centre known.
-  void SetCoded(int64_t token_count) {
-    centred_ = true;
-    coded_token_count_ = token_count;
-  }
+  // Says that tokens up to token_count are indexed, and what is known of heads
+  // is there.
+  void SetIndexed(int64_t token_count) { indexed_token_count_ = token_count; }
 
   // Device addresses, valid until the next Prepare or Update.
   const std::byte* const* row_pages(int kv_head) const;
@@ -57,9 +55,18 @@ class LayerIndex {
     return resident_.View(resident_tables(), capacity_, kv_head);
   }
   int64_t page_capacity() const { return capacity_; }
-  float* centre() const { return reinterpret_cast<float*>(centre_.data()); }
+  // Of a KV head, null while nothing is indexed. Statistics: with a rotation;
+  // centre [d]: of methods that encode keys.
+  const HeadStatistics* statistics(int kv_head) const;
+  const float* centre(int kv_head) const;
+  // What they are written to. REQUIRES: kCentreTokenCount tokens were prepared.
+  HeadIndex heads() const;
+  // [H][d]; null without methods that encode keys.
+  float* centres() const;
 
  private:
+  // Bytes of heads_.
+  int64_t HeadBytes() const;
   // Tables for as many pages.
   absl::Status Grow(int64_t page_count);
   // Behind the pages' addresses.
@@ -71,12 +78,14 @@ class LayerIndex {
 
   const CudaModel* model_;
   BlockPools* blocks_;
-  bool centred_ = false;
-  int64_t coded_token_count_ = 0;
-  std::vector<PageTable> codes_;  // per KV head; empty without codes
-  Block centre_;                  // [H][d] floats, never changed once centred
+  int64_t indexed_token_count_ = 0;
+  std::vector<PageTable> codes_;  // index pages per KV head; empty without an index
+  // With a rotation HeadStatistics [H] and value centres [H][d]; then with
+  // methods that encode keys centres [H][d]. Never changed while tokens are
+  // indexed.
+  Block heads_;
   ResidentRowsOfLayer resident_;
-  Block tables_;  // [2][H][capacity] addresses of pages of rows and codes, then resident_'s
+  Block tables_;  // [2][H][capacity] addresses of pages of rows and the index, then resident_'s
   int64_t capacity_ = 0;
   // What the GPU's tables hold, or will once the updates that were handed out
   // have run: [2 H][pages].

@@ -9,6 +9,7 @@
 #include "gpu/kernels/methods.h"
 #include "host/base/status_macros.h"
 #include "host/core/quantiser.h"
+#include "host/core/rank_error.h"
 #include "host/device/errors.h"
 #include "host/device/results.h"
 
@@ -43,8 +44,10 @@ AttendShape SparsePipeline::ShapeOf(const Policy& policy, Selector selector) con
   shape.bits_per_dim = spec().hash.bits_per_dim;
   if (spec().hash.kind == HashKind::kRotation) {
     shape.quantiser_step = QuantiserStep(spec().hash.bits_per_dim);
+    shape.quantiser_distortion = QuantiserDistortion(spec().hash.bits_per_dim);
   }
   shape.selector = selector;
+  shape.weighed = WeighsValues(selector, spec());
   shape.bin_count = FindSelectorKernels(selector)->bin_count(spec());
   return shape;
 }
@@ -90,7 +93,15 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   if (shape.by_mass) {
     r.head_bins = workspace.Take<uint16_t>(group * r.n);
     r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
-    r.head_ties = workspace.Take<uint32_t>(group * r.segments());
+    r.head_ties = workspace.Take<uint32_t>((group + 1) * r.segments());
+  }
+  const auto is_asymmetric = [](const AttendShape& s) {
+    return s.selector == Selector::kAsymmetric;
+  };
+  if (is_asymmetric(shape) || (wave.first && is_asymmetric(*wave.first))) {
+    const int64_t pages = (r.n + kPageTokenCount - 1) / kPageTokenCount;
+    r.centre_logits = workspace.Take<float>(pages * group);
+    r.rank_sums = workspace.Take<RankSums<float>>(pages * group);
   }
   const int quartets = (group + 3) / 4;
   r.query_planes =
@@ -110,9 +121,7 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.partials = workspace.Take<float>(2 * kSplitMax * PartialFloats(group, shape.head_dim));
   r.state = workspace.Take<UnitState>(1);
   if (wave.methods.shape == nullptr) return;
-  const LayerIndex& index = context_->index(unit.item);
-  const float* const centre =
-      index.centred() ? index.centre() + unit.kv_head * spec().head_dim : nullptr;
+  const float* const centre = context_->index(unit.item).centre(unit.kv_head);
   context_->model().methods()->LayOut(wave.methods, context_->attend(unit.item).policy, i,
                                       {context_->layer(), unit.kv_head, centre}, r, workspace);
 }
@@ -123,14 +132,17 @@ UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
   UnitRequest r{};
   r.n = w.visible[query];
   r.sink = p.sink_token_count;
-  r.window = p.window_token_count;
   r.begin = r.sink;
-  r.end = r.n - r.window;
+  r.end = p.ScoredEnd(spec(), r.n);
+  r.window = r.n - r.end;
   r.heavy_count = p.heavy_kind == HeavyKind::kMass ? 0 : p.HeavyCount(r.n);
+  r.adaptive_heavy = p.heavy_kind == HeavyKind::kAdaptive;
+  r.knows_rank_error = p.KnowsRankError() && p.selector == Selector::kAsymmetric;
   r.heavy_mass = p.heavy_mass;
   r.heavy_floor = p.heavy_floor;
   r.heavy_ceiling = p.heavy_ceiling;
   r.by_mass = p.heavy_kind == HeavyKind::kMass;
+  r.signs = ProjectionSigns::Of(p.seed);
   return r;
 }
 
@@ -183,6 +195,7 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
   r.resident = index.resident(unit.kv_head);
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = context_->model().rotation(layer).transposed;
+    r.statistics = index.statistics(unit.kv_head);
   }
   const uint64_t seed = context_->attend(unit.item).policy.seed;
   const uint32_t resident = r.terms.tail == Tail::kNone ? 0 : spec().ResidentSample(seed);
@@ -246,6 +259,7 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
   w.methods = wave.methods;
   w.append = step;
   w.sm_count = context_->gpu().sm_count;
+  w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
   w.gather_blocks = kGatherBlocks;
   return w;

@@ -41,6 +41,8 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
   *slot->cancel() = 0;
   ASSIGN_OR_RETURN(slot->lists_, PinnedBuffer::Create(sizeof(AppendLists), host_budget,
                                                       "a stream slot of a GPU"));
+  ASSIGN_OR_RETURN(slot->append_scratch_,
+                   DeviceBuffer::Create(kAppendScratchBytes, device_budget, "a stream slot"));
   return slot;
 }
 

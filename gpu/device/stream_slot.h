@@ -46,12 +46,11 @@ class GraphCache {
 // Pinned memory for what appends list: always there, so that an append that was
 // prepared cannot lack it.
 struct AppendLists {
-  static constexpr int kKeysMax = 1024;
+  static constexpr int kStepRowsMax = 1024;
   static constexpr int kPieceMax = 4096;
 
   AppendCounts counts;
-  std::array<AppendedKey, kKeysMax> keys;
-  std::array<RowCopy, 2 * kKeysMax> key_copies;
+  std::array<RowCopy, 2 * kStepRowsMax> step_copies;
   // Of the rows and pages of longer appends, a piece at a time.
   std::array<RowCopy, kPieceMax> copies;
   std::array<TableUpdate, kPieceMax> updates;
@@ -71,6 +70,9 @@ class StreamSlot {
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);
   absl::StatusOr<std::byte*> Pinned(int64_t bytes);
 
+  // What appends need is always there: device memory, and lists.
+  static constexpr int64_t kAppendScratchBytes = int64_t{256} << 10;
+  std::byte* append_scratch() const { return append_scratch_.data(); }
   AppendLists& lists() { return *reinterpret_cast<AppendLists*>(lists_.data()); }
   int64_t wave_bytes() const { return wave_bytes_; }
   GraphCache& graphs() { return graphs_; }
@@ -87,6 +89,7 @@ class StreamSlot {
   Stream stream_;
   Event start_, done_;
   DeviceBuffer workspace_;
+  DeviceBuffer append_scratch_;
   PinnedBuffer pinned_;
   PinnedBuffer cancel_;
   PinnedBuffer lists_;

@@ -45,7 +45,7 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context) {
                                       cudaMemcpyHostToDevice, stream),
                       "cudaMemcpyAsync");
   }
-  if (wave.append.key_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
+  if (wave.append.row_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
   if (wave.first) {
     Wave first = wave;
     first.shape = *wave.first;

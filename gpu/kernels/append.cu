@@ -6,12 +6,11 @@
 namespace spillway::cuda {
 
 cudaError_t LaunchStepAppend(const StepAppend& append, cudaStream_t stream) {
-  if (append.key_count == 0) return cudaSuccess;
-  const int warps = (append.head_dim + 31) / 32;
-  const int copy_blocks = (2 * append.key_count + warps - 1) / warps;
-  const auto blocks = static_cast<unsigned>(append.key_count + copy_blocks + 1);
-  return Launch<StepAppendKernel>({blocks, warps * 32}, stream, append,
-                                  Quantiser::Of(append.head_dim, append.bits_per_dim), copy_blocks);
+  if (append.row_count == 0) return cudaSuccess;
+  constexpr int kWarps = 4;
+  const int copy_blocks = (2 * append.row_count + kWarps - 1) / kWarps;
+  return Launch<StepAppendKernel>({static_cast<unsigned>(copy_blocks + 1), kWarps * 32}, stream,
+                                  append);
 }
 
 cudaError_t LaunchRowCopies(const RowCopy* copies, int64_t count, int64_t row_bytes,

@@ -9,13 +9,17 @@
 #include "gpu/kernels/append.h"
 #include "gpu/kernels/code_tiling.h"
 #include "host/base/limits.h"
+#include "host/core/degrees.h"
 #include "host/core/estimate.h"
 #include "host/core/histogram.h"
 #include "host/core/keyed_hash.h"
+#include "host/core/page_index.h"
+#include "host/core/rank_error.h"
 #include "host/core/reference_pages.h"
 #include "host/core/selector.h"
 #include "host/core/softmax_sums.h"
 #include "host/core/tail.h"
+#include "host/core/tail_plan.h"
 
 // What the kernels of a sparse attend share. Nothing here waits for the GPU:
 // counts and budgets stay in UnitState. What the words mean:
@@ -28,7 +32,9 @@
 //   tile       tokens or rows that a block or a warp takes at a time; 32 in code
 //              pages, see code_tiling.h, whose octets and fragments are its parts
 //   segment      kSegmentTokens tokens, what one block filters
-//   scored     tokens that have a score: neither sink nor window
+//   scored     tokens that have a score: neither sink nor window, where the window
+//              reaches back over an open page if scores come from the page index
+//   stray      a scored token whose estimate says too little (page_index.h)
 //   reference  pages whose logits scores are relative to
 //   filtered   tokens that the filter lets through, which may be listed
 //   list       the unit's rows: exact ones, then each draw's by stratum
@@ -70,11 +76,14 @@ struct AttendShape {
   int64_t row_bytes = 0;
   float scale = 1;  // softmax scale
   Selector selector = Selector::kAsymmetric;
+  // Whether bins take values' distances in, and strays apart: see WeighBin().
+  bool weighed = false;
   bool by_mass = false;
   int bin_count = kScoreBinCount;
   CodeTiling tiling;
   int bits_per_dim = 0;
   float quantiser_step = 0;
+  double quantiser_distortion = 0;
 
   bool operator==(const AttendShape&) const = default;
 };
@@ -101,7 +110,7 @@ inline constexpr int kRecentRows = 128;
 
 // Rows of one KV head that lie in GPU memory. Null pages: none.
 struct ResidentRows {
-  const ResidentPage* pages;          // of every page of tokens that are coded
+  const ResidentPage* pages;          // of every page of tokens that are indexed
   const std::byte* const* row_pages;  // kResidentPageRows rows each, by token
   int64_t sink;                       // tokens [0, sink) are all there
   const std::byte* recent;            // ring [kRecentRows] of rows
@@ -115,13 +124,17 @@ struct UnitState {
   float coefficient[kGroupMax];
   int32_t reference[kGroupMax];  // M_h as an ordered integer
   unsigned long long mass[kGroupMax];
+  double rank_error_scale[kGroupMax];  // RankErrorScale()
+  double rank_variance[kGroupMax];     // RankVariance(); 0 where it is not known
   // Heavy set: bins above, and of the bin itself all but the first skip.
+  HeavySet heavy_set;
   int64_t heavy_skip;
   int64_t heavy_from;  // tokens of the bin from here on are heavy
   unsigned long long heavy_count;
-  int32_t tie_class;            // of the bin's tokens that are not heavy
-  int32_t head_bin[kGroupMax];  // by mass, per query head
-  int64_t head_skip[kGroupMax];
+  int32_t tie_class;  // of the bin's tokens that are not heavy
+  // By mass: per query head, and as one more the strays.
+  int32_t head_bin[kGroupMax + 1];
+  int64_t head_skip[kGroupMax + 1];
   // Tail.
   int32_t strata;
   int64_t stratum_count[kTailStrataMax];  // n_h
@@ -173,19 +186,24 @@ struct UnitRequest {
   const std::byte* const* code_pages;
   ResidentRows resident;
   const float* rotation_transposed;  // [d][d], with a rotation
+  const HeadStatistics* statistics;  // with a rotation
   float* q;                          // [G][d]
   int64_t n;                         // visible tokens
   int64_t begin;                     // scored tokens [begin, end)
   int64_t end;
 
-  int64_t heavy_count;  // by count or fraction
+  int64_t heavy_count;  // by count or fraction; adaptive: at least
+  bool adaptive_heavy;
+  // Whether rank_sums tell how far off the ranks are; else 0 is taken.
+  bool knows_rank_error;
   double heavy_mass;
   int64_t heavy_floor;
   int64_t heavy_ceiling;
   bool by_mass;
   TailTerms terms;
+  ProjectionSigns signs;
   int64_t sink;
-  int64_t window;
+  int64_t window;  // from end on
   SampleOrder order;
 
   uint16_t* bins;             // [n], by token
@@ -194,9 +212,12 @@ struct UnitRequest {
   uint8_t* class_of_bin;      // [bin_count + 2]: bins, then kNoBin and kHeavyBin
   uint16_t* limit_of_bin;     // likewise, see SampleLimit()
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
-  uint32_t* head_ties;        // [G][segments], by mass only
+  uint32_t* head_ties;        // [G + 1][segments], by mass only
   uint32_t* query_planes;     // [quartets][16][words]
-  float* reference_logits;    // [G][reference_token_count]
+  // [pages][G], `asymmetric` only; of pages with scored tokens.
+  float* centre_logits;        // CentreLogit()
+  RankSums<float>* rank_sums;  // over the page
+  float* reference_logits;     // [G][reference_token_count]
   int64_t reference_token_count;
   uint32_t* filtered;         // [segments][kSegmentTokens], see FilteredToken
   uint32_t* segment_counts;   // [segments] filtered tokens
@@ -215,13 +236,24 @@ struct UnitRequest {
   SPILLWAY_HOST_DEVICE int64_t segments() const {
     return (n + kSegmentTokens - 1) / kSegmentTokens;
   }
+  // Pages that hold scored tokens: [scored_page_begin, scored_page_end).
+  SPILLWAY_HOST_DEVICE int64_t scored_page_begin() const { return begin / kPageTokenCount; }
+  SPILLWAY_HOST_DEVICE int64_t scored_page_end() const {
+    return (end + kPageTokenCount - 1) / kPageTokenCount;
+  }
 };
 
-// A split's sums: SoftmaxSums [G], then sum x v and sum x^2 v as floats,
-// [G][d] each. In floats:
+// The second moments of projected values are symmetric: entry i of
+// kProjectedPairs is of y_a and y_b, a = i % 16, b = (a + i / 16) % 16. The first
+// 16 are the diagonal.
+inline constexpr int kProjectedPairs = kProjectionDims * (kProjectionDims + 1) / 2;
+
+// A split's sums: SoftmaxSums [G], then as floats sum x v and sum x^2 v, [G][d]
+// each, and sum x^2 y_a y_b, [G][kProjectedPairs]; values in units of
+// HeadStatistics::value_unit. In floats:
 inline constexpr int kSumsFloats = sizeof(SoftmaxSums) / sizeof(float);
 SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
-  return int64_t{group} * (kSumsFloats + 2 * head_dim);
+  return int64_t{group} * (kSumsFloats + 2 * head_dim + kProjectedPairs);
 }
 
 // What the methods of a wave need beside its shape and requests; see
@@ -255,6 +287,8 @@ struct Wave {
   int64_t token_count_max = 0;      // the largest n
   int64_t reference_pages_max = 0;  // the largest ReferencePages::count
   int sm_count = 0;
+  // Shared memory that a block can have.
+  int block_shared_bytes = 0;
   // Whether the GPU has bulk copies (compute capability 9.0).
   bool bulk_copies = false;
   // Blocks that gather rows: few, so that the addresses in flight stay close.
@@ -266,7 +300,7 @@ struct Wave {
   // The kernels that sample in place of the second draw; null: none do.
   const TailKernels* tail_kernels = nullptr;
   WaveMethods methods;
-  // What is appended before the attends; no key: nothing.
+  // What is appended before the attends; no row: nothing.
   StepAppend append;
 
   bool operator==(const Wave&) const = default;

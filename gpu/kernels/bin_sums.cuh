@@ -1,9 +1,16 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
+#include "host/core/page_index.h"
 
-// Sums of a histogram from its highest bin down, by one block.
+// What is read of a unit's histogram; its sums from the highest bin down, by one
+// block.
 namespace spillway::cuda {
+
+// Strays among the scored tokens that the histogram counts.
+__device__ inline int64_t ScoredStrays(const AttendShape& shape, const UnitRequest& u) {
+  return shape.weighed ? u.histogram[kStrayBin] : 0;
+}
 
 inline constexpr int kCutThreads = 1024;
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
+#include "host/core/page_index.h"
 
 // Products of codes and query bits on binary tensor cores.
 //
@@ -87,28 +88,6 @@ __device__ inline void LoadQueryPlanes(const UnitRequest& u, int quartets, int w
   }
 }
 
-// acc = sum over planes 2^p of AndPopc. Two planes cost one instruction more
-// than they need, and none of the other kind.
-template <int kPlanes, int kFragments>
-__device__ inline void WeightedPopc(const uint4 (&codes)[kPlanes][kFragments], int pair,
-                                    const uint32_t (&b)[kFragments], int32_t (&acc)[4]) {
-#pragma unroll
-  for (int p = kPlanes - 1; p >= 0; --p) {
-    if (kPlanes > 2 && p + 1 < kPlanes) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[i] *= 2;
-    }
-#pragma unroll
-    for (int c = 0; c < kFragments; ++c) {
-      const uint4& k = codes[p][c];
-      const uint32_t low = pair == 0 ? k.x : k.z;
-      const uint32_t high = pair == 0 ? k.y : k.w;
-      AndPopc(acc, low, high, b[c]);
-      if (kPlanes == 2 && p == 1) AndPopc(acc, low, high, b[c]);
-    }
-  }
-}
-
 // A lane's query bits of a quartet: both column sets.
 template <int kFragments>
 struct QueryBits {
@@ -125,6 +104,24 @@ struct QueryBits {
   }
 };
 
+// Which accumulators plane p of a tile's codes is multiplied into, and how often,
+// so that no sum has to be doubled on its way: set p / 2, whose sums weigh
+// 4^(p / 2), once or twice.
+template <int kPlanes, int kFragments, typename F>
+__device__ inline void ForPlanes(const uint4 (&codes)[kPlanes][kFragments], int pair, F f) {
+#pragma unroll
+  for (int p = 0; p < kPlanes; ++p) {
+#pragma unroll
+    for (int c = 0; c < kFragments; ++c) {
+      const uint4& k = codes[p][c];
+      const uint32_t low = pair == 0 ? k.x : k.z;
+      const uint32_t high = pair == 0 ? k.y : k.w;
+      f(p / 2, c, low, high);
+      if (p % 2 == 1) f(p / 2, c, low, high);
+    }
+  }
+}
+
 // Integer sums of four query heads over a tile's keys: totals[octet] is of
 // head lane % 4 and key lane / 4 of the octet: offset + 4 sum w u - 30 sum u,
 // w the stored 4-bit weight.
@@ -132,14 +129,22 @@ template <int kPlanes, int kFragments>
 __device__ inline void TileTotals(const uint4 (&codes)[kPlanes][kFragments],
                                   const int32_t (&ones)[4], const QueryBits<kFragments>& query,
                                   int32_t offset, int32_t (&totals)[4]) {
+  // The query's upper planes go a set further.
+  constexpr int kSets = (kPlanes - 1) / 2 + 2;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
-    int32_t a[4] = {0, 0, 0, 0}, b[4] = {0, 0, 0, 0};
-    WeightedPopc<kPlanes, kFragments>(codes, pair, query.low, a);
-    WeightedPopc<kPlanes, kFragments>(codes, pair, query.high, b);
+    int32_t acc[kSets][4] = {};
+    ForPlanes(codes, pair, [&](int set, int c, uint32_t low, uint32_t high) {
+      AndPopc(acc[set], low, high, query.low[c]);
+      AndPopc(acc[set + 1], low, high, query.high[c]);
+    });
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
-      const int32_t sum = (a[2 * key] + 2 * a[2 * key + 1]) + 4 * (b[2 * key] + 2 * b[2 * key + 1]);
+      int32_t sum = 0;
+#pragma unroll
+      for (int set = kSets - 1; set >= 0; --set) {
+        sum = 4 * sum + (acc[set][2 * key] + 2 * acc[set][2 * key + 1]);
+      }
       totals[2 * pair + key] = 4 * sum + (offset - 30 * ones[2 * pair + key]);
     }
   }
@@ -147,22 +152,24 @@ __device__ inline void TileTotals(const uint4 (&codes)[kPlanes][kFragments],
 
 // sum u of each octet's key, as the lane's key of TileTotals.
 template <int kPlanes, int kFragments>
-__device__ inline void TileOnes(const uint4 (&codes)[kPlanes][kFragments], int32_t (&ones)[4]) {
-  uint32_t all[kFragments];
-#pragma unroll
-  for (int c = 0; c < kFragments; ++c) all[c] = kFullWarp;
+__device__ inline void TileOnes(const uint4 (&codes)[kPlanes][kFragments], int lane,
+                                int32_t (&ones)[4]) {
+  // Set 0 in the even columns, set 1 in the odd ones.
+  const uint32_t even = lane / 4 % 2 == 0 ? 0xFFFFFFFFu : 0;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     int32_t acc[4] = {0, 0, 0, 0};
-    WeightedPopc<kPlanes, kFragments>(codes, pair, all, acc);
-    ones[2 * pair] = acc[0];
-    ones[2 * pair + 1] = acc[2];
+    ForPlanes(codes, pair, [&](int set, int, uint32_t low, uint32_t high) {
+      AndPopc(acc, low, high, set == 0 ? even : ~even);
+    });
+    ones[2 * pair] = acc[0] + 4 * acc[1];
+    ones[2 * pair + 1] = acc[2] + 4 * acc[3];
   }
 }
 
-// x_h of a total: the estimated logit times log2(e).
-__device__ inline float ScaledLogit(int32_t total, float coefficient, float factor) {
-  return coefficient * static_cast<float>(total) * factor;
+// A total as EstimatedLogit() takes it.
+__device__ inline float ScaledTotal(int32_t total, float coefficient) {
+  return coefficient * static_cast<float>(total);
 }
 
 // Factors of the lane's keys in a tile's four octets.
@@ -175,6 +182,27 @@ __device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* pa
   factors[1] = __uint_as_float(raw.x & 0xFFFF0000u);
   factors[2] = __uint_as_float(raw.y << 16);
   factors[3] = __uint_as_float(raw.y & 0xFFFF0000u);
+}
+
+// Their norm bytes, that of octet t in byte t.
+__device__ inline uint32_t LoadNorms(const CodeTiling& tiling, const std::byte* page, int tile,
+                                     int lane) {
+  const auto* norms = reinterpret_cast<const uint32_t*>(page + tiling.norm_offset_bytes());
+  return norms[tile * (kCodeTileTokens / 4) + lane / 4];
+}
+__device__ inline bool IsStrayNorm(uint32_t norms, int octet) {
+  return (norms >> (8 * octet) & 0xFFu) == kStrayNorm;
+}
+// Whether one of the four says so.
+__device__ inline bool HasStrayNorm(uint32_t norms) {
+  static_assert(kStrayNorm == 0xFF);
+  // A byte of the complement is 0.
+  return ((~norms - 0x01010101u) & norms & 0x80808080u) != 0;
+}
+
+// Of a code page what keys are scored by: all but the centre. A multiple of 16.
+__host__ __device__ inline int ScoredBytes(const CodeTiling& tiling) {
+  return tiling.centre_offset_bytes();
 }
 
 // Per query head, what a block's warps read again and again.

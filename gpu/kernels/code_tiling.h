@@ -11,7 +11,10 @@ namespace spillway::cuda {
 // How the CUDA device tiles codes. A code page holds the codes of
 // kPageTokenCount tokens of one KV head:
 //   planes   uint32 [plane][tile = 4][fragment][row = 8][word][octet = 4]
-//   factors  bf16 [tile = 4][row = 8][octet = 4], only with a rotation
+// and only with a rotation, see host/core/page_index.h:
+//   factors  bf16 [tile = 4][row = 8][octet = 4]
+//   norms    uint8 [tile = 4][row = 8][octet = 4]
+//   centre   bf16 [d]
 // Token 32 tile + 8 octet + row; plane 0 is a code's low bit. A fragment is up to
 // four 32-bit words of a plane (the last may have fewer): what one binary
 // tensor-core instruction multiplies. So a lane reads the words of its key of
@@ -23,12 +26,13 @@ inline constexpr int kFragmentWords = 4;
 
 struct CodeTiling {
   int planes = 0;
-  int words = 0;  // of a plane of one token
-  bool factors = false;
+  int words = 0;        // of a plane of one token
+  int centre_dims = 0;  // d with a rotation, else 0
 
   bool operator==(const CodeTiling&) const = default;
   static CodeTiling Of(const ModelSpec& spec) {
-    return {spec.plane_count(), spec.plane_words(), spec.hash.kind == HashKind::kRotation};
+    return {spec.plane_count(), spec.plane_words(),
+            spec.hash.kind == HashKind::kRotation ? spec.head_dim : 0};
   }
 
   SPILLWAY_HOST_DEVICE int fragments() const {
@@ -51,15 +55,22 @@ struct CodeTiling {
     return fragment_offset(plane, slot / kCodeTileTokens, fragment) +
            (row * fragment_words(fragment) + word % kFragmentWords) * 4 + octet;
   }
-  // Of a token's factor among the page's.
+  // Of a token's factor, and of its norm, among the page's.
   SPILLWAY_HOST_DEVICE static int factor_index(int slot) {
     return slot / kCodeTileTokens * kCodeTileTokens + slot % 8 * 4 + slot % kCodeTileTokens / 8;
   }
   SPILLWAY_HOST_DEVICE int factor_offset_bytes() const {
     return planes * words * kPageTokenCount * 4;
   }
+  SPILLWAY_HOST_DEVICE int norm_offset_bytes() const {
+    return factor_offset_bytes() + kPageTokenCount * 2;
+  }
+  SPILLWAY_HOST_DEVICE int centre_offset_bytes() const {
+    return norm_offset_bytes() + kPageTokenCount;
+  }
+  // A multiple of 16.
   SPILLWAY_HOST_DEVICE int page_bytes() const {
-    return factor_offset_bytes() + (factors ? kPageTokenCount * 2 : 0);
+    return centre_dims > 0 ? centre_offset_bytes() + centre_dims * 2 : factor_offset_bytes();
   }
 };
 

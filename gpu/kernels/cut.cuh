@@ -1,15 +1,28 @@
 #pragma once
 
 #include "gpu/kernels/bin_sums.cuh"
+#include "gpu/kernels/rank_totals.cuh"
 #include "host/core/sample_limit.h"
 #include "host/core/tail_plan.h"
 
 // The heavy threshold, the tail's strata and the pilots, from one histogram.
 namespace spillway::cuda {
 
+// The heavy set that is wanted by count; state.rank_variance is known.
+__device__ inline HeavySet HeavySetByCount(const AttendShape& shape, const UnitRequest& u) {
+  int64_t wanted = u.heavy_count;
+  if (u.adaptive_heavy && u.knows_rank_error) {
+    for (int h = 0; h < shape.group; ++h) {
+      wanted = max(wanted, AdaptiveHeavyCount(u.state->rank_variance[h]));
+    }
+  }
+  return HeavySet::Of(wanted, u.adaptive_heavy, ScoredStrays(shape, u), u.terms.row_count_max,
+                      u.sink, u.window);
+}
+
 // The strata, the pilots' thresholds and what else is known of the tail. One
 // warp; every lane computes the same.
-__device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
+__device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, const HeavySet& set,
                                const uint32_t* above, int heavy_bin, uint16_t* lowest_bin,
                                int64_t* stratum_count, uint16_t* limits, int& strata_count) {
   UnitState& state = *u.state;
@@ -19,7 +32,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
   int64_t skip = 0;
   if (!u.by_mass) {
     const int64_t higher = heavy_bin + 1 < bins ? above[heavy_bin + 1] : 0;
-    const int64_t take = min(u.heavy_count - higher, above[heavy_bin] - higher);
+    const int64_t take = min(set.count() - higher, above[heavy_bin] - higher);
     heavy = higher + take;
     skip = above[heavy_bin] - heavy;
   }
@@ -38,7 +51,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u,
     stratum_count[stratum] = count;
   };
   if (tail > 0 && terms.tail == Tail::kStratified) {
-    const int64_t k = max(int64_t{1}, heavy_total);
+    const int64_t k = max(int64_t{1}, heavy_total - set.strays);
     // Lane i knows where edge i falls.
     const int own_edge = min(static_cast<int>(threadIdx.x), kStratumEdgeCount - 1);
     const int own_bin = LastBinReaching(bins, StratumEdge(k, own_edge), tail_at);
@@ -89,27 +102,32 @@ __global__ void __launch_bounds__(kCutThreads)
   __shared__ int64_t stratum_count[kTailStrataMax];
   __shared__ uint16_t limits[kTailStrataMax];
   __shared__ int near_bin;
+  __shared__ HeavySet heavy_set;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
+  SetRankVariances(shape, u);
+  __syncthreads();
   if (threadIdx.x == 0) {
+    heavy_set = u.by_mass ? u.state->heavy_set : HeavySetByCount(shape, u);
+    u.state->heavy_set = heavy_set;
     // Of no tokens to call heavy the highest bin's first.
-    heavy_bin = u.by_mass ? bins : u.heavy_count == 0 ? bins - 1 : 0;
+    heavy_bin = u.by_mass ? bins : heavy_set.count() == 0 ? bins - 1 : 0;
     near_bin = INT16_MAX;
   }
-  __syncthreads();
   SuffixSums(above, bins);
 
   if (!u.by_mass) {
+    const int64_t heavy = heavy_set.count();
     for (int b = threadIdx.x; b < bins; b += blockDim.x) {
       const int64_t next = b + 1 < bins ? above[b + 1] : 0;
-      if (above[b] >= u.heavy_count && next < u.heavy_count) heavy_bin = b;
+      if (above[b] >= heavy && next < heavy) heavy_bin = b;
     }
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    CutTail(shape, u, above, heavy_bin, lowest_bin, stratum_count, limits, strata_count);
+    CutTail(shape, u, heavy_set, above, heavy_bin, lowest_bin, stratum_count, limits, strata_count);
   }
   __syncthreads();
   const auto class_below = [&](int bin) {

@@ -82,6 +82,11 @@ __device__ inline T WarpScan(T x) {
   return x;
 }
 
+// What sums over a unit's values are in units of.
+__device__ inline float ValueUnit(const UnitRequest& u) {
+  return u.statistics != nullptr ? u.statistics->value_unit : 1.0f;
+}
+
 // A unit's request in shared memory: one read of GPU memory for all threads.
 template <typename Request>
 __device__ inline void LoadRequest(const Request* from, Request& to) {
@@ -122,7 +127,7 @@ __device__ inline void BeginSecond(const UnitRequest* from, UnitRequest& to) {
   LoadRequest(from, to);
 }
 
-// Whether the GPU holds the row of a token that is coded and not in the window.
+// Whether the GPU holds the row of a token that is indexed and not in the window.
 __device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
   if (rows.pages == nullptr) return false;
   const uint32_t slot = token % kPageTokenCount;

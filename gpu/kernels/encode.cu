@@ -1,5 +1,9 @@
+#include <algorithm>
+
 #include "gpu/kernels/encode.cuh"
-#include "gpu/kernels/encode_tile.cuh"
+#include "gpu/kernels/encode_page.cuh"
+#include "gpu/kernels/first_pages.cuh"
+#include "gpu/kernels/launch.cuh"
 
 namespace spillway::cuda {
 namespace {
@@ -10,6 +14,48 @@ void RunCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream)
   constexpr int kThreads = 32;
   const dim3 grid((work.head_dim + kThreads - 1) / kThreads, work.kv_head_count);
   CentreKernel<T><<<grid, kThreads, 0, stream>>>(work, token_count);
+}
+
+// radii: null, or [H][pages][kPageTokenCount] in place of norms.
+cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, const HeadIndex& heads,
+                     float* radii, cudaStream_t stream) {
+  if (work.end <= work.begin) return cudaSuccess;
+  const auto pages = static_cast<unsigned>((work.end - work.begin) / kPageTokenCount);
+  const auto kv_heads = static_cast<unsigned>(work.kv_head_count);
+  const auto shared = static_cast<size_t>(EncodePageSharedBytes(work.head_dim));
+  // Every call: the attribute is a device's own, and setting it is cheap.
+  const cudaError_t error =
+      cudaFuncSetAttribute(EncodePageKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  return Launch<EncodePageKernel>({{pages, kv_heads}, kPageThreads, shared}, stream, work, weights,
+                                  Quantiser::Of(work.head_dim, weights.bits_per_dim), heads, radii);
+}
+
+cudaError_t RunFirstPages(const EncodeWork& work, const RotationWeights& weights,
+                          const HeadIndex& heads, float* scratch, cudaStream_t stream) {
+  constexpr int kMeanThreads = kHeadDimMax / 4;
+  // Two tokens a warp: rows may lie in host memory, and each is waited for.
+  constexpr unsigned kDistanceBlocks = 64;
+  constexpr int kDistanceThreads = 256;
+  const auto kv_heads = static_cast<unsigned>(work.kv_head_count);
+  float* const radii = scratch;
+  float* const distances = radii + kv_heads * kCentreTokenCount;
+  float* const means = distances + kv_heads * kCentreTokenCount;
+  cudaError_t error = RunPages(work, weights, heads, radii, stream);
+  if (error == cudaSuccess) {
+    error =
+        Launch<ValueMeansKernel>({{kValueBlockCount, kv_heads}, kMeanThreads}, stream, work, means);
+  }
+  if (error == cudaSuccess) {
+    error = Launch<ValueDistancesKernel>({{kDistanceBlocks, kv_heads}, kDistanceThreads}, stream,
+                                         work, means, heads.value_centres, distances);
+  }
+  if (error == cudaSuccess) {
+    error = Launch<StatisticsKernel>({{kv_heads}, kStatisticsThreads}, stream, work, radii,
+                                     distances, heads.statistics);
+  }
+  return error;
 }
 
 }  // namespace
@@ -29,23 +75,29 @@ cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream
   return cudaGetLastError();
 }
 
-cudaError_t LaunchEncodeRotation(const EncodeWork& work, const RotationWeights& weights,
-                                 cudaStream_t stream) {
-  if (work.end <= work.begin) return cudaSuccess;
-  const Quantiser quantiser = Quantiser::Of(work.head_dim, weights.bits_per_dim);
-  // Every call: the attributes are a device's own, and setting them is cheap.
-  const int shared = EncodeTileSharedBytes(work.head_dim);
-  cudaError_t error =
-      cudaFuncSetAttribute(EncodeTileKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(EncodeTileKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
+cudaError_t LaunchEncodePages(const EncodeWork& work, const RotationWeights& weights,
+                              const HeadIndex& heads, cudaStream_t stream) {
+  return RunPages(work, weights, heads, /*radii=*/nullptr, stream);
+}
+
+cudaError_t LaunchEncodeFirstPages(const EncodeWork& work, const RotationWeights& weights,
+                                   const HeadIndex& heads, std::byte* scratch,
+                                   int64_t scratch_bytes, cudaStream_t stream) {
+  const int64_t heads_at_once = scratch_bytes / FirstPagesScratchBytes(work.head_dim);
+  cudaError_t error = cudaSuccess;
+  for (int64_t head = 0; head < work.kv_head_count && error == cudaSuccess; head += heads_at_once) {
+    EncodeWork part = work;
+    part.begin = 0;
+    part.end = kCentreTokenCount;
+    part.kv_head_count = static_cast<int>(std::min(heads_at_once, work.kv_head_count - head));
+    part.row_pages += head * work.row_page_capacity;
+    part.code_pages += head * work.code_page_capacity;
+    error = RunFirstPages(
+        part, weights,
+        {heads.statistics + head, heads.value_centres + head * int64_t{work.head_dim}},
+        reinterpret_cast<float*>(scratch), stream);
   }
-  if (error != cudaSuccess) return error;
-  const int64_t tiles = (work.end + kTileTokens - 1) / kTileTokens - work.begin / kTileTokens;
-  const dim3 grid(static_cast<unsigned>(tiles), work.kv_head_count);
-  EncodeTileKernel<<<grid, kTileThreads, shared, stream>>>(work, weights.transposed, quantiser);
-  return cudaGetLastError();
+  return error;
 }
 
 }  // namespace spillway::cuda

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/code_tiling.h"
+#include "host/core/page_index.h"
 
 namespace spillway::cuda {
 
@@ -25,19 +26,39 @@ struct EncodeWork {
   std::byte* const* code_pages = nullptr;  // likewise
   int64_t code_page_capacity = 0;
   CodeTiling tiling;
-  float* centre = nullptr;  // [H][d]
+  float* centre = nullptr;  // [H][d], of methods' codes; null without any
 };
 
 struct RotationWeights {
   int bits_per_dim = 0;               // B in [1, 4]
+  bool raw_keys = false;              // whether the pages' centres are 0
   const float* transposed = nullptr;  // P^T [d][d]
+};
+
+// What norms are relative to, of each KV head; see host/core/page_index.h.
+// Device addresses.
+struct HeadIndex {
+  HeadStatistics* statistics = nullptr;  // [H]
+  float* value_centres = nullptr;        // [H][d]
 };
 
 // Launchers; nothing waits. centre: the mean of each head's first token_count
 // keys, summed in fp64 in token order and rounded once.
 cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream);
-// Codes and factors, bit-equal to the CPU device's.
-cudaError_t LaunchEncodeRotation(const EncodeWork& work, const RotationWeights& weights,
-                                 cudaStream_t stream);
+
+// Centres, codes, factors and norms of closed pages, bit-equal to the CPU
+// device's. begin and end are multiples of kPageTokenCount; `heads` are known.
+cudaError_t LaunchEncodePages(const EncodeWork& work, const RotationWeights& weights,
+                              const HeadIndex& heads, cudaStream_t stream);
+// The same of a sequence's first kCentreTokenCount tokens, begin and end are not
+// read; fills `heads`. scratch: device memory for as many heads at a time as it
+// holds, at least one, of FirstPagesScratchBytes() each.
+cudaError_t LaunchEncodeFirstPages(const EncodeWork& work, const RotationWeights& weights,
+                                   const HeadIndex& heads, std::byte* scratch,
+                                   int64_t scratch_bytes, cudaStream_t stream);
+constexpr int64_t FirstPagesScratchBytes(int head_dim) {
+  return static_cast<int64_t>(sizeof(float)) *
+         (2 * kCentreTokenCount + int64_t{kValueBlockCount} * head_dim);
+}
 
 }  // namespace spillway::cuda

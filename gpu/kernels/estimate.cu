@@ -7,7 +7,7 @@ namespace {
 // A block per head.
 LaunchShape ByHead(const Wave& wave) {
   const dim3 grid(wave.shape.group, wave.unit_count);
-  return {grid, kEstimateThreads, 0, wave.overlap};
+  return {grid, kEstimateThreads, HeadSumsBytes(wave.shape.head_dim), wave.overlap};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/rows.cuh"
+#include "host/core/degrees.h"
 
 // Softmax sums over rows. A block takes a split tile by tile: rows into
 // shared memory as fp32, a thread per (row, query row) for the logits, a
@@ -8,30 +9,70 @@
 // the split alone.
 namespace spillway::cuda {
 
-// Sums that a thread keeps for its dimension.
+// Sums that a thread keeps for its dimension, and with moments for its pair of
+// kProjectedPairs.
 template <int kRows, bool kMoments>
 struct ValueSums {
   float value[kRows] = {};
   float value_sq[kMoments ? kRows : 1] = {};
+  float projected[kMoments ? kRows : 1] = {};
 };
 
 struct FoldShape {
   DType dtype;
   int head_dim;
   int rows;  // query rows in use, <= kRows
+  // With moments: values v are taken as v * inverse_unit, and projected.
+  float inverse_unit = 1;
+  const ProjectionSigns* signs = nullptr;
 };
 
+// Floats from one row's projected value to the next: four of them lie in
+// different banks, eight rows of which a quarter-warp writes.
+inline constexpr int kProjectionStride = kProjectionDims + 4;
+
 // Shared memory of a folding block, in floats.
-__host__ __device__ inline int FoldFloats(int head_dim, int row_capacity) {
+__host__ __device__ inline int FoldFloats(int head_dim, int row_capacity, bool moments) {
   const int tile_rows = TileRows(head_dim);
-  return tile_rows * TileStride(2 * head_dim) + row_capacity * head_dim + tile_rows * row_capacity +
-         tile_rows;
+  const int of_moments = moments ? 1 + row_capacity + kProjectionStride : 0;
+  return tile_rows * (TileStride(2 * head_dim) + row_capacity + of_moments) +
+         row_capacity * head_dim;
+}
+
+// Four elements 4 quad, ... of a value's projection; value: [d] in units.
+__device__ inline float4 ProjectFour(const float* value, int d, int quad,
+                                     const ProjectionSigns& signs) {
+  float4 y = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+  for (int i = 4 * quad; i < d; i += kProjectionDims) {
+    const float4 v = *reinterpret_cast<const float4*>(value + i);
+    y.x += signs.Of(i, v.x);
+    y.y += signs.Of(i + 1, v.y);
+    y.z += signs.Of(i + 2, v.z);
+    y.w += signs.Of(i + 3, v.w);
+  }
+  return y;
+}
+
+// A row's numbers of all query rows.
+template <int kRows>
+__device__ inline void LoadOfRows(const float* from, float (&x)[kRows]) {
+  static_assert(kRows % 4 == 0);
+#pragma unroll
+  for (int r = 0; r < kRows; r += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + r);
+    x[r] = four.x;
+    x[r + 1] = four.y;
+    x[r + 2] = four.z;
+    x[r + 3] = four.w;
+  }
 }
 
 // Folds `count` rows, row_at(i) being their addresses. visible(r, i): whether
 // query row r sees row i; bad(i): told of a seen logit that is not finite;
 // weigh(r, i, k, l): what is put in a seen logit's place, k the row's key.
-// queries: [kRows][d], scaled. The block has a thread per dimension.
+// queries: [kRows][d], scaled. The block has a thread per dimension, and with
+// moments one for each of kProjectedPairs.
 template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad, typename Weigh>
 __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
                                 Visible visible, Bad bad, Weigh weigh, const float* queries,
@@ -42,23 +83,38 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
   const int stride = TileStride(2 * d);
   float* tile = memory;
   float* weights = tile + tile_rows * stride;  // [tile_rows][kRows] logits, then x
-  float* norms = weights + tile_rows * kRows;  // [tile_rows] ||v||^2
+  // With moments:
+  float* squares = weights + tile_rows * kRows;                // [tile_rows][kRows] x^2
+  float* projections = squares + tile_rows * kRows;            // [tile_rows][kProjectionStride] y
+  float* norms = projections + tile_rows * kProjectionStride;  // [tile_rows] ||v||^2
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int warps = blockDim.x / 32;
   for (int64_t at = 0; at < count; at += tile_rows) {
     const int m = static_cast<int>(min(static_cast<int64_t>(tile_rows), count - at));
     __syncthreads();
+    const auto in_units = [&](int element, float4 x) {
+      if (!kMoments) return x;
+      const float factor = element < d ? 1.0f : shape.inverse_unit;
+      return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+    };
     LoadTile(
-        shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, tile);
+        shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, in_units, tile);
     __syncthreads();
-    const int tasks = shape.rows + (kMoments ? 1 : 0);
+    // Of each row: logits, and with moments its value's norm and projection.
+    const int tasks = shape.rows + (kMoments ? 1 + kProjectionDims / 4 : 0);
     for (int i = threadIdx.x; i < m * tasks; i += blockDim.x) {
       const int row = i % m;
       const int r = i / m;
       const float* k = tile + row * stride;
       if (kMoments && r == shape.rows) {
         norms[row] = Dot(k + d, k + d, d);
+        continue;
+      }
+      if (kMoments && r > shape.rows) {
+        const int quad = r - shape.rows - 1;
+        *reinterpret_cast<float4*>(projections + row * kProjectionStride + 4 * quad) =
+            ProjectFour(k + d, d, quad, *shape.signs);
         continue;
       }
       float l = -INFINITY;
@@ -74,7 +130,10 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
     __shared__ float keep[kRows];
     for (int r = warp; r < kRows; r += warps) {
       if (r >= shape.rows) {
-        for (int row = lane; row < m; row += 32) weights[row * kRows + r] = 0;
+        for (int row = lane; row < m; row += 32) {
+          weights[row * kRows + r] = 0;
+          if (kMoments) squares[row * kRows + r] = 0;
+        }
         if (lane == 0) keep[r] = 0;
         continue;
       }
@@ -82,7 +141,10 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       const float old = sums[r].max;
       const float max = fmaxf(WarpMax(l), old);
       const float x = l == -INFINITY ? 0.0f : ExpF32(l - max);
-      if (lane < m) weights[lane * kRows + r] = x;
+      if (lane < m) {
+        weights[lane * kRows + r] = x;
+        if (kMoments) squares[lane * kRows + r] = x * x;
+      }
       const float sum = WarpSum(x);
       const float sum_sq = kMoments ? WarpSum(x * x) : 0;
       const float sum_sq_norm = kMoments ? WarpSum(lane < m ? x * x * norms[lane] : 0.0f) : 0;
@@ -99,12 +161,30 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
 #pragma unroll 4
       for (int row = 0; row < m; ++row) {
         const float v = tile[row * stride + d + threadIdx.x];
+        float x[kRows];
+        LoadOfRows(weights + row * kRows, x);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          const float x = weights[row * kRows + r];
-          const float xv = x * v;
+          const float xv = x[r] * v;
           values.value[r] += xv;
-          if (kMoments) values.value_sq[r] = fmaf(x, xv, values.value_sq[r]);
+          if (kMoments) values.value_sq[r] = fmaf(x[r], xv, values.value_sq[r]);
+        }
+      }
+    }
+    if (kMoments && threadIdx.x < kProjectedPairs) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) values.projected[r] *= keep[r] * keep[r];
+      const int a = threadIdx.x % kProjectionDims;
+      const int b = (a + threadIdx.x / kProjectionDims) % kProjectionDims;
+#pragma unroll 4
+      for (int row = 0; row < m; ++row) {
+        const float* y = projections + row * kProjectionStride;
+        const float product = y[a] * y[b];
+        float square[kRows];
+        LoadOfRows(squares + row * kRows, square);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          values.projected[r] = fmaf(square[r], product, values.projected[r]);
         }
       }
     }
@@ -123,8 +203,8 @@ struct PlainLogits {
   }
 };
 
-// Splits of a sparse attend's phase. Grid (blocks, units); a thread per
-// dimension, at least 128. Shared memory: FoldFloats().
+// Splits of a sparse attend's phase. Grid (blocks, units). Shared memory:
+// FoldFloats().
 template <int kRows, typename Weigh>
 __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, int phase,
                            const UnitRequest* units) {
@@ -141,7 +221,7 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
     queries[i] = u.q[i] * shape.scale;
   }
   const Weigh weigh(context);
-  const FoldShape fold = {shape.dtype, d, shape.group};
+  const FoldShape fold = {shape.dtype, d, shape.group, 1 / ValueUnit(u), &u.signs};
   for (int i = blockIdx.x; i < state.split_count[phase]; i += gridDim.x) {
     const KvSplit split = state.splits[phase][i];
     if (threadIdx.x < kRows) sums[threadIdx.x] = SoftmaxSums::Empty();
@@ -161,12 +241,16 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
     }
     float* value = out + kSumsFloats * shape.group;
     float* value_sq = value + shape.group * d;
-    if (threadIdx.x < d) {
+    float* projected = value_sq + shape.group * d;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r >= shape.group) break;
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= shape.group) break;
+      if (threadIdx.x < d) {
         value[r * d + threadIdx.x] = values.value[r];
         value_sq[r * d + threadIdx.x] = values.value_sq[r];
+      }
+      if (threadIdx.x < kProjectedPairs) {
+        projected[r * kProjectedPairs + threadIdx.x] = values.projected[r];
       }
     }
     __syncthreads();

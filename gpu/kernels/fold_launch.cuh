@@ -8,9 +8,11 @@
 // How kernels that fold are launched.
 namespace spillway::cuda {
 
-inline LaunchShape FoldLaunch(dim3 grid, int head_dim, int row_capacity, bool overlap) {
-  const int threads = std::max(128, (head_dim + 31) / 32 * 32);
-  return {grid, threads, sizeof(float) * FoldFloats(head_dim, row_capacity), overlap};
+inline LaunchShape FoldLaunch(dim3 grid, int head_dim, int row_capacity, bool moments,
+                              bool overlap) {
+  const int needed = std::max(head_dim, moments ? kProjectedPairs : 128);
+  return {grid, (needed + 31) / 32 * 32,
+          sizeof(float) * FoldFloats(head_dim, row_capacity, moments), overlap};
 }
 
 // Sums over a phase's splits of what Weigh makes of logits.
@@ -20,8 +22,8 @@ cudaError_t LaunchFoldOf(const Wave& wave, int phase, const typename Weigh::Cont
   const dim3 grid(kSplitMax, wave.unit_count);
   const auto fold = [&]<int kRows>() {
     return Launch<FoldKernel<kRows, Weigh>>(
-        FoldLaunch(grid, wave.shape.head_dim, kRows, wave.overlap), stream, wave.shape, context,
-        phase, wave.units);
+        FoldLaunch(grid, wave.shape.head_dim, kRows, /*moments=*/true, wave.overlap), stream,
+        wave.shape, context, phase, wave.units);
   };
   return wave.shape.group <= 4 ? fold.template operator()<4>() : fold.template operator()<16>();
 }

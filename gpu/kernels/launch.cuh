@@ -21,7 +21,8 @@ struct LaunchShape {
 // Launches kKernel, which may take all the shared memory that a block can have.
 template <auto kKernel, typename... Arguments>
 cudaError_t Launch(const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
-  constexpr size_t kDefaultSharedBytes = 48 * 1024;
+  // 48 KiB less what a kernel may have of its own.
+  constexpr size_t kDefaultSharedBytes = 24 * 1024;
   constexpr int kDevicesMax = 64;
   static std::array<std::atomic<bool>, kDevicesMax> allowed{};
   if (shape.shared_bytes > kDefaultSharedBytes) {

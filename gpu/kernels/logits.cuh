@@ -116,18 +116,25 @@ __global__ void __launch_bounds__(kLogitThreads)
     const int64_t first = page_index * kPageTokenCount;
     const int64_t wanted = min(static_cast<int64_t>(kPageTokenCount), u.end - first);
     source.Compute(page_index, wanted > 0 ? static_cast<int>(wanted) : 0);
-    const int64_t token = first + threadIdx.x;
+    const PageSlots slots(u, page_index);
+    const int slot = threadIdx.x;
+    const bool scored = slots.Scored(slot);
+    const bool weighed = scored && shape.weighed;
+    const uint8_t norm = weighed ? NormOf(shape.tiling, u.code_pages[page_index], slot) : 0;
+    const bool stray = weighed && norm == kStrayNorm;
     float score = 0;
-    for (int h = 0; token >= u.begin && token < u.end && h < shape.group; ++h) {
+    for (int h = 0; scored && h < shape.group; ++h) {
       const float x = source.Get(h) * kExpLog2E;
       const float e = ScoreExp2(x - FromOrderedBits(state.reference[h]));
       score = fmaf(e, ScoreHeadWeight(state.mass[h]), score);
       if (shape.by_mass) {
-        u.head_bins[h * u.n + token] = static_cast<uint16_t>(__float_as_uint(e) >> kScoreBinShift);
+        u.head_bins[h * u.n + first + slot] =
+            stray ? kNotFoundBin : static_cast<uint16_t>(__float_as_uint(e) >> kScoreBinShift);
       }
     }
-    PageSlots(u, page_index)
-        .Store(threadIdx.x, __float_as_uint(score) >> kScoreBinShift, histogram);
+    int bin = static_cast<int>(__float_as_uint(score) >> kScoreBinShift);
+    if (weighed) bin = WeighBin(bin, norm, u.statistics->value_floor);
+    slots.Store(slot, static_cast<uint32_t>(bin), histogram);
   }
   __syncthreads();
   AddToGlobal(histogram, kScoreBinCount, u.histogram);

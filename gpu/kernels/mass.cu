@@ -14,7 +14,8 @@ cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream) {
   cudaError_t error = Launch<CountHeadBinsKernel>(
       {{std::min(blocks, 64u), units, group}, 256, 0, wave.overlap}, stream, wave.units);
   if (error != cudaSuccess) return error;
-  error = Launch<HeadThresholdKernel>({{group, units}, 32, 0, wave.overlap}, stream, wave.units);
+  error = Launch<HeadThresholdKernel>({{group + 1, units}, 32, 0, wave.overlap}, stream, wave.shape,
+                                      wave.units);
   if (error != cudaSuccess) return error;
   error = Launch<CountHeadTiesKernel>({{blocks, units}, 256, 0, wave.overlap}, stream,
                                       wave.shape.group, wave.units);

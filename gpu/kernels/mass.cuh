@@ -1,10 +1,17 @@
 #pragma once
 
-#include "gpu/kernels/device_math.cuh"
+#include "gpu/kernels/bin_sums.cuh"
+#include "host/core/page_index.h"
 
 // Heavy sets by mass (Twilight's top-p): one threshold per query head, the
-// union over the group is heavy.
+// union over the group is heavy. One set more is that of the strays, by the
+// group's bins.
 namespace spillway::cuda {
+
+// Bins that a set's threshold is among, by token.
+__device__ inline const uint16_t* SetBins(const UnitRequest& u, int group, int set) {
+  return set < group ? u.head_bins + set * u.n : u.bins;
+}
 
 // Histograms of each head's own bins. Grid (blocks, units, heads).
 __global__ void CountHeadBinsKernel(const UnitRequest* units) {
@@ -25,14 +32,23 @@ __global__ void CountHeadBinsKernel(const UnitRequest* units) {
   }
 }
 
-// Each head's threshold; the sums over bins run in the CPU device's order.
-// Grid (heads, units), one warp.
-__global__ void HeadThresholdKernel(const UnitRequest* units) {
+// Each head's threshold, and the strays'; the sums over bins run in the CPU
+// device's order. Grid (heads + 1, units), one warp.
+__global__ void HeadThresholdKernel(AttendShape shape, const UnitRequest* units) {
   __shared__ uint16_t used[kScoreBinCount];  // bins with tokens, ascending
   __shared__ uint32_t counts[kScoreBinCount];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   const int head = blockIdx.x;
+  if (head == shape.group) {
+    if (threadIdx.x != 0) return;
+    const int64_t strays = ScoredStrays(shape, u);
+    const HeavySet set = HeavySet::Of(0, false, strays, u.terms.row_count_max, u.sink, u.window);
+    u.state->heavy_set = set;
+    u.state->head_bin[head] = kStrayBin;
+    u.state->head_skip[head] = strays - set.strays;
+    return;
+  }
   const uint32_t* histogram = u.head_histograms + head * kScoreBinCount;
   int found = 0;
   for (int base = 0; base < kScoreBinCount; base += 32) {
@@ -54,19 +70,18 @@ __global__ void HeadThresholdKernel(const UnitRequest* units) {
   u.state->head_skip[head] = int64_t{histogram[threshold.bin]} - threshold.take;
 }
 
-// Tokens of each head's threshold bin, per segment. Grid (segments, units).
+// Tokens of each set's threshold bin, per segment. Grid (segments, units).
 __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     const int64_t from = max(segment * kSegmentTokens, u.begin);
     const int64_t to = min((segment + 1) * kSegmentTokens, u.end);
-    for (int h = 0; h < group; ++h) {
+    for (int h = 0; h <= group; ++h) {
       const int bin = u.state->head_bin[h];
+      const uint16_t* bins = SetBins(u, group, h);
       uint32_t count = 0;
-      for (int64_t t = from + threadIdx.x; t < to; t += blockDim.x) {
-        count += u.head_bins[h * u.n + t] == bin;
-      }
+      for (int64_t t = from + threadIdx.x; t < to; t += blockDim.x) count += bins[t] == bin;
       count = WarpSum(count);
       if (threadIdx.x % 32 == 0 && count > 0)
         atomicAdd(&u.head_ties[h * u.segments() + segment], count);
@@ -82,9 +97,9 @@ __global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
   UnitState& state = *u.state;
   const int lane = threadIdx.x;
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
-    // Ties before this segment, per head; of a head's bin the first skip stay.
-    int64_t rank[kGroupMax];
-    for (int h = 0; h < group; ++h) {
+    // Ties before this segment, per set; of a set's bin the first skip stay.
+    int64_t rank[kGroupMax + 1];
+    for (int h = 0; h <= group; ++h) {
       int64_t before = 0;
       for (int64_t c = lane; c < segment; c += 32) before += u.head_ties[h * u.segments() + c];
       rank[h] = WarpSum(before);
@@ -95,8 +110,8 @@ __global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
       const int64_t t = base + lane;
       const bool scored = t >= u.begin && t < to;
       bool heavy = false;
-      for (int h = 0; h < group; ++h) {
-        const int bin = scored ? u.head_bins[h * u.n + t] : -1;
+      for (int h = 0; h <= group; ++h) {
+        const int bin = scored ? SetBins(u, group, h)[t] : -1;
         const bool tie = bin == state.head_bin[h];
         const unsigned ties = __ballot_sync(kFullWarp, tie);
         heavy |= bin > state.head_bin[h] ||

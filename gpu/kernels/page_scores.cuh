@@ -1,17 +1,18 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
+#include "host/core/page_index.h"
 
 // What kernels that score a page at a time share: pages on their way in, bins
 // on their way out.
 namespace spillway::cuda {
 
-// Two blocks an SM: their pages in flight fill its shared memory.
-inline constexpr int kScoreThreads = 256;
-inline constexpr int kScoreBlocks = 2;
+// A block has an SM to itself: its pages in flight fill the shared memory.
+inline constexpr int kScoreThreads = 512;
 
 // A warp's pages on their way to shared memory: the next one comes while one
-// is scored. 16-byte asynchronous copies; `bytes` from `page` on.
+// is scored. 16-byte asynchronous copies; `bytes` from `page` on. kDepth pages
+// are brought before the first is taken, then one after each that was scored.
 class PageRing {
  public:
   static constexpr int kDepth = 2;
@@ -51,6 +52,23 @@ __device__ inline void AddToGlobal(const uint32_t* shared_histogram, int bin_cou
   }
 }
 
+// Marks the tokens of pages that hold no scored one. All threads of the grid's x.
+__device__ inline void MarkUnscoredPages(const UnitRequest& u) {
+  const int64_t before = u.scored_page_begin() * kPageTokenCount;
+  const int64_t after = u.scored_page_end() * kPageTokenCount;
+  const int64_t count = before + max(u.n - after, int64_t{0});
+  for (int64_t t = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; t < count;
+       t += int64_t{gridDim.x} * blockDim.x) {
+    u.bins[t < before ? t : after + (t - before)] = kNoBin;
+  }
+}
+
+// The norm byte of a token of an index page, of a model with a rotation.
+__device__ inline uint8_t NormOf(const CodeTiling& tiling, const std::byte* page, int slot) {
+  const auto* norms = reinterpret_cast<const uint8_t*>(page) + tiling.norm_offset_bytes();
+  return norms[CodeTiling::factor_index(slot)];
+}
+
 // A page's tokens and which of them are scored, by slot.
 struct PageSlots {
   uint16_t* bins;
@@ -63,9 +81,10 @@ struct PageSlots {
         end(static_cast<int>(min(u.end - page_index * kPageTokenCount, int64_t{kPageTokenCount}))) {
   }
 
+  __device__ bool Scored(int slot) const { return slot >= begin && slot < end; }
   // Bins have room for whole pages.
   __device__ void Store(int slot, uint32_t bin, uint32_t* histogram) const {
-    const bool scored = slot >= begin && slot < end;
+    const bool scored = Scored(slot);
     if (scored) atomicAdd(&histogram[bin], 1u);
     bins[slot] = scored ? static_cast<uint16_t>(bin) : kNoBin;
   }

@@ -2,14 +2,12 @@
 
 #include <cmath>
 
-#include "gpu/kernels/device_math.cuh"
-#include "gpu/kernels/encode.h"
+#include "gpu/kernels/page_rows.cuh"
 #include "host/core/quantiser.h"
 
-// What the encoders of one key and of many share. Every rounding happens where
-// the CPU's encoder has it (host/cpu/kernels_encode.cc), so that codes are
-// equal bit for bit: sums are chains in index order, products are fused by
-// fmaf() alone.
+// How rotated keys become codes. Every rounding happens where the CPU's encoder
+// has it (host/cpu/kernels_encode.cc), so that codes are equal bit for bit: sums
+// are chains in index order, products are fused by fmaf() alone.
 namespace spillway::cuda {
 
 // The quantiser of B bits, a level being clamp(floor(y scale) + 2^(B-1), 0,
@@ -55,20 +53,12 @@ struct Quantiser {
 // units of the step.
 __device__ inline uint16_t Factor(float length, float dot, float step) {
   if (!(length > 0) || !(dot > 0)) return 0;
-  const float f = fminf(__fdiv_rn(length, dot * step), 3.0e38f);
-  const uint32_t bits = __float_as_uint(f);
-  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
-}
-
-__device__ inline std::byte* CodePage(const EncodeWork& work, int head, int64_t token) {
-  return work.code_pages[head * work.code_page_capacity + token / kPageTokenCount];
+  return FloatToBFloat16(fminf(__fdiv_rn(length, dot * step), 3.0e38f));
 }
 __device__ inline void StoreFactor(const CodeTiling& tiling, std::byte* code_page, int slot,
                                    uint16_t factor) {
   std::byte* factors = code_page + tiling.factor_offset_bytes();
   reinterpret_cast<uint16_t*>(factors)[CodeTiling::factor_index(slot)] = factor;
 }
-
-__device__ inline float Divisor(float largest) { return largest > 0 ? largest : 1.0f; }
 
 }  // namespace spillway::cuda

@@ -6,7 +6,7 @@
 namespace spillway::cuda {
 
 bool PrepareOverlaps(const Wave& wave) {
-  return wave.overlap && wave.append.key_count > 0 && !wave.first;
+  return wave.overlap && wave.append.row_count > 0 && !wave.first;
 }
 
 cudaError_t LaunchClearUnits(const Wave& wave, cudaStream_t stream) {

@@ -3,6 +3,7 @@
 #include "gpu/kernels/rotated_query.cuh"
 #include "gpu/kernels/unit_start.cuh"
 #include "host/core/query_code.h"
+#include "host/core/rank_error.h"
 
 // Query heads as the bit planes that tensor cores multiply with codes.
 namespace spillway::cuda {
@@ -28,6 +29,10 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   __shared__ float x[kHeadDimMax];
   __shared__ float warp_largest[kHeadDimMax / 32];
   __shared__ int32_t warp_sums[kHeadDimMax / 32];
+  // Of query_code.h's runs.
+  __shared__ float norm_runs[kHeadDimMax / kQueryRun];
+  __shared__ float error_runs[kHeadDimMax / kQueryRun];
+  static_assert(kQueryRun == 32);
   const int d = shape.head_dim;
   const int g = blockIdx.x;
   const int j = threadIdx.x;
@@ -55,24 +60,41 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   const float step = QueryStep(largest);
   int weight = 0;
   int code = 0;
+  float error = 0;
   if (present && step > 0) {
     const int level = QueryLevel(y, step);
     code = level + 8;
     weight = QueryWeight(level);
+    error = QueryErrorSquare(y, level, step);
   }
   for (int plane = 0; plane < 4; ++plane) {
     const uint32_t bits = __ballot_sync(kFullWarp, code >> plane & 1);
     if (lane == 0) u.query_planes[(g / 4 * 16 + plane * 4 + g % 4) * words + word] = bits;
   }
   const int sum = WarpSum(weight);
-  if (lane == 0) warp_sums[word] = sum;
+  const float norm_run = WarpSum(y * y);
+  const float error_run = WarpSum(error);
+  if (lane == 0) {
+    warp_sums[word] = sum;
+    norm_runs[word] = norm_run;
+    error_runs[word] = error_run;
+  }
   __syncthreads();
   EndFirst();
   if (j != 0 || g >= shape.group) return;
   int total = 0;
-  for (int w = 0; w < words; ++w) total += warp_sums[w];
-  u.state->offset[g] = QueryOffset(shape.bits_per_dim, total);
-  u.state->coefficient[g] = QueryCoefficient(shape.scale, step, shape.quantiser_step);
+  float norm_sq = 0;
+  float error_sq = 0;
+  for (int w = 0; w < words; ++w) {
+    total += warp_sums[w];
+    norm_sq += norm_runs[w];
+    error_sq += error_runs[w];
+  }
+  UnitState& state = *u.state;
+  state.offset[g] = QueryOffset(shape.bits_per_dim, total);
+  state.coefficient[g] = QueryCoefficient(shape.scale, step, shape.quantiser_step);
+  state.rank_error_scale[g] =
+      RankErrorScale(shape.scale, shape.quantiser_distortion, norm_sq, error_sq);
 }
 
 }  // namespace spillway::cuda

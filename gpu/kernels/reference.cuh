@@ -1,6 +1,8 @@
 #pragma once
 
 #include "gpu/kernels/binary_product.cuh"
+#include "gpu/kernels/centre_logits.cuh"
+#include "host/core/page_score.h"
 #include "host/core/score.h"
 
 // What scores are relative to: over some pages each head's largest
@@ -8,26 +10,35 @@
 namespace spillway::cuda {
 
 // Estimated logits of the reference pages and their largest; see ReferencePages.
-// A warp takes a tile; grid (blocks, units). Shared memory: query planes.
+// A warp takes a tile; grid (blocks, units). Of these the first reference_blocks
+// do so, the others find all pages' centre logits, for the scores. Shared memory:
+// query planes.
 template <int kPlanes, int kFragments>
-__global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
+__global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const UnitRequest* units) {
   extern __shared__ uint2 planes[];
   __shared__ UnitRequest u;
   BeginSecond(units + blockIdx.y, u);
   UnitState& state = *u.state;
+  const int warps = blockDim.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (static_cast<int>(blockIdx.x) >= reference_blocks) {
+    const int64_t block = blockIdx.x - reference_blocks;
+    StoreCentreLogits(shape, u, block * warps + threadIdx.x / 32,
+                      int64_t{gridDim.x - reference_blocks} * warps);
+    return;
+  }
   const ReferencePages pages = ReferencePages::Of(u.begin, u.end);
   const int64_t tiles = pages.count * kCodeTilesPerPage;
-  const int warps = blockDim.x / 32;
   if (static_cast<int64_t>(blockIdx.x) * warps >= tiles) return;
   const int quartets = (shape.group + 3) / 4;
-  const int lane = threadIdx.x % 32;
   LoadQueryPlanes(u, quartets, shape.tiling.words, kFragments, planes);
   __syncthreads();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32; i < tiles;
-       i += static_cast<int64_t>(gridDim.x) * warps) {
+       i += static_cast<int64_t>(reference_blocks) * warps) {
     const int64_t page_index = pages.page(i / kCodeTilesPerPage);
     const int tile = static_cast<int>(i % kCodeTilesPerPage);
     const std::byte* page = u.code_pages[page_index];
+    const CentreChain chain(shape.tiling, page, lane);
     uint4 codes[kPlanes][kFragments];
 #pragma unroll
     for (int p = 0; p < kPlanes; ++p) {
@@ -38,13 +49,15 @@ __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
     }
     float factors[4];
     LoadFactors(shape.tiling, page, tile, lane, factors);
+    const uint32_t norms = LoadNorms(shape.tiling, page, tile, lane);
     int32_t ones[4];
-    TileOnes(codes, ones);
+    TileOnes(codes, lane, ones);
     for (int quartet = 0; quartet < quartets; ++quartet) {
       const int head = quartet * 4 + lane % 4;
       const bool present = head < shape.group;
       const int32_t offset = present ? state.offset[head] : 0;
       const float coefficient = present ? state.coefficient[head] : 0;
+      const float centre_logit = QuartetCentreLogit(shape, u.q, chain, quartet, lane);
       int32_t totals[4];
       TileTotals<kPlanes, kFragments>(
           codes, ones, QueryBits<kFragments>(planes + quartet * kFragments * 32, lane), offset,
@@ -52,9 +65,9 @@ __global__ void ReferenceKernel(AttendShape shape, const UnitRequest* units) {
       float max = -INFINITY;
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
-        float x = ScaledLogit(totals[t], coefficient, factors[t]);
+        float x = EstimatedLogit(ScaledTotal(totals[t], coefficient), factors[t], centre_logit);
         x = x < kScoreLogitMax ? x : kScoreLogitMax;
-        x = x > -kScoreLogitMax ? x : -kScoreLogitMax;
+        x = x > -kScoreLogitMax && !IsStrayNorm(norms, t) ? x : -kScoreLogitMax;
         const int slot = tile * kCodeTileTokens + t * 8 + lane / 4;
         const int64_t token = page_index * kPageTokenCount + slot;
         if (present) {

@@ -13,9 +13,11 @@ __host__ __device__ inline int TileStride(int elements) { return elements + 4; }
 __host__ __device__ inline int TileRows(int head_dim) { return head_dim <= 128 ? 32 : 16; }
 
 // The first `elements` of `count` rows, row_at(i) being the address of row i.
+// change(element, x) makes of elements [element, element + 4) what is stored.
 // All threads of the block; the caller synchronises.
-template <typename RowAt>
-__device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_at, float* tile) {
+template <typename RowAt, typename Change>
+__device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_at, Change change,
+                                float* tile) {
   const int stride = TileStride(elements);
   const int per_load = dtype == DType::kF32 ? 4 : 8;
   const int loads = elements / per_load;
@@ -33,12 +35,18 @@ __device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_
     for (int f = 0; f < kInFlight; ++f) {
       const int i = base + f * blockDim.x;
       if (i >= count * loads) break;
-      float4* to = reinterpret_cast<float4*>(tile + i / loads * stride + i % loads * per_load);
+      const int element = i % loads * per_load;
+      float4* to = reinterpret_cast<float4*>(tile + i / loads * stride + element);
       const auto* bytes = reinterpret_cast<const std::byte*>(&raw[f]);
-      to[0] = LoadFour(dtype, bytes, 0);
-      if (per_load == 8) to[1] = LoadFour(dtype, bytes, 1);
+      to[0] = change(element, LoadFour(dtype, bytes, 0));
+      if (per_load == 8) to[1] = change(element + 4, LoadFour(dtype, bytes, 1));
     }
   }
+}
+template <typename RowAt>
+__device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_at, float* tile) {
+  LoadTile(
+      dtype, elements, count, row_at, [](int, float4 x) { return x; }, tile);
 }
 
 // a . b of d floats, in four interleaved chains.

@@ -18,17 +18,19 @@ cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
   const int warps = kReferenceThreads / 32;
   const int blocks =
       BlocksPerUnit(wave, 16, (wave.reference_pages_max * kCodeTilesPerPage + warps - 1) / warps);
-  const dim3 grid(blocks, wave.unit_count);
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  const int centre_blocks = BlocksPerUnit(wave, 8, (pages + 2 * warps - 1) / (2 * warps));
+  const dim3 grid(blocks + centre_blocks, wave.unit_count);
   return Launch<ReferenceKernel<kPlanes, kFragments>>(
       {grid, kReferenceThreads, PlaneBytes(wave, quartets), wave.overlap}, stream, wave.shape,
-      wave.units);
+      blocks, wave.units);
 }
 
 template <int kPlanes, int kFragments>
 cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
   const int quartets = (wave.shape.group + 3) / 4;
   const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, quartets);
-  const int bytes = wave.shape.tiling.page_bytes();
+  const int bytes = ScoredBytes(wave.shape.tiling);
   if (wave.shape.by_mass) {
     return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, true, false>>(wave, fixed,
                                                                                   bytes, stream);

@@ -2,45 +2,88 @@
 
 #include "gpu/kernels/binary_product.cuh"
 #include "gpu/kernels/page_scores.cuh"
+#include "host/core/page_score.h"
+#include "host/core/rank_error.h"
 #include "host/core/score.h"
 
 // Scores by estimated logits, and their histogram.
 namespace spillway::cuda {
 
-// Score bins of every token, the same bits as the CPU device's, and the
-// unit's histogram. Grid (blocks, units); a warp takes a page. Shared memory:
-// histogram [bin_count], query planes, a PageRing a warp.
+// Sums of a page for one query head over a lane's tokens, by token % 16: what
+// ends in RankSums. Even octets of a tile are one chain, odd ones another.
+struct RankChains {
+  float weight[2];
+  float error[2];
+
+  __device__ void Add(int octet, float e, float factor_square) {
+    weight[octet % 2] += e;
+    error[octet % 2] = fmaf(e, factor_square, error[octet % 2]);
+  }
+  // The sums of the warp, of head lane % 4. All lanes.
+  __device__ RankSums<float> Sum() const {
+    static_assert(kRankChains == 16);
+    RankSums<float> sums = {weight[0] + weight[1], error[0] + error[1]};
+#pragma unroll
+    for (int apart = 16; apart >= 4; apart /= 2) {
+      sums.weight += __shfl_xor_sync(kFullWarp, sums.weight, apart);
+      sums.error += __shfl_xor_sync(kFullWarp, sums.error, apart);
+    }
+    return sums;
+  }
+};
+
+// Score bins of every token, the same bits as the CPU device's, the unit's
+// histogram, and sums of each page. Grid (blocks, units); a warp takes a page.
+// Shared memory: histogram [bin_count], query planes, a PageRing a warp.
 // With kOneQuartet the group has at most four heads, and what is said of them
 // stays in registers.
 template <int kPlanes, int kFragments, bool kMass, bool kOneQuartet>
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
+__global__ void __launch_bounds__(kScoreThreads, 1)
     ScoreAsymmetricKernel(AttendShape shape, const UnitRequest* units) {
+  constexpr int kQuartets = kOneQuartet ? 1 : kGroupMax / 4;
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ HeadTerms heads[kGroupMax];
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
-  const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
+  const int64_t page_end = u.scored_page_end();
   const int warps = blockDim.x / 32;
   const int lane = threadIdx.x % 32;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
-  const int page_bytes = shape.tiling.page_bytes();
+  const int64_t first_page = u.scored_page_begin() + static_cast<int64_t>(blockIdx.x) * warps;
+  const int page_bytes = ScoredBytes(shape.tiling);
   uint32_t* histogram = shared;
   uint2* planes = reinterpret_cast<uint2*>(shared + kScoreBinCount);
   const int quartets = (shape.group + 3) / 4;
   PageRing ring(reinterpret_cast<std::byte*>(planes + quartets * kFragments * 32) +
                     threadIdx.x / 32 * PageRing::kDepth * page_bytes,
                 page_bytes);
-  int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-  // Addresses of pages are known two pages ahead, the pages come one ahead.
-  // Codes were there before the attend: the first ones need not wait.
-  const auto address = [&](int64_t p) { return p < page_count ? u.code_pages[p] : nullptr; };
-  ring.Bring(address(page_index), lane);
-  const std::byte* next = address(page_index + step);
+  int64_t page_index = first_page + threadIdx.x / 32;
+  // Codes were there before the attend, and of what the kernels of this attend
+  // have written, only the one before may still be at work: all but the
+  // references' masses need not wait. Addresses of pages are known a page before
+  // they are brought.
+  const auto address = [&](int64_t p) { return p < page_end ? u.code_pages[p] : nullptr; };
+  const std::byte* next = address(page_index);
+  for (int i = 0; i < PageRing::kDepth; ++i) {
+    const std::byte* after = address(page_index + (i + 1) * step);
+    ring.Bring(next, lane);
+    next = after;
+  }
+  // What the centre adds to the logits of head lane % 4 of a quartet.
+  const auto centre_logit = [&](int64_t p, int quartet) {
+    const int head = quartet * 4 + lane % 4;
+    return p < page_end && head < shape.group ? u.centre_logits[p * shape.group + head] : 0.0f;
+  };
+  float next_centre_logits[kQuartets];
+#pragma unroll
+  for (int q = 0; q < kQuartets; ++q) next_centre_logits[q] = centre_logit(page_index, q);
+  const int value_floor = u.statistics->value_floor;
+  LoadQueryPlanes(u, quartets, shape.tiling.words, kFragments, planes);
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
   GridDependencyWait();
   TriggerDependents();
-  if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
-  LoadQueryPlanes(u, quartets, shape.tiling.words, kFragments, planes);
+  MarkUnscoredPages(u);
+  if (first_page >= page_end) return;
   if (threadIdx.x < kGroupMax) {
     HeadTerms terms = {0, 0, 0, 0};  // of a head that is not there
     if (threadIdx.x < shape.group) {
@@ -54,23 +97,36 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
   __syncthreads();
 
   // Tiles that are scored side by side.
-  constexpr int kAhead = kPlanes * kFragments <= 2 ? 2 : 1;
+  constexpr int kAhead = kPlanes * kFragments <= (kOneQuartet ? 4 : 2) ? 2 : 1;
   const HeadTerms first_terms = heads[lane % 4];
   float first_weights[4];
 #pragma unroll
   for (int h = 0; h < 4; ++h) first_weights[h] = heads[h].weight;
   const QueryBits<kFragments> first_query(planes, lane);
-  for (; page_index < page_count; page_index += step) {
-    ring.Bring(next, lane);
-    next = address(page_index + 2 * step);
+  for (; page_index < page_end; page_index += step) {
     const std::byte* page = ring.Take();
     const PageSlots slots(u, page_index);
+    float centre_logits[kQuartets];
+    RankChains chains[kQuartets];
+#pragma unroll
+    for (int q = 0; q < kQuartets; ++q) {
+      centre_logits[q] = next_centre_logits[q];
+      next_centre_logits[q] = centre_logit(page_index + step, q);
+      chains[q] = {};
+    }
+    const auto* norms = reinterpret_cast<const uint8_t*>(page) + shape.tiling.norm_offset_bytes();
+    // Whether every token counts in the page's sums.
+    const bool whole =
+        slots.begin == 0 && slots.end == kPageTokenCount &&
+        __all_sync(kFullWarp, !HasStrayNorm(reinterpret_cast<const uint32_t*>(norms)[lane]));
 #pragma unroll 1
     for (int first = 0; first < kCodeTilesPerPage; first += kAhead) {
       uint4 codes[kAhead][kPlanes][kFragments];
       float factors[kAhead][4];
+      float squares[kAhead][4];
       int32_t ones[kAhead][4];
       float scores[kAhead] = {};
+      uint8_t norm[kAhead];  // of the lane's token
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
 #pragma unroll
@@ -81,11 +137,17 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
           }
         }
         LoadFactors(shape.tiling, page, first + a, lane, factors[a]);
-        TileOnes(codes[a], ones[a]);
+        norm[a] = norms[(first + a) * kCodeTileTokens + lane];
+        TileOnes(codes[a], lane, ones[a]);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          squares[a][t] = fminf(factors[a][t] * factors[a][t], kFactorSquareMax);
+        }
       }
-      // Adds a quartet's heads to the scores.
+      // Adds a quartet's heads to the scores and to the page's sums.
       const auto add_heads = [&](int quartet, const QueryBits<kFragments>& query,
                                  const HeadTerms& terms, const float(&weights)[4]) {
+        const float shift = centre_logits[quartet] - terms.reference;
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
           int32_t totals[4];
@@ -93,8 +155,20 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
           float e[4];
 #pragma unroll
           for (int t = 0; t < 4; ++t) {
-            const float x = ScaledLogit(totals[t], terms.coefficient, factors[a][t]);
-            e[t] = ScoreExp2(x - terms.reference);
+            e[t] = ScoreExp2(
+                EstimatedLogit(ScaledTotal(totals[t], terms.coefficient), factors[a][t], shift));
+          }
+          if (whole) {
+#pragma unroll
+            for (int t = 0; t < 4; ++t) chains[quartet].Add(t, e[t], squares[a][t]);
+          } else {
+            const uint32_t own_norms = LoadNorms(shape.tiling, page, first + a, lane);
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+              const int slot = (first + a) * kCodeTileTokens + t * 8 + lane / 4;
+              const bool counted = slots.Scored(slot) && !IsStrayNorm(own_norms, t);
+              chains[quartet].Add(t, counted ? e[t] : 0.0f, squares[a][t]);
+            }
           }
           ExchangeHeads(e, lane);
           // Heads that are not there weigh nothing, and their e is finite.
@@ -107,15 +181,18 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
           for (int h = 0; h < 4; ++h) {
             if (quartet * 4 + h >= shape.group || token >= u.n) continue;
             u.head_bins[(quartet * 4 + h) * u.n + token] =
-                static_cast<uint16_t>(__float_as_uint(e[h]) >> kScoreBinShift);
+                norm[a] == kStrayNorm
+                    ? kNotFoundBin
+                    : static_cast<uint16_t>(__float_as_uint(e[h]) >> kScoreBinShift);
           }
         }
       };
       if (kOneQuartet) {
         add_heads(0, first_query, first_terms, first_weights);
       } else {
-#pragma unroll 1
-        for (int quartet = 0; quartet < quartets; ++quartet) {
+#pragma unroll
+        for (int quartet = 0; quartet < kQuartets; ++quartet) {
+          if (quartet >= quartets) break;
           const HeadTerms* of_quartet = heads + quartet * 4;
           const float weights[4] = {of_quartet[0].weight, of_quartet[1].weight,
                                     of_quartet[2].weight, of_quartet[3].weight};
@@ -125,11 +202,21 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
+        const int bin = static_cast<int>(__float_as_uint(scores[a]) >> kScoreBinShift);
         slots.Store((first + a) * kCodeTileTokens + TokenOfLane(lane),
-                    __float_as_uint(scores[a]) >> kScoreBinShift, histogram);
+                    static_cast<uint32_t>(WeighBin(bin, norm[a], value_floor)), histogram);
       }
     }
-    __syncwarp();  // before the next page takes this one's place
+#pragma unroll
+    for (int q = 0; q < kQuartets; ++q) {
+      if (q >= quartets) break;
+      const RankSums<float> sums = chains[q].Sum();
+      const int head = q * 4 + lane;
+      if (lane < 4 && head < shape.group) u.rank_sums[page_index * shape.group + head] = sums;
+    }
+    __syncwarp();  // before another page takes this one's place
+    ring.Bring(next, lane);
+    next = address(page_index + (PageRing::kDepth + 1) * step);
   }
   __syncthreads();
   AddToGlobal(histogram, kScoreBinCount, u.histogram);

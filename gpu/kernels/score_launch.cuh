@@ -17,22 +17,30 @@ inline int BlocksPerUnit(const Wave& wave, int per_sm, int64_t work) {
 }
 
 // Warps of a scoring block: as many as its shared memory has room for rings
-// of pages for, beside `fixed` bytes.
-inline int ScoreWarps(size_t fixed, int page_bytes) {
-  constexpr size_t kBlockBytes = 100 * 1024;
+// of pages for, beside `fixed` bytes; the same number on each of an SM's four
+// parts, if there is room for as many.
+inline int ScoreWarps(const Wave& wave, size_t fixed, int page_bytes) {
+  constexpr size_t kStaticBytes = 4096;  // at most, of the kernels
+  constexpr size_t kWarpsMax = kScoreThreads / 32;
   const size_t ring = static_cast<size_t>(PageRing::kDepth) * page_bytes;
-  const size_t room = fixed < kBlockBytes ? (kBlockBytes - fixed) / ring : 0;
-  return static_cast<int>(std::clamp<size_t>(room, 1, kScoreThreads / 32));
+  const size_t taken = fixed + kStaticBytes;
+  const auto block_bytes = static_cast<size_t>(wave.block_shared_bytes);
+  const size_t room = taken < block_bytes ? (block_bytes - taken) / ring : 0;
+  const size_t warps = std::clamp<size_t>(room, 1, kWarpsMax);
+  return static_cast<int>(warps < 4 ? warps : warps / 4 * 4);
 }
 
 // kKernel(shape, more..., units) over pages of page_bytes each.
 template <auto kKernel, typename... More>
 cudaError_t LaunchScoring(const Wave& wave, size_t fixed, int page_bytes, cudaStream_t stream,
                           const More&... more) {
-  const int warps = ScoreWarps(fixed, page_bytes);
+  const int warps = ScoreWarps(wave, fixed, page_bytes);
   const size_t shared = fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
-  const dim3 grid(BlocksPerUnit(wave, kScoreBlocks, (pages + warps - 1) / warps), wave.unit_count);
+  // A block more than there are SMs would wait for another's end.
+  const int64_t share = std::max(1, wave.sm_count / wave.unit_count);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(share, (pages + warps - 1) / warps)),
+                  wave.unit_count);
   return Launch<kKernel>({grid, 32 * warps, shared, wave.overlap}, stream, wave.shape, more...,
                          wave.units);
 }

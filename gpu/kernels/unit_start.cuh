@@ -15,7 +15,9 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
     for (int64_t i = thread; i < shape.group * kScoreBinCount; i += threads) {
       u.head_histograms[i] = 0;
     }
-    for (int64_t i = thread; i < shape.group * u.segments(); i += threads) u.head_ties[i] = 0;
+    for (int64_t i = thread; i < (shape.group + 1) * u.segments(); i += threads) {
+      u.head_ties[i] = 0;
+    }
   }
   if (thread == 0) {
     state.error_token = kNoToken;

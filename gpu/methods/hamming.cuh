@@ -93,9 +93,11 @@ __global__ void __launch_bounds__(kScoreThreads)
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
   BeginSecond(units + blockIdx.y, u);
-  const int64_t page_count = (u.n + kPageTokenCount - 1) / kPageTokenCount;
+  MarkUnscoredPages(u);
+  const int64_t page_end = u.scored_page_end();
   const int warps = blockDim.x / 32;
-  if (static_cast<int64_t>(blockIdx.x) * warps >= page_count) return;
+  const int64_t first_page = u.scored_page_begin() + static_cast<int64_t>(blockIdx.x) * warps;
+  if (first_page >= page_end) return;
   const int fragments = shape.tiling.fragments();
   uint32_t* histogram = shared;
   uint32_t* planes = shared + shape.bin_count;
@@ -117,15 +119,13 @@ __global__ void __launch_bounds__(kScoreThreads)
   PageRing ring(reinterpret_cast<std::byte*>(shared + head_words) +
                     threadIdx.x / 32 * PageRing::kDepth * plane_bytes,
                 plane_bytes);
-  int64_t page_index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
+  int64_t page_index = first_page + threadIdx.x / 32;
   const auto address = [&](int64_t p) -> const std::byte* {
-    return p < page_count ? u.code_pages[p] + plane_offset : nullptr;
+    return p < page_end ? u.code_pages[p] + plane_offset : nullptr;
   };
-  ring.Bring(address(page_index), lane);
-  const std::byte* next = address(page_index + step);
-  for (; page_index < page_count; page_index += step) {
-    ring.Bring(next, lane);
-    next = address(page_index + 2 * step);
+  for (int i = 0; i < PageRing::kDepth; ++i) ring.Bring(address(page_index + i * step), lane);
+  const std::byte* next = address(page_index + PageRing::kDepth * step);
+  for (; page_index < page_end; page_index += step) {
     const std::byte* page = ring.Take();
     const PageSlots slots(u, page_index);
     int32_t acc[kCodeTilesPerPage][2][4] = {};
@@ -161,7 +161,9 @@ __global__ void __launch_bounds__(kScoreThreads)
       slots.Store(g * kCodeTileTokens + part * 8 + lane / 4, static_cast<uint32_t>(sum + offset),
                   histogram);
     }
-    __syncwarp();  // before the next page takes this one's place
+    __syncwarp();  // before another page takes this one's place
+    ring.Bring(next, lane);
+    next = address(page_index + (PageRing::kDepth + 1) * step);
   }
   __syncthreads();
   AddToGlobal(histogram, shape.bin_count, u.histogram);

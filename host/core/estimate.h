@@ -7,14 +7,16 @@
 
 #include "host/base/certificate.h"
 #include "host/core/budget.h"
+#include "host/core/degrees.h"
 #include "host/core/host_device.h"
 #include "host/core/neyman.h"
 #include "host/core/tail.h"
 
 // What sums over rows say about one query head's output o = N / D: its error,
 // the budgets that a bound asks for, and the certificate. fp64; everything in
-// units of x = exp(logit - M), M a reference common to all sums. Host and
-// device sum up in their own ways and call these functions with the sums.
+// units of x = exp(logit - M), M a reference common to all sums, and of a unit of
+// values (HeadStatistics::value_unit). Host and device sum up in their own ways
+// and call these functions with the sums.
 namespace spillway {
 
 // Sums over a stratum's rows for one query head.
@@ -89,13 +91,29 @@ struct HeadTotals {
   double norm_sq;            // ||N^||^2
   double norm_sq_unbiased;   // UnbiasedNormSq()
   double variance;           // SampleVariance::of_output
+  double degrees;            // DegreesOfFreedom() of the error
 };
+
+// What error / sqrt(variance) exceeds with chance delta.
+SPILLWAY_HOST_DEVICE inline double HeadQuantile(const TailTerms& terms, double degrees) {
+  return RestsOnRanks(terms.tail, terms.bound) ? ErrorQuantile(degrees, terms.one_sided_z, terms.z)
+                                               : terms.z;
+}
 
 // Relative error at confidence 1 - delta: z sqrt(variance) / ||N|| with the
 // unbiased norm; 0 without variance, infinity when the norm vanishes under it.
-SPILLWAY_HOST_DEVICE inline double RelativeError(const HeadTotals& head, double z) {
+SPILLWAY_HOST_DEVICE inline double RelativeError(const TailTerms& terms, const HeadTotals& head) {
   if (head.variance == 0) return 0;
-  return head.norm_sq_unbiased > 0 ? z * ::sqrt(head.variance / head.norm_sq_unbiased) : HUGE_VAL;
+  return head.norm_sq_unbiased > 0
+             ? HeadQuantile(terms, head.degrees) * ::sqrt(head.variance / head.norm_sq_unbiased)
+             : HUGE_VAL;
+}
+
+// ||o|| in the unit of values from which an estimate may promise. Below it sums
+// of squares in fp32 could miss what decides.
+inline constexpr double kOutputNormMin = 1.0 / 16;
+SPILLWAY_HOST_DEVICE inline bool OutputIsLargeEnough(const HeadTotals& head) {
+  return head.norm_sq > kOutputNormMin * kOutputNormMin * (head.denominator * head.denominator);
 }
 
 // A stratum as its budget sees it; floor: rows that it has at least.
@@ -126,12 +144,14 @@ SPILLWAY_HOST_DEVICE inline void HeadBudgets(const TailTerms& terms, const HeadT
                            inflation_sq * first.trace_o,
                            ::sqrt(head.norm_sq_unbiased),
                            head.denominator};
-    budgets[0] = FinitePopulation(UniformBudget(terms.bound, tail, terms.epsilon, terms.bound_z),
+    const double z =
+        terms.bound == Bound::kRatio ? HeadQuantile(terms, head.degrees) : terms.bound_z;
+    budgets[0] = FinitePopulation(UniformBudget(terms.bound, tail, terms.epsilon, z),
                                   strata[0].token_count, strata[0].floor);
     return;
   }
-  NeymanAllot(strata, terms.epsilon * terms.epsilon * head.norm_sq_unbiased / (terms.z * terms.z),
-              budgets);
+  const double least = terms.epsilon / HeadQuantile(terms, head.degrees);
+  NeymanAllot(strata, least * least * head.norm_sq_unbiased, budgets);
 }
 
 // What a certificate says of one query head.
@@ -142,15 +162,18 @@ struct HeadCertificate {
 };
 
 // drawn of the tail's tail_count tokens were read; limited: row_count_max bound
-// the draw.
+// the draw; ranks_hold: whether the ranks may carry a promise (rank_error.h, and
+// no stray was left out).
 SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool limited,
-                                                    int64_t drawn, int64_t tail_count,
-                                                    const HeadTotals& head) {
+                                                    bool ranks_hold, int64_t drawn,
+                                                    int64_t tail_count, const HeadTotals& head) {
   const float tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
   if (!IsPlanned(terms.tail)) return {Promise::kNone, HUGE_VALF, tail_mass};
   if (drawn == tail_count) return {Promise::kExact, 0.0f, tail_mass};
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
-  const double error = RelativeError(head, terms.z);
+  const bool known =
+      OutputIsLargeEnough(head) && (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
+  const double error = known ? RelativeError(terms, head) : HUGE_VAL;
   const bool promises = terms.may_promise && !limited && error <= terms.epsilon;
   return {promises ? Promise::kStatistical : Promise::kNone, static_cast<float>(error), tail_mass};
 }

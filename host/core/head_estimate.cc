@@ -1,12 +1,66 @@
 #include "host/core/head_estimate.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace spillway {
+namespace {
+
+using Projected = std::array<double, kProjectionDims>;
+
+// sum over i = m, m + 16, ... of +-v_i.
+template <typename Vector>
+Projected Project(const Vector& v, std::span<const float> signs) {
+  Projected y{};
+  for (size_t i = 0; i < signs.size(); i += kProjectionDims) {
+    for (int m = 0; m < kProjectionDims; ++m) y[m] += double{signs[i + m]} * v[i + m];
+  }
+  return y;
+}
+
+// Degrees of freedom of the estimate's error.
+double ErrorDegrees(const HeadEstimate& e, std::span<const StratumSums> strata,
+                    std::span<const float> signs) {
+  std::vector<double> output(signs.size());
+  for (size_t i = 0; i < output.size(); ++i) output[i] = e.numerator[i] / e.denominator;
+  const Projected o = Project(output, signs);
+  std::array<double, kProjectionEntries> covariance{};  // S'
+  for (const StratumSums& s : strata) {
+    const int64_t rows = s.sums.count;
+    if (rows < 2 || rows >= s.token_count) continue;
+    const double f = std::exp(s.sums.max - e.max);
+    const Projected xy = Project(s.value, signs);
+    const Projected xxy = Project(s.value_sq, signs);
+    Projected deviation;
+    for (int a = 0; a < kProjectionDims; ++a) deviation[a] = f * (xy[a] - o[a] * s.sums.sum);
+    const double n = static_cast<double>(s.token_count);
+    const double r = static_cast<double>(rows);
+    const double factor = n * n * (1 / r - 1 / n) / (r - 1);
+    for (int a = 0; a < kProjectionDims; ++a) {
+      for (int b = 0; b < kProjectionDims; ++b) {
+        const ProjectedSums sums{f * f * s.projected[a * kProjectionDims + b],
+                                 f * f * xxy[a],
+                                 f * f * xxy[b],
+                                 f * f * s.sums.sum_sq,
+                                 deviation[a],
+                                 deviation[b]};
+        covariance[a * kProjectionDims + b] += factor * ProjectedSpread(sums, o[a], o[b], r);
+      }
+    }
+  }
+  double trace = 0, square = 0;
+  for (int a = 0; a < kProjectionDims; ++a) {
+    trace += covariance[a * kProjectionDims + a];
+  }
+  for (const double entry : covariance) square += entry * entry;
+  return DegreesOfFreedom(e.variance, trace, square);
+}
+
+}  // namespace
 
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
-                          std::span<const StratumSums> strata) {
+                          std::span<const StratumSums> strata, std::span<const float> signs) {
   const size_t d = exact_value.size();
   HeadEstimate e{};
   e.max = exact.max;
@@ -47,6 +101,7 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
     variance.Add(s.sums.count, s.token_count, e.spreads.back());
   }
   e.variance = variance.of_output;
+  e.degrees = strata.empty() ? 1 : ErrorDegrees(e, strata, signs);
   e.norm_sq_unbiased = UnbiasedNormSq(e.norm_sq, variance.of_numerator);
   return e;
 }

@@ -10,10 +10,11 @@ namespace spillway {
 
 // Sums of one query head over a stratum's rows.
 struct StratumSums {
-  int64_t token_count = 0;          // n_h
-  RowSums sums;                     // of the r_h = sums.count rows drawn; none adds nothing
-  std::span<const float> value;     // [d] sum x v
-  std::span<const float> value_sq;  // [d] sum x^2 v
+  int64_t token_count = 0;           // n_h
+  RowSums sums;                      // of the r_h = sums.count rows drawn; none adds nothing
+  std::span<const float> value;      // [d] sum x v
+  std::span<const float> value_sq;   // [d] sum x^2 v
+  std::span<const float> projected;  // [kProjectionEntries] sum x^2 y y^T
 };
 
 // What is known of one query head.
@@ -23,7 +24,8 @@ struct HeadEstimate : HeadTotals {
 };
 
 // exact: sums over sink, window and heavy set with exact_value = sum x v, [d].
+// signs: [d] of the projection, +1 or -1; d is a multiple of kProjectionDims.
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
-                          std::span<const StratumSums> strata);
+                          std::span<const StratumSums> strata, std::span<const float> signs);
 
 }  // namespace spillway

@@ -37,4 +37,16 @@ SPILLWAY_HOST_DEVICE inline float QueryCoefficient(float softmax_scale, float st
   return coefficient < 1.0e30f ? coefficient : 1.0e30f;
 }
 
+// (y - (w + 1/2) s)^2: what the level misses of y, 0 for a query of zeros.
+SPILLWAY_HOST_DEVICE inline float QueryErrorSquare(float y, int level, float step) {
+  if (!(step > 0)) return 0.0f;
+  const float error = ::fmaf(-(static_cast<float>(level) + 0.5f), step, y);
+  return error * error;
+}
+
+// ||P q||^2 and ||P q - q~||^2 are summed in fp32: runs of kQueryRun neighbouring
+// dimensions, padded with 0, each in pairs that lie 16, 8, 4, 2, 1 apart; then
+// the runs in turn.
+inline constexpr int kQueryRun = 32;
+
 }  // namespace spillway

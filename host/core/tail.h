@@ -22,6 +22,12 @@ constexpr bool BoundsTheError(Tail tail, Bound bound) {
   return tail == Tail::kStratified || (tail == Tail::kUniform && bound != Bound::kDenominator);
 }
 
+// Whether what the estimate promises rests on the ranks: the strata, or the rows
+// that were left to a uniform tail. vAttention's lemmas hold for any.
+constexpr bool RestsOnRanks(Tail tail, Bound bound) {
+  return tail == Tail::kStratified || (tail == Tail::kUniform && bound == Bound::kRatio);
+}
+
 // What one (query, KV head) asks of its tail, every number resolved. Made with
 // {}, so that what is not set is 0.
 struct TailTerms {
@@ -30,8 +36,9 @@ struct TailTerms {
   bool may_promise;     // if the estimate is within epsilon
   int32_t pilot_count;  // rows a stratum
   double epsilon;
-  double z;        // of the certificate: Phi^-1(1 - delta / 2)
-  double bound_z;  // BoundQuantile(bound, delta)
+  double z;            // Phi^-1(1 - delta / 2)
+  double one_sided_z;  // Phi^-1(1 - delta)
+  double bound_z;      // BoundQuantile(bound, delta)
   double inflation;
   // Rows that sink, window, heavy set and tail may number; 0: no limit.
   int64_t row_count_max;

@@ -4,6 +4,8 @@
 
 #include "host/base/limits.h"
 #include "host/core/host_device.h"
+#include "host/core/page_index.h"
+#include "host/core/rank_error.h"
 
 // Sizes of a tail's parts: what row_count_max leaves for it, where its strata
 // end, how large their pilots are, how a limit is shared. Host and device call
@@ -18,6 +20,32 @@ SPILLWAY_HOST_DEVICE inline int64_t TailRowsLeft(int64_t row_count_max, int64_t 
   const int64_t left = row_count_max - sink - window - heavy;
   return left > 0 ? left : 0;
 }
+
+// The heavy set of a unit. With `adaptive` the count wanted follows from the
+// ranks' error; a limit leaves it at most half of what it leaves at all.
+struct HeavySet {
+  int64_t ranked;   // tokens that are heavy by rank, strays apart
+  int64_t strays;   // strays that are read
+  bool strays_fit;  // no stray is left out
+
+  SPILLWAY_HOST_DEVICE int64_t count() const { return ranked + strays; }
+
+  // scored_strays: strays among the scored tokens.
+  SPILLWAY_HOST_DEVICE static HeavySet Of(int64_t wanted, bool adaptive, int64_t scored_strays,
+                                          int64_t row_count_max, int64_t sink, int64_t window) {
+    const int64_t left = TailRowsLeft(row_count_max, sink, window, 0);
+    int64_t strays = scored_strays < kStrayCountMax ? scored_strays : kStrayCountMax;
+    if (strays > left) strays = left;
+    const int64_t room = left - strays;
+    int64_t ranked = wanted;
+    if (adaptive && ranked > room / 2) {
+      ranked = room / 2 > kAdaptiveHeavyMin ? room / 2 : kAdaptiveHeavyMin;
+      if (ranked > wanted) ranked = wanted;
+    }
+    if (ranked > room) ranked = room;
+    return {ranked, strays, strays == scored_strays};
+  }
+};
 
 // Edges of strata: edge i lies where rank heavy_count * 2^(i + 1) is passed. A
 // tail is shorter than 2^31 tokens, so the last edge is beyond every tail.

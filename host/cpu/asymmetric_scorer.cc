@@ -1,53 +1,144 @@
 #include "host/cpu/asymmetric_scorer.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstring>
 
+#include "host/core/page_index.h"
 #include "host/core/quantiser.h"
 #include "host/core/query_code.h"
+#include "host/core/score.h"
 #include "host/cpu/logit_scorer.h"
 
 namespace spillway {
+namespace {
+
+// The order of query_code.h.
+float SumOfRuns(const std::vector<float>& terms) {
+  float sum = 0;
+  for (size_t first = 0; first < terms.size(); first += kQueryRun) {
+    std::array<float, kQueryRun> run{};
+    std::copy_n(terms.begin() + first, std::min<size_t>(kQueryRun, terms.size() - first),
+                run.begin());
+    for (int apart = kQueryRun / 2; apart > 0; apart /= 2) {
+      for (int i = 0; i < apart; ++i) run[i] += run[i + apart];
+    }
+    sum += run[0];
+  }
+  return sum;
+}
+
+}  // namespace
+
+AsymmetricScorer::AsymmetricScorer(const ScoredKeys& keys)
+    : keys_(keys),
+      first_page_(keys.begin / kPageTokenCount),
+      error_scale_(keys.spec().group()),
+      page_sums_(((keys.end - 1) / kPageTokenCount - first_page_ + 1) * keys.spec().group(),
+                 {0, 0}) {}
+
+void AsymmetricScorer::PrepareHead(int g) {
+  const ModelSpec& spec = keys_.spec();
+  const int d = spec.head_dim;
+  const int dims = query_.layout.dims;
+  const int bits = spec.hash.bits_per_dim;
+  const auto softmax_scale = static_cast<float>(spec.softmax_scale);
+  std::vector<float> rotated(d), errors(d);
+  Rotate(keys_.model().encode_params(keys_.context->layer), keys_.queries->raw() + g * d,
+         rotated.data());
+  float largest = 0;
+  for (const float y : rotated) largest = std::max(largest, std::fabs(y));
+  const float step = QueryStep(largest);
+  int32_t weight_sum = 0;
+  for (int j = 0; j < d && step > 0; ++j) {
+    const int level = QueryLevel(rotated[j], step);
+    const int weight = QueryWeight(level);
+    weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(2 * weight);
+    weight_sum += weight;
+    errors[j] = QueryErrorSquare(rotated[j], level, step);
+  }
+  query_.offset[g] = QueryOffset(bits, weight_sum);
+  query_.coefficient[g] = QueryCoefficient(softmax_scale, step, QuantiserStep(bits));
+  for (float& y : rotated) y *= y;
+  error_scale_[g] = RankErrorScale(double{softmax_scale}, QuantiserDistortion(bits),
+                                   double{SumOfRuns(rotated)}, double{SumOfRuns(errors)});
+}
+
+void AsymmetricScorer::PageCentreLogits(int64_t page, float* centre_logits) const {
+  const ModelSpec& spec = keys_.spec();
+  CentreLogits(keys_.queries->raw(), spec.group(), spec.head_dim,
+               static_cast<float>(spec.softmax_scale),
+               keys_.IndexPage(page) + query_.layout.centre_offset_bytes(), centre_logits);
+}
 
 absl::Status AsymmetricScorer::Prepare() {
   const ModelSpec& spec = keys_.spec();
-  const int d = spec.head_dim;
-  const EncodeParams params = keys_.model().encode_params(keys_.context->layer);
-  query_.layout = params.layout;
+  query_.layout = keys_.model().layout();
   query_.row_count = spec.group();
-  const int dims = query_.layout.dims;
-  weights_.assign(static_cast<size_t>(spec.group()) * dims, 0);
+  weights_.assign(static_cast<size_t>(spec.group()) * query_.layout.dims, 0);
   query_.weights = weights_.data();
-  std::vector<float> rotated(d);
-  for (int g = 0; g < spec.group(); ++g) {
-    Rotate(params, keys_.queries->raw() + g * d, rotated.data());
-    float largest = 0;
-    for (float x : rotated) largest = std::max(largest, std::fabs(x));
-    const float step = QueryStep(largest);
-    int32_t weight_sum = 0;
-    for (int j = 0; j < d && step > 0; ++j) {
-      const int weight = QueryWeight(QueryLevel(rotated[j], step));
-      weights_[static_cast<size_t>(g) * dims + j] = static_cast<int8_t>(2 * weight);
-      weight_sum += weight;
-    }
-    query_.offset[g] = QueryOffset(spec.hash.bits_per_dim, weight_sum);
-    query_.coefficient[g] = QueryCoefficient(static_cast<float>(spec.softmax_scale), step,
-                                             QuantiserStep(spec.hash.bits_per_dim));
-  }
+  for (int g = 0; g < spec.group(); ++g) PrepareHead(g);
   return FindReferences(
       keys_,
       [&](int64_t page, int64_t next, float* logits) {
-        AsymmetricLogits(query_, {keys_.IndexPage(page), keys_.IndexPage(next)}, logits);
+        float centre_logits[kGroupMax];
+        PageCentreLogits(page, centre_logits);
+        AsymmetricLogits(query_, {keys_.IndexPage(page), keys_.IndexPage(next)}, centre_logits,
+                         logits);
+        const uint8_t* norms = keys_.Norms(page);
+        for (int i = 0; i < kPageTokenCount; ++i) {
+          if (norms[i] != kStrayNorm) continue;
+          for (int g = 0; g < spec.group(); ++g) {
+            logits[g * kPageTokenCount + i] = -kScoreLogitMax;
+          }
+        }
         return absl::OkStatus();
       },
       query_.references);
 }
 
+void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
+  const uint8_t* norms = keys_.Norms(page);
+  const int64_t first = page * kPageTokenCount;
+  if (first >= keys_.begin && first + kPageTokenCount <= keys_.end &&
+      std::memchr(norms, kStrayNorm, kPageTokenCount) == nullptr) {
+    std::fill_n(mask.of_slot, kPageTokenCount, 1.0f);
+    return;
+  }
+  for (int i = 0; i < kPageTokenCount; ++i) {
+    const bool scored = first + i >= keys_.begin && first + i < keys_.end;
+    mask.of_slot[i] = scored && norms[i] != kStrayNorm ? 1.0f : 0.0f;
+  }
+}
+
 absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                                     uint16_t* const* head_bins) const {
-  AsymmetricBins(query_, {keys_.IndexPage(page), keys_.IndexPage(page + 1)}, tile_begin, tile_end,
-                 bins, head_bins);
+  // The kernel asks for the next page's codes and factors, not for what is behind.
+  const std::byte* next = keys_.IndexPage(page + 1);
+  const int64_t behind = query_.layout.norm_offset_bytes();
+  if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
+  float centre_logits[kGroupMax];
+  PageCentreLogits(page, centre_logits);
+  PageMask mask;
+  MaskPage(page, mask);
+  AsymmetricBins(query_, {keys_.IndexPage(page), next}, centre_logits, mask, tile_begin, tile_end,
+                 bins, head_bins, page_sums_.data() + (page - first_page_) * query_.row_count);
   return absl::OkStatus();
+}
+
+void AsymmetricScorer::RankVariances(std::span<double> of_head) const {
+  const int64_t pages = static_cast<int64_t>(page_sums_.size()) / query_.row_count;
+  for (int g = 0; g < query_.row_count; ++g) {
+    std::array<double, kRankPageChains> weight{}, error{};
+    for (int64_t p = 0; p < pages; ++p) {
+      const RankSums<float>& sums = page_sums_[p * query_.row_count + g];
+      weight[(first_page_ + p) % kRankPageChains] += double{sums.weight};
+      error[(first_page_ + p) % kRankPageChains] += double{sums.error};
+    }
+    of_head[g] = RankVariance(error_scale_[g], {SumChains(weight.data(), kRankPageChains),
+                                                SumChains(error.data(), kRankPageChains)});
+  }
 }
 
 }  // namespace spillway

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
+#include "host/core/rank_error.h"
 #include "host/cpu/kernels.h"
 #include "host/cpu/key_scorer.h"
 
@@ -11,16 +13,28 @@ namespace spillway {
 // `asymmetric`: by logits estimated from codes of a rotation.
 class AsymmetricScorer final : public KeyScorer {
  public:
-  explicit AsymmetricScorer(const ScoredKeys& keys) : keys_(keys) {}
+  explicit AsymmetricScorer(const ScoredKeys& keys);
 
   absl::Status Prepare() override;
   absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins) const override;
+  void RankVariances(std::span<double> of_head) const override;
 
  private:
+  // Makes query head g ready: weights, and what its estimates are off by.
+  void PrepareHead(int g);
+  // q.c of a page, [G].
+  void PageCentreLogits(int64_t page, float* centre_logits) const;
+  // Which keys of a page are summed up.
+  void MaskPage(int64_t page, PageMask& mask) const;
+
   const ScoredKeys keys_;
+  const int64_t first_page_;
   std::vector<int8_t> weights_;
   ScoreQuery query_;
+  std::vector<double> error_scale_;  // [G] RankErrorScale()
+  // [pages from first_page_][G]; each page's by the thread that scores it.
+  mutable std::vector<RankSums<float>> page_sums_;
 };
 
 }  // namespace spillway

@@ -11,7 +11,10 @@ namespace spillway {
 // kPageTokenCount tokens of one KV head, transposed so that a vector register
 // holds one 32-bit word of 16 neighbouring tokens:
 //   parts    uint32 [tile = 8][part][word][lane = 16]
-//   factors  bf16 [128], only with a rotation
+// and only with a rotation, see host/core/page_index.h:
+//   factors  bf16 [128]
+//   norms    uint8 [128]
+//   centre   bf16 [d]
 // A code of B bits a dimension lies in parts of 1, 2 or 4 bits (B = 3: the two
 // low bits, then the top one), because such a field can be masked out of its
 // word and multiplied where it stands. A word has 32 / width dimensions:
@@ -23,7 +26,7 @@ struct CodeLayout {
   int parts = 0;
   int width[2] = {0, 0};  // bits of a field, per part
   int dims = 0;           // dimensions, padded to 32
-  bool factors = false;
+  int centre_dims = 0;    // d with a rotation, else 0
 
   static CodeLayout Of(const ModelSpec& spec) {
     CodeLayout layout;
@@ -32,7 +35,7 @@ struct CodeLayout {
     layout.width[0] = bits == 3 ? 2 : bits;
     layout.width[1] = bits == 3 ? 1 : 0;
     layout.dims = spec.plane_words() * 32;
-    layout.factors = spec.hash.kind == HashKind::kRotation;
+    layout.centre_dims = spec.hash.kind == HashKind::kRotation ? spec.head_dim : 0;
     return layout;
   }
 
@@ -47,8 +50,10 @@ struct CodeLayout {
   // Where dimension d of a word stands in it.
   int shift(int part, int d) const { return 8 * (d % 4) + width[part] * (d / 4); }
   int64_t factor_offset_bytes() const { return kTilesPerPage * tile_words() * 4; }
+  int64_t norm_offset_bytes() const { return factor_offset_bytes() + 2 * kPageTokenCount; }
+  int64_t centre_offset_bytes() const { return norm_offset_bytes() + kPageTokenCount; }
   int64_t page_bytes() const {
-    return factor_offset_bytes() + (factors ? int64_t{kPageTokenCount} * 2 : 0);
+    return centre_dims > 0 ? centre_offset_bytes() + 2 * centre_dims : factor_offset_bytes();
   }
 };
 

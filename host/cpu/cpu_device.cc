@@ -159,7 +159,7 @@ class CpuDevice final : public Device {
       c.cancel = job.cancel.get();
       c.workspaces = &workspaces_;
       CutQueries(
-          *item.attend, job.layer,
+          model.spec(), *item.attend, job.layer,
           [&](int64_t begin, int64_t end) {
             if (item.status.ok()) item.status = AttendDense(c, begin, end);
           },
@@ -173,6 +173,11 @@ class CpuDevice final : public Device {
       statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head);
     });
     for (size_t u = 0; u < units.size(); ++u) job.items[units[u].item].status.Update(statuses[u]);
+    for (JobItem& item : job.items) {
+      if (item.attend.has_value() && item.status.ok()) {
+        item.status = CheckOutput(model.spec(), job.layer, item.result);
+      }
+    }
   }
 
   Arena* const arena_;

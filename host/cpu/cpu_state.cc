@@ -124,9 +124,11 @@ CpuSequence::CpuSequence(const CpuSequence& source, int64_t token_count)
     const LayerIndex& from = source.layers[l];
     LayerIndex& to = layers[l];
     const int64_t count = std::min(token_count, from.token_count);
-    to.centred = from.centred && count >= kCentreTokenCount;
-    to.token_count = to.centred ? count : 0;
-    if (to.centred) to.centre = from.centre;
+    if (count >= kCentreTokenCount) {
+      to.token_count = count;
+      to.first_rows = from.first_rows;
+      to.centre = from.centre;
+    }
     for (const PageTable& codes : from.codes) to.codes.push_back(codes.Share(to.token_count));
   }
 }
@@ -141,7 +143,7 @@ int64_t CpuSequence::index_bytes() const {
 
 void LayerIndex::Truncate(int64_t length) {
   if (length < kCentreTokenCount) {
-    centred = false;
+    first_rows.clear();
     centre.clear();
     token_count = 0;
   }
@@ -190,24 +192,32 @@ void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& ind
   });
 }
 
-// Codes of a rotation.
-void EncodeCodes(const CpuModel& model, const PageKeys& keys, std::byte* codes) {
+// Encodes the pages [first, end) of a rotation's codes; radii: [kPageTokenCount]
+// of each. No norms.
+void EncodePages(const CpuModel& model, int layer, const LayerRows& rows, int kv_head,
+                 int64_t first, int64_t end, PageTable& codes, float* radii) {
+  const EncodeParams params = model.encode_params(layer);
+  for (int64_t page = first; page < end; ++page, radii += kPageTokenCount) {
+    EncodePage(model.spec(), params, rows.Page(kv_head, page), codes.Page(page), radii);
+  }
+}
+
+// The first pages' codes and norms, and what later ones are measured by.
+void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
+  constexpr int64_t kPages = kCentreTokenCount / kPageTokenCount;
   const ModelSpec& spec = model.spec();
-  const int64_t row_bytes = spec.row_bytes();
-  EncodeParams params = model.encode_params(keys.layer);
-  params.centre = keys.centre;
-  // One by one where a tile would mostly repeat what is there.
-  if (keys.end - keys.begin <= 4) {
-    for (int t = keys.begin; t < keys.end; ++t) {
-      EncodeKey(params, spec.dtype, keys.rows + t * row_bytes, codes, t);
+  index.first_rows.resize(spec.kv_head_count);
+  ParallelFor(0, spec.kv_head_count, [&](int h) {
+    std::vector<float> radii(kCentreTokenCount);
+    EncodePages(model, layer, rows, h, 0, kPages, index.codes[h], radii.data());
+    const std::byte* pages[kPages];
+    for (int64_t p = 0; p < kPages; ++p) pages[p] = rows.Page(h, p);
+    index.first_rows[h] = MeasureFirstRows(spec, pages, radii.data());
+    for (int64_t p = 0; p < kPages; ++p) {
+      WriteNorms(spec, model.layout(), index.first_rows[h], pages[p],
+                 radii.data() + p * kPageTokenCount, index.codes[h].Page(p));
     }
-    return;
-  }
-  for (int tile = keys.begin / kTileTokenCount; tile * kTileTokenCount < keys.end; ++tile) {
-    const int from = tile * kTileTokenCount;
-    EncodeTile(params, spec.dtype, keys.rows + from * row_bytes, row_bytes,
-               std::min(kTileTokenCount, keys.end - from), codes, tile);
-  }
+  });
 }
 
 }  // namespace
@@ -215,37 +225,48 @@ void EncodeCodes(const CpuModel& model, const PageKeys& keys, std::byte* codes) 
 void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
   const int64_t n = rows.token_count();
   if (n < kCentreTokenCount) return;
-  if (!index.centred) {
-    ComputeCentre(model.spec(), rows, index);
-    index.centred = true;
-    index.token_count = 0;
+  const ModelSpec& spec = model.spec();
+  const bool rotation = spec.hash.kind == HashKind::kRotation;
+  const bool by_methods = !model.method_indices().empty();
+  if (index.token_count == 0) {
+    if (by_methods) ComputeCentre(spec, rows, index);
+    if (rotation) IndexFirstPages(model, layer, rows, index);
   }
-  const int64_t first_page = index.token_count / kPageTokenCount;
-  const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount - first_page;
-  const int heads = model.spec().kv_head_count;
   const int64_t old_count = index.token_count;
+  // Pages that close, and pages with new tokens for methods.
+  const int64_t closed = rotation
+                             ? std::max(ClosedPages(old_count), kCentreTokenCount / kPageTokenCount)
+                             : ClosedPages(n);
+  const int64_t first_page = by_methods ? old_count / kPageTokenCount : closed;
+  const int64_t end_page =
+      by_methods ? (n + kPageTokenCount - 1) / kPageTokenCount : ClosedPages(n);
+  const int64_t pages = end_page - first_page;
   const auto encode = [&](int64_t task) {
     const int h = static_cast<int>(task / pages);
     const int64_t page = first_page + task % pages;
     const int64_t base = page * kPageTokenCount;
-    const PageKeys keys{
-        .layer = layer,
-        .kv_head = h,
-        .rows = rows.Page(h, page),
-        .begin = static_cast<int>(std::max<int64_t>(old_count - base, 0)),
-        .end = static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount)),
-        .centre = index.centre.data() + static_cast<size_t>(h) * model.spec().head_dim};
-    std::byte* const index_page = index.codes[h].Page(page);
-    if (model.spec().hash.kind == HashKind::kRotation) EncodeCodes(model, keys, index_page);
+    if (page >= closed && page < ClosedPages(n)) {
+      float radii[kPageTokenCount];
+      EncodePages(model, layer, rows, h, page, page + 1, index.codes[h], radii);
+      WriteNorms(spec, model.layout(), index.first_rows[h], rows.Page(h, page), radii,
+                 index.codes[h].Page(page));
+    }
+    if (!by_methods) return;
+    const PageKeys keys{.layer = layer,
+                        .kv_head = h,
+                        .rows = rows.Page(h, page),
+                        .begin = static_cast<int>(std::max<int64_t>(old_count - base, 0)),
+                        .end = static_cast<int>(std::min<int64_t>(n - base, kPageTokenCount)),
+                        .centre = index.centre.data() + static_cast<size_t>(h) * spec.head_dim};
     for (const MethodIndex& of_method : model.method_indices()) {
-      of_method.index->Encode(keys, index_page + of_method.offset_bytes);
+      of_method.index->Encode(keys, index.codes[h].Page(page) + of_method.offset_bytes);
     }
   };
   // A decode step's few keys are done before a worker would wake.
   if (n - old_count <= 4) {
-    for (int64_t task = 0; task < pages * heads; ++task) encode(task);
+    for (int64_t task = 0; task < pages * spec.kv_head_count; ++task) encode(task);
   } else {
-    ParallelFor(int64_t{0}, pages * heads, encode);
+    ParallelFor(int64_t{0}, pages * spec.kv_head_count, encode);
   }
   index.token_count = n;
 }

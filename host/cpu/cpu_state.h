@@ -11,6 +11,7 @@
 #include "host/cpu/code_layout.h"
 #include "host/cpu/kernels.h"
 #include "host/cpu/key_index.h"
+#include "host/cpu/page_encoder.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
 #include "host/memory/page_table.h"
@@ -62,15 +63,20 @@ class CpuModel final : public DeviceModel {
   std::unique_ptr<PagePool> code_pool_;
 };
 
-// The index of one layer of a sequence.
+// The index of one layer of a sequence. Codes of a rotation exist of closed
+// pages, what methods keep of all tokens.
 struct LayerIndex {
-  bool centred = false;          // centre and codes exist
-  int64_t token_count = 0;       // tokens that have codes
-  std::vector<float> centre;     // [H_kv][d]
-  std::vector<PageTable> codes;  // per KV head; pages of kPageTokenCount tokens
+  int64_t token_count = 0;            // tokens that are indexed; 0 or at least kCentreTokenCount
+  std::vector<FirstRows> first_rows;  // [H_kv], of a model with a rotation
+  std::vector<float> centre;          // [H_kv][d] for methods: the mean of the first keys
+  std::vector<PageTable> codes;       // per KV head; pages of kPageTokenCount tokens
 
-  // Forgets the codes of tokens at and beyond `length`, and pages that were
-  // prepared for more; below kCentreTokenCount also the centre.
+  // Of the KV head; null: the model has no rotation.
+  const HeadStatistics* Statistics(int kv_head) const {
+    return first_rows.empty() ? nullptr : &first_rows[kv_head].statistics;
+  }
+  // Forgets the index of tokens at and beyond `length`, and pages that were
+  // prepared for more; below kCentreTokenCount all of it.
   void Truncate(int64_t length);
 };
 
@@ -86,8 +92,9 @@ class CpuSequence final : public DeviceSequence {
   std::vector<LayerIndex> layers;  // empty for a model without an index
 };
 
-// Indexes what an append has added to a layer: all of it once the centre can
-// be known, the new tokens after that. rows are committed. Parallel.
+// Indexes what an append has added to a layer: all of it once there are
+// kCentreTokenCount tokens, what is new after that. rows are committed.
+// Parallel.
 void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index);
 
 }  // namespace spillway

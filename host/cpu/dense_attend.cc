@@ -76,7 +76,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
       if (!partial.status.ok()) return;
     }
     FoldRows(spec.dtype, pointers, more ? next : nullptr, count, counts.data(), heads, d,
-             logits.data(), partial.sums.sums.data(), partial.sums.value.data());
+             logits.data(), partial.sums.sums.data(), partial.sums.Target({}));
   }
 }
 

@@ -15,8 +15,8 @@ constexpr int64_t kTaskRows = 512;
 
 // Folds tokens into sums, which are empty, in this thread.
 absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQueries& queries,
-                      std::span<const uint32_t> tokens, int64_t first, const RowWeigher* weigher,
-                      GroupSums& sums) {
+                      const ValueTerms& values, std::span<const uint32_t> tokens, int64_t first,
+                      const RowWeigher* weigher, GroupSums& sums) {
   RETURN_IF_ERROR(context.CheckCancelled());
   const LayerRows& rows = *context.attend->rows;
   const DType dtype = context.spec().dtype;
@@ -49,13 +49,8 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
       }
     }
     if (weigher != nullptr) weigher->Weigh(first + at, m, pointers, logits);
-    if (sums.moments()) {
-      FoldRowsMoments(dtype, pointers, next, m, group, d, logits, sums.sums.data(),
-                      sums.value.data(), sums.value_sq.data());
-    } else {
-      FoldRows(dtype, pointers, next, m, nullptr, group, d, logits, sums.sums.data(),
-               sums.value.data());
-    }
+    FoldRows(dtype, pointers, next, m, nullptr, group, d, logits, sums.sums.data(),
+             sums.Target(values));
   }
   return absl::OkStatus();
 }
@@ -69,18 +64,28 @@ void GroupSums::Merge(const GroupSums& from) {
     sums[head].count += from.sums[head].count;
     const auto add = [&](std::vector<float>& to, const std::vector<float>& other, float keep,
                          float take) {
-      for (size_t i = head * head_dim; i < (head + 1) * head_dim; ++i) {
+      const size_t each = to.size() / sums.size();
+      for (size_t i = head * each; i < (head + 1) * each; ++i) {
         to[i] = std::fma(to[i], keep, other[i] * take);
       }
     };
     add(value, from.value, factors.keep, factors.take);
     if (!moments()) continue;
     add(value_sq, from.value_sq, factors.keep * factors.keep, factors.take * factors.take);
+    add(projected, from.projected, factors.keep * factors.keep, factors.take * factors.take);
   }
 }
 
+ValueSums GroupSums::Target(const ValueTerms& terms) {
+  return {.inverse_unit = 1 / terms.unit,
+          .value = value.data(),
+          .value_sq = moments() ? value_sq.data() : nullptr,
+          .projected = projected.data(),
+          .signs = terms.signs.data()};
+}
+
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
-                        std::span<const uint32_t> tokens, GroupSums& into,
+                        const ValueTerms& values, std::span<const uint32_t> tokens, GroupSums& into,
                         const RowWeigher* weigher) {
   const auto count = static_cast<int64_t>(tokens.size());
   const int64_t tasks = (count + kTaskRows - 1) / kTaskRows;
@@ -89,7 +94,7 @@ absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQu
   std::vector<absl::Status> statuses(tasks);
   ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
     const int64_t first = task * kTaskRows;
-    statuses[task] = FoldTask(context, kv_head, queries,
+    statuses[task] = FoldTask(context, kv_head, queries, values,
                               tokens.subspan(first, std::min(kTaskRows, count - first)), first,
                               weigher, parts[task]);
   });

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "host/core/softmax_sums.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/kernels.h"
 
 namespace spillway {
 
@@ -21,31 +22,45 @@ class RowWeigher {
                      float* logits) const = 0;
 };
 
+// What sums over values are in units of, and how values are projected.
+struct ValueTerms {
+  float unit = 1;            // a power of two
+  std::vector<float> signs;  // [d] of ProjectionSigns; empty without moments
+};
+
 // Softmax sums of a number of query heads over one set of rows, with their
-// numerators. The empty state is what the constructor makes.
+// numerators, values in units of ValueTerms::unit. The empty state is what the
+// constructor makes.
 struct GroupSums {
   int head_dim = 0;
-  std::vector<RowSums> sums;    // [heads]
-  std::vector<float> value;     // [heads][d] sum x v
-  std::vector<float> value_sq;  // [heads][d] sum x^2 v; empty without moments
+  std::vector<RowSums> sums;     // [heads]
+  std::vector<float> value;      // [heads][d] sum x v
+  std::vector<float> value_sq;   // [heads][d] sum x^2 v; empty without moments
+  std::vector<float> projected;  // [heads][kProjectionEntries] sum x^2 y y^T; likewise
 
   GroupSums() = default;
   GroupSums(int heads, int head_dim, bool moments)
       : head_dim(head_dim),
         sums(heads),
         value(static_cast<size_t>(heads) * head_dim),
-        value_sq(moments ? value.size() : 0) {}
+        value_sq(moments ? value.size() : 0),
+        projected(moments ? static_cast<size_t>(heads) * kProjectionEntries : 0) {}
 
   bool moments() const { return !value_sq.empty(); }
-  std::span<const float> ValueOf(int head) const { return Row(value, head); }
-  std::span<const float> ValueSqOf(int head) const { return Row(value_sq, head); }
+  // Where a fold adds to these sums.
+  ValueSums Target(const ValueTerms& terms);
+  std::span<const float> ValueOf(int head) const { return Row(value, head, head_dim); }
+  std::span<const float> ValueSqOf(int head) const { return Row(value_sq, head, head_dim); }
+  std::span<const float> ProjectedOf(int head) const {
+    return Row(projected, head, kProjectionEntries);
+  }
 
   // *this += from, sums over other rows.
   void Merge(const GroupSums& from);
 
  private:
-  std::span<const float> Row(const std::vector<float>& of, int head) const {
-    return {of.data() + static_cast<size_t>(head) * head_dim, static_cast<size_t>(head_dim)};
+  static std::span<const float> Row(const std::vector<float>& of, int head, int size) {
+    return {of.data() + static_cast<size_t>(head) * size, static_cast<size_t>(size)};
   }
 };
 
@@ -54,7 +69,7 @@ struct GroupSums {
 // OUT_OF_RANGE names a token whose logit is not
 // finite; CANCELLED.
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
-                        std::span<const uint32_t> tokens, GroupSums& into,
+                        const ValueTerms& values, std::span<const uint32_t> tokens, GroupSums& into,
                         const RowWeigher* weigher = nullptr);
 
 }  // namespace spillway

@@ -5,6 +5,10 @@
 #include <cstdint>
 
 #include "host/base/limits.h"
+#include "host/core/degrees.h"
+#include "host/core/page_index.h"
+#include "host/core/page_score.h"
+#include "host/core/rank_error.h"
 #include "host/core/sample_limit.h"
 #include "host/core/softmax_sums.h"
 #include "host/cpu/code_layout.h"
@@ -37,18 +41,18 @@ struct EncodeParams {
   const float* centre = nullptr;               // c [d]
 };
 
-// Codes of the 16 keys of a tile; keys beyond `count` get the code of a zero
-// key. keys: first row of the tile, row_bytes apart, K at the start of a row.
-// page: the code page; tile in [0, 8).
+// Codes and factors of the 16 keys of a tile. keys: first row of the tile,
+// row_bytes apart, K at the start of a row. page: the code page; tile in [0, 8).
 void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, int64_t row_bytes,
-                int count, std::byte* page, int tile);
-// Code of one key at slot [0, 128) of its page: the same bits as EncodeTile.
-void EncodeKey(const EncodeParams& params, DType dtype, const std::byte* key, std::byte* page,
-               int slot);
+                std::byte* page, int tile);
+// RadiusOf() of `count` vectors [dim], row_bytes apart, about a centre [dim];
+// count is a multiple of 16.
+void Distances(DType dtype, const std::byte* vectors, int64_t row_bytes, int count, int dim,
+               const float* centre, float* distances);
 // Stores one token's code, [layout.dims] values of 0 .. 2^B - 1 (0 beyond the
 // head's dimensions), at slot [0, 128) of its page.
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot);
-// y = P x, [d], each y_j one chain of fma over i: the order of both encoders.
+// y = P x, [d], each y_j one chain of fma over i: the order of the encoder.
 void Rotate(const EncodeParams& params, const float* x, float* y);
 
 // ---- scores ------------------------------------------------------------
@@ -79,14 +83,27 @@ struct ScanPage {
   const std::byte* next = nullptr;
 };
 
+// q.c of a page's centre for each of the group's queries [G][d] (page_score.h).
+void CentreLogits(const float* queries, int group, int dim, float softmax_scale,
+                  const std::byte* centre, float* centre_logits);
 // Estimated logits of the 128 keys of a page, times log2(e): [G][128].
-void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, float* logits);
+// centre_logits: [G].
+void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
+                      float* logits);
+// Which of a page's keys are summed up: 1, or 0 for tokens that have no score and
+// for strays.
+struct PageMask {
+  alignas(64) float of_slot[kPageTokenCount];
+};
 // Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per
 // tile: the group score of host/core/score.h, bits >> kScoreBinShift.
 // head_bins (null, or row_count pointers) receives each head's own bins, for
-// top-p.
-void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
-                    uint16_t* bins, uint16_t* const* head_bins);
+// top-p. sums: [G], over these tiles.
+void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
+                    const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
+                    uint16_t* const* head_bins, RankSums<float>* sums);
+// Turns `count` bins into WeighBin() of them; count is a multiple of 32.
+void WeighBins(const uint8_t* norms, int value_floor, int count, uint16_t* bins);
 // The same group scores from logits [G][stride] in nats, exact or estimated.
 // token_count is a multiple of 16; entries beyond the data are ignored by the
 // caller.
@@ -133,15 +150,20 @@ inline void PrefetchRow(const std::byte* row, int64_t row_bytes) {
 // null. Returns false if a logit is not finite.
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
                const RowQueries& queries, float* logits);
+// Where a fold adds what it sums up over values v, all of them in a unit, v u.
+struct ValueSums {
+  float inverse_unit = 1;      // u, a power of two
+  float* value = nullptr;      // [head][d] sum x v
+  float* value_sq = nullptr;   // [head][d] sum x^2 v; null: no moments
+  float* projected = nullptr;  // [head][kProjectionEntries] sum x^2 y y^T, with moments
+  // [d] +1 or -1: y_m is the sum of v_i signs[i] over i = m, m + kProjectionDims, ...
+  const float* signs = nullptr;
+};
 // Folds rows into softmax sums: x_i = exp(logit_i - max), rescaling what is
 // there when the maximum grows. counts[head] <= count rows are taken per head
-// (null: all). sums: [head]; value: [head][d] sum x v.
+// (null: all). sums: [head].
 void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
               const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
-              float* value);
-// The same with second moments: value_sq [head][d] sum x^2 v.
-void FoldRowsMoments(DType dtype, const std::byte* const* rows, const std::byte* const* next,
-                     int count, int head_count, int head_dim, float* logits, RowSums* sums,
-                     float* value, float* value_sq);
+              const ValueSums& values);
 
 }  // namespace spillway

@@ -56,7 +56,57 @@ void RotateImpl(const EncodeParams& p, const float* x, float* y) {
   }
 }
 
-// From here on lanes are keys: x [dim][16] holds k - c, then o; y [dim][16].
+// From here on lanes are keys. Divides the differences x [dim][16] of a lane's
+// vectors by their norms, and stores these: RadiusOf() in its order.
+HWY_INLINE hn::Vec<D16> Normalise(int dim, int lane, float* HWY_RESTRICT x) {
+  const D16 d;
+  const auto zero = hn::Zero(d);
+  const auto one = hn::Set(d, 1.0f);
+  auto largest = zero;
+  for (int i = 0; i < dim; ++i) {
+    largest = hn::Max(largest, hn::Abs(hn::Load(d, x + i * kTileTokenCount + lane)));
+  }
+  const auto present = hn::Gt(largest, zero);
+  const auto safe = hn::IfThenElse(present, largest, one);
+  auto norm_sq = zero;
+  for (int i = 0; i < dim; ++i) {
+    const auto r = hn::Div(hn::Load(d, x + i * kTileTokenCount + lane), safe);
+    hn::Store(r, d, x + i * kTileTokenCount + lane);
+    norm_sq = hn::MulAdd(r, r, norm_sq);
+  }
+  const auto norm = hn::Sqrt(hn::IfThenElse(present, norm_sq, one));
+  const auto inverse = hn::Div(one, norm);
+  for (int i = 0; i < dim; ++i) {
+    float* o = x + i * kTileTokenCount + lane;
+    hn::Store(hn::Mul(hn::Load(d, o), inverse), d, o);
+  }
+  return hn::Mul(largest, norm);
+}
+
+// x [dim][16] becomes the differences of 16 vectors from a centre.
+void LoadDifferences(DType dtype, const std::byte* vectors, int64_t row_bytes, int dim,
+                     const float* centre, float* HWY_RESTRICT x) {
+  float vector[kHeadDimMax];
+  for (int t = 0; t < kTileTokenCount; ++t) {
+    ToFloatImpl(dtype, vectors + t * row_bytes, dim, vector);
+    for (int i = 0; i < dim; ++i) x[i * kTileTokenCount + t] = vector[i] - centre[i];
+  }
+}
+
+void DistancesImpl(DType dtype, const std::byte* vectors, int64_t row_bytes, int count, int dim,
+                   const float* centre, float* distances) {
+  const D16 d;
+  const int n = static_cast<int>(hn::Lanes(d));
+  HWY_ALIGN float x[kHeadDimMax * kTileTokenCount];
+  for (int first = 0; first < count; first += kTileTokenCount) {
+    LoadDifferences(dtype, vectors + first * row_bytes, row_bytes, dim, centre, x);
+    for (int lane = 0; lane < kTileTokenCount; lane += n) {
+      hn::StoreU(Normalise(dim, lane, x), d, distances + first + lane);
+    }
+  }
+}
+
+// x [dim][16] holds k - c, then o; y [dim][16].
 void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRICT y,
                  std::byte* page, int tile) {
   const D16 d;
@@ -70,24 +120,7 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
   const auto zero = hn::Zero(d);
   const auto one = hn::Set(d, 1.0f);
   for (int lane = 0; lane < kTileTokenCount; lane += n) {
-    auto largest = zero;
-    for (int i = 0; i < dim; ++i) {
-      largest = hn::Max(largest, hn::Abs(hn::Load(d, x + i * kTileTokenCount + lane)));
-    }
-    const auto present = hn::Gt(largest, zero);
-    const auto safe = hn::IfThenElse(present, largest, one);
-    auto norm_sq = zero;
-    for (int i = 0; i < dim; ++i) {
-      const auto r = hn::Div(hn::Load(d, x + i * kTileTokenCount + lane), safe);
-      hn::Store(r, d, x + i * kTileTokenCount + lane);
-      norm_sq = hn::MulAdd(r, r, norm_sq);
-    }
-    const auto norm = hn::Sqrt(hn::IfThenElse(present, norm_sq, one));
-    const auto inverse = hn::Div(one, norm);
-    for (int i = 0; i < dim; ++i) {
-      float* o = x + i * kTileTokenCount + lane;
-      hn::Store(hn::Mul(hn::Load(d, o), inverse), d, o);
-    }
+    const auto length = Normalise(dim, lane, x);
     for (int j = 0; j < dim; j += 4) {
       const float* row = p.rotation + static_cast<size_t>(j) * dim;
       auto a0 = zero, a1 = zero, a2 = zero, a3 = zero;
@@ -134,8 +167,7 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
       }
     }
     // f = ||k - c|| / <P o, t>, to bf16; 0 where either vanishes.
-    const auto valid = hn::And(present, hn::Gt(dot, zero));
-    const auto length = hn::Mul(largest, norm);
+    const auto valid = hn::And(hn::Gt(length, zero), hn::Gt(dot, zero));
     auto f = hn::Div(length, hn::Mul(hn::IfThenElse(valid, dot, one), hn::Set(d, step)));
     f = hn::Min(f, hn::Set(d, 3.0e38f));
     f = hn::IfThenElseZero(valid, f);
@@ -147,61 +179,11 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
 }
 
 void EncodeTileImpl(const EncodeParams& p, DType dtype, const std::byte* keys, int64_t row_bytes,
-                    int count, std::byte* page, int tile) {
+                    std::byte* page, int tile) {
   HWY_ALIGN float x[kHeadDimMax * kTileTokenCount];
   HWY_ALIGN float y[kHeadDimMax * kTileTokenCount];
-  float key[kHeadDimMax];
-  const int dim = p.head_dim;
-  for (int t = 0; t < kTileTokenCount; ++t) {
-    if (t < count) {
-      ToFloatImpl(dtype, keys + t * row_bytes, dim, key);
-      for (int i = 0; i < dim; ++i) x[i * kTileTokenCount + t] = key[i] - p.centre[i];
-    } else {
-      for (int i = 0; i < dim; ++i) x[i * kTileTokenCount + t] = 0.0f;
-    }
-  }
+  LoadDifferences(dtype, keys, row_bytes, p.head_dim, p.centre, x);
   EncodeLanes(p, x, y, page, tile);
-}
-
-// The arithmetic of EncodeLanes for one key; lanes of the rotation are j, so
-// each y_j is the same chain.
-void EncodeKeyImpl(const EncodeParams& p, DType dtype, const std::byte* key, std::byte* page,
-                   int slot) {
-  HWY_ALIGN float x[kHeadDimMax];
-  HWY_ALIGN float y[kHeadDimMax];
-  const int dim = p.head_dim;
-  ToFloatImpl(dtype, key, dim, x);
-  float largest = 0;
-  for (int i = 0; i < dim; ++i) {
-    x[i] -= p.centre[i];
-    largest = std::max(largest, std::fabs(x[i]));
-  }
-  const bool present = largest > 0;
-  float norm_sq = 0;
-  for (int i = 0; i < dim; ++i) {
-    x[i] /= present ? largest : 1.0f;
-    norm_sq = std::fma(x[i], x[i], norm_sq);
-  }
-  const float norm = std::sqrt(present ? norm_sq : 1.0f);
-  const float inverse = 1.0f / norm;
-  for (int i = 0; i < dim; ++i) x[i] *= inverse;
-  RotateImpl(p, x, y);
-  const int levels = 1 << p.bits_per_dim;
-  const float step = QuantiserStep(p.bits_per_dim);
-  const float scale = std::sqrt(static_cast<float>(dim)) / step;
-  const float middle = 0.5f * static_cast<float>(levels - 1);
-  uint8_t codes[kHeadDimMax] = {};
-  float dot = 0;
-  for (int j = 0; j < dim; ++j) {
-    float u = std::floor(y[j] * scale) + static_cast<float>(levels / 2);
-    u = std::min(std::max(u, 0.0f), static_cast<float>(levels - 1));
-    dot = std::fma(y[j], u - middle, dot);
-    codes[j] = static_cast<uint8_t>(u);
-  }
-  StoreCode(p.layout, codes, page, slot);
-  float f = 0;
-  if (present && dot > 0) f = std::min((largest * norm) / (dot * step), 3.0e38f);
-  FromFloatImpl(DType::kBF16, &f, 1, page + p.layout.factor_offset_bytes() + 2 * slot);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -212,7 +194,7 @@ HWY_AFTER_NAMESPACE();
 namespace spillway {
 HWY_EXPORT(RotateImpl);
 HWY_EXPORT(EncodeTileImpl);
-HWY_EXPORT(EncodeKeyImpl);
+HWY_EXPORT(DistancesImpl);
 
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot) {
   uint32_t* words = reinterpret_cast<uint32_t*>(page);
@@ -237,12 +219,12 @@ void Rotate(const EncodeParams& params, const float* x, float* y) {
   HWY_DYNAMIC_DISPATCH(RotateImpl)(params, x, y);
 }
 void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, int64_t row_bytes,
-                int count, std::byte* page, int tile) {
-  HWY_DYNAMIC_DISPATCH(EncodeTileImpl)(params, dtype, keys, row_bytes, count, page, tile);
+                std::byte* page, int tile) {
+  HWY_DYNAMIC_DISPATCH(EncodeTileImpl)(params, dtype, keys, row_bytes, page, tile);
 }
-void EncodeKey(const EncodeParams& params, DType dtype, const std::byte* key, std::byte* page,
-               int slot) {
-  HWY_DYNAMIC_DISPATCH(EncodeKeyImpl)(params, dtype, key, page, slot);
+void Distances(DType dtype, const std::byte* vectors, int64_t row_bytes, int count, int dim,
+               const float* centre, float* distances) {
+  HWY_DYNAMIC_DISPATCH(DistancesImpl)(dtype, vectors, row_bytes, count, dim, centre, distances);
 }
 }  // namespace spillway
 #endif

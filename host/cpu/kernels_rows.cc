@@ -244,10 +244,11 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
   return sums->Merge(block).keep;
 }
 
-// Weights x of a block's rows [head][kRowBlock], with moments also x^2, and the
-// factors by which the heads' sums shrink first.
+// Weights x of a block's rows [head][kRowBlock], with moments also x^2, the
+// factors by which the heads' sums shrink first, and what values are in units of.
 struct FoldWeights {
   float factor[4];
+  float inverse_unit;
   const float* x;
   HWY_ALIGN float x_sq[4 * kRowBlock];
 };
@@ -278,10 +279,10 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const
     VF vc[kColumns];
     for (int c = 0; c < kColumns; ++c) vc[c] = LoadRow(v + c * n);
     for (int h = 0; h < kHeads; ++h) {
-      const auto x = hn::Set(df, w.x[h * kRowBlock + r]);
+      const auto x = hn::Set(df, w.x[h * kRowBlock + r] * w.inverse_unit);
       for (int c = 0; c < kColumns; ++c) first[h][c] = hn::MulAdd(vc[c], x, first[h][c]);
       if constexpr (kMoments) {
-        const auto x_sq = hn::Set(df, w.x_sq[h * kRowBlock + r]);
+        const auto x_sq = hn::Set(df, w.x_sq[h * kRowBlock + r] * w.inverse_unit);
         for (int c = 0; c < kColumns; ++c) second[h][c] = hn::MulAdd(vc[c], x_sq, second[h][c]);
       }
     }
@@ -310,11 +311,13 @@ HWY_INLINE void FoldHeads(const std::byte* const* rows, const std::byte* const* 
   }
 }
 
-// ||v||^2 of the block's rows, 0 beyond `count`.
+// ||v||^2 of the block's rows, 0 beyond `count`, v in units.
 template <typename T>
-HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, float* norms) {
+HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, float inverse_unit,
+                           float* norms) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
+  const auto unit = hn::Set(df, inverse_unit);
   for (int r = 0; r < kRowBlock; r += 16) {
     VF sums[16];
     for (int i = 0; i < 16; ++i) {
@@ -322,12 +325,57 @@ HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, flo
       if (r + i >= count) continue;
       const T* v = reinterpret_cast<const T*>(rows[r + i]) + dim;
       for (int c = 0; c < dim; c += n) {
-        const auto x = LoadRow(v + c);
+        const auto x = hn::Mul(LoadRow(v + c), unit);
         sums[i] = hn::MulAdd(x, x, sums[i]);
       }
     }
     SumLanes16(sums);
     for (int i = 0; i < 16; i += n) hn::StoreU(sums[i / n], df, norms + r + i);
+  }
+}
+
+// y [row][kProjectionDims] of the block's values, in units.
+template <typename T>
+HWY_INLINE void ProjectValues(const std::byte* const* rows, int count, int dim,
+                              const ValueSums& values, float* y) {
+  const DF df;
+  const int n = static_cast<int>(hn::Lanes(df));
+  const auto unit = hn::Set(df, values.inverse_unit);
+  for (int r = 0; r < count; ++r) {
+    const T* v = reinterpret_cast<const T*>(rows[r]) + dim;
+    for (int lane = 0; lane < kProjectionDims; lane += n) {
+      auto sum = hn::Zero(df);
+      for (int i = lane; i < dim; i += kProjectionDims) {
+        sum = hn::MulAdd(hn::Mul(LoadRow(v + i), unit), hn::LoadU(df, values.signs + i), sum);
+      }
+      hn::Store(sum, df, y + r * kProjectionDims + lane);
+    }
+  }
+}
+
+// projected [16][16] = factor^2 projected + sum x^2 y y^T of one head.
+HWY_INLINE void FoldProjected(const float* y, int count, const float* x_sq, float factor,
+                              float* projected) {
+  const DF df;
+  const int n = static_cast<int>(hn::Lanes(df));
+  const auto keep = hn::Set(df, factor * factor);
+  constexpr int kRows = 8;  // of the matrix, whose sums stay in registers
+  for (int lane = 0; lane < kProjectionDims; lane += n) {
+    for (int first = 0; first < kProjectionDims; first += kRows) {
+      VF sums[kRows];
+      float* out = projected + first * kProjectionDims + lane;
+      for (int a = 0; a < kRows; ++a) {
+        sums[a] = hn::Mul(hn::LoadU(df, out + a * kProjectionDims), keep);
+      }
+      for (int r = 0; r < count; ++r) {
+        const float* row = y + r * kProjectionDims;
+        const auto weighed = hn::Mul(hn::Load(df, row + lane), hn::Set(df, x_sq[r]));
+        for (int a = 0; a < kRows; ++a) {
+          sums[a] = hn::MulAdd(hn::Set(df, row[first + a]), weighed, sums[a]);
+        }
+      }
+      for (int a = 0; a < kRows; ++a) hn::StoreU(sums[a], df, out + a * kProjectionDims);
+    }
   }
 }
 
@@ -347,17 +395,21 @@ HWY_INLINE float SquareWeights(const float* x, const float* norms, float* x_sq) 
   return hn::GetLane(hn::SumOfLanes(df, sum));
 }
 
-// value_sq is used with moments only.
 template <typename T, bool kMoments>
 void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int count,
                const int* counts, int head_count, int dim, float* logits, RowSums* sums,
-               float* value, float* value_sq) {
+               const ValueSums& values) {
   HWY_ALIGN float norms[kRowBlock];
-  if constexpr (kMoments) ValueNorms<T>(rows, count, dim, norms);
+  HWY_ALIGN float y[kRowBlock * kProjectionDims];
+  if constexpr (kMoments) {
+    ValueNorms<T>(rows, count, dim, values.inverse_unit, norms);
+    ProjectValues<T>(rows, count, dim, values, y);
+  }
   for (int h0 = 0; h0 < head_count; h0 += 4) {
     const int heads = std::min(4, head_count - h0);
     FoldWeights w;
     w.x = logits + h0 * kRowBlock;
+    w.inverse_unit = values.inverse_unit;
     int most = 0;
     for (int h = 0; h < heads; ++h) {
       const int rows_of = counts == nullptr ? count : counts[h0 + h];
@@ -371,11 +423,13 @@ void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int c
       }
       if constexpr (kMoments) {
         sums[h0 + h].sum_sq_norm += SquareWeights(x, norms, w.x_sq + h * kRowBlock);
+        FoldProjected(y, count, w.x_sq + h * kRowBlock, w.factor[h],
+                      values.projected + (h0 + h) * kProjectionEntries);
       }
     }
     const std::byte* const* ahead = h0 == 0 ? next : nullptr;
-    float* out = value + h0 * dim;
-    float* out_sq = kMoments ? value_sq + h0 * dim : nullptr;
+    float* out = values.value + h0 * dim;
+    float* out_sq = kMoments ? values.value_sq + h0 * dim : nullptr;
     switch (heads) {
       case 1:
         FoldHeads<T, 1, kMoments>(rows, ahead, most, dim, w, out, out_sq);
@@ -392,35 +446,21 @@ void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int c
   }
 }
 
-template <bool kMoments>
-void FoldAny(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
-             const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
-             float* value, float* value_sq) {
-  switch (dtype) {
-    case DType::kF32:
-      return FoldTyped<float, kMoments>(rows, next, count, counts, head_count, head_dim, logits,
-                                        sums, value, value_sq);
-    case DType::kF16:
-      return FoldTyped<hwy::float16_t, kMoments>(rows, next, count, counts, head_count, head_dim,
-                                                 logits, sums, value, value_sq);
-    default:
-      return FoldTyped<hwy::bfloat16_t, kMoments>(rows, next, count, counts, head_count, head_dim,
-                                                  logits, sums, value, value_sq);
-  }
+template <typename T>
+void FoldOf(const std::byte* const* rows, const std::byte* const* next, int count,
+            const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
+            const ValueSums& values) {
+  const auto fold = values.value_sq != nullptr ? FoldTyped<T, true> : FoldTyped<T, false>;
+  fold(rows, next, count, counts, head_count, head_dim, logits, sums, values);
 }
 
 void FoldRowsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
                   int count, const int* counts, int head_count, int head_dim, float* logits,
-                  RowSums* sums, float* value) {
-  FoldAny<false>(dtype, rows, next, count, counts, head_count, head_dim, logits, sums, value,
-                 nullptr);
-}
-
-void FoldRowsMomentsImpl(DType dtype, const std::byte* const* rows, const std::byte* const* next,
-                         int count, int head_count, int head_dim, float* logits, RowSums* sums,
-                         float* value, float* value_sq) {
-  FoldAny<true>(dtype, rows, next, count, nullptr, head_count, head_dim, logits, sums, value,
-                value_sq);
+                  RowSums* sums, const ValueSums& values) {
+  const auto fold = dtype == DType::kF32   ? FoldOf<float>
+                    : dtype == DType::kF16 ? FoldOf<hwy::float16_t>
+                                           : FoldOf<hwy::bfloat16_t>;
+  fold(rows, next, count, counts, head_count, head_dim, logits, sums, values);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -431,7 +471,6 @@ HWY_AFTER_NAMESPACE();
 namespace spillway {
 HWY_EXPORT(RowLogitsImpl);
 HWY_EXPORT(FoldRowsImpl);
-HWY_EXPORT(FoldRowsMomentsImpl);
 
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
                const RowQueries& queries, float* logits) {
@@ -439,15 +478,9 @@ bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const
 }
 void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
               const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
-              float* value) {
+              const ValueSums& values) {
   HWY_DYNAMIC_DISPATCH(FoldRowsImpl)
-  (dtype, rows, next, count, counts, head_count, head_dim, logits, sums, value);
-}
-void FoldRowsMoments(DType dtype, const std::byte* const* rows, const std::byte* const* next,
-                     int count, int head_count, int head_dim, float* logits, RowSums* sums,
-                     float* value, float* value_sq) {
-  HWY_DYNAMIC_DISPATCH(FoldRowsMomentsImpl)
-  (dtype, rows, next, count, head_count, head_dim, logits, sums, value, value_sq);
+  (dtype, rows, next, count, counts, head_count, head_dim, logits, sums, values);
 }
 }  // namespace spillway
 #endif

@@ -73,7 +73,7 @@ HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const ScanPage& page
 }
 
 // Calls f(tile, head, p, factor) for kPair tiles and kRows query heads from the
-// first on, heads in order; p * factor is the estimated logit times log2(e).
+// first on, heads in order; p and factor as EstimatedLogit() takes them.
 template <int kBits, int kRows, typename F>
 HWY_INLINE void RowsLogits(const ScoreQuery& q, const ScanPage& page, int tile, int lane, int first,
                            F f) {
@@ -120,50 +120,95 @@ HWY_INLINE void StoreBins(VF score, uint16_t* out) {
   hn::StoreU(hn::DemoteTo(d16, hn::ShiftRight<kScoreBinShift>(hn::BitCast(di, score))), d16, out);
 }
 
+// SumChains() of 16 chains.
+HWY_INLINE float SumSixteen(const float* chains) {
+  const hn::CappedTag<float, 8> d8;
+  const hn::CappedTag<float, 4> d4;
+  HWY_ALIGN float eight[8];
+  const int n = static_cast<int>(hn::Lanes(d8));
+  for (int i = 0; i < 8; i += n) {
+    hn::Store(hn::Add(hn::LoadU(d8, chains + i), hn::LoadU(d8, chains + 8 + i)), d8, eight + i);
+  }
+  HWY_ALIGN float four[4];
+  hn::Store(hn::Add(hn::Load(d4, eight), hn::Load(d4, eight + 4)), d4, four);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// Sums of a page over the lanes' keys, chains of RankSums in memory: heads in
+// turn.
+struct RankChains {
+  HWY_ALIGN float weight[kGroupMax][kRankChains];
+  HWY_ALIGN float error[kGroupMax][kRankChains];
+};
+
 // tile_begin and tile_end are even.
 template <int kBits>
-void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, int tile_begin, int tile_end,
-                      uint16_t* bins, uint16_t* const* head_bins) {
+void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, const float* centre_logits,
+                      const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
+                      uint16_t* const* head_bins, RankSums<float>* sums) {
+  static_assert(kRankChains == kTileTokenCount);
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
+  RankChains chains;
+  float shift[kGroupMax];  // of the page's logits: what is relative to the reference
+  for (int h = 0; h < q.row_count; ++h) {
+    shift[h] = centre_logits[h] - q.references.reference[h];
+    std::fill_n(chains.weight[h], kRankChains, 0.0f);
+    std::fill_n(chains.error[h], kRankChains, 0.0f);
+  }
+  const auto most = hn::Set(df, kFactorSquareMax);
   for (int tile = tile_begin; tile < tile_end; tile += kPair) {
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
-        const auto e =
-            ScoreExp2Vec(df, hn::Sub(hn::Mul(p, factor), hn::Set(df, q.references.reference[h])));
+        const auto e = ScoreExp2Vec(df, hn::MulAdd(p, factor, hn::Set(df, shift[h])));
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
         score[t] = hn::MulAdd(e, hn::Set(df, q.references.head_weight[h]), score[t]);
+        const auto summed =
+            hn::Mul(e, hn::Load(df, mask.of_slot + (tile + t) * kTileTokenCount + lane));
+        float* weight = chains.weight[h] + lane;
+        float* error = chains.error[h] + lane;
+        hn::Store(hn::Add(hn::Load(df, weight), summed), df, weight);
+        const auto square = hn::Min(hn::Mul(factor, factor), most);
+        hn::Store(hn::MulAdd(summed, square, hn::Load(df, error)), df, error);
       });
       for (int t = 0; t < kPair; ++t) StoreBins(score[t], bins + out + t * kTileTokenCount);
     }
   }
+  for (int h = 0; h < q.row_count; ++h) {
+    sums[h] = {SumSixteen(chains.weight[h]), SumSixteen(chains.error[h])};
+  }
 }
 
-void AsymmetricBinsImpl(const ScoreQuery& q, const ScanPage& page, int tile_begin, int tile_end,
-                        uint16_t* bins, uint16_t* const* head_bins) {
+void AsymmetricBinsImpl(const ScoreQuery& q, const ScanPage& page, const float* centre_logits,
+                        const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
+                        uint16_t* const* head_bins, RankSums<float>* sums) {
+  const auto of = [&](auto f) {
+    f(q, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, sums);
+  };
   switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
-      return AsymmetricBinsOf<1>(q, page, tile_begin, tile_end, bins, head_bins);
+      return of(AsymmetricBinsOf<1>);
     case 2:
-      return AsymmetricBinsOf<2>(q, page, tile_begin, tile_end, bins, head_bins);
+      return of(AsymmetricBinsOf<2>);
     case 3:
-      return AsymmetricBinsOf<3>(q, page, tile_begin, tile_end, bins, head_bins);
+      return of(AsymmetricBinsOf<3>);
     default:
-      return AsymmetricBinsOf<4>(q, page, tile_begin, tile_end, bins, head_bins);
+      return of(AsymmetricBinsOf<4>);
   }
 }
 
 template <int kBits>
-void AsymmetricLogitsOf(const ScoreQuery& q, const ScanPage& page, float* logits) {
+void AsymmetricLogitsOf(const ScoreQuery& q, const ScanPage& page, const float* centre_logits,
+                        float* logits) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   const auto limit = hn::Set(df, kScoreLogitMax);
   for (int tile = 0; tile < kTilesPerPage; tile += kPair) {
     for (int lane = 0; lane < kTileTokenCount; lane += n) {
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
-        const auto x = hn::Mul(p, factor);
+        const auto x = hn::MulAdd(p, factor, hn::Set(df, centre_logits[h]));
         hn::StoreU(hn::Min(hn::Max(x, hn::Neg(limit)), limit), df,
                    logits + h * kPageTokenCount + (tile + t) * kTileTokenCount + lane);
       });
@@ -171,16 +216,54 @@ void AsymmetricLogitsOf(const ScoreQuery& q, const ScanPage& page, float* logits
   }
 }
 
-void AsymmetricLogitsImpl(const ScoreQuery& q, const ScanPage& page, float* logits) {
+void AsymmetricLogitsImpl(const ScoreQuery& q, const ScanPage& page, const float* centre_logits,
+                          float* logits) {
   switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
-      return AsymmetricLogitsOf<1>(q, page, logits);
+      return AsymmetricLogitsOf<1>(q, page, centre_logits, logits);
     case 2:
-      return AsymmetricLogitsOf<2>(q, page, logits);
+      return AsymmetricLogitsOf<2>(q, page, centre_logits, logits);
     case 3:
-      return AsymmetricLogitsOf<3>(q, page, logits);
+      return AsymmetricLogitsOf<3>(q, page, centre_logits, logits);
     default:
-      return AsymmetricLogitsOf<4>(q, page, logits);
+      return AsymmetricLogitsOf<4>(q, page, centre_logits, logits);
+  }
+}
+
+void CentreLogitsImpl(const float* queries, int group, int dim, float softmax_scale,
+                      const std::byte* centre, float* centre_logits) {
+  const DF df;
+  const hn::Rebind<hwy::bfloat16_t, DF> db;
+  const int n = static_cast<int>(hn::Lanes(df));
+  const auto* c = reinterpret_cast<const hwy::bfloat16_t*>(centre);
+  for (int h = 0; h < group; ++h) {
+    HWY_ALIGN float chains[kRankChains];
+    for (int lane = 0; lane < kRankChains; lane += n) {
+      auto sum = hn::Zero(df);
+      for (int i = lane; i < dim; i += kRankChains) {
+        sum = hn::MulAdd(hn::LoadU(df, queries + h * dim + i),
+                         hn::PromoteTo(df, hn::LoadU(db, c + i)), sum);
+      }
+      hn::Store(sum, df, chains + lane);
+    }
+    centre_logits[h] = CentreLogit(SumSixteen(chains), softmax_scale);
+  }
+}
+
+void WeighBinsImpl(const uint8_t* norms, int value_floor, int count, uint16_t* bins) {
+  const hn::CappedTag<int16_t, 32> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  const int n = static_cast<int>(hn::Lanes(d16));
+  const auto of = [&](int x) { return hn::Set(d16, static_cast<int16_t>(x)); };
+  for (int i = 0; i < count; i += n) {
+    auto* const at = reinterpret_cast<int16_t*>(bins + i);
+    const auto bin = hn::LoadU(d16, at);
+    const auto norm = hn::PromoteTo(d16, hn::LoadU(d8, norms + i));
+    const auto exponent = hn::Max(hn::Sub(norm, of(kValueExponentMax)), of(value_floor));
+    auto weighed = hn::Add(bin, hn::Add(exponent, exponent));
+    weighed = hn::Min(hn::Max(weighed, of(1)), of(kStrayBin - 1));
+    weighed = hn::IfThenElse(hn::Eq(norm, of(kStrayNorm)), of(kStrayBin), weighed);
+    hn::StoreU(hn::IfThenElse(hn::Eq(bin, of(kNotFoundBin)), bin, weighed), d16, at);
   }
 }
 
@@ -326,18 +409,30 @@ HWY_AFTER_NAMESPACE();
 namespace spillway {
 HWY_EXPORT(AsymmetricLogitsImpl);
 HWY_EXPORT(AsymmetricBinsImpl);
+HWY_EXPORT(CentreLogitsImpl);
+HWY_EXPORT(WeighBinsImpl);
 HWY_EXPORT(ExactBinsImpl);
 HWY_EXPORT(MaxLogitImpl);
 HWY_EXPORT(SumScoreMassImpl);
 HWY_EXPORT(FilterBinsImpl);
 HWY_EXPORT(FilterTokensImpl);
 
-void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, float* logits) {
-  HWY_DYNAMIC_DISPATCH(AsymmetricLogitsImpl)(query, page, logits);
+void CentreLogits(const float* queries, int group, int dim, float softmax_scale,
+                  const std::byte* centre, float* centre_logits) {
+  HWY_DYNAMIC_DISPATCH(CentreLogitsImpl)(queries, group, dim, softmax_scale, centre, centre_logits);
 }
-void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, int tile_begin, int tile_end,
-                    uint16_t* bins, uint16_t* const* head_bins) {
-  HWY_DYNAMIC_DISPATCH(AsymmetricBinsImpl)(query, page, tile_begin, tile_end, bins, head_bins);
+void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
+                      float* logits) {
+  HWY_DYNAMIC_DISPATCH(AsymmetricLogitsImpl)(query, page, centre_logits, logits);
+}
+void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
+                    const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
+                    uint16_t* const* head_bins, RankSums<float>* sums) {
+  HWY_DYNAMIC_DISPATCH(AsymmetricBinsImpl)
+  (query, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, sums);
+}
+void WeighBins(const uint8_t* norms, int value_floor, int count, uint16_t* bins) {
+  HWY_DYNAMIC_DISPATCH(WeighBinsImpl)(norms, value_floor, count, bins);
 }
 void ExactBins(const ScoreReferences& references, const float* logits, int64_t stride,
                int head_count, int token_count, uint16_t* bins, uint16_t* const* head_bins) {

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "absl/status/status.h"
 #include "host/core/histogram.h"
@@ -28,6 +30,10 @@ struct ScoredKeys {
     const PageTable& pages = context->index->codes[kv_head];
     return page < pages.page_count() ? pages.Page(page) : nullptr;
   }
+  // Norm bytes of a closed page; of a model with a rotation.
+  const uint8_t* Norms(int64_t page) const {
+    return reinterpret_cast<const uint8_t*>(IndexPage(page)) + model().layout().norm_offset_bytes();
+  }
 };
 
 // How a selector scores keys. Thread-safe once Prepare() has returned.
@@ -44,6 +50,11 @@ class KeyScorer {
   // [begin, end) is not read.
   virtual absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                             uint16_t* const* head_bins) const = 0;
+  // Each query head's RankVariance(), once all tokens have bins; 0 where there is
+  // nothing to say.
+  virtual void RankVariances(std::span<double> of_head) const {
+    std::fill(of_head.begin(), of_head.end(), 0.0);
+  }
 };
 
 // A selector's scorer. REQUIRES: the model serves it, and it is not `all`.

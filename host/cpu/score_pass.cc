@@ -1,6 +1,7 @@
 #include "host/cpu/score_pass.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -24,9 +25,10 @@ void CountBins(const uint16_t* bins, int64_t count, uint32_t* histogram, int bin
 
 }  // namespace
 
-ScorePass::ScorePass(const ScoredKeys& keys, bool by_mass)
+ScorePass::ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass)
     : keys_(keys),
       by_mass_(by_mass),
+      weighs_(WeighsValues(selector, keys.spec())),
       begin_(keys.begin),
       end_(keys.end),
       base_(begin_ / (2 * kTileTokenCount) * (2 * kTileTokenCount)),
@@ -51,11 +53,26 @@ absl::Status ScorePass::ScoreBlock(const KeyScorer& scorer, int64_t block) {
     for (int g = 0; by_mass_ && g < group; ++g) {
       head_bins[g] = workspace_->head_bins[g].data() + slot;
     }
-    RETURN_IF_ERROR(scorer.Bins(page, tile_begin, tile_end, workspace_->bins.data() + slot,
-                                by_mass_ ? head_bins : nullptr));
+    uint16_t* const bins = workspace_->bins.data() + slot;
+    RETURN_IF_ERROR(scorer.Bins(page, tile_begin, tile_end, bins, by_mass_ ? head_bins : nullptr));
+    if (weighs_) WeighPage(page, tile_begin, tile_end, bins, head_bins);
   }
   CountBlock(block);
   return absl::OkStatus();
+}
+
+void ScorePass::WeighPage(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
+                          uint16_t* const* head_bins) const {
+  const HeadStatistics& statistics = *keys_.context->index->Statistics(keys_.kv_head);
+  const uint8_t* norms = keys_.Norms(page) + tile_begin * kTileTokenCount;
+  const int count = (tile_end - tile_begin) * kTileTokenCount;
+  WeighBins(norms, statistics.value_floor, count, bins);
+  if (!by_mass_ || std::memchr(norms, kStrayNorm, count) == nullptr) return;
+  for (int g = 0; g < keys_.spec().group(); ++g) {
+    for (int i = 0; i < count; ++i) {
+      if (norms[i] == kStrayNorm) head_bins[g][i] = kNotFoundBin;
+    }
+  }
 }
 
 void ScorePass::CountBlock(int64_t block) {
@@ -132,7 +149,7 @@ std::vector<uint32_t> ScorePass::Highest(int64_t count) const {
   return tokens;
 }
 
-std::vector<uint32_t> ScorePass::TakeHeavy() {
+std::vector<uint32_t> ScorePass::TakeHeavy(const HeavySet& set) {
   const Policy& policy = keys_.context->attend->policy;
   FoundTokens found(block_count_);
   if (by_mass_) {
@@ -142,9 +159,9 @@ std::vector<uint32_t> ScorePass::TakeHeavy() {
                                policy.heavy_ceiling),
                    found);
     }
+    if (set.strays > 0) CollectAbove(0, {kStrayBin, set.strays}, found);
   } else {
-    const int64_t count = policy.HeavyCount(keys_.context->attend->visible[keys_.query]);
-    CollectAbove(0, HeavyByCount(histogram_, count), found);
+    CollectAbove(0, HeavyByCount(histogram_, set.count()), found);
   }
   std::vector<uint32_t> heavy;
   for (std::vector<uint32_t>& block : found) {

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "host/core/histogram.h"
+#include "host/core/tail_plan.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/key_scorer.h"
 
@@ -19,8 +20,9 @@ class ScorePass {
  public:
   static constexpr int64_t kBlockTokens = 16384;
 
+  // selector: whose scores these are, the policy's or its first selection's.
   // by_mass: each query head's bins are kept beside the group's, for top-p.
-  ScorePass(const ScoredKeys& keys, bool by_mass);
+  ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass);
 
   // Prepares the scorer and fills the bins and the histogram by it, once.
   // RESOURCE_EXHAUSTED, CANCELLED, and what the scorer says.
@@ -28,9 +30,13 @@ class ScorePass {
   // The `count` tokens of the highest bins, of equal ones the most recent;
   // ascending. All, where there are no more.
   std::vector<uint32_t> Highest(int64_t count) const;
-  // Chooses the policy's heavy set, marks its tokens in the bins and takes them
-  // out of the histogram. Returns them ascending.
-  std::vector<uint32_t> TakeHeavy();
+  bool by_mass() const { return by_mass_; }
+  // Strays among the scored tokens.
+  int64_t stray_count() const { return weighs_ ? histogram_[kStrayBin] : 0; }
+  // Chooses the heavy set, by the policy's mass or by count, and strays; marks its
+  // tokens in the bins and takes them out of the histogram. Returns them
+  // ascending.
+  std::vector<uint32_t> TakeHeavy(const HeavySet& set);
 
   // Tokens per group bin; after TakeHeavy those of the tail.
   const std::vector<uint32_t>& histogram() const { return histogram_; }
@@ -48,6 +54,10 @@ class ScorePass {
   using FoundTokens = std::vector<std::vector<uint32_t>>;  // per block
 
   absl::Status ScoreBlock(const KeyScorer& scorer, int64_t block);
+  // Turns the bins of a page's tiles into those of scores times values'
+  // distances.
+  void WeighPage(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
+                 uint16_t* const* head_bins) const;
   void CountBlock(int64_t block);
   // Histogram sets of a block: the group's, and with top-p one per query head.
   int sets() const { return by_mass_ ? 1 + keys_.spec().group() : 1; }
@@ -57,6 +67,7 @@ class ScorePass {
 
   const ScoredKeys keys_;
   const bool by_mass_;
+  const bool weighs_;  // see WeighBin()
   const int64_t begin_;
   const int64_t end_;
   const int64_t base_;  // token of bins[0], a multiple of 32

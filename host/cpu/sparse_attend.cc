@@ -38,13 +38,24 @@ class SparseAttend {
               query,
               kv_head,
               policy_.sink_token_count,
-              n_ - policy_.window_token_count},
-        scores_(keys_, policy_.heavy_kind == HeavyKind::kMass),
+              policy_.ScoredEnd(context.spec(), n_)},
+        values_(TermsOfValues()),
+        values_can_be_sampled_(statistics() == nullptr ||
+                               ValuesCanBeSampled(statistics()->value_floor)),
+        scores_(keys_, policy_.selector, policy_.heavy_kind == HeavyKind::kMass),
         exact_(group_, context.spec().head_dim, /*moments=*/false) {}
 
   absl::Status Run();
 
  private:
+  // Of the KV head; null: the model has no rotation.
+  const HeadStatistics* statistics() const {
+    return c_.index == nullptr ? nullptr : c_.index->Statistics(kv_head_);
+  }
+  ValueTerms TermsOfValues() const;
+  int64_t window() const { return n_ - keys_.end; }
+  // Chooses the heavy set, by the ranks' error where it sets the count.
+  void TakeHeavy(const KeyScorer& scorer);
   void CutTail();
   absl::Status SampleTail();
   // Draws between the thresholds until `judge` takes the draw, and folds it.
@@ -69,7 +80,11 @@ class SparseAttend {
   const TailTerms terms_;
   const GroupQueries q_;
   const ScoredKeys keys_;
+  const ValueTerms values_;
+  const bool values_can_be_sampled_;
   ScorePass scores_;
+  std::vector<double> rank_variance_;  // [G]
+  HeavySet heavy_set_{};
   std::vector<uint32_t> heavy_;
   int64_t tail_count_ = 0;
   Strata strata_;
@@ -80,15 +95,41 @@ class SparseAttend {
   std::vector<RowSums> exact_alone_;            // [G] before a method's tail
 };
 
+ValueTerms SparseAttend::TermsOfValues() const {
+  const int d = c_.spec().head_dim;
+  ValueTerms values;
+  if (statistics() != nullptr) values.unit = statistics()->value_unit;
+  const ProjectionSigns signs = ProjectionSigns::Of(policy_.seed);
+  values.signs.resize(d);
+  for (int i = 0; i < d; ++i) values.signs[i] = signs.Of(i, 1.0f);
+  return values;
+}
+
+void SparseAttend::TakeHeavy(const KeyScorer& scorer) {
+  rank_variance_.assign(group_, 0.0);
+  if (policy_.KnowsRankError()) scorer.RankVariances(rank_variance_);
+  const bool adaptive = policy_.heavy_kind == HeavyKind::kAdaptive;
+  int64_t wanted = scores_.by_mass() ? 0 : policy_.HeavyCount(n_);
+  if (adaptive && policy_.KnowsRankError()) {
+    for (const double variance : rank_variance_) {
+      wanted = std::max(wanted, AdaptiveHeavyCount(variance));
+    }
+  }
+  heavy_set_ = HeavySet::Of(wanted, adaptive, scores_.stray_count(), terms_.row_count_max,
+                            policy_.sink_token_count, window());
+  heavy_ = scores_.TakeHeavy(heavy_set_);
+}
+
 void SparseAttend::CutTail() {
   const std::vector<uint32_t>& histogram = scores_.histogram();
   tail_count_ = std::accumulate(histogram.begin(), histogram.end(), int64_t{0});
   const auto heavy = static_cast<int64_t>(heavy_.size());
-  draw_.rows_left = TailRowsLeft(terms_.row_count_max, policy_.sink_token_count,
-                                 policy_.window_token_count, heavy);
+  draw_.rows_left = TailRowsLeft(terms_.row_count_max, policy_.sink_token_count, window(), heavy);
   const bool stratified = terms_.tail == Tail::kStratified;
   if (tail_count_ == 0 || (!stratified && terms_.tail != Tail::kUniform)) return;
-  if (stratified) strata_ = CutStrata(histogram, std::max<int64_t>(1, heavy));
+  if (stratified) {
+    strata_ = CutStrata(histogram, std::max<int64_t>(1, heavy - heavy_set_.strays));
+  }
   if (!stratified || !StrataFit(strata_.size(), draw_.rows_left)) {
     strata_ = OneStratum(histogram.size(), tail_count_);
   }
@@ -130,8 +171,9 @@ absl::Status SparseAttend::Draw(const TailSampler& sampler, Judge judge) {
     for (size_t h = 0; h < strata; ++h) counts[h] = static_cast<int64_t>(tokens[h].size());
   } while (judge(counts, draw_) == DrawVerdict::kDrawAgain);
   std::vector<absl::Status> statuses(strata);
-  ParallelFor(size_t{0}, strata,
-              [&](size_t h) { statuses[h] = FoldTokens(c_, kv_head_, q_, tokens[h], tail_[h]); });
+  ParallelFor(size_t{0}, strata, [&](size_t h) {
+    statuses[h] = FoldTokens(c_, kv_head_, q_, values_, tokens[h], tail_[h]);
+  });
   for (size_t h = 0; h < strata; ++h) {
     RETURN_IF_ERROR(statuses[h]);
     sampled_[h].insert(sampled_[h].end(), tokens[h].begin(), tokens[h].end());
@@ -144,10 +186,10 @@ absl::Status SparseAttend::Draw(const TailSampler& sampler, Judge judge) {
 HeadEstimate SparseAttend::Estimate(int head) const {
   std::vector<StratumSums> strata;
   for (size_t h = 0; h < tail_.size(); ++h) {
-    strata.push_back(
-        {strata_.counts[h], tail_[h].sums[head], tail_[h].ValueOf(head), tail_[h].ValueSqOf(head)});
+    strata.push_back({strata_.counts[h], tail_[h].sums[head], tail_[h].ValueOf(head),
+                      tail_[h].ValueSqOf(head), tail_[h].ProjectedOf(head)});
   }
-  return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata);
+  return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata, values_.signs);
 }
 
 void SparseAttend::SetBudgets() {
@@ -177,7 +219,7 @@ void SparseAttend::SetBudgets() {
 absl::Status SparseAttend::AddTailOf(const CpuMethod& method) {
   const std::unique_ptr<MethodTail> tail = method.make_tail(keys_, scores_);
   GroupSums sums(group_, c_.spec().head_dim, /*moments=*/false);
-  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, tail->tokens(), sums, tail.get()));
+  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, tail->tokens(), sums, tail.get()));
   exact_alone_ = exact_.sums;
   exact_.Merge(sums);
   sampled_.push_back(tail->tokens());
@@ -203,11 +245,14 @@ void SparseAttend::WriteOutput() {
     }
     if (!c_.attend->select_only) {
       for (int i = 0; i < d; ++i) {
-        result.out[at * d + i] = static_cast<float>(e.numerator[i] / e.denominator);
+        result.out[at * d + i] = static_cast<float>(e.numerator[i] / e.denominator * values_.unit);
       }
       result.lse[at] = static_cast<float>(e.max + std::log(e.denominator));
     }
-    const HeadCertificate certificate = Certify(terms_, draw_.limited, drawn, tail_count_, e);
+    const bool ranks_hold =
+        heavy_set_.strays_fit && values_can_be_sampled_ && RanksHold(rank_variance_[g]);
+    const HeadCertificate certificate =
+        Certify(terms_, draw_.limited, ranks_hold, drawn, tail_count_, e);
     result.certificates[at] = {.visible_token_count = n_,
                                .heavy_token_count = static_cast<int64_t>(heavy_.size()),
                                .sampled_token_count = drawn,
@@ -220,7 +265,7 @@ void SparseAttend::WriteOutput() {
 void SparseAttend::WriteSelection() {
   SelectionBuilder rows;
   for (int64_t t = 0; t < policy_.sink_token_count; ++t) rows.Add(t, kStratumSink);
-  for (int64_t t = n_ - policy_.window_token_count; t < n_; ++t) rows.Add(t, kStratumWindow);
+  for (int64_t t = keys_.end; t < n_; ++t) rows.Add(t, kStratumWindow);
   for (const uint32_t t : heavy_) rows.Add(t, kStratumHeavy);
   for (size_t h = 0; h < sampled_.size(); ++h) {
     rows.AddSampled(sampled_[h], static_cast<int>(h), draw_.drawn[h], strata_.counts[h]);
@@ -231,15 +276,13 @@ void SparseAttend::WriteSelection() {
 absl::Status SparseAttend::Run() {
   const std::unique_ptr<KeyScorer> scorer = MakeScorer(keys_);
   RETURN_IF_ERROR(scores_.Score(*scorer));
-  heavy_ = scores_.TakeHeavy();
+  TakeHeavy(*scorer);
   CutTail();
   std::vector<uint32_t> always(policy_.sink_token_count);
   std::iota(always.begin(), always.end(), 0u);
   always.insert(always.end(), heavy_.begin(), heavy_.end());
-  for (int64_t t = n_ - policy_.window_token_count; t < n_; ++t) {
-    always.push_back(static_cast<uint32_t>(t));
-  }
-  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, always, exact_));
+  for (int64_t t = keys_.end; t < n_; ++t) always.push_back(static_cast<uint32_t>(t));
+  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, always, exact_));
   if (strata_.size() > 0) {
     RETURN_IF_ERROR(SampleTail());
   } else if (const CpuMethod* method = FindCpuMethod(terms_.tail); method != nullptr) {

@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
+#include <span>
 
+#include "absl/strings/str_cat.h"
+#include "host/base/finite.h"
 #include "host/core/estimate.h"
 
 namespace spillway {
@@ -58,6 +62,17 @@ AttendResult AllocateResult(const ModelSpec& spec, const AttendQuery& attend) {
   result.touched_row_counts.resize(attend.query_count * spec.kv_head_count);
   if (attend.select_only) result.selections.resize(attend.query_count * spec.kv_head_count);
   return result;
+}
+
+absl::Status CheckOutput(const ModelSpec& spec, int layer, const AttendResult& result) {
+  const std::optional<int64_t> at =
+      FindNonFinite(std::as_bytes(std::span(result.out)), DType::kF32);
+  if (!at.has_value()) return absl::OkStatus();
+  const int64_t head = *at / spec.head_dim;
+  return absl::OutOfRangeError(
+      absl::StrCat("the output of query ", head / spec.query_head_count, ", query head ",
+                   head % spec.query_head_count, " at layer ", layer,
+                   " is not finite: sums of its values pass fp32's range"));
 }
 
 void FillDenseResult(const ModelSpec& spec, const AttendQuery& attend, int64_t begin, int64_t end,

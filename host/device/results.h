@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "host/base/selection.h"
 #include "host/device/device.h"
 
@@ -12,14 +13,19 @@ namespace spillway {
 // A result as large as the attend's will be.
 AttendResult AllocateResult(const ModelSpec& spec, const AttendQuery& attend);
 
+// OUT_OF_RANGE naming the first query and head whose output is not finite: values
+// whose sums pass fp32's range.
+absl::Status CheckOutput(const ModelSpec& spec, int layer, const AttendResult& result);
+
 // Cuts an attend's queries: dense(begin, end) takes each run of them that is
 // attended exactly, by the policy's word or because nothing is left for a tail,
 // sparse(t) each other; in order.
 template <typename Dense, typename Sparse>
-void CutQueries(const AttendQuery& attend, int layer, Dense dense, Sparse sparse) {
+void CutQueries(const ModelSpec& spec, const AttendQuery& attend, int layer, Dense dense,
+                Sparse sparse) {
   int64_t begin = 0;  // queries [begin, t) are dense so far
   for (int64_t t = 0; t < attend.query_count; ++t) {
-    if (attend.policy.IsDense(layer, attend.query_count, attend.visible[t])) continue;
+    if (attend.policy.IsDense(spec, layer, attend.query_count, attend.visible[t])) continue;
     if (begin < t) dense(begin, t);
     sparse(t);
     begin = t + 1;

@@ -32,6 +32,9 @@ struct SelectorMethod {
   // Visible tokens up to which promises on its ranks were found to be kept
   // (docs/adr/0018); 0: never.
   int64_t (*guaranteed_token_count)(const ModelSpec&);
+  // Whether it ranks by the page index of a model with a rotation
+  // (host/core/page_index.h): then open pages are attended exactly.
+  bool reads_page_index;
   // The default of a model is the one with the least that the model serves; 0:
   // never.
   int default_order;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "host/base/limits.h"
 
 namespace spillway {
 namespace {
@@ -15,16 +16,19 @@ constexpr SelectorMethod kCoreSelectors[] = {
      [](const ModelSpec& spec) { return spec.hash.kind == HashKind::kRotation; },
      RankedBy::kEstimatedLogit,
      [](const ModelSpec& spec) -> int64_t {
-       return int64_t{32} * spec.plane_words() * spec.plane_count() + 16;
+       // Codes, factor, norm and the key's share of the page's centre.
+       return int64_t{32} * spec.plane_words() * spec.plane_count() + 16 + 8 +
+              16 * spec.head_dim / kPageTokenCount;
      },
-     [](const ModelSpec& spec) { return methods::GuaranteedByBits(spec.hash.bits_per_dim); }, 1},
+     [](const ModelSpec& spec) { return methods::GuaranteedByBits(spec.hash.bits_per_dim); }, true,
+     1},
     {Selector::kOracle, "oracle", "", methods::Always, RankedBy::kExactLogit,
      [](const ModelSpec& spec) -> int64_t {
        return int64_t{8} * spec.head_dim * DTypeBytes(spec.dtype);
      },
-     methods::Any, 0},
+     methods::Any, true, 0},
     {Selector::kAll, "all", "", methods::Always, RankedBy::kNothing, methods::None, methods::Any,
-     6}};
+     false, 6}};
 
 constexpr TailMethod kCoreTails[] = {
     {Tail::kNone, "none", "", methods::Always, true, false},

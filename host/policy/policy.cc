@@ -10,6 +10,8 @@
 #include "host/base/limits.h"
 #include "host/core/budget.h"
 #include "host/core/normal.h"
+#include "host/core/page_index.h"
+#include "host/core/rank_error.h"
 #include "host/model/field_checks.h"
 #include "host/policy/methods.h"
 
@@ -20,6 +22,8 @@ constexpr int64_t kEdgeTokenCountMax = int64_t{1} << 20;
 constexpr int64_t kDenseTokenCountMin = 1024;
 constexpr int64_t kDenseTokenCountMax = int64_t{1} << 40;
 constexpr int64_t kHeavyCountMax = std::numeric_limits<int32_t>::max();
+// Heavy tokens of kAdaptive where the ranks' error is not known.
+constexpr int64_t kUnknownErrorHeavyCount = 256;
 constexpr int kPilotMin = 16;
 constexpr int kPilotMax = 65536;
 constexpr double kInflationMax = 16;
@@ -84,6 +88,8 @@ void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& c
 
 void CheckHeavy(const Policy& policy, FieldChecks& checks) {
   switch (policy.heavy_kind) {
+    case HeavyKind::kAdaptive:
+      return;
     case HeavyKind::kCount:
       checks.InRange("top_k.count", policy.heavy_count, 0, kHeavyCountMax);
       return;
@@ -101,9 +107,23 @@ void CheckHeavy(const Policy& policy, FieldChecks& checks) {
   checks.Add("top_k", absl::StrCat("kind ", static_cast<int>(policy.heavy_kind), " is unknown"));
 }
 
+bool ReadsPageIndex(Selector selector) {
+  const SelectorMethod* method = FindMethod(selector);
+  return method != nullptr && method->reads_page_index;
+}
+
+// Tokens that the window may have: the policy's, or an open page.
+int64_t WindowMax(const Policy& policy, const ModelSpec& spec) {
+  const int64_t window = std::clamp<int64_t>(policy.window_token_count, 1, kEdgeTokenCountMax);
+  const int64_t n = int64_t{1} << 40;  // a multiple of a page
+  return std::max(window, n - 1 - policy.ScoredEnd(spec, n - 1));
+}
+
 // Fewest heavy tokens that a KV head can be asked for.
 int64_t HeavyCountMin(const Policy& policy) {
   switch (policy.heavy_kind) {
+    case HeavyKind::kAdaptive:
+      return policy.KnowsRankError() ? kAdaptiveHeavyMin : kUnknownErrorHeavyCount;
     case HeavyKind::kCount:
       return policy.heavy_count;
     case HeavyKind::kFraction:
@@ -134,17 +154,17 @@ void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks)
   }
 }
 
-void CheckRowCountMax(const Policy& policy, FieldChecks& checks) {
+void CheckRowCountMax(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
   if (policy.row_count_max == 0) return;
   // Clamped to their ranges, which are checked above, so that the sum cannot
   // overflow.
   const int64_t least = std::clamp<int64_t>(policy.sink_token_count, 0, kEdgeTokenCountMax) +
-                        std::clamp<int64_t>(policy.window_token_count, 1, kEdgeTokenCountMax) +
+                        WindowMax(policy, spec) +
                         std::clamp<int64_t>(HeavyCountMin(policy), 1, kHeavyCountMax) + kPilotMin;
   if (policy.row_count_max < least) {
     checks.Add("row_count_max",
                absl::StrCat("value ", policy.row_count_max, " is neither 0 nor at least ", least,
-                            " (sink + window + heavy count + ", kPilotMin, ")"));
+                            " (sink + window or open page + heavy count + ", kPilotMin, ")"));
   }
 }
 
@@ -161,18 +181,37 @@ bool Policy::IsDenseLayer(int layer) const {
 }
 
 int64_t Policy::HeavyCount(int64_t n) const {
+  if (heavy_kind == HeavyKind::kAdaptive) return HeavyCountMin(*this);
   return heavy_kind == HeavyKind::kCount
              ? heavy_count
              : static_cast<int64_t>(std::ceil(heavy_fraction * static_cast<double>(n)));
 }
 
-bool Policy::IsDense(int layer, int64_t query_count, int64_t n) const {
+bool Policy::KnowsRankError() const {
+  return !candidate_selector.has_value() &&
+         (selector == Selector::kAsymmetric || selector == Selector::kOracle);
+}
+
+int64_t Policy::ScoredEnd(const ModelSpec& spec, int64_t n) const {
+  const int64_t end = n - window_token_count;
+  const bool by_pages = spec.hash.kind == HashKind::kRotation &&
+                        (ReadsPageIndex(selector) ||
+                         (candidate_selector.has_value() && ReadsPageIndex(*candidate_selector)));
+  return by_pages ? std::min(end, ClosedPages(n) * kPageTokenCount) : end;
+}
+
+bool Policy::IsDense(const ModelSpec& spec, int layer, int64_t query_count, int64_t n) const {
   if (selector == Selector::kAll || n <= dense_token_count || IsDenseLayer(layer) ||
       query_count > kSparseQueryCountMax) {
     return true;
   }
-  const int64_t scored = n - sink_token_count - window_token_count;
+  const int64_t scored = ScoredEnd(spec, n) - sink_token_count;
   return scored <= (heavy_kind == HeavyKind::kMass ? heavy_floor : HeavyCount(n));
+}
+
+bool WeighsValues(Selector selector, const ModelSpec& spec) {
+  return spec.hash.kind == HashKind::kRotation &&
+         (selector == Selector::kAsymmetric || selector == Selector::kOracle);
 }
 
 bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,
@@ -191,6 +230,7 @@ TailTerms TermsOf(const Policy& policy, const TailPolicy& tail, bool may_promise
           .pilot_count = tail.pilot_token_count,
           .epsilon = policy.epsilon,
           .z = NormalQuantile(1 - policy.delta / 2),
+          .one_sided_z = NormalQuantile(1 - policy.delta),
           .bound_z = BoundQuantile(tail.bound, policy.delta),
           .inflation = tail.inflation,
           .row_count_max = policy.row_count_max};
@@ -218,7 +258,7 @@ std::vector<FieldError> Validate(const Policy& policy, const ModelSpec& spec) {
   CheckHeavy(policy, checks);
   CheckCandidates(policy, spec, checks);
   CheckTail(policy, spec, checks);
-  CheckRowCountMax(policy, checks);
+  CheckRowCountMax(policy, spec, checks);
   return checks.Take();
 }
 

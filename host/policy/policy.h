@@ -10,14 +10,15 @@
 
 namespace spillway {
 
-enum class HeavyKind : uint8_t { kCount, kFraction, kMass };
+// kAdaptive: as many as the ranks' own error asks for (host/core/rank_error.h).
+enum class HeavyKind : uint8_t { kCount, kFraction, kMass, kAdaptive };
 
 // How the tail of one KV head is sampled: what may differ between the heads of
 // an attend.
 struct TailPolicy {
   Tail tail = Tail::kStratified;
   Bound bound = Bound::kRatio;  // kUniform only
-  int32_t pilot_token_count = 48;
+  int32_t pilot_token_count = 24;
   double inflation = 1.25;
 };
 
@@ -29,7 +30,7 @@ struct Policy : TailPolicy {
   int64_t dense_token_count = 2048;
   std::vector<int32_t> dense_layers;
   Selector selector = Selector::kAsymmetric;
-  HeavyKind heavy_kind = HeavyKind::kCount;
+  HeavyKind heavy_kind = HeavyKind::kAdaptive;
   int64_t heavy_count = 256;     // kCount
   double heavy_fraction = 0;     // kFraction, (0, 1]
   double heavy_mass = 0.95;      // kMass, (0, 1]
@@ -45,14 +46,25 @@ struct Policy : TailPolicy {
   int64_t row_count_max = 0;  // 0: no limit
 
   bool IsDenseLayer(int layer) const;
-  // Tokens that a selector by count or fraction calls heavy among n visible.
+  // Tokens that are called heavy by count or fraction among n visible; kAdaptive:
+  // at least.
   int64_t HeavyCount(int64_t n) const;
+  // Whether the ranks' error is known, and sets a kAdaptive count: of
+  // SELECTOR_ASYMMETRIC and, as 0, of SELECTOR_ORACLE.
+  bool KnowsRankError() const;
+  // Where the scored tokens [sink, end) of n visible ones end: before the window
+  // and, where ranks come from the page index, before the page that is open.
+  int64_t ScoredEnd(const ModelSpec& spec, int64_t n) const;
   // Tokens that the first selection finds among n visible.
   int64_t CandidateCount(int64_t n) const;
   // Whether queries of a layer with n visible tokens are attended densely:
   // by the policy's word, or because nothing is left for a tail.
-  bool IsDense(int layer, int64_t query_count, int64_t n) const;
+  bool IsDense(const ModelSpec& spec, int layer, int64_t query_count, int64_t n) const;
 };
+
+// Whether a selector's ranks weigh values and set strays apart
+// (host/core/page_index.h).
+bool WeighsValues(Selector selector, const ModelSpec& spec);
 
 // Whether a selector's ranks over n visible tokens are good enough for a tail
 // that rests on them: as far as promises were found to be kept, and to twice

@@ -27,6 +27,8 @@ std::vector<std::pair<std::string, Policy>> Policies(const ModelSpec& spec) {
     Policy policy = DefaultPolicy(spec);
     policy.selector = selector;
     policy.tail = Tail::kNone;
+    policies.push_back({std::string(name) + " adaptive", policy});
+    policy.heavy_kind = HeavyKind::kCount;
     for (const int64_t count : {1, 256, 1500}) {
       policy.heavy_count = count;
       policies.push_back({std::string(name) + " count " + std::to_string(count), policy});
@@ -52,7 +54,14 @@ TEST_P(Agreement, OnTheHeavySet) {
         {.kind = HashKind::kRotation, .bits_per_dim = bits, .seed = static_cast<uint64_t>(d)});
     DeviceBench first(DeviceFactories().front(), spec);
     DeviceBench other(GetParam(), spec);
-    const Context context = reference::TraceContext(spec, 9001, d);
+    Context context = reference::TraceContext(spec, 9001, d);
+    // Keys and values far out, over a page's border and not.
+    for (const int64_t t : {130, 2000, 5119, 5120, 8900}) {
+      for (int i = 0; i < d; ++i) {
+        context.k[t * d + i] *= 64;
+        context.v[(t + 40) * d + i] *= 1 << 18;
+      }
+    }
     const std::vector<float> q = reference::TraceQueries(context, 2, d + 1, 1.5);
     BenchSequence a(first), b(other);
     ASSERT_TRUE(a.Append(context, 0, context.n).ok());

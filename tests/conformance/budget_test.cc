@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "host/core/degrees.h"
 #include "host/core/keyed_hash.h"
 #include "tests/conformance/expect_weighted.h"
+#include "tests/reference/page_index.h"
 #include "tests/reference/ranking.h"
 #include "tests/reference/tail.h"
 
@@ -33,6 +35,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
   static constexpr int kHeavy = 64;
 
   Budget() : spec_(TwoLayers()), bench_(GetParam(), spec_), policy_(DefaultPolicy(spec_)) {
+    policy_.heavy_kind = HeavyKind::kCount;
     policy_.heavy_count = kHeavy;
     policy_.pilot_token_count = kPilot;
     Prepare(reference::TraceContext(spec_, kTokens, 23));
@@ -124,9 +127,13 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
   std::vector<int64_t> Wanted(int kv_head, const std::vector<uint32_t>& exact,
                               const std::vector<SampledTokens>& pilot) {
     std::vector<int64_t> wanted(pilot.size(), 0);
+    std::vector<double> signs(spec_.head_dim);
+    for (int i = 0; i < spec_.head_dim; ++i) {
+      signs[i] = ProjectionSigns::Of(policy_.seed).negative(i) ? -1 : 1;
+    }
     for (int h = kv_head * spec_.group(); h < (kv_head + 1) * spec_.group(); ++h) {
       const reference::Estimate e =
-          reference::EstimateOutput(kv_[kv_head], LogitsOf(h), exact, pilot);
+          reference::EstimateOutput(kv_[kv_head], LogitsOf(h), exact, pilot, signs);
       const std::vector<int64_t> rows =
           policy_.tail == Tail::kUniform
               ? std::vector<int64_t>{reference::UniformRows(policy_.bound, e, pilot[0].token_count,
@@ -194,6 +201,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
   int64_t heads_differ_ = 0;
   int64_t rows_after_pilot_ = 0;
   int64_t rows_left_ = 0;
+  int64_t strays_ = 0;
 };
 
 TEST_P(Budget, DrawsWhatTheBoundAsksFor) {
@@ -206,8 +214,8 @@ TEST_P(Budget, DrawsWhatTheBoundAsksFor) {
   constexpr Tail kStratified = Tail::kStratified, kUniform = Tail::kUniform;
   constexpr Bound kDenominator = Bound::kDenominator, kPaper = Bound::kPaper,
                   kRatio = Bound::kRatio;
-  for (const Case& c : {Case{"stratified", kStratified, kRatio, 0.1, 0.1, 1.25},
-                        Case{"stratified, inflated", kStratified, kRatio, 0.2, 0.2, 3},
+  for (const Case& c : {Case{"stratified", kStratified, kRatio, 0.04, 0.1, 1.25},
+                        Case{"stratified, inflated", kStratified, kRatio, 0.1, 0.2, 3},
                         Case{"stratified, more", kStratified, kRatio, 0.02, 0.05, 1},
                         Case{"ratio", kUniform, kRatio, 0.1, 0.1, 1.25},
                         Case{"ratio, inflated", kUniform, kRatio, 0.4, 0.05, 3},
@@ -252,6 +260,8 @@ TEST_P(Budget, AnOutputOfNoKnownNormAsksForAll) {
     for (int i = 0; i < spec_.head_dim; ++i) {
       const int64_t at = t * spec_.head_dim + i;
       context.k[at] = some && i == 0 ? 1 + static_cast<float>(t * 37 % 11) / 11 : 0;
+      // No key is a stray, by elements that no query sees.
+      if (i > 0) context.k[at] = (t * 7 + i * t % 19) % 2 == 0 ? 1.0f : -1.0f;
       context.v[at] = some ? static_cast<float>((t * 31 + i * t % 17) % 13 - 6) : 0;
     }
   }
@@ -286,11 +296,17 @@ TEST_P(Budget, StrataAndPilotsFitBelowTheLimit) {
       const size_t strata = all[0].strata.size();
       ASSERT_EQ(all[1].strata.size(), strata) << "choose other data";
       ASSERT_GT(strata, 4u);
-      policy_.row_count_max = static_cast<int64_t>(all[0].exact.size() + each * strata);
+      // KV heads differ by their strays.
+      policy_.row_count_max =
+          static_cast<int64_t>(std::max(all[0].exact.size(), all[1].exact.size()) + each * strata);
       if (each > 16) ExpectDrawn("room for " + std::to_string(each) + " of each stratum");
       for (const SelectionParts& parts : Select(policy_)) EXPECT_EQ(parts.strata.size(), strata);
-      policy_.row_count_max = static_cast<int64_t>(all[0].exact.size() + 16 * strata) - 1;
-      for (const SelectionParts& parts : Select(policy_)) EXPECT_EQ(parts.strata.size(), 1u);
+      for (int h = 0; h < spec_.kv_head_count; ++h) {
+        policy_.row_count_max = static_cast<int64_t>(all[h].exact.size() + 16 * strata);
+        EXPECT_EQ(Select(policy_)[h].strata.size(), strata);
+        policy_.row_count_max -= 1;
+        EXPECT_EQ(Select(policy_)[h].strata.size(), 1u);
+      }
     }
   }
 }
@@ -302,15 +318,21 @@ TEST_P(Budget, StrataAreCutByRank) {
   for (const int64_t heavy : {40, 256, 1000}) {
     policy_.heavy_count = heavy;
     const std::vector<SelectionParts> all = SelectAll(policy_);
-    const int64_t begin = policy_.sink_token_count, end = kTokens - policy_.window_token_count;
+    const int64_t begin = policy_.sink_token_count;
+    const int64_t end = reference::ScoredEndByPages(visible_, policy_.window_token_count);
     for (int h = 0; h < spec_.kv_head_count; ++h) {
+      const reference::PageIndex index = reference::PageIndex::Of(kv_[h]);
       std::vector<std::vector<double>> logits;
       for (int g = 0; g < spec_.group(); ++g) logits.push_back(LogitsOf(h * spec_.group() + g));
       std::vector<int> bins;
       for (const double s : reference::GroupScores(logits, begin, end)) {
-        bins.push_back(reference::ScoreBin(s));
+        const int bin = reference::ScoreBin(s);
+        bins.push_back(index.Weigh({bin, bin}, begin + static_cast<int64_t>(bins.size())).low);
       }
-      const std::vector<int64_t> chosen = reference::ExactTopK(bins, heavy);
+      // Strays stand beside the count.
+      const int64_t strays = std::count(bins.begin(), bins.end(), 4095);
+      strays_ += strays;
+      const std::vector<int64_t> chosen = reference::ExactTopK(bins, heavy + strays);
       std::vector<int> tail_bins;
       std::vector<uint32_t> tail;
       for (int64_t i = 0; i < end - begin; ++i) {
@@ -329,6 +351,7 @@ TEST_P(Budget, StrataAreCutByRank) {
       EXPECT_LE(differing, 10) << "heavy " << heavy << " KV head " << h;
     }
   }
+  EXPECT_GT(strays_, 0) << "choose other data";
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Budget, ::testing::ValuesIn(DeviceFactories()),

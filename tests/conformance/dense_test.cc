@@ -110,6 +110,7 @@ TEST_P(Dense, SparsePoliciesAreDenseWhileNothingIsLeftForATail) {
   }
   Policy all_heavy = policy;
   all_heavy.dense_token_count = 1024;
+  all_heavy.heavy_kind = HeavyKind::kCount;
   all_heavy.heavy_count = 2048 - 128;
   ExpectDense(context, sequence.Attend(all_heavy, q), q, "every candidate heavy");
   Policy dense_layer = policy;

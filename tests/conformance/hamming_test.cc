@@ -28,12 +28,9 @@ TEST_P(Hamming, ByRotation) {
     policy_.selector = Selector::kHamming;
     const reference::KeyValues kv = context_.Head(0);
     const std::vector<float> rotation = MakeRotation(d, 6, 0);
-    const std::vector<double> centre = reference::KeyCentre(kv);
     std::vector<std::vector<double>> keys, queries;
     for (int64_t t = begin(); t < end(); ++t) {
-      std::vector<double> x(kv.Key(t).begin(), kv.Key(t).end());
-      for (int i = 0; i < d; ++i) x[i] -= centre[i];
-      keys.push_back(reference::Rotated(rotation, x));
+      keys.push_back(reference::Rotated(rotation, index().Centred(kv, t)));
     }
     for (int g = 0; g < kGroup; ++g) queries.push_back(reference::Rotated(rotation, QueryOf(g)));
     ExpectTopK(HammingRanges(keys, queries, 2e-5), "hamming d " + std::to_string(d));

@@ -9,6 +9,7 @@
 
 #include "host/methods/lsh_sampling/projections.h"
 #include "tests/conformance/method_models.h"
+#include "tests/conformance/scored_end.h"
 #include "tests/reference/codes.h"
 #include "tests/reference/methods.h"
 
@@ -108,6 +109,7 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
     policy_.dense_token_count = 1024;
     policy_.sink_token_count = 4;
     policy_.tail = Tail::kLshSampling;
+    policy_.heavy_kind = HeavyKind::kCount;
   }
 
   // An attend of both queries, from before the newest tokens if `hidden`.
@@ -162,7 +164,7 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
       EXPECT_NEAR(c.tail_mass, wanted.tail_mass, 2e-5) << what;
       EXPECT_EQ(c.visible_token_count, visible);
       EXPECT_EQ(c.heavy_token_count, static_cast<int64_t>(exact.size()) - policy_.sink_token_count -
-                                         policy_.window_token_count);
+                                         (visible - ScoredEnd(spec_, policy_, visible)));
       taken_by_any.insert(taken_by_any.end(), sampled.begin(), sampled.end());
     }
     // Rows are read once for all heads of the group.

@@ -37,31 +37,28 @@ class MethodsTest : public HeavyTest {
       case Selector::kDoubleSparsity:
         return ByInt4Keys(selector == Selector::kDoubleSparsity);
       case Selector::kQuest:
-        return ByLogits([&](const reference::KeyValues& kv, const std::vector<double>& q) {
-          return reference::PageBounds(kv, q, spec_.softmax_scale,
-                                       spec_.indices.quest_page_token_count, kTokens);
-        });
+        return ByLogits(
+            selector, [&](const reference::KeyValues& kv, const std::vector<double>& q) {
+              return reference::PageBounds(kv, q, spec_.softmax_scale,
+                                           spec_.indices.quest_page_token_count, kTokens);
+            });
       default:
-        return ByLogits([&](const reference::KeyValues& kv, const std::vector<double>& q) {
-          return reference::Logits(kv, q, spec_.softmax_scale, kTokens);
-        });
+        return ByLogits(selector,
+                        [&](const reference::KeyValues& kv, const std::vector<double>& q) {
+                          return reference::Logits(kv, q, spec_.softmax_scale, kTokens);
+                        });
     }
   }
 
  private:
   std::vector<double> GroupQuery(int g) const { return QueryOf(kv_head_ * spec_.group() + g); }
 
-  std::vector<double> Centre(const reference::KeyValues& kv) const {
-    return spec_.hash.raw_keys ? std::vector<double>(spec_.head_dim, 0.0)
-                               : reference::KeyCentre(kv);
-  }
-
   template <typename F>
-  Ranked ByLogits(const F& logits_of) const {
+  Ranked ByLogits(Selector selector, const F& logits_of) const {
     const reference::KeyValues kv = context_.Head(kv_head_);
     Ranked ranked;
     for (int g = 0; g < spec_.group(); ++g) ranked.logits.push_back(logits_of(kv, GroupQuery(g)));
-    ranked.bins = GroupBins(ranked.logits);
+    ranked.bins = GroupBins(selector, ranked.logits);
     return ranked;
   }
 
@@ -69,22 +66,23 @@ class MethodsTest : public HeavyTest {
     const reference::KeyValues kv = context_.Head(kv_head_);
     const int bits = spec_.hash.bits_per_dim;
     const std::vector<float> rotation = MakeRotation(spec_.head_dim, spec_.hash.seed, 0);
-    const std::vector<double> centre = Centre(kv);
     std::vector<reference::RotationCode> codes;
-    for (int64_t t = 0; t < kTokens; ++t) {
-      codes.push_back(reference::EncodeRotated(kv.Key(t), centre, rotation, bits));
+    for (int64_t t = 0; t < index().closed_token_count(); ++t) {
+      codes.push_back(reference::EncodeRotated(kv.Key(t), index().CentreOf(t), rotation, bits));
     }
     Ranked ranked;
     for (int g = 0; g < spec_.group(); ++g) {
       const reference::QuantisedQuery query = reference::QuantiseQuery(GroupQuery(g), rotation);
       EXPECT_GT(query.border_distance, kCoordinateTolerance) << "choose another seed";
       ranked.logits.emplace_back();
-      for (const auto& code : codes) {
+      for (size_t t = 0; t < codes.size(); ++t) {
         ranked.logits[g].push_back(
-            reference::AsymmetricLogit(code, query, bits, spec_.softmax_scale));
+            reference::AsymmetricLogit(codes[t], query, bits, spec_.softmax_scale) +
+            spec_.softmax_scale *
+                reference::Dot(GroupQuery(g), index().CentreOf(static_cast<int64_t>(t))));
       }
     }
-    ranked.bins = GroupBins(ranked.logits);
+    ranked.bins = GroupBins(Selector::kAsymmetric, ranked.logits);
     for (size_t i = 0; i < ranked.bins.size(); ++i) {
       const reference::RotationCode& code = codes[begin() + i];
       const bool certain = code.border_distance > kCoordinateTolerance && code.factor_margin > 1e-5;
@@ -96,12 +94,9 @@ class MethodsTest : public HeavyTest {
   Ranked ByHamming() const {
     const reference::KeyValues kv = context_.Head(kv_head_);
     const std::vector<float> rotation = MakeRotation(spec_.head_dim, spec_.hash.seed, 0);
-    const std::vector<double> centre = Centre(kv);
     std::vector<std::vector<double>> keys, queries;
     for (int64_t t = begin(); t < end(); ++t) {
-      std::vector<double> x(kv.Key(t).begin(), kv.Key(t).end());
-      for (int i = 0; i < spec_.head_dim; ++i) x[i] -= centre[i];
-      keys.push_back(reference::Rotated(rotation, x));
+      keys.push_back(reference::Rotated(rotation, index().Centred(kv, t)));
     }
     for (int g = 0; g < spec_.group(); ++g) {
       queries.push_back(reference::Rotated(rotation, GroupQuery(g)));
@@ -120,14 +115,16 @@ class MethodsTest : public HeavyTest {
     for (int64_t t = 0; t < kTokens; ++t) {
       keys.push_back(reference::QuantiseInt4(chosen(kv.Key(t))));
     }
-    Ranked ranked = ByLogits([&](const reference::KeyValues&, const std::vector<double>& query) {
-      const std::vector<double> q = chosen(query);
-      std::vector<double> logits;
-      for (const auto& key : keys) {
-        logits.push_back(spec_.softmax_scale * reference::Int4Dot(key, q));
-      }
-      return logits;
-    });
+    const Selector selector = labels ? Selector::kDoubleSparsity : Selector::kInt4Keys;
+    Ranked ranked =
+        ByLogits(selector, [&](const reference::KeyValues&, const std::vector<double>& query) {
+          const std::vector<double> q = chosen(query);
+          std::vector<double> logits;
+          for (const auto& key : keys) {
+            logits.push_back(spec_.softmax_scale * reference::Int4Dot(key, q));
+          }
+          return logits;
+        });
     for (size_t i = 0; i < ranked.bins.size(); ++i) {
       const reference::Int4Vector& key = keys[begin() + i];
       const bool certain = key.border_distance > kCoordinateTolerance && key.scale_margin > 1e-6;

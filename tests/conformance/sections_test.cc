@@ -47,6 +47,7 @@ class Sections : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>>
     Policy policy = DefaultPolicy(spec_);
     policy.dense_token_count = 1024;
     policy.selector = selector;
+    policy.heavy_kind = HeavyKind::kCount;
     for (const int64_t heavy : {64, 500}) {
       policy.heavy_count = heavy;
       const JobItem x = a.Select(policy, q_), y = b.Select(policy, q_);
@@ -71,6 +72,7 @@ class Sections : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>>
     Policy policy = DefaultPolicy(spec_);
     policy.dense_token_count = 1024;
     policy.tail = Tail::kLshSampling;
+    policy.heavy_kind = HeavyKind::kCount;
     policy.heavy_count = 0;
     ExpectSameAttend(a, b, policy, what + ", LSH sampling");
   }

@@ -64,6 +64,11 @@ struct Case {
   bool audited = false;
 };
 
+void Count(Policy& policy, int64_t heavy_count) {
+  policy.heavy_kind = HeavyKind::kCount;
+  policy.heavy_count = heavy_count;
+}
+
 // Changes that a case makes to the model's default policy.
 std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& selectors) {
   std::vector<Case> cases;
@@ -82,8 +87,9 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
   for (const Selector selector : selectors) {
     const std::string of = kNames.at(selector) + " ";
     add(of + "default", selector, [](Policy&) {});
-    add(of + "top 32", selector, [](Policy& p) { p.heavy_count = 32, p.tail = Tail::kNone; });
-    add(of + "no heavy set", selector, [](Policy& p) { p.heavy_count = 0; });
+    add(of + "top 32", selector, [](Policy& p) { Count(p, 32), p.tail = Tail::kNone; });
+    add(of + "top 256", selector, [](Policy& p) { Count(p, 256); });
+    add(of + "no heavy set", selector, [](Policy& p) { Count(p, 0); });
     add(of + "fraction", selector, [](Policy& p) {
       p.heavy_kind = HeavyKind::kFraction;
       p.heavy_fraction = 0.03;
@@ -124,9 +130,10 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
   }
   // Rows that row_count_max leaves: none beyond the least, too few for strata,
   // enough for a pilot but not for the budget.
-  for (const int64_t rows : {400, 410, 440, 500, 900, 2000}) {
-    add("at most " + std::to_string(rows) + " rows", first, [&](Policy& p) {
-      p.row_count_max = rows;
+  const int64_t least = 64 + 127 + (first == Selector::kAsymmetric ? 64 : 256) + 16;
+  for (const int64_t more : {0, 10, 40, 100, 500, 1600}) {
+    add("at most " + std::to_string(more) + " rows beyond the least", first, [&](Policy& p) {
+      p.row_count_max = least + more;
       p.epsilon = 0.02;
     });
   }
@@ -157,6 +164,7 @@ void AddStages(const ModelSpec& spec, std::vector<Case>& cases) {
   for (const auto& [name, first, second] :
        {std::tuple("hamming, then asymmetric", Selector::kHamming, Selector::kAsymmetric),
         std::tuple("quest, then int4 keys", Selector::kQuest, Selector::kInt4Keys),
+        std::tuple("asymmetric, then int4 keys", Selector::kAsymmetric, Selector::kInt4Keys),
         std::tuple("asymmetric, then oracle", Selector::kAsymmetric, Selector::kOracle)}) {
     for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
       Policy policy = DefaultPolicy(spec);

@@ -9,7 +9,6 @@
 #include <random>
 #include <vector>
 
-#include "gpu/kernels/append.h"
 #include "gpu/kernels/encode.h"
 #include "host/base/elements.h"
 #include "tests/gpu/device_array.h"
@@ -61,10 +60,13 @@ class Layer {
   void SetKey(int head, int64_t token, const std::vector<float>& key) {
     FromFloat(dtype_, key.data(), d_, const_cast<std::byte*>(Row(head, token)));
   }
-  std::vector<float> Key(int head, int64_t token) const {
-    std::vector<float> key(d_);
-    ToFloat(dtype_, Row(head, token), d_, key.data());
-    return key;
+  void SetValue(int head, int64_t token, const std::vector<float>& value) {
+    FromFloat(dtype_, value.data(), d_, const_cast<std::byte*>(Row(head, token)) + row_bytes() / 2);
+  }
+  // As the row has it.
+  std::vector<float> Key(int head, int64_t token) const { return Read(Row(head, token)); }
+  std::vector<float> Value(int head, int64_t token) const {
+    return Read(Row(head, token) + row_bytes() / 2);
   }
   float* Centre(int head) { return centre_.data() + head * d_; }
 
@@ -99,20 +101,6 @@ class Layer {
     work.centre = device_centre_->data();
     return work;
   }
-  // The same tokens, each by itself.
-  std::vector<AppendedKey> Keys(int64_t begin, int64_t end, const float* transposed) const {
-    std::vector<AppendedKey> keys;
-    for (int64_t t = begin; t < end; ++t) {
-      for (int h = 0; h < heads_; ++h) {
-        const int64_t place = place_of_[h * pages_ + t / kPageTokenCount];
-        keys.push_back(
-            {device_rows_->data() + place * page_bytes() + t % kPageTokenCount * row_bytes(),
-             device_codes_->data() + place * tiling_.page_bytes(), device_centre_->data() + h * d_,
-             transposed, t % kPageTokenCount});
-      }
-    }
-    return keys;
-  }
   std::vector<float> FetchCentre() const { return device_centre_->Fetch(); }
 
   // Code pages as the kernels left them, [head][page].
@@ -130,6 +118,12 @@ class Layer {
   const CodeTiling& tiling() const { return tiling_; }
 
  private:
+  std::vector<float> Read(const std::byte* vector) const {
+    std::vector<float> elements(d_);
+    ToFloat(dtype_, vector, d_, elements.data());
+    return elements;
+  }
+
   const int heads_;
   const int d_;
   const DType dtype_;
@@ -145,7 +139,8 @@ class Layer {
 };
 
 // One token's code, by the description of CodeTiling alone: planes uint32
-// [plane][tile][fragment][row][word][octet], factors behind.
+// [plane][tile][fragment][row][word][octet], then factors and norms
+// [tile][row][octet].
 class TokenCode {
  public:
   TokenCode(const CodeTiling& tiling, std::vector<std::byte>& page, int slot)
@@ -162,14 +157,17 @@ class TokenCode {
     std::memcpy(&f, FactorAddress(), 2);
     return f;
   }
-  // Poisons the token's words and factor.
+  uint8_t Norm() const { return static_cast<uint8_t>(*NormAddress()); }
+  // Poisons the token's words, factor and norm.
   void Poison() {
     for (int plane = 0; plane < tiling_.planes; ++plane) {
       for (int word = 0; word < tiling_.words; ++word) {
         std::fill_n(WordAddress(plane, word), 4, kPoison);
       }
     }
-    if (tiling_.factors) std::fill_n(FactorAddress(), 2, kPoison);
+    if (tiling_.centre_dims == 0) return;
+    std::fill_n(FactorAddress(), 2, kPoison);
+    *NormAddress() = kPoison;
   }
 
  private:
@@ -180,10 +178,12 @@ class TokenCode {
     const int before = (plane * 4 + tile) * tiling_.words * 32 + fragment * 4 * 32;
     return page_.data() + 4 * (before + (row * fragment_words + word % 4) * 4 + octet);
   }
-  std::byte* FactorAddress() const {
-    return page_.data() + tiling_.planes * tiling_.words * 128 * 4 +
-           (slot_ / 32 * 32 + slot_ % 8 * 4 + slot_ % 32 / 8) * 2;
+  std::byte* FactorAddress() const { return BehindPlanes() + 2 * Place(); }
+  std::byte* NormAddress() const { return BehindPlanes() + 128 * 2 + Place(); }
+  std::byte* BehindPlanes() const {
+    return page_.data() + tiling_.planes * tiling_.words * 128 * 4;
   }
+  int Place() const { return slot_ / 32 * 32 + slot_ % 8 * 4 + slot_ % 32 / 8; }
   uint32_t Word(int plane, int word) const {
     uint32_t w;
     std::memcpy(&w, WordAddress(plane, word), 4);
@@ -195,7 +195,13 @@ class TokenCode {
   const int slot_;
 };
 
-// Whether no byte but those of tokens [begin, end) was written.
+// The centre of a page, bf16 [d] behind factors and norms.
+inline std::byte* CentreAddress(const CodeTiling& tiling, std::vector<std::byte>& page) {
+  return page.data() + tiling.planes * tiling.words * 128 * 4 + 128 * 2 + 128;
+}
+
+// Whether no byte but those of tokens [begin, end), and of the centres of pages
+// that are wholly of them, was written.
 inline void ExpectPoisonOutside(std::vector<std::vector<std::byte>> pages, const Layer& layer,
                                 int64_t begin, int64_t end) {
   for (size_t i = 0; i < pages.size(); ++i) {
@@ -203,6 +209,9 @@ inline void ExpectPoisonOutside(std::vector<std::vector<std::byte>> pages, const
     for (int slot = 0; slot < kPageTokenCount; ++slot) {
       if (first + slot < begin || first + slot >= end) continue;
       TokenCode(layer.tiling(), pages[i], slot).Poison();
+    }
+    if (first >= begin && first + kPageTokenCount <= end) {
+      std::fill_n(CentreAddress(layer.tiling(), pages[i]), 2 * layer.tiling().centre_dims, kPoison);
     }
     const auto written =
         std::find_if(pages[i].begin(), pages[i].end(), [](std::byte b) { return b != kPoison; });

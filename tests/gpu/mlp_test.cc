@@ -68,7 +68,7 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
     const MlpShape s = GetParam();
     std::mt19937 random(s.d + s.hidden + s.bits);
     const MlpWeightsView weights = MakeWeights(heads * codes, random);
-    Layer layer(heads, s.d, dtype, end, CodeTiling{1, codes * s.bits / 32, false});
+    Layer layer(heads, s.d, dtype, end, CodeTiling{1, codes * s.bits / 32});
     for (int h = 0; h < heads; ++h) {
       const std::vector<float> centre = Normals(s.d, 0.5, random);
       std::copy(centre.begin(), centre.end(), layer.Centre(h));

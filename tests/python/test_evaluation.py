@@ -139,7 +139,8 @@ def test_retrieval_and_ablation(tiny: tuple[Path, Path], target: str, tmp_path: 
     bytes_per_key = {r["name"]: r["bytes_per_key"] for r in told["found"]["rankings"]}
     assert bytes_per_key["lsh-128"] == 16
     # Planes of 16 bits are padded to 32.
-    assert bytes_per_key["codes-4"] == 4 * 4 + 2
+    # With a factor, a norm and, rounded up, the key's part of its page's centre.
+    assert bytes_per_key["codes-4"] == 4 * 4 + 2 + 1 + 1
 
     told = evaluate(tiny, target, tmp_path, "ablation", "--parts", "inflation,bands,group")
     found = told["found"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spillway import Candidates, Policy, TopK, TopP
+from spillway import Adaptive, Candidates, Policy, TopK, TopP
 from spillway._proto import policy_pb2
 
 
@@ -20,6 +20,7 @@ FRACTIONS = st.floats(0, 1)
 HEAVY = (
     st.builds(TopK, count=COUNTS)
     | st.builds(TopK, fraction=FRACTIONS)
+    | st.just(Adaptive())
     | st.builds(TopP, maybe(FRACTIONS), maybe(COUNTS), maybe(COUNTS))
 )
 SELECTORS = st.sampled_from(
@@ -57,7 +58,9 @@ def test_round_trip(policy: Policy) -> None:
 
 
 def test_every_field_of_the_message_is_there() -> None:
-    names = {field.name for field in policy_pb2.Policy.DESCRIPTOR.fields} - {"top_k", "top_p"}
+    message = policy_pb2.Policy.DESCRIPTOR
+    heavy = {field.name for field in message.oneofs_by_name["heavy"].fields}
+    names = {field.name for field in message.fields} - heavy
     assert names | {"heavy"} == set(Policy.__dataclass_fields__)
 
 

@@ -75,6 +75,11 @@ QuantisedQuery QuantiseQuery(std::span<const double> q, std::span<const float> r
   for (double x : rotated) {
     const double at = query.step > 0 ? x / query.step : 0.5;
     query.levels.push_back(static_cast<int>(std::clamp(std::nearbyint(at - 0.5), -8.0, 7.0)));
+    query.norm_sq += x * x;
+    if (query.step > 0) {
+      const double error = x - (query.levels.back() + 0.5) * query.step;
+      query.error_sq += error * error;
+    }
     // Borders are the integers -7 .. 7.
     const double border = std::clamp(std::nearbyint(at), -7.0, 7.0);
     query.border_distance = std::min(query.border_distance, std::fabs(at - border));
@@ -95,6 +100,21 @@ double AsymmetricLogit(const RotationCode& key, const QuantisedQuery& query, int
                        double scale) {
   return scale * key.factor * (QuantiserStep(bits) * query.step / 4) *
          static_cast<double>(IntegerProduct(key.levels, query.levels, bits));
+}
+
+double RankVariance(std::span<const RotationCode> codes, std::span<const double> logits,
+                    const QuantisedQuery& query, int bits, double scale) {
+  constexpr double kDistortion[] = {0.3634, 0.1188, 0.03744, 0.01154};
+  const double d = kDistortion[bits - 1];
+  const double max = *std::max_element(logits.begin(), logits.end());
+  double weight = 0, error = 0;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const double e = std::exp(logits[i] - max);
+    weight += e;
+    error += e * codes[i].factor * codes[i].factor;
+  }
+  const double factor = scale * (1 - d);
+  return factor * factor * (d / (1 - d) * query.norm_sq + query.error_sq) * error / weight;
 }
 
 }  // namespace spillway::reference

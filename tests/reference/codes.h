@@ -36,6 +36,8 @@ RotationCode EncodeRotated(std::span<const double> key, std::span<const double> 
 struct QuantisedQuery {
   std::vector<int> levels;     // w, [d]
   double step = 0;             // s
+  double norm_sq = 0;          // ||P q||^2
+  double error_sq = 0;         // of what the form misses of P q; 0 for a query of zeros
   double border_distance = 0;  // least distance of Pq / s to a border
 };
 QuantisedQuery QuantiseQuery(std::span<const double> q, std::span<const float> rotation);
@@ -45,8 +47,17 @@ QuantisedQuery QuantiseQuery(std::span<const double> q, std::span<const float> r
 int64_t IntegerProduct(std::span<const int> key_levels, std::span<const int> query_levels,
                        int bits);
 
-// scale * f * <t, quantised P q>.
+// scale * f * <t, quantised P q>: what the code says of a logit, but for the
+// centre's part.
 double AsymmetricLogit(const RotationCode& key, const QuantisedQuery& query, int bits,
                        double scale);
+
+// How far off a query head's estimates are: the mean over tokens, each by its
+// estimated softmax weight, of
+//   scale^2 f^2 (1 - D)^2 (D / (1 - D) ||P q||^2 + error_sq),
+// D the distortion of the codes' quantiser. codes, logits: of the tokens that
+// are summed up.
+double RankVariance(std::span<const RotationCode> codes, std::span<const double> logits,
+                    const QuantisedQuery& query, int bits, double scale);
 
 }  // namespace spillway::reference

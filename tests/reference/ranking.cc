@@ -15,17 +15,19 @@ int ScoreBin(double score) {
 namespace {
 
 // Whether the references of scores from `begin` to `end` are taken over t.
-bool InSample(int64_t t, int64_t begin, int64_t end) {
+bool InSample(int64_t t, int64_t begin, int64_t end, const std::vector<bool>& left_out) {
+  if (!left_out.empty() && left_out[t]) return false;
   const int64_t step = std::clamp<int64_t>(((end - 1) / 128 - begin / 128) / 16, 1, 64);
   return (t / 128 - begin / 128) % step == 0;
 }
 
 }  // namespace
 
-std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end) {
+std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end,
+                               const std::vector<bool>& left_out) {
   double max = -std::numeric_limits<double>::infinity();
   for (int64_t t = begin; t < end; ++t) {
-    if (InSample(t, begin, end)) max = std::max(max, logits[t]);
+    if (InSample(t, begin, end, left_out)) max = std::max(max, logits[t]);
   }
   std::vector<double> scores;
   for (int64_t t = begin; t < end; ++t) {
@@ -35,13 +37,13 @@ std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, in
 }
 
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
-                                int64_t end) {
+                                int64_t end, const std::vector<bool>& left_out) {
   std::vector<double> group(end - begin, 0.0);
   for (const std::vector<double>& head : logits) {
-    const std::vector<double> scores = HeadScores(head, begin, end);
+    const std::vector<double> scores = HeadScores(head, begin, end, left_out);
     double mass = 0;
     for (int64_t t = begin; t < end; ++t) {
-      if (InSample(t, begin, end)) mass += scores[t - begin];
+      if (InSample(t, begin, end, left_out)) mass += scores[t - begin];
     }
     for (size_t i = 0; i < group.size(); ++i) group[i] += scores[i] / mass;
   }

@@ -12,11 +12,12 @@ int ScoreBin(double score);
 // exp(min(l - M, 20)) of one query head's logits, by token, from `begin` to the
 // end; M is the largest logit of a sample: every s-th page of 128 tokens,
 // counted from the page of `begin`, s a sixteenth of the pages, rounded down,
-// in [1, 64].
-std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end);
+// in [1, 64]. Tokens that are left out are no part of the sample; empty: none.
+std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end,
+                               const std::vector<bool>& left_out = {});
 // The group's: the sum over its heads, each divided by its sum over the sample.
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
-                                int64_t end);
+                                int64_t end, const std::vector<bool>& left_out = {});
 
 // The bins that a score may have: one where it is known exactly, a range where
 // fp32 may fall either way.

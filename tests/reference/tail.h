@@ -13,6 +13,11 @@ namespace spillway::reference {
 // probability delta.
 double TwoSidedQuantile(double delta);
 
+// What error / sqrt(variance) exceeds with chance delta, of an error with so many
+// degrees of freedom: z^2 = (1 - 2 / (9 nu) + z1 sqrt(2 / (9 nu)))^3, z1 what a
+// standard normal number exceeds with chance delta; at most TwoSidedQuantile().
+double ErrorQuantile(double degrees, double delta);
+
 // Second moments of x = exp(s - M) over rows: two passes, divisor m - 1.
 struct Moments {
   double variance_x = 0;  // Var[x]
@@ -39,9 +44,14 @@ struct Estimate {
   double variance = 0;
   double norm_sq_unbiased = 0;
   std::vector<Moments> moments;  // per stratum
+  // Tr(S)^2 / Tr(S^2) of the error's covariance S, by what its projection shows:
+  // values' y_m are sums of v_i signs_i over i = m, m + 16, ...
+  double degrees = 1;
 };
+// signs: [d], +1 or -1; empty: degrees are not wanted.
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
-                        std::span<const uint32_t> exact, std::span<const SampledTokens> strata);
+                        std::span<const uint32_t> exact, std::span<const SampledTokens> strata,
+                        std::span<const double> signs = {});
 
 // Rows that a bound asks of a tail of one stratum, given its pilot's estimate:
 // the sample that the bound needs with replacement, less what the finite tail
@@ -49,7 +59,7 @@ Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
 // Deviations count `inflation` times.
 int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, double inflation,
                     double epsilon, double delta);
-// Rows per stratum, at least `drawn` of each, for which z sqrt(variance) is
+// Rows per stratum, at least `drawn` of each, for which ErrorQuantile() sqrt(variance) is
 // epsilon times the norm at the least total, rounded up; every row where the
 // norm is unknown.
 std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const SampledTokens> drawn,

@@ -13,4 +13,25 @@ Interval WilsonInterval(int64_t hits, int64_t draws) {
   return {centre - half, centre + half};
 }
 
+double ClopperPearsonUpper(int64_t hits, int64_t draws) {
+  constexpr double kTail = 0.005;
+  // The chance of so few hits at proportion p.
+  const auto at_most_hits = [&](double p) {
+    double sum = 0;
+    for (int64_t i = 0; i <= hits; ++i) {
+      const auto k = static_cast<double>(i), n = static_cast<double>(draws);
+      sum += std::exp(std::lgamma(n + 1) - std::lgamma(k + 1) - std::lgamma(n - k + 1) +
+                      k * std::log(p) + (n - k) * std::log1p(-p));
+    }
+    return sum;
+  };
+  double low = 0, high = 1;
+  if (hits >= draws) return high;
+  for (int i = 0; i < 60; ++i) {
+    const double p = (low + high) / 2;
+    (at_most_hits(p) > kTail ? low : high) = p;
+  }
+  return high;
+}
+
 }  // namespace spillway

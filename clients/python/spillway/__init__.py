@@ -23,7 +23,7 @@ from spillway.errors import (
     VersionMismatch,
 )
 from spillway.indices import KeyIndices, MlpHash, RotationHash
-from spillway.policy import Candidates, Policy, TopK, TopP
+from spillway.policy import Adaptive, Candidates, Policy, TopK, TopP
 from spillway.results import (
     AppendResult,
     AttendResult,
@@ -42,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aborted",
+    "Adaptive",
     "AlreadyExists",
     "AppendResult",
     "AttendResult",

@@ -14,8 +14,8 @@ class RotationHash:
     Attributes:
         bits_per_dim: Bits per dimension of a key's code, in [1, 4].
         seed: Seed of the rotations.
-        raw_keys: Whether keys are hashed as they are, not less the mean of
-            their KV head's first 1,024.
+        raw_keys: Whether codes are of keys as they are, not less their page's
+            centre.
     """
 
     bits_per_dim: int = 3

@@ -75,6 +75,14 @@ class Candidates:
 
 
 @dataclass(frozen=True)
+class Adaptive:
+    """As many heavy tokens as the error of the ranks themselves asks for.
+
+    64 to 1,024 with the selectors `asymmetric` and `oracle`, 256 with others.
+    """
+
+
+@dataclass(frozen=True)
 class TopP:
     """The smallest heavy set whose estimated mass reaches a share of the whole.
 
@@ -106,7 +114,7 @@ class Policy:
             `oracle` (exact logits, for evaluation), `all` (no selection), and
             with the model's `KeyIndices` `int4_keys`, `quest` and
             `double_sparsity`.
-        heavy: Size of the heavy set. Default `TopK(count=256)`.
+        heavy: Size of the heavy set. Default `Adaptive()`.
         candidates: A first selection; None inherits, by default there is none.
         tail: What stands in for the other tokens: `stratified` (default),
             `uniform`, `none`, or with `KeyIndices` `lsh_sampling`.
@@ -114,7 +122,7 @@ class Policy:
             `paper` or `denominator`; only with tail `uniform`.
         epsilon: Relative error to promise. (0, 1), default 0.1.
         delta: Chance that the promise fails. (0, 0.2], default 0.1.
-        pilot_token_count: Pilot rows per stratum. [16, 65536], default 48.
+        pilot_token_count: Pilot rows per stratum. [16, 65536], default 24.
         inflation: Factor on each stratum's deviation. [1, 16], default 1.25.
         seed: Seed of the sampling hash. Default 0.
         row_count_max: Most rows a KV head may touch in one attend, 0 for no
@@ -126,7 +134,7 @@ class Policy:
     dense_token_count: int | None = None
     dense_layers: Iterable[int] | None = None
     selector: Selector | None = None
-    heavy: TopK | TopP | None = None
+    heavy: TopK | TopP | Adaptive | None = None
     candidates: Candidates | None = None
     tail: Tail | None = None
     bound: Bound | None = None
@@ -168,6 +176,8 @@ class Policy:
                 value = getattr(self.heavy, name)
                 if value is not None:
                     setattr(message.top_p, name, value)
+        elif isinstance(self.heavy, Adaptive):
+            message.adaptive.SetInParent()
         if self.candidates is not None:
             message.candidates.SetInParent()
             if self.candidates.selector is not None:
@@ -198,6 +208,8 @@ class Policy:
             values["heavy"] = TopP(
                 **{n: getattr(message.top_p, n) for n in names if message.top_p.HasField(n)}
             )
+        elif heavy == "adaptive":
+            values["heavy"] = Adaptive()
         if message.HasField("candidates"):
             first = message.candidates
             part: Any = first.WhichOneof("size")

@@ -65,6 +65,7 @@ constexpr SelectorMethod kSelector = {
           return KeySections::Int4KeyBits(spec.indices.label_channel_count);
         },
     .guaranteed_token_count = methods::None,
+    .reads_page_index = false,
     .default_order = 4};
 
 constexpr std::string_view kModelFields[] = {"key_indices.label_channel_count"};

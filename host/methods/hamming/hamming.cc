@@ -33,6 +33,7 @@ constexpr SelectorMethod kSelector = {
     .ranked_by = RankedBy::kMatchingBits,
     .key_bits = [](const ModelSpec& spec) -> int64_t { return int64_t{32} * spec.plane_words(); },
     .guaranteed_token_count = methods::None,
+    .reads_page_index = true,
     .default_order = 2};
 
 constexpr std::string_view kModelFields[] = {"hash_weights.mlp"};

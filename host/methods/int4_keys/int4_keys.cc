@@ -51,6 +51,7 @@ constexpr SelectorMethod kSelector = {
     .ranked_by = RankedBy::kEstimatedLogit,
     .key_bits = [](const ModelSpec& spec) { return KeySections::Int4KeyBits(spec.head_dim); },
     .guaranteed_token_count = [](const ModelSpec&) { return methods::GuaranteedByBits(4); },
+    .reads_page_index = false,
     .default_order = 3};
 
 constexpr std::string_view kModelFields[] = {"key_indices.int4_keys"};

@@ -65,6 +65,7 @@ constexpr SelectorMethod kSelector = {
              spec.indices.quest_page_token_count;
     },
     .guaranteed_token_count = methods::None,
+    .reads_page_index = false,
     .default_order = 5};
 
 constexpr std::string_view kModelFields[] = {"key_indices.quest_page_token_count"};

@@ -41,7 +41,7 @@ class TwoStageScorer final : public KeyScorer {
   absl::Status FindTokens() {
     const AttendQuery& attend = *keys_.context->attend;
     const std::unique_ptr<KeyScorer> first = MakeScorer(*attend.policy.candidate_selector, keys_);
-    ScorePass pass(keys_, /*by_mass=*/false);
+    ScorePass pass(keys_, *attend.policy.candidate_selector, /*by_mass=*/false);
     RETURN_IF_ERROR(pass.Score(*first));
     found_ = pass.Highest(attend.policy.CandidateCount(attend.visible[keys_.query]));
     return absl::OkStatus();

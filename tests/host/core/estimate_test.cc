@@ -12,22 +12,23 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// D = 10, of it 8 exact; ||N||^2 = 100, unbiased 64; variance 0.16: an error of
-// 0.05 z.
-HeadTotals Totals() { return {0, 10, 8, 100, 64, 0.16}; }
+// D = 10, of it 8 exact; ||N||^2 = 100, unbiased 64; variance 0.16 in one
+// direction: an error of 0.05 z.
+HeadTotals Totals() { return {0, 10, 8, 100, 64, 0.16, 1}; }
 
 TailTerms Terms() {
   TailTerms terms{};
   terms.tail = Tail::kStratified;
   terms.may_promise = true;
   terms.epsilon = 0.1;
-  terms.z = 1.6;  // the error is 0.08
+  terms.z = 1.6;            // the error is 0.08
+  terms.one_sided_z = 1.5;  // too far for one direction: z is the least
   terms.inflation = 1;
   return terms;
 }
 
 TEST(Certify, AStatisticalPromise) {
-  const HeadCertificate c = Certify(Terms(), false, 50, 1000, Totals());
+  const HeadCertificate c = Certify(Terms(), false, true, 50, 1000, Totals());
   EXPECT_EQ(c.promise, Promise::kStatistical);
   EXPECT_FLOAT_EQ(c.relative_error, 0.08f);
   EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
@@ -44,32 +45,61 @@ TEST(Certify, WhatTakesThePromiseAway) {
        {std::tuple(ranks, false, Totals(), 0.08f), std::tuple(tight, false, Totals(), 0.08f),
         std::tuple(Terms(), true, Totals(), 0.08f), std::tuple(Terms(), false, unknown, HUGE_VALF),
         std::tuple(Terms(), false, vanishing, HUGE_VALF)}) {
-    const HeadCertificate c = Certify(terms, limited, 50, 1000, totals);
+    const HeadCertificate c = Certify(terms, limited, true, 50, 1000, totals);
     EXPECT_EQ(c.promise, Promise::kNone);
     EXPECT_FLOAT_EQ(c.relative_error, error);
   }
   HeadTotals no_number = Totals();
   no_number.variance = kNan;
-  EXPECT_EQ(Certify(Terms(), false, 50, 1000, no_number).promise, Promise::kNone);
+  EXPECT_EQ(Certify(Terms(), false, true, 50, 1000, no_number).promise, Promise::kNone);
+}
+
+// Ranks that do not hold take the promise where it rests on them, and with it
+// what is said of the error.
+TEST(Certify, RanksThatDoNotHoldTakeThePromise) {
+  for (const auto& [tail, bound, rests] : {std::tuple(Tail::kStratified, Bound::kRatio, true),
+                                           std::tuple(Tail::kUniform, Bound::kRatio, true),
+                                           std::tuple(Tail::kUniform, Bound::kPaper, false)}) {
+    TailTerms terms = Terms();
+    terms.tail = tail;
+    terms.bound = bound;
+    const HeadCertificate c = Certify(terms, false, false, 50, 1000, Totals());
+    EXPECT_EQ(c.promise, rests ? Promise::kNone : Promise::kStatistical);
+    EXPECT_FLOAT_EQ(c.relative_error, rests ? HUGE_VALF : 0.08f);
+    EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
+  }
+}
+
+// ||o|| of a sixteenth of the values' unit or less is not told from nothing.
+TEST(Certify, ATinyOutputHasNoKnownError) {
+  HeadTotals totals = Totals();
+  for (const auto& [norm, known] : {std::pair(10.01 / 16, true), std::pair(10.0 / 16, false),
+                                    std::pair(1e-6, false), std::pair(0.0, false)}) {
+    totals.norm_sq = norm * norm;
+    const HeadCertificate c = Certify(Terms(), false, true, 50, 1000, totals);
+    EXPECT_EQ(c.promise, known ? Promise::kStatistical : Promise::kNone) << norm;
+    EXPECT_FLOAT_EQ(c.relative_error, known ? 0.08f : HUGE_VALF) << norm;
+  }
+  EXPECT_EQ(Certify(Terms(), false, true, 1000, 1000, totals).promise, Promise::kExact);
 }
 
 TEST(Certify, AnErrorOfEpsilonIsWithinIt) {
   TailTerms terms = Terms();
   terms.epsilon = 1.6 * std::sqrt(0.16 / 64);
-  EXPECT_EQ(Certify(terms, false, 50, 1000, Totals()).promise, Promise::kStatistical);
+  EXPECT_EQ(Certify(terms, false, true, 50, 1000, Totals()).promise, Promise::kStatistical);
 }
 
 TEST(Certify, AllOfTheTailIsExactWhateverElse) {
   TailTerms terms = Terms();
   terms.may_promise = false;
-  const HeadCertificate c = Certify(terms, true, 1000, 1000, Totals());
+  const HeadCertificate c = Certify(terms, true, false, 1000, 1000, Totals());
   EXPECT_EQ(c.promise, Promise::kExact);
   EXPECT_EQ(c.relative_error, 0);
   EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
 }
 
 TEST(Certify, WithoutASampleNothingIsKnown) {
-  const HeadCertificate c = Certify(Terms(), false, 0, 1000, Totals());
+  const HeadCertificate c = Certify(Terms(), false, true, 0, 1000, Totals());
   EXPECT_EQ(c.promise, Promise::kNone);
   EXPECT_EQ(c.relative_error, HUGE_VALF);
   EXPECT_TRUE(std::isnan(c.tail_mass));
@@ -78,7 +108,7 @@ TEST(Certify, WithoutASampleNothingIsKnown) {
 TEST(Certify, LshSamplingPromisesNothing) {
   TailTerms terms = Terms();
   terms.tail = Tail::kLshSampling;
-  const HeadCertificate c = Certify(terms, false, 1000, 1000, Totals());
+  const HeadCertificate c = Certify(terms, false, true, 1000, 1000, Totals());
   EXPECT_EQ(c.promise, Promise::kNone);
   EXPECT_EQ(c.relative_error, HUGE_VALF);
   EXPECT_FLOAT_EQ(c.tail_mass, 0.2f);
@@ -88,7 +118,29 @@ TEST(RelativeError, WithoutVarianceThereIsNone) {
   HeadTotals totals = Totals();
   totals.variance = 0;
   totals.norm_sq_unbiased = 0;
-  EXPECT_EQ(RelativeError(totals, 1.6), 0);
+  EXPECT_EQ(RelativeError(Terms(), totals), 0);
+}
+
+// An error of many directions hardly varies: its quantile comes down to one
+// standard deviation.
+TEST(RelativeError, FallsWithTheErrorsDegreesWhereItRestsOnRanks) {
+  TailTerms terms = Terms();
+  for (const auto& [tail, bound, falls] :
+       {std::tuple(Tail::kStratified, Bound::kRatio, true),
+        std::tuple(Tail::kStratified, Bound::kPaper, true),
+        std::tuple(Tail::kUniform, Bound::kRatio, true),
+        std::tuple(Tail::kUniform, Bound::kPaper, false),
+        std::tuple(Tail::kUniform, Bound::kDenominator, false)}) {
+    terms.tail = tail;
+    terms.bound = bound;
+    HeadTotals totals = Totals();
+    EXPECT_NEAR(RelativeError(terms, totals), 0.08, 1e-12);
+    totals.degrees = 1e15;
+    EXPECT_NEAR(RelativeError(terms, totals), falls ? 0.05 : 0.08, 1e-6);
+    // 8 degrees: (1 - 1/36 + 1.5 / 6)^3 = 1.2222^3 = 1.8258, its root 1.3512.
+    totals.degrees = 8;
+    EXPECT_NEAR(RelativeError(terms, totals), falls ? 0.05 * 1.3512 : 0.08, 1e-5);
+  }
 }
 
 // x in {1, 3} and v = (2, 0), (0, 4) of d = 2, o = (1, 1).
@@ -145,7 +197,8 @@ TEST(HeadBudgets, AUniformTailInflatesTracesBySquares) {
   TailTerms terms = Terms();
   terms.tail = Tail::kUniform;
   terms.bound = Bound::kRatio;
-  terms.bound_z = 2;
+  terms.z = 2;
+  terms.one_sided_z = 3;
   terms.inflation = 3;
   // (z n sqrt(9 T_o) / (eps ||N||))^2 = (2 * 10000 * sqrt(9 * 1e-4) / (0.1 * 8))^2
   // = 750^2; corrected 562500 / (1 + 56.25) = 9825.3.
@@ -167,6 +220,37 @@ TEST(HeadBudgets, StrataAreAllottedByTheirDeviations) {
   std::vector<int64_t> budgets(2);
   HeadBudgets(terms, Totals(), spread, strata, budgets);
   EXPECT_EQ(budgets, (std::vector<int64_t>{865, 20}));
+}
+
+// A bound that rests on no ranks has a quantile of its own.
+TEST(HeadBudgets, DegreesAreForBoundsThatRestOnRanks) {
+  const StratumSpread spread{1e-4, 1e-4, 1e-6};
+  std::vector<int64_t> budgets(1);
+  HeadTotals many = Totals();
+  many.degrees = 1e15;
+  for (const auto& [tail, bound, fewer] :
+       {std::tuple(Tail::kStratified, Bound::kRatio, true),
+        std::tuple(Tail::kUniform, Bound::kRatio, true),
+        std::tuple(Tail::kUniform, Bound::kPaper, false),
+        std::tuple(Tail::kUniform, Bound::kDenominator, false)}) {
+    TailTerms terms = Terms();
+    terms.tail = tail;
+    terms.bound = bound;
+    terms.bound_z = 1.6;
+    const std::vector<NeymanStratum> strata = {BudgetStratum(terms, 1000000, 48, spread)};
+    HeadBudgets(terms, Totals(), spread, strata, budgets);
+    const int64_t one = budgets[0];
+    HeadBudgets(terms, many, spread, strata, budgets);
+    EXPECT_GT(budgets[0], 48);
+    if (fewer) {
+      // Rows with replacement b as z^2: b / (1 + b / n) of the tail.
+      const double n = 1e6, b = 1e12 * 1e-4 / (0.1 * 0.1 * 64);
+      EXPECT_NEAR(budgets[0], b / (1 + b / n), 1) << static_cast<int>(bound);
+      EXPECT_NEAR(one, 2.56 * b / (1 + 2.56 * b / n), 1) << static_cast<int>(bound);
+    } else {
+      EXPECT_EQ(budgets[0], one) << static_cast<int>(bound);
+    }
+  }
 }
 
 TEST(HeadBudgets, EveryRowWhereNothingIsKnown) {

@@ -35,7 +35,21 @@ struct Sums {
   RowSums sums;
   std::vector<float> value;
   std::vector<float> value_sq;
+  std::vector<float> projected;
+
+  StratumSums Stratum(int64_t token_count) const {
+    return {token_count, sums, value, value_sq, projected};
+  }
 };
+
+// +1 or -1 of a dimension.
+float Sign(int i) { return i * 7 % 5 < 2 ? -1.0f : 1.0f; }
+
+std::vector<float> Signs(int d) {
+  std::vector<float> signs(d);
+  for (int i = 0; i < d; ++i) signs[i] = Sign(i);
+  return signs;
+}
 
 Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
   const int d = rows.kv.d;
@@ -43,7 +57,7 @@ Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
   for (uint32_t t : tokens) max = std::max(max, rows.logits[t]);
   max = static_cast<float>(max);
   double sum = 0, sum_sq = 0, sum_sq_norm = 0;
-  std::vector<double> value(d), value_sq(d);
+  std::vector<double> value(d), value_sq(d), projected(kProjectionEntries);
   for (uint32_t t : tokens) {
     const double x = std::exp(rows.logits[t] - max);
     sum += x;
@@ -53,12 +67,18 @@ Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
       value[i] += x * rows.kv.Value(t)[i];
       value_sq[i] += x * x * rows.kv.Value(t)[i];
     }
+    double y[kProjectionDims] = {};
+    for (int i = 0; i < d; ++i) y[i % kProjectionDims] += Sign(i) * rows.kv.Value(t)[i];
+    for (int i = 0; i < kProjectionEntries; ++i) {
+      projected[i] += x * x * y[i / kProjectionDims] * y[i % kProjectionDims];
+    }
   }
   return {RowSums({static_cast<float>(max), static_cast<float>(sum), static_cast<float>(sum_sq),
                    static_cast<float>(sum_sq_norm)},
                   static_cast<int64_t>(tokens.size())),
           {value.begin(), value.end()},
-          {value_sq.begin(), value_sq.end()}};
+          {value_sq.begin(), value_sq.end()},
+          {projected.begin(), projected.end()}};
 }
 
 std::vector<uint32_t> Range(uint32_t from, uint32_t to) {
@@ -67,20 +87,30 @@ std::vector<uint32_t> Range(uint32_t from, uint32_t to) {
   return tokens;
 }
 
+TailTerms Terms() {
+  TailTerms terms{};
+  terms.tail = Tail::kStratified;
+  terms.z = 1.6;
+  terms.one_sided_z = 1.3;
+  return terms;
+}
+
 TEST(EstimateHead, MatchesTwoPassMoments) {
-  const Rows rows = RandomRows(1000, 24, 5);
+  const Rows rows = RandomRows(1000, 48, 5);
   const std::vector<uint32_t> exact = Range(0, 40);
   const std::vector<reference::SampledTokens> samples = {
       {60, Range(40, 100)}, {300, Range(100, 150)}, {4000, Range(400, 600)}};
   const Sums kept = SumRows(rows, exact);
+  const std::vector<float> signs = Signs(48);
   std::vector<Sums> sums;
   for (const auto& s : samples) sums.push_back(SumRows(rows, s.tokens));
   std::vector<StratumSums> strata;
   for (size_t h = 0; h < samples.size(); ++h) {
-    strata.push_back({samples[h].token_count, sums[h].sums, sums[h].value, sums[h].value_sq});
+    strata.push_back(sums[h].Stratum(samples[h].token_count));
   }
-  const HeadEstimate got = EstimateHead(kept.sums, kept.value, strata);
-  const reference::Estimate want = reference::EstimateOutput(rows.kv, rows.logits, exact, samples);
+  const HeadEstimate got = EstimateHead(kept.sums, kept.value, strata, signs);
+  const reference::Estimate want = reference::EstimateOutput(
+      rows.kv, rows.logits, exact, samples, std::vector<double>(signs.begin(), signs.end()));
   const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 1e-4 * std::fabs(b)); };
   near(got.max, want.max);
   near(got.denominator, want.denominator);
@@ -96,48 +126,84 @@ TEST(EstimateHead, MatchesTwoPassMoments) {
     near(got.spreads[h].trace_n, want.moments[h].trace_n);
     near(got.spreads[h].trace_o, want.moments[h].trace_o);
   }
-  near(RelativeError(got, 1.6), 1.6 * std::sqrt(want.variance / want.norm_sq_unbiased));
+  near(got.degrees, want.degrees);
+  EXPECT_GT(want.degrees, 2);  // nor is it at an end
+  EXPECT_LT(want.degrees, 15);
 }
 
 TEST(EstimateHead, KnowsAllWhenEveryRowIsDrawn) {
-  const Rows rows = RandomRows(100, 8, 6);
+  const Rows rows = RandomRows(100, 16, 6);
   const Sums kept = SumRows(rows, Range(0, 10));
   const Sums drawn = SumRows(rows, Range(10, 100));
-  const std::vector<StratumSums> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
-  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata);
+  const std::vector<StratumSums> strata = {drawn.Stratum(90)};
+  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata, Signs(16));
   EXPECT_EQ(e.variance, 0);
-  EXPECT_EQ(RelativeError(e, 1.6), 0);
+  EXPECT_EQ(RelativeError(Terms(), e), 0);
   EXPECT_NEAR(e.norm_sq_unbiased, e.norm_sq, 1e-9 * e.norm_sq);
 }
 
 TEST(EstimateHead, OneRowOfManySaysNothingAboutTheVariance) {
-  const Rows rows = RandomRows(100, 8, 7);
+  const Rows rows = RandomRows(100, 16, 7);
   const Sums kept = SumRows(rows, Range(0, 10));
   const Sums drawn = SumRows(rows, Range(10, 11));
-  std::vector<StratumSums> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
-  EXPECT_EQ(RelativeError(EstimateHead(kept.sums, kept.value, strata), 1.6),
+  std::vector<StratumSums> strata = {drawn.Stratum(90)};
+  EXPECT_EQ(RelativeError(Terms(), EstimateHead(kept.sums, kept.value, strata, Signs(16))),
             std::numeric_limits<double>::infinity());
   strata[0].token_count = 1;
-  EXPECT_EQ(RelativeError(EstimateHead(kept.sums, kept.value, strata), 1.6), 0);
+  EXPECT_EQ(RelativeError(Terms(), EstimateHead(kept.sums, kept.value, strata, Signs(16))), 0);
 }
 
 TEST(EstimateHead, AStratumFarAboveTheExactRowsSetsTheReference) {
-  Rows rows = RandomRows(100, 8, 8);
+  Rows rows = RandomRows(100, 16, 8);
   for (int t = 10; t < 100; ++t) rows.logits[t] += 300;
   const Sums kept = SumRows(rows, Range(0, 10));
   const Sums drawn = SumRows(rows, Range(10, 60));
-  const std::vector<StratumSums> strata = {{90, drawn.sums, drawn.value, drawn.value_sq}};
-  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata);
+  const std::vector<StratumSums> strata = {drawn.Stratum(90)};
+  const HeadEstimate e = EstimateHead(kept.sums, kept.value, strata, Signs(16));
   EXPECT_EQ(e.max, drawn.sums.max);
   EXPECT_LT(e.exact_denominator / e.denominator, 1e-100);
-  EXPECT_TRUE(std::isfinite(RelativeError(e, 1.6)));
+  EXPECT_TRUE(std::isfinite(RelativeError(Terms(), e)));
+}
+
+// Rows that are read whole have no error, nor do those say anything that stand
+// alone; where one row has all of an error it has one direction.
+TEST(EstimateHead, DegreesAreOfTheSampledRowsAlone) {
+  Rows rows = RandomRows(200, 32, 10);
+  for (double& l : rows.logits) l /= 4;
+  const Sums kept = SumRows(rows, Range(0, 10));
+  const Sums whole = SumRows(rows, Range(10, 60)), sample = SumRows(rows, Range(60, 120));
+  const std::vector<float> signs = Signs(32);
+  const std::vector<double> wide(signs.begin(), signs.end());
+  const HeadEstimate e =
+      EstimateHead(kept.sums, kept.value,
+                   std::vector<StratumSums>{whole.Stratum(50), sample.Stratum(400)}, signs);
+  const std::vector<reference::SampledTokens> samples = {{50, Range(10, 60)},
+                                                         {400, Range(60, 120)}};
+  const reference::Estimate want =
+      reference::EstimateOutput(rows.kv, rows.logits, Range(0, 10), samples, wide);
+  EXPECT_NEAR(e.degrees, want.degrees, 1e-3 * want.degrees);
+  EXPECT_GT(e.degrees, 2);
+  EXPECT_EQ(EstimateHead(kept.sums, kept.value, std::vector<StratumSums>{whole.Stratum(50)}, signs)
+                .degrees,
+            1);
+  EXPECT_EQ(EstimateHead(kept.sums, kept.value, {}, signs).degrees, 1);
+  const Sums one = SumRows(rows, Range(60, 61));
+  EXPECT_EQ(
+      EstimateHead(kept.sums, kept.value, std::vector<StratumSums>{one.Stratum(50)}, signs).degrees,
+      1);
+  rows.logits[70] += 30;
+  const Sums dominated = SumRows(rows, Range(60, 120));
+  EXPECT_NEAR(
+      EstimateHead(kept.sums, kept.value, std::vector<StratumSums>{dominated.Stratum(400)}, signs)
+          .degrees,
+      1, 0.05);
 }
 
 TEST(EstimateHead, NoExactRows) {
-  const Rows rows = RandomRows(100, 8, 9);
+  const Rows rows = RandomRows(100, 16, 9);
   const Sums drawn = SumRows(rows, Range(0, 50));
-  const std::vector<StratumSums> strata = {{100, drawn.sums, drawn.value, drawn.value_sq}};
-  const HeadEstimate e = EstimateHead(RowSums(), std::vector<float>(8, 0.0f), strata);
+  const std::vector<StratumSums> strata = {drawn.Stratum(100)};
+  const HeadEstimate e = EstimateHead(RowSums(), std::vector<float>(16, 0.0f), strata, Signs(16));
   EXPECT_EQ(e.exact_denominator, 0);
   EXPECT_NEAR(e.denominator, 2 * drawn.sums.sum, 1e-3);
 }

@@ -22,6 +22,14 @@ TEST(QueryLevel, RoundsToTheNearestOfSixteen) {
   EXPECT_EQ(QueryWeight(-8), -15);
 }
 
+TEST(QueryErrorSquare, IsOfWhatTheLevelMisses) {
+  EXPECT_EQ(QueryErrorSquare(3.0f, 1, 2.0f), 0);  // stands for 3
+  EXPECT_EQ(QueryErrorSquare(3.5f, 1, 2.0f), 0.25f);
+  EXPECT_EQ(QueryErrorSquare(-15.0f, -8, 2.0f), 0);
+  EXPECT_EQ(QueryErrorSquare(-17.0f, -8, 2.0f), 4);
+  EXPECT_EQ(QueryErrorSquare(0.0f, 0, 0.0f), 0);  // a query of zeros
+}
+
 TEST(QueryOffset, CentresTheCodes) {
   // B = 3: codes 0 .. 7 stand for 2u - 7. Weights 15 and -1, codes 5 and 2:
   // 15 * 3 + -1 * -3 = 48 = 2 (75 - 2) + offset.

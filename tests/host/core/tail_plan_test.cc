@@ -32,6 +32,56 @@ TEST(StrataFit, SixteenRowsEach) {
   EXPECT_TRUE(StrataFit(32, kUnlimited));
 }
 
+TEST(HeavySet, StraysStandBesideWhatIsWanted) {
+  const HeavySet set = HeavySet::Of(256, /*adaptive=*/false, 7, 0, 64, 64);
+  EXPECT_EQ(set.ranked, 256);
+  EXPECT_EQ(set.strays, 7);
+  EXPECT_TRUE(set.strays_fit);
+  EXPECT_EQ(set.count(), 263);
+  EXPECT_EQ(HeavySet::Of(0, false, 7, 0, 64, 64).count(), 7);
+  EXPECT_EQ(HeavySet::Of(1024, true, 0, 0, 64, 64).count(), 1024);
+}
+
+TEST(HeavySet, MoreThan1024StraysAreNotAllRead) {
+  EXPECT_EQ(HeavySet::Of(64, true, 1024, 0, 64, 64).strays, 1024);
+  EXPECT_TRUE(HeavySet::Of(64, true, 1024, 0, 64, 64).strays_fit);
+  const HeavySet set = HeavySet::Of(64, true, 1025, 0, 64, 64);
+  EXPECT_EQ(set.strays, 1024);
+  EXPECT_EQ(set.ranked, 64);
+  EXPECT_FALSE(set.strays_fit);
+}
+
+// 500 rows, of which 128 are sink and window: 372 are left.
+TEST(HeavySet, ALimitIsForStraysFirst) {
+  const HeavySet all = HeavySet::Of(256, false, 100, 500, 64, 64);
+  EXPECT_EQ(all.strays, 100);
+  EXPECT_EQ(all.ranked, 256);
+  const HeavySet fewer = HeavySet::Of(256, false, 200, 500, 64, 64);
+  EXPECT_EQ(fewer.strays, 200);
+  EXPECT_EQ(fewer.ranked, 172);
+  EXPECT_TRUE(fewer.strays_fit);
+  const HeavySet none = HeavySet::Of(256, false, 400, 500, 64, 64);
+  EXPECT_EQ(none.strays, 372);
+  EXPECT_EQ(none.ranked, 0);
+  EXPECT_FALSE(none.strays_fit);
+  EXPECT_EQ(HeavySet::Of(256, false, 5, 128, 64, 64).count(), 0);
+  EXPECT_EQ(HeavySet::Of(256, false, 0, 100, 64, 64).count(), 0);
+}
+
+// Half of what is left once strays are read, but not below the fewest that an
+// error asks for while there is room, nor above what is wanted.
+TEST(HeavySet, AnAdaptiveCountLeavesHalfToTheTail) {
+  EXPECT_EQ(HeavySet::Of(512, true, 0, 1152, 64, 64).ranked, 512);
+  EXPECT_EQ(HeavySet::Of(512, true, 0, 1150, 64, 64).ranked, 511);
+  EXPECT_EQ(HeavySet::Of(512, true, 100, 1152, 64, 64).ranked, 462);
+  EXPECT_EQ(HeavySet::Of(1024, true, 0, 228, 64, 64).ranked, 64);
+  EXPECT_EQ(HeavySet::Of(1024, true, 0, 188, 64, 64).ranked, 60);
+  EXPECT_EQ(HeavySet::Of(64, true, 0, 228, 64, 64).ranked, 64);
+  EXPECT_EQ(HeavySet::Of(20, true, 0, 158, 64, 64).ranked, 20);
+  // Another count keeps what it asks for.
+  EXPECT_EQ(HeavySet::Of(512, false, 0, 1150, 64, 64).ranked, 512);
+}
+
 TEST(PilotCount, IsThePolicysWithoutALimit) {
   EXPECT_EQ(PilotCount(48, kUnlimited, 7, 97), 48);
   // A stratum of at most two pilots is taken whole.

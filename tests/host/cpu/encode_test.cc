@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <tuple>
@@ -30,6 +31,14 @@ class Encode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
     bytes_ = reference::Bytes(dtype_, rows_);
   }
 
+  CodePage EncodedPage() const {
+    CodePage page(encoder_.params.layout);
+    for (int tile = 0; tile < kTilesPerPage; ++tile) {
+      EncodeTile(encoder_.params, dtype_, bytes_.data() + tile * kTileTokenCount * row_bytes(),
+                 row_bytes(), page.data(), tile);
+    }
+    return page;
+  }
   int64_t row_bytes() const { return int64_t{2} * d_ * DTypeBytes(dtype_); }
 
   const int d_;
@@ -41,39 +50,12 @@ class Encode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
   std::vector<std::byte> bytes_;
 };
 
-TEST_P(Encode, TileAndKeyGiveTheSameBitsOnEveryTarget) {
-  SameOnEveryTarget([&](std::vector<std::byte>& out) {
-    CodePage by_tile(encoder_.params.layout), by_key(encoder_.params.layout);
-    for (int tile = 0; tile < kTilesPerPage; ++tile) {
-      EncodeTile(encoder_.params, dtype_, bytes_.data() + tile * 16 * row_bytes(), row_bytes(), 16,
-                 by_tile.data(), tile);
-    }
-    for (int slot = 0; slot < kPageTokenCount; ++slot) {
-      EncodeKey(encoder_.params, dtype_, bytes_.data() + slot * row_bytes(), by_key.data(), slot);
-    }
-    EXPECT_EQ(by_tile.bytes(), by_key.bytes());
-    AppendBytes(by_tile.bytes(), out);
-  });
-}
-
-TEST_P(Encode, APartOfATileGivesTheSameBits) {
-  for (int count = 1; count <= 16; ++count) {
-    CodePage part(encoder_.params.layout), whole(encoder_.params.layout);
-    EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), count, part.data(), 3);
-    EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), 16, whole.data(), 3);
-    for (int slot = 48; slot < 48 + count; ++slot) {
-      ASSERT_EQ(part.Factor(slot), whole.Factor(slot));
-      for (int j = 0; j < d_; ++j) ASSERT_EQ(part.Level(slot, j), whole.Level(slot, j));
-    }
-    for (int slot = 48 + count; slot < 64; ++slot) ASSERT_EQ(part.Factor(slot), 0);
-  }
+TEST_P(Encode, EveryTargetGivesTheSameBits) {
+  SameOnEveryTarget([&](std::vector<std::byte>& out) { AppendBytes(EncodedPage().bytes(), out); });
 }
 
 TEST_P(Encode, MatchesTheDoubleReference) {
-  CodePage page(encoder_.params.layout);
-  for (int slot = 0; slot < kPageTokenCount; ++slot) {
-    EncodeKey(encoder_.params, dtype_, bytes_.data() + slot * row_bytes(), page.data(), slot);
-  }
+  const CodePage page = EncodedPage();
   const std::vector<double> centre(encoder_.centre.begin(), encoder_.centre.end());
   int compared = 0;
   for (int slot = 0; slot < kPageTokenCount; ++slot) {
@@ -92,9 +74,9 @@ TEST_P(Encode, MatchesTheDoubleReference) {
 
 TEST_P(Encode, PaddingBitsAreZero) {
   CodePage page(encoder_.params.layout);
-  EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), 16, page.data(), 0);
-  EncodeKey(encoder_.params, dtype_, bytes_.data(), page.data(), 16);
-  for (int slot = 0; slot <= 16; ++slot) {
+  std::fill_n(page.data(), page.bytes().size(), std::byte{0xAB});
+  EncodeTile(encoder_.params, dtype_, bytes_.data(), row_bytes(), page.data(), 3);
+  for (int slot = 48; slot < 64; ++slot) {
     for (int j = d_; j < encoder_.params.layout.dims; ++j) {
       ASSERT_EQ(page.Level(slot, j), 0);
     }
@@ -103,7 +85,7 @@ TEST_P(Encode, PaddingBitsAreZero) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, Encode,
-    ::testing::Combine(::testing::Values(64, 80, 96, 128, 256), ::testing::Values(1, 2, 3, 4),
+    ::testing::Combine(::testing::Values(16, 64, 80, 96, 128, 256), ::testing::Values(1, 2, 3, 4),
                        ::testing::Values(DType::kF32, DType::kF16, DType::kBF16)),
     [](const auto& info) {
       return "d" + std::to_string(std::get<0>(info.param)) + "b" +
@@ -130,7 +112,7 @@ TEST_P(Encode, StoredCodesAreReadBack) {
 TEST(EncodeExtremes, FactorsAreFiniteAndZeroAtTheCentre) {
   constexpr int kD = 64;
   Encoder encoder(kD, 2, 7);
-  std::vector<float> rows(3 * 2 * kD, 0.0f);
+  std::vector<float> rows(kTileTokenCount * 2 * kD, 0.0f);
   for (int i = 0; i < kD; ++i) {
     encoder.centre[i] = 0.25f * static_cast<float>(i % 3);
     rows[i] = encoder.centre[i];
@@ -140,12 +122,55 @@ TEST(EncodeExtremes, FactorsAreFiniteAndZeroAtTheCentre) {
   rows[4 * kD + 9] += 1e-6f;
   const std::vector<std::byte> bytes = reference::Bytes(DType::kF32, rows);
   CodePage page(encoder.params.layout);
-  EncodeTile(encoder.params, DType::kF32, bytes.data(), 2 * kD * 4, 3, page.data(), 0);
+  EncodeTile(encoder.params, DType::kF32, bytes.data(), 2 * kD * 4, page.data(), 0);
   EXPECT_EQ(page.Factor(0), 0);
   // f is about ||k - c|| over a number near sqrt(d).
   EXPECT_NEAR(page.Factor(1) / 1e30, 1, 0.5);
   EXPECT_GT(page.Factor(2), 0);
   EXPECT_LT(page.Factor(2), 1e-5);
+}
+
+// RadiusOf() in its order: what a vector's elements are divided by, then a chain
+// of fused multiply-adds.
+TEST_P(Encode, DistancesAreInOneOrder) {
+  SameOnEveryTarget([&](std::vector<std::byte>& out) {
+    std::vector<float> distances(kPageTokenCount);
+    Distances(dtype_, bytes_.data(), row_bytes(), kPageTokenCount, d_, encoder_.centre.data(),
+              distances.data());
+    for (int t = 0; t < kPageTokenCount; ++t) {
+      const float* key = rows_.data() + t * 2 * d_;
+      float largest = 0, squares = 0;
+      for (int i = 0; i < d_; ++i) {
+        largest = std::max(largest, std::fabs(key[i] - encoder_.centre[i]));
+      }
+      for (int i = 0; i < d_; ++i) {
+        const float x = (key[i] - encoder_.centre[i]) / largest;
+        squares = std::fma(x, x, squares);
+      }
+      ASSERT_EQ(distances[t], largest * std::sqrt(squares)) << t;
+    }
+    AppendBytes(distances, out);
+  });
+}
+
+// Whose squares fp32 cannot hold, and of nothing.
+TEST(Distances, OfHugeAndTinyVectors) {
+  constexpr int kD = 32;
+  std::vector<float> vectors(kTileTokenCount * kD), centre(kD);
+  for (int t = 0; t < kTileTokenCount; ++t) {
+    const auto size = static_cast<float>(std::pow(10.0, -40 + 5 * t));
+    for (int i = 0; i < kD; ++i) vectors[t * kD + i] = t == 0 || i % 2 == 0 ? 0 : size;
+  }
+  SameOnEveryTarget([&](std::vector<std::byte>& out) {
+    std::vector<float> distances(kTileTokenCount);
+    Distances(DType::kF32, reinterpret_cast<const std::byte*>(vectors.data()), kD * 4,
+              kTileTokenCount, kD, centre.data(), distances.data());
+    EXPECT_EQ(distances[0], 0);
+    for (int t = 1; t < kTileTokenCount; ++t) {
+      EXPECT_NEAR(distances[t] / (4.0 * vectors[t * kD + 1]), 1, 1e-6) << t;
+    }
+    AppendBytes(distances, out);
+  });
 }
 
 TEST(Rotate, IsTheMatrixProduct) {

@@ -89,7 +89,7 @@ TEST_P(Rows, FoldsToDenseAttention) {
           }
         }
         FoldRows(dtype_, rows, nullptr, count, counts, kHeads, d_, logits.data(), sums.data(),
-                 value.data());
+                 {.value = value.data()});
       }
       for (int h = 0; h < kHeads; ++h) {
         ASSERT_EQ(sums[h].count, visible[h]);
@@ -104,11 +104,18 @@ TEST_P(Rows, FoldsToDenseAttention) {
     });
 }
 
+// Values count in a unit, here a quarter.
 TEST_P(Rows, MomentsMatchTwoPasses) {
+  constexpr float kInverseUnit = 4;
+  std::vector<float> signs(d_);
+  for (int i = 0; i < d_; ++i) signs[i] = i * 11 % 7 < 3 ? -1.0f : 1.0f;
+  reference::KeyValues kv = kv_;
+  for (double& v : kv.v) v *= kInverseUnit;
   for (const RowQueries& queries : QueryForms())
     SameOnEveryTarget([&](std::vector<std::byte>&) {
       std::vector<RowSums> sums(kHeads);
       std::vector<float> value(kHeads * d_, 0.0f), value_sq(kHeads * d_, 0.0f);
+      std::vector<float> projected(kHeads * kProjectionEntries, 0.0f);
       std::vector<float> logits(kHeads * kRowBlock);
       std::vector<uint32_t> tokens;
       for (int at = 0; at < kRows; at += kRowBlock) {
@@ -119,32 +126,80 @@ TEST_P(Rows, MomentsMatchTwoPasses) {
           tokens.push_back(at + i);
         }
         ASSERT_TRUE(RowLogits(dtype_, rows, nullptr, count, queries, logits.data()));
-        FoldRowsMoments(dtype_, rows, nullptr, count, kHeads, d_, logits.data(), sums.data(),
-                        value.data(), value_sq.data());
+        FoldRows(dtype_, rows, nullptr, count, nullptr, kHeads, d_, logits.data(), sums.data(),
+                 {.inverse_unit = kInverseUnit,
+                  .value = value.data(),
+                  .value_sq = value_sq.data(),
+                  .projected = projected.data(),
+                  .signs = signs.data()});
       }
       for (int h = 0; h < kHeads; ++h) {
         const std::vector<double> l = reference::Logits(kv_, Query(h), kScale, kRows);
         double sum = 0, sum_sq = 0, norm = 0;
-        std::vector<double> first(d_), second(d_);
+        std::vector<double> first(d_), second(d_), products(kProjectionEntries);
         for (uint32_t t : tokens) {
           const double x = std::exp(l[t] - sums[h].max);
           sum += x;
           sum_sq += x * x;
-          norm += x * x * reference::Dot(kv_.Value(t), kv_.Value(t));
+          norm += x * x * reference::Dot(kv.Value(t), kv.Value(t));
+          std::vector<double> y(kProjectionDims);
           for (int i = 0; i < d_; ++i) {
-            first[i] += x * kv_.Value(t)[i];
-            second[i] += x * x * kv_.Value(t)[i];
+            first[i] += x * kv.Value(t)[i];
+            second[i] += x * x * kv.Value(t)[i];
+            y[i % kProjectionDims] += signs[i] * kv.Value(t)[i];
+          }
+          for (int i = 0; i < kProjectionEntries; ++i) {
+            products[i] += x * x * y[i / kProjectionDims] * y[i % kProjectionDims];
           }
         }
         EXPECT_NEAR(sums[h].sum, sum, 1e-5 * sum);
         EXPECT_NEAR(sums[h].sum_sq, sum_sq, 1e-5 * sum_sq);
         EXPECT_NEAR(sums[h].sum_sq_norm, norm, 1e-5 * norm);
         for (int i = 0; i < d_; ++i) {
-          EXPECT_NEAR(value[h * d_ + i], first[i], 1e-5 * sum);
-          EXPECT_NEAR(value_sq[h * d_ + i], second[i], 1e-5 * sum_sq);
+          EXPECT_NEAR(value[h * d_ + i], first[i], 4e-5 * sum);
+          EXPECT_NEAR(value_sq[h * d_ + i], second[i], 4e-5 * sum_sq);
+        }
+        for (int i = 0; i < kProjectionEntries; ++i) {
+          EXPECT_NEAR(projected[h * kProjectionEntries + i], products[i], 1e-5 * norm);
         }
       }
     });
+}
+
+// In a unit of their own size, values of any that fp32 holds have sums and squares.
+TEST(FoldRows, UnitsKeepSquaresInRange) {
+  constexpr int kD = 32, kRows = 20;
+  std::mt19937 random(6);
+  std::normal_distribution<float> normal;
+  std::vector<float> signs(kD, 1.0f);
+  std::vector<float> base(kRows * 2 * kD);
+  for (float& x : base) x = normal(random);
+  SameOnEveryTarget([&](std::vector<std::byte>&) {
+    std::vector<float> plain;
+    for (const int exponent : {0, -100, 100}) {
+      std::vector<float> rows = base;
+      const std::byte* pointers[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        for (int i = 0; i < kD; ++i) {
+          rows[(2 * r + 1) * kD + i] = std::ldexp(rows[(2 * r + 1) * kD + i], exponent);
+        }
+        pointers[r] = reinterpret_cast<const std::byte*>(rows.data() + 2 * r * kD);
+      }
+      std::vector<RowSums> sums(1);
+      std::vector<float> all(2 * kD + kProjectionEntries, 0.0f), logits(kRowBlock);
+      for (int r = 0; r < kRows; ++r) logits[r] = 0.3f * static_cast<float>(r);
+      FoldRows(DType::kF32, pointers, nullptr, kRows, nullptr, 1, kD, logits.data(), sums.data(),
+               {.inverse_unit = std::ldexp(1.0f, -exponent),
+                .value = all.data(),
+                .value_sq = all.data() + kD,
+                .projected = all.data() + 2 * kD,
+                .signs = signs.data()});
+      all.push_back(sums[0].sum_sq_norm);
+      if (exponent == 0) plain = all;
+      // Powers of two change no digit.
+      EXPECT_EQ(all, plain) << exponent;
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, Rows,

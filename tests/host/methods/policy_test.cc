@@ -57,6 +57,26 @@ TEST(MethodsPolicy, TheDefaultOfMlpsIsHamming) {
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
 }
 
+// Bits that match come from the codes of closed pages, as a first selection's do;
+// what other indices keep is of every token.
+TEST(MethodsPolicy, ScoresEndBeforeTheOpenPageWhereTheyComeFromPages) {
+  Policy policy;
+  const ModelSpec spec = Spec();
+  policy.selector = Selector::kHamming;
+  EXPECT_EQ(policy.ScoredEnd(spec, 4200), 4096);
+  EXPECT_EQ(policy.ScoredEnd(Spec(HashKind::kMlp), 4200), 4136);
+  for (const Selector selector :
+       {Selector::kInt4Keys, Selector::kQuest, Selector::kDoubleSparsity}) {
+    policy.selector = selector;
+    policy.candidate_selector.reset();
+    EXPECT_EQ(policy.ScoredEnd(spec, 4200), 4136);
+    policy.candidate_selector = Selector::kHamming;
+    EXPECT_EQ(policy.ScoredEnd(spec, 4200), 4096);
+    policy.candidate_selector = Selector::kQuest;
+    EXPECT_EQ(policy.ScoredEnd(spec, 4200), 4136);
+  }
+}
+
 TEST(MethodsPolicy, SelectorsNeedTheirCodes) {
   Policy policy;
   policy.selector = Selector::kAsymmetric;

@@ -26,7 +26,8 @@ TEST(SelectorMethods, TellWhatTheyReadOfAKey) {
   const ModelSpec spec =
       Spec({.int4_keys = true, .quest_page_token_count = 32, .label_channel_count = 16});
   const auto bits = [&](Selector selector) { return MethodOf(selector).key_bits(spec); };
-  EXPECT_EQ(bits(Selector::kAsymmetric), 8 * 50);      // 3 planes of 16 bytes and a factor
+  // 3 planes of 16 bytes, a factor, a norm, its share of a page's centre.
+  EXPECT_EQ(bits(Selector::kAsymmetric), 8 * 53);
   EXPECT_EQ(bits(Selector::kHamming), 8 * 16);         // one plane
   EXPECT_EQ(bits(Selector::kOracle), 8 * 256);         // the key itself
   EXPECT_EQ(bits(Selector::kInt4Keys), 8 * 68);        // 64 bytes and a range

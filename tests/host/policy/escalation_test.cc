@@ -36,18 +36,19 @@ TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
 }
 
 TEST(Escalation, TakesTheStepsInTheirOrder) {
-  const Policy policy;  // inflation 1.25, pilot 48
+  const Policy policy;  // inflation 1.25, pilot 24
   EXPECT_DOUBLE_EQ(EscalationAt(policy, 1).tail.inflation, 1.25 * 1.25);
-  EXPECT_EQ(EscalationAt(policy, 1).tail.pilot_token_count, 48);
+  EXPECT_EQ(EscalationAt(policy, 1).tail.pilot_token_count, 24);
   EXPECT_DOUBLE_EQ(EscalationAt(policy, 6).tail.inflation, 4);
-  EXPECT_EQ(EscalationAt(policy, 7).tail.pilot_token_count, 96);
-  EXPECT_EQ(EscalationAt(policy, 10).tail.pilot_token_count, 512);
-  EXPECT_DOUBLE_EQ(EscalationAt(policy, 10).tail.inflation, 4);
-  const Escalation paper = EscalationAt(policy, 11);
+  EXPECT_EQ(EscalationAt(policy, 7).tail.pilot_token_count, 48);
+  EXPECT_EQ(EscalationAt(policy, 10).tail.pilot_token_count, 384);
+  EXPECT_EQ(EscalationAt(policy, 11).tail.pilot_token_count, 512);
+  EXPECT_DOUBLE_EQ(EscalationAt(policy, 11).tail.inflation, 4);
+  const Escalation paper = EscalationAt(policy, 12);
   EXPECT_EQ(paper.tail.tail, Tail::kUniform);
   EXPECT_EQ(paper.tail.bound, Bound::kPaper);
   EXPECT_EQ(paper.tail.inflation, policy.inflation);
-  EXPECT_EQ(DenseLevel(policy), 12);
+  EXPECT_EQ(DenseLevel(policy), 13);
 }
 
 TEST(Escalation, LeavesAPolicyThatPromisesNothing) {

@@ -22,6 +22,10 @@ class BadPolicy : public ::testing::TestWithParam<BadCase> {};
 
 TEST_P(BadPolicy, NamesTheField) { ExpectRefused(GetParam()); }
 
+void Count(Policy& p, int64_t count) {
+  p.heavy_kind = HeavyKind::kCount;
+  p.heavy_count = count;
+}
 void Fraction(Policy& p, double f) {
   p.heavy_kind = HeavyKind::kFraction;
   p.heavy_fraction = f;
@@ -45,8 +49,8 @@ INSTANTIATE_TEST_SUITE_P(
                   p.dense_layers = {2, 0, 2};
                 }},
         BadCase{"selector", [](Policy& p) { p.selector = static_cast<Selector>(17); }},
-        BadCase{"top_k.count", [](Policy& p) { p.heavy_count = -1; }},
-        BadCase{"top_k.count", [](Policy& p) { p.heavy_count = int64_t{1} << 31; }},
+        BadCase{"top_k.count", [](Policy& p) { Count(p, -1); }},
+        BadCase{"top_k.count", [](Policy& p) { Count(p, int64_t{1} << 31); }},
         BadCase{"top_k.fraction", [](Policy& p) { Fraction(p, 0); }},
         BadCase{"top_k.fraction", [](Policy& p) { Fraction(p, 1.5); }},
         BadCase{"top_k.fraction", [](Policy& p) { Fraction(p, kNan); }},
@@ -68,7 +72,15 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"inflation", [](Policy& p) { p.inflation = 0.99; }},
         BadCase{"inflation", [](Policy& p) { p.inflation = kInf; }},
         BadCase{"inflation", [](Policy& p) { p.inflation = kNan; }},
-        BadCase{"row_count_max", [](Policy& p) { p.row_count_max = 399; }},
+        // sink, an open page of 127, heavy tokens, pilot
+        BadCase{"row_count_max", [](Policy& p) { p.row_count_max = 64 + 127 + 64 + 15; }},
+        BadCase{"row_count_max",
+                [](Policy& p) { Count(p, 256), p.row_count_max = 64 + 127 + 256 + 15; }},
+        BadCase{"row_count_max", [](Policy& p) { Mass(p), p.row_count_max = 64 + 127 + 64 + 15; }},
+        BadCase{
+            "row_count_max",
+            [](Policy& p) { p.window_token_count = 300, p.row_count_max = 64 + 300 + 64 + 15; }},
+        BadCase{"top_k", [](Policy& p) { p.heavy_kind = static_cast<HeavyKind>(4); }},
         BadCase{"row_count_max", [](Policy& p) { p.row_count_max = -1; }},
         BadCase{"selector", [](Policy& p) { p.selector = Selector::kInt4Keys; }},
         BadCase{"selector", [](Policy& p) { p.selector = Selector::kQuest; }},
@@ -92,7 +104,7 @@ TEST(Policy, Defaults) {
   EXPECT_EQ(policy.window_token_count, 64);
   EXPECT_EQ(policy.dense_token_count, 2048);
   EXPECT_THAT(policy.dense_layers, IsEmpty());
-  EXPECT_EQ(policy.heavy_kind, HeavyKind::kCount);
+  EXPECT_EQ(policy.heavy_kind, HeavyKind::kAdaptive);
   EXPECT_EQ(policy.heavy_count, 256);
   EXPECT_EQ(policy.heavy_mass, 0.95);
   EXPECT_EQ(policy.heavy_floor, 64);
@@ -103,7 +115,7 @@ TEST(Policy, Defaults) {
   EXPECT_EQ(policy.bound, Bound::kRatio);
   EXPECT_EQ(policy.epsilon, 0.1);
   EXPECT_EQ(policy.delta, 0.1);
-  EXPECT_EQ(policy.pilot_token_count, 48);
+  EXPECT_EQ(policy.pilot_token_count, 24);
   EXPECT_EQ(policy.inflation, 1.25);
   EXPECT_EQ(policy.seed, 0u);
   EXPECT_EQ(policy.row_count_max, 0);
@@ -117,13 +129,19 @@ TEST(Policy, TheEdgesOfTheRangesAreInside) {
   policy.window_token_count = 1;
   policy.dense_token_count = 1024;
   policy.dense_layers = {3, 0, 1, 2};
-  policy.heavy_count = 1;
+  Count(policy, 1);
   policy.delta = 0.2;
   policy.pilot_token_count = 16;
   policy.inflation = 1;
-  policy.row_count_max = 18;
+  // The open page is attended like the window.
+  policy.row_count_max = 127 + 1 + 16;
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
-  policy.row_count_max = 17;
+  policy.row_count_max -= 1;
+  EXPECT_THAT(Validate(policy, spec), Contains(Field(&FieldError::field, "row_count_max")));
+  // Without codes there is no such page.
+  policy.selector = Selector::kOracle;
+  policy.row_count_max = 1 + 1 + 16;
+  EXPECT_THAT(Validate(policy, Spec(HashKind::kNone)), IsEmpty());
   EXPECT_THAT(Validate(policy, spec), Contains(Field(&FieldError::field, "row_count_max")));
 
   policy = Policy();
@@ -136,9 +154,22 @@ TEST(Policy, TheEdgesOfTheRangesAreInside) {
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
 }
 
+// Sink, open page, the fewest that an adaptive count is, pilot.
+TEST(Policy, TheFewestRowsOfTheDefault) {
+  Policy policy;
+  policy.row_count_max = 64 + 127 + 64 + 16;
+  EXPECT_THAT(Validate(policy, Spec()), IsEmpty());
+  Count(policy, 256);
+  policy.row_count_max = 64 + 127 + 256 + 16;
+  EXPECT_THAT(Validate(policy, Spec()), IsEmpty());
+  policy.window_token_count = 300;
+  policy.row_count_max = 64 + 300 + 256 + 16;
+  EXPECT_THAT(Validate(policy, Spec()), IsEmpty());
+}
+
 TEST(Policy, TheHeavySetMayBeEmpty) {
   Policy policy;
-  policy.heavy_count = 0;
+  Count(policy, 0);
   EXPECT_THAT(Validate(policy, Spec()), IsEmpty());
 }
 
@@ -152,7 +183,7 @@ TEST(Policy, AsymmetricNeedsARotation) {
 
 TEST(Policy, HugeCountsDoNotOverflowTheRowMinimum) {
   Policy policy;
-  policy.heavy_count = std::numeric_limits<int64_t>::max();
+  Count(policy, std::numeric_limits<int64_t>::max());
   policy.sink_token_count = std::numeric_limits<int64_t>::max();
   policy.row_count_max = 1;
   EXPECT_THAT(Validate(policy, Spec()), Contains(Field(&FieldError::field, "row_count_max")));
@@ -165,6 +196,86 @@ TEST(Policy, DenseLayers) {
   EXPECT_TRUE(policy.IsDenseLayer(0));
   EXPECT_FALSE(policy.IsDenseLayer(1));
   EXPECT_TRUE(policy.IsDenseLayer(2));
+}
+
+// Ranks whose error is known set the count; others have one count for all.
+TEST(Policy, HeavyTokens) {
+  Policy policy;
+  EXPECT_EQ(policy.HeavyCount(10000), 64);
+  policy.selector = Selector::kOracle;
+  EXPECT_EQ(policy.HeavyCount(10000), 64);
+  for (const Selector selector :
+       {Selector::kHamming, Selector::kInt4Keys, Selector::kQuest, Selector::kDoubleSparsity}) {
+    policy.selector = selector;
+    EXPECT_FALSE(policy.KnowsRankError());
+    EXPECT_EQ(policy.HeavyCount(10000), 256);
+  }
+  policy.selector = Selector::kAsymmetric;
+  EXPECT_TRUE(policy.KnowsRankError());
+  policy.candidate_selector = Selector::kOracle;
+  EXPECT_FALSE(policy.KnowsRankError());
+  EXPECT_EQ(policy.HeavyCount(10000), 256);
+  Count(policy, 77);
+  EXPECT_EQ(policy.HeavyCount(10000), 77);
+  Fraction(policy, 0.0101);
+  EXPECT_EQ(policy.HeavyCount(10000), 101);
+}
+
+TEST(Policy, ScoresEndBeforeTheOpenPageWhereTheyComeFromPages) {
+  Policy policy;  // a window of 64
+  const ModelSpec spec = Spec();
+  for (const auto& [n, end] :
+       {std::pair(4096, 4032), std::pair(4097, 4033), std::pair(4159, 4095), std::pair(4160, 4096),
+        std::pair(4200, 4096), std::pair(4223, 4096), std::pair(4224, 4160)}) {
+    for (const Selector selector : {Selector::kAsymmetric, Selector::kOracle}) {
+      policy.selector = selector;
+      EXPECT_EQ(policy.ScoredEnd(spec, n), end) << n;
+      EXPECT_EQ(policy.ScoredEnd(Spec(HashKind::kNone), n), n - 64) << n;
+    }
+    policy.window_token_count = 200;
+    EXPECT_EQ(policy.ScoredEnd(spec, n), n - 200) << n;
+    policy.window_token_count = 64;
+  }
+}
+
+TEST(Policy, ValuesWeighWhereThePageIndexHasTheirNorms) {
+  for (const Selector selector : {Selector::kAsymmetric, Selector::kOracle}) {
+    EXPECT_TRUE(WeighsValues(selector, Spec()));
+    EXPECT_FALSE(WeighsValues(selector, Spec(HashKind::kNone)));
+  }
+  for (const Selector selector : {Selector::kHamming, Selector::kInt4Keys, Selector::kQuest,
+                                  Selector::kDoubleSparsity, Selector::kAll}) {
+    EXPECT_FALSE(WeighsValues(selector, Spec()));
+  }
+}
+
+// Where no more is scored than is heavy, a tail has nothing.
+TEST(Policy, DenseWhereNothingIsLeft) {
+  Policy policy;
+  policy.dense_token_count = 1024;
+  const ModelSpec spec = Spec();
+  EXPECT_TRUE(policy.IsDense(spec, 0, 1, 1024));
+  EXPECT_FALSE(policy.IsDense(spec, 0, 1, 1025));
+  EXPECT_TRUE(policy.IsDense(spec, 0, 17, 1025));
+  // 1,100 tokens: of eight closed pages 64 are the sink.
+  Count(policy, 1024 - 64 - 1);
+  EXPECT_FALSE(policy.IsDense(spec, 0, 1, 1100));
+  Count(policy, 1024 - 64);
+  EXPECT_TRUE(policy.IsDense(spec, 0, 1, 1100));
+  EXPECT_FALSE(policy.IsDense(spec, 0, 1, 1024 + 128));
+  policy.heavy_kind = HeavyKind::kAdaptive;
+  policy.sink_token_count = 1024 - 64;
+  EXPECT_TRUE(policy.IsDense(spec, 0, 1, 1100));
+  policy.sink_token_count -= 1;
+  EXPECT_FALSE(policy.IsDense(spec, 0, 1, 1100));
+}
+
+TEST(Policy, TermsHaveBothQuantiles) {
+  Policy policy;
+  const TailTerms terms = TermsOf(policy, policy, true);
+  EXPECT_NEAR(terms.z, 1.6448536, 1e-6);
+  EXPECT_NEAR(terms.one_sided_z, 1.2815516, 1e-6);
+  EXPECT_EQ(terms.pilot_count, 24);
 }
 
 TEST(Policy, CandidatesByCountOrFraction) {

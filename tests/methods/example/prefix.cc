@@ -48,6 +48,7 @@ constexpr SelectorMethod kSelector = {.selector = kPrefixSelector,
                                         return int64_t{8} * kPrefix * DTypeBytes(spec.dtype);
                                       },
                                       .guaranteed_token_count = methods::None,
+                                      .reads_page_index = false,
                                       .default_order = 0};
 
 constexpr CpuMethod kCpu = {.make_scorer = MakePrefixScorer};

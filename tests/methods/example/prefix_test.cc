@@ -29,6 +29,7 @@ class Prefix : public ::testing::Test {
     policy_.selector = kPrefixSelector;
     policy_.dense_token_count = 1024;
     policy_.tail = Tail::kNone;
+    policy_.heavy_kind = HeavyKind::kCount;
   }
 
   void SetKey(int64_t token, int element, float value) { context_.k[token * kD + element] = value; }

@@ -185,7 +185,8 @@ def _judged(answer: AttendResult | None, exact: npt.NDArray[np.float64]) -> Outc
     if answer is None:
         rows = np.zeros((shape[0], KV_HEAD_COUNT), np.int64)
         return Outcome(np.zeros(shape), nothing, everything, nothing, rows)
-    norm = np.linalg.norm(exact, axis=-1)
+    # Below float32's normal numbers there is nothing to be relative to.
+    norm = np.maximum(np.linalg.norm(exact, axis=-1), np.finfo(np.float32).tiny)
     off = np.linalg.norm(np.asarray(answer.out, np.float64) - exact, axis=-1)
     # What is not a number is beyond every limit.
     errors = np.where(off == 0, 0.0, np.nan_to_num(off / norm, nan=math.inf, posinf=math.inf))

@@ -29,6 +29,7 @@ from spillway_lab.evaluation import (
     results,
     retrieval,
 )
+from spillway_lab.evaluation import biases as model_biases
 from spillway_lab.evaluation.asking import ASKED
 from spillway_lab.evaluation.indexing import NotServedError
 from spillway_lab.evaluation.serving import running_daemon
@@ -253,6 +254,14 @@ def _adversarial(
     epsilon: Annotated[float, typer.Option()] = 0.1,
     delta: Annotated[float, typer.Option()] = 0.1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    biases: Annotated[
+        Path | None,
+        typer.Option(
+            help=".gguf file of a model whose key biases make one family more",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     daemon: Annotated[
         str | None, typer.Option(help="target of a running daemon; none: $SPILLWAYD is started")
     ] = None,
@@ -263,6 +272,8 @@ def _adversarial(
     plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed)
     with _told(), contextlib.ExitStack() as exits:
         wanted = families.chosen(names)
+        if biases is not None:
+            wanted += (model_biases.family(biases),)
         output.mkdir(parents=True, exist_ok=True)
         if daemon is None:
             log = output / "spillwayd.log"

@@ -126,6 +126,16 @@ def _zero_values(context: Context, random: Generator) -> None:
     context.values[~_hot(0.004, context, random)] = 0
 
 
+def _late_zeros(context: Context, random: Generator) -> None:
+    axis = _unit(random, context.keys.shape[1])
+    context.queries += np.float32(16) * axis
+    context.keys -= (context.keys @ axis)[:, None] * axis
+    context.keys[:EARLY_TOKEN_COUNT] -= np.float32(20) * axis
+    silent = ~_hot(0.004, context, random)
+    silent[:EARLY_TOKEN_COUNT] = False
+    context.values[silent] = 0
+
+
 def _orthogonal(context: Context, axis: Floats) -> None:
     along = context.queries @ axis / np.float32(axis @ axis)
     context.queries -= along[..., None] * axis
@@ -225,6 +235,7 @@ def _registry() -> tuple[Family, ...]:
         Family("flat-t", "flat attention, values of t(1.5) size", partial(_heavy_tailed, 1.5, 0.3)),
         Family("cauchy", "values of Cauchy size", partial(_heavy_tailed, 1, 1)),
         Family("zero-values", "all values 0 but 0.4 %", _zero_values),
+        Family("late-zeros", "the same after token 1,024, and nothing else attended", _late_zeros),
         Family("shift-40", "keys shifted by 40 after token 1,024", partial(_shifted, 40)),
         Family("shift-15", "keys shifted by 15 after token 1,024", partial(_shifted, 15)),
         Family("quiet-start", "1,024 small keys, the rest shifted by 15", _quiet_start),

@@ -1,0 +1,342 @@
+#pragma once
+
+#include "gpu/kernels/device_math.cuh"
+#include "host/core/degrees.h"
+#include "host/core/estimate.h"
+#include "host/core/tail_plan.h"
+
+// What the folds' splits come to for one query head, in fp64, every sum in one
+// order; the formulas are host/core/estimate.h's and degrees.h's. A block takes
+// one head.
+namespace spillway::cuda {
+
+inline constexpr int kEstimateThreads = 512;
+// Places of the splits of both phases.
+inline constexpr int kAllSplitsMax = 2 * kSplitMax;
+static_assert(kAllSplitsMax <= kEstimateThreads && kHeadDimMax <= kEstimateThreads);
+// Sets of rows: the exact ones, and the strata that CutStrata() makes at most.
+inline constexpr int kEstimatedStrataMax = kStratumEdgeCount + 1;
+inline constexpr int kSetsMax = 1 + kEstimatedStrataMax;
+
+// A set's sums over its splits, relative to its own maximum: sum x v [d], and of a
+// stratum sum x^2 v [d] and sum x^2 y_a y_b [kProjectedPairs]. In floats:
+__host__ __device__ inline int SetFloats(int head_dim) { return 2 * head_dim + kProjectedPairs; }
+// Shared memory of an estimating block: those of all sets.
+__host__ __device__ inline size_t HeadSumsBytes(int head_dim) {
+  return sizeof(float) * kSetsMax * SetFloats(head_dim);
+}
+
+// Where a set's splits are in each phase.
+struct SetSplits {
+  int16_t begin[2];
+  int16_t end[2];
+
+  __device__ int count() const { return end[0] - begin[0] + end[1] - begin[1]; }
+  // Of split i, those of the first phase before the others.
+  __device__ int place(int i) const {
+    const int first = end[0] - begin[0];
+    return i < first ? begin[0] + i : begin[1] + (i - first);
+  }
+};
+
+// A set of rows as all of its splits see it.
+struct RowSet {
+  SetSplits splits;
+  int64_t drawn;        // r_h
+  int64_t token_count;  // n_h
+  float max;
+  double factor;  // exp(max - M)
+  double rate;    // n_h / r_h, 1 of the exact rows, 0 without rows
+};
+
+// What is known of the head, in shared memory; values in their unit.
+struct HeadSums : HeadTotals {
+  RowSet sets[kSetsMax];
+  StratumSpread spreads[kEstimatedStrataMax];
+  double outputs[kHeadDimMax];  // o^
+};
+
+// Of a stratum's projected rows, relative to M: see ProjectedSums.
+struct StratumProjection {
+  double xx;
+  double xxy[kProjectionDims];
+  double deviation[kProjectionDims];
+};
+
+// The sums over the block's threads, the same in every thread; the order is
+// that of the warps.
+struct TwoSums {
+  double first;
+  double second;
+};
+__device__ inline TwoSums BlockSums(double first, double second) {
+  __shared__ TwoSums warps[kEstimateThreads / 32];
+  first = WarpSum(first);
+  second = WarpSum(second);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = {first, second};
+  __syncthreads();
+  TwoSums sums = {0, 0};
+  for (const TwoSums& part : warps) {
+    sums.first += part.first;
+    sums.second += part.second;
+  }
+  return sums;
+}
+
+// Calls f(place) for the lane's splits of a set.
+template <typename F>
+__device__ inline void ForSplits(const SetSplits& splits, int lane, F f) {
+  const int count = splits.count();
+  for (int i = lane; i < count; i += 32) f(splits.place(i));
+}
+
+// Four elements of a set's vector: the sum of its splits' in turn, that of the
+// split at place i times factor(i), from vectors + i * stride. Several are read
+// together: their number is small, and the memory far.
+template <typename Factor>
+__device__ inline float4 SumFours(const SetSplits& splits, const float* vectors, int64_t stride,
+                                  Factor factor) {
+  constexpr int kTogether = 8;
+  const int count = splits.count();
+  double x = 0, y = 0, z = 0, w = 0;
+  for (int first = 0; first < count; first += kTogether) {
+    float4 v[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (first + i < count) {
+        v[i] = *reinterpret_cast<const float4*>(vectors + splits.place(first + i) * stride);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (first + i >= count) break;
+      const double f = factor(splits.place(first + i));
+      x += f * v[i].x;
+      y += f * v[i].y;
+      z += f * v[i].z;
+      w += f * v[i].w;
+    }
+  }
+  return make_float4(static_cast<float>(x), static_cast<float>(y), static_cast<float>(z),
+                     static_cast<float>(w));
+}
+
+// Fills `head` from the splits of phases [0, phases). totals: HeadSumsBytes() of
+// shared memory. All threads.
+__device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest& u, int g,
+                                    int phases, float* totals, HeadSums& head) {
+  constexpr int kSlices = kEstimateThreads / kProjectedPairs;
+  constexpr int kWarps = kEstimateThreads / 32;
+  __shared__ int16_t set_of[kAllSplitsMax];  // -1: no split
+  __shared__ SoftmaxSums sums[kAllSplitsMax];
+  __shared__ double factors[kAllSplitsMax];  // exp(max - the set's)
+  __shared__ StratumProjection projections[kEstimatedStrataMax];
+  __shared__ double output_projection[kProjectionDims];
+  __shared__ double slices[kSlices][kProjectedPairs];
+  const UnitState& s = *u.state;
+  RowSet* const sets = head.sets;
+  const int d = shape.head_dim;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int set_floats = SetFloats(d);
+  const int64_t partial_floats = PartialFloats(shape.group, d);
+  // Of sums [G][width] that lie at `first` in a split's.
+  const auto partial = [&](int place, int first, int width) {
+    return u.partials + place * partial_floats + first + g * width;
+  };
+
+  // All that is read of the splits but their vectors is asked for at once, and
+  // passed over where there is no split.
+  const int place = threadIdx.x;
+  const int phase = place / kSplitMax;
+  const int at = place % kSplitMax;
+  int own_set = -1;
+  if (place < phases * kSplitMax) {
+    const int set = s.splits[phase][at].set;
+    sums[place] = reinterpret_cast<const SoftmaxSums*>(partial(place, 0, kSumsFloats))[0];
+    if (at < s.split_count[phase]) own_set = set;
+    set_of[place] = static_cast<int16_t>(own_set);
+  }
+  if (threadIdx.x < kSetsMax) {
+    RowSet set{};
+    if (threadIdx.x > 0) {
+      const int h = static_cast<int>(threadIdx.x) - 1;
+      set.drawn = s.drawn[h];
+      set.token_count = s.stratum_count[h];
+    }
+    set.rate = threadIdx.x == 0 ? 1.0
+               : set.drawn > 0  ? StratumRate(set.drawn, set.token_count)
+                                : 0.0;
+    sets[threadIdx.x] = set;
+  }
+  const int strata = s.strata;
+  __syncthreads();
+  if (own_set >= 0) {
+    // Splits of a set adjoin.
+    if (at == 0 || set_of[place - 1] != own_set) {
+      sets[own_set].splits.begin[phase] = static_cast<int16_t>(place);
+    }
+    if (at + 1 == kSplitMax || set_of[place + 1] != own_set) {
+      sets[own_set].splits.end[phase] = static_cast<int16_t>(place + 1);
+    }
+  }
+  __syncthreads();
+  for (int i = warp; i <= strata; i += kWarps) {
+    float max = -INFINITY;
+    ForSplits(sets[i].splits, lane, [&](int j) { max = fmaxf(max, sums[j].max); });
+    max = WarpMax(max);
+    if (lane == 0) sets[i].max = max;
+  }
+  __syncthreads();
+  double max = sets[0].max;
+  for (int i = 1; i <= strata; ++i) max = fmax(max, static_cast<double>(sets[i].max));
+  if (threadIdx.x <= strata) {
+    sets[threadIdx.x].factor = exp(static_cast<double>(sets[threadIdx.x].max) - max);
+  }
+  if (own_set >= 0) {
+    factors[place] = exp(static_cast<double>(sums[place].max) - sets[own_set].max);
+  }
+  __syncthreads();
+
+  // The sets' vectors, four elements at a time: of the exact rows sum x v alone.
+  const int value_fours = d / 4;
+  const int set_fours = set_floats / 4;
+  const int values_at = kSumsFloats * shape.group;
+  const int squares_at = values_at + shape.group * d;
+  const int projected_at = squares_at + shape.group * d;
+  for (int i = threadIdx.x; i < value_fours + strata * set_fours; i += kEstimateThreads) {
+    const int set = i < value_fours ? 0 : 1 + (i - value_fours) / set_fours;
+    const int four = i < value_fours ? i : (i - value_fours) % set_fours;
+    const bool squared = four >= value_fours;
+    const int first = 4 * four < d       ? values_at + g * d + 4 * four
+                      : 4 * four < 2 * d ? squares_at + g * d + 4 * four - d
+                                         : projected_at + g * kProjectedPairs + 4 * four - 2 * d;
+    reinterpret_cast<float4*>(totals + set * set_floats)[four] =
+        SumFours(sets[set].splits, u.partials + first, partial_floats,
+                 [&](int j) { return squared ? factors[j] * factors[j] : factors[j]; });
+  }
+  double part = 0;
+  if (own_set >= 0) {
+    const RowSet& set = sets[own_set];
+    part = set.rate * set.factor * factors[place] * sums[place].sum;
+  }
+  // All are done with the vectors, too.
+  const auto [all, exact] = BlockSums(part, own_set == 0 ? part : 0.0);
+
+  double norm_sq = 0;
+  if (threadIdx.x < d) {
+    double numerator = 0;
+    for (int i = 0; i <= strata; ++i) {
+      numerator += sets[i].rate * sets[i].factor * totals[i * set_floats + threadIdx.x];
+    }
+    head.outputs[threadIdx.x] = numerator / all;
+    norm_sq = numerator * numerator;
+  }
+  norm_sq = BlockSums(norm_sq, 0).first;
+
+  // A warp a stratum.
+  const double o_norm_sq = norm_sq / (all * all);
+  for (int h = warp; h < strata; h += kWarps) {
+    const RowSet& set = sets[1 + h];
+    const float* own = totals + (1 + h) * set_floats;
+    const double factor_sq = set.factor * set.factor;
+    StratumMoments m{};
+    ForSplits(set.splits, lane, [&](int j) {
+      const double f = set.factor * factors[j];
+      m.sum_x += f * sums[j].sum;
+      m.sum_xx += f * f * sums[j].sum_sq;
+      m.sum_xxvv += f * f * sums[j].sum_sq_norm;
+    });
+    m.sum_x = WarpSum(m.sum_x);
+    m.sum_xx = WarpSum(m.sum_xx);
+    m.sum_xxvv = WarpSum(m.sum_xxvv);
+    double deviation = 0, xxy = 0, oy = 0;  // of y_m, m = lane % 16
+    for (int i = lane; i < d; i += 32) {
+      const double o = head.outputs[i];
+      const double xv = set.factor * own[i];
+      const double xvo = xv - o * m.sum_x;
+      const double xxv = factor_sq * own[d + i];
+      m.sum_xv_sq += xv * xv;
+      m.sum_xvo_sq += xvo * xvo;
+      m.o_dot_sum_xxv += o * xxv;
+      deviation += u.signs.Of(i, xvo);
+      xxy += u.signs.Of(i, xxv);
+      oy += u.signs.Of(i, o);
+    }
+    static_assert(kProjectionDims == 16);
+    deviation += __shfl_xor_sync(kFullWarp, deviation, 16);
+    xxy += __shfl_xor_sync(kFullWarp, xxy, 16);
+    oy += __shfl_xor_sync(kFullWarp, oy, 16);
+    m.sum_xv_sq = WarpSum(m.sum_xv_sq);
+    m.sum_xvo_sq = WarpSum(m.sum_xvo_sq);
+    m.o_dot_sum_xxv = WarpSum(m.o_dot_sum_xxv);
+    if (lane < kProjectionDims) {
+      projections[h].deviation[lane] = deviation;
+      projections[h].xxy[lane] = xxy;
+      if (h == 0) output_projection[lane] = oy;
+    }
+    if (lane == 0) {
+      projections[h].xx = m.sum_xx;
+      head.spreads[h] = SpreadOf(set.drawn, set.token_count, m, o_norm_sq);
+    }
+  }
+  __syncthreads();
+
+  // S': a thread an entry, strata dealt out to as many slices as there are
+  // threads for.
+  const int slice = threadIdx.x / kProjectedPairs;
+  const int pair = threadIdx.x % kProjectedPairs;
+  if (slice < kSlices) {
+    const int a = pair % kProjectionDims;
+    const int b = (a + pair / kProjectionDims) % kProjectionDims;
+    double entry = 0;
+    for (int h = slice; h < strata; h += kSlices) {
+      const RowSet& set = sets[1 + h];
+      if (set.drawn < 2 || set.drawn >= set.token_count) continue;
+      const double n = static_cast<double>(set.token_count);
+      const double r = static_cast<double>(set.drawn);
+      const StratumProjection& p = projections[h];
+      const ProjectedSums of_pair = {
+          set.factor * set.factor * totals[(1 + h) * set_floats + 2 * d + pair],
+          p.xxy[a],
+          p.xxy[b],
+          p.xx,
+          p.deviation[a],
+          p.deviation[b]};
+      entry += n * n * (1 / r - 1 / n) / (r - 1) *
+               ProjectedSpread(of_pair, output_projection[a], output_projection[b], r);
+    }
+    slices[slice][pair] = entry;
+  }
+  __syncthreads();
+  double trace = 0, square = 0;
+  if (threadIdx.x < kProjectedPairs) {
+    double entry = 0;
+    for (int k = 0; k < kSlices; ++k) entry += slices[k][threadIdx.x];
+    const bool diagonal = threadIdx.x < kProjectionDims;
+    if (diagonal) trace = entry;
+    square = (diagonal ? 1 : 2) * entry * entry;
+  }
+  const TwoSums covariance = BlockSums(trace, square);
+  if (warp == 0) {
+    SampleVariance variance{};
+    for (int h = lane; h < strata; h += 32) {
+      variance.Add(sets[1 + h].drawn, sets[1 + h].token_count, head.spreads[h]);
+    }
+    variance.of_output = WarpSum(variance.of_output);
+    variance.of_numerator = WarpSum(variance.of_numerator);
+    if (lane == 0) {
+      head.max = max;
+      head.denominator = all;
+      head.exact_denominator = exact;
+      head.norm_sq = norm_sq;
+      head.norm_sq_unbiased = UnbiasedNormSq(norm_sq, variance.of_numerator);
+      head.variance = variance.of_output;
+      head.degrees = DegreesOfFreedom(variance.of_output, covariance.first, covariance.second);
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,310 @@
+#pragma once
+
+#include "gpu/kernels/page_rows.cuh"
+
+// A page's keys in shared memory, their centre and their distances from it
+// (host/core/page_index.h). All functions are of a block of kPageThreads.
+namespace spillway::cuda {
+
+inline constexpr int kPageThreads = 256;
+inline constexpr int kPageWarps = kPageThreads / 32;
+inline constexpr int kPageQuads = kPageTokenCount / 4;
+static_assert(kPageQuads == 32);  // a lane a quad
+
+// Tiles are [row][128] floats. Every four tokens are permuted by
+// row / kRows, so that threads of different rows meet in different banks.
+template <int kRows>
+__device__ inline int TileAt(int row, int token) {
+  return row * kPageTokenCount + (token ^ (static_cast<unsigned>(row) / kRows % 8 * 4));
+}
+__device__ inline float4& QuadAt(float* x, int row, int quad) {
+  return *reinterpret_cast<float4*>(x + TileAt<8>(row, 4 * quad));
+}
+
+// What a block keeps beside the keys until they are rotated, aligned to 16 bytes.
+struct PageScratch {
+  float4 largest[kPageWarps][kPageQuads];
+  float4 inverse[kPageQuads];     // of the norms of keys that are divided by their largest
+  float centre[kHeadDimMax];      // c, widened
+  float square[kPageTokenCount];  // see RoughDistances
+};
+
+// A 16-byte piece of a key, its elements from i on, to x.
+__device__ inline void StorePiece(DType dtype, uint4 raw, int i, int token, float* x) {
+  float* out = x + TileAt<8>(i, token);
+  if (dtype == DType::kF32) {
+    out[0] = __uint_as_float(raw.x);
+    out[kPageTokenCount] = __uint_as_float(raw.y);
+    out[2 * kPageTokenCount] = __uint_as_float(raw.z);
+    out[3 * kPageTokenCount] = __uint_as_float(raw.w);
+    return;
+  }
+  const float4 low = WidenFour(dtype, raw.x, raw.y);
+  const float4 high = WidenFour(dtype, raw.z, raw.w);
+  out[0] = low.x;
+  out[kPageTokenCount] = low.y;
+  out[2 * kPageTokenCount] = low.z;
+  out[3 * kPageTokenCount] = low.w;
+  out[4 * kPageTokenCount] = high.x;
+  out[5 * kPageTokenCount] = high.y;
+  out[6 * kPageTokenCount] = high.z;
+  out[7 * kPageTokenCount] = high.w;
+}
+
+// Which pieces of a page's keys a thread has: every kPageThreads-th.
+struct PieceCursor {
+  int token;
+  int piece;
+  __device__ explicit PieceCursor(int pieces)
+      : token(threadIdx.x / pieces), piece(threadIdx.x % pieces) {}
+  // kPageThreads = token_step * pieces + piece_step.
+  __device__ void Advance(int pieces, int token_step, int piece_step) {
+    token += token_step;
+    piece += piece_step;
+    if (piece >= pieces) {
+      piece -= pieces;
+      ++token;
+    }
+  }
+};
+
+// The page's keys into x [d][128]. Ends without a barrier.
+__device__ inline void LoadKeys(const EncodeWork& work, const std::byte* rows, float* x) {
+  constexpr int kLoads = 8;  // in flight: rows may lie in host memory
+  const int piece_elements = PieceElements(work.dtype);
+  const int pieces = work.head_dim / piece_elements;  // of a key, even
+  const int rounds = pieces * kPageTokenCount / kPageThreads;
+  const int token_step = kPageThreads / pieces;
+  const int piece_step = kPageThreads % pieces;
+  const int row_bytes = static_cast<int>(work.row_bytes);
+  PieceCursor load(pieces);
+  PieceCursor store(pieces);
+  for (int done = 0; done < rounds; done += kLoads) {
+    uint4 raw[kLoads];
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      if (done + n >= rounds) break;
+      raw[n] = __ldcs(reinterpret_cast<const uint4*>(rows + load.token * row_bytes) + load.piece);
+      load.Advance(pieces, token_step, piece_step);
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      if (done + n >= rounds) break;
+      StorePiece(work.dtype, raw[n], store.piece * piece_elements, store.token, x);
+      store.Advance(pieces, token_step, piece_step);
+    }
+  }
+}
+
+// ---- The centre --------------------------------------------------------------
+
+// The dimension whose keys a thread below d sums up: neighbouring threads have
+// rows eight apart, which lie in different banks.
+__device__ inline int SummedDim(int dim) {
+  const int groups = dim / 8;
+  return static_cast<int>(threadIdx.x) % groups * 8 + static_cast<int>(threadIdx.x) / groups;
+}
+
+// Dimension i of the centre, rounded to bf16, to the page and, widened, to
+// shared memory.
+__device__ inline void StoreCentre(const CodeTiling& tiling, int i, float mean, std::byte* page,
+                                   float* centre) {
+  const uint16_t rounded = FloatToBFloat16(mean);
+  reinterpret_cast<uint16_t*>(page + tiling.centre_offset_bytes())[i] = rounded;
+  centre[i] = BFloat16ToFloat(rounded);
+}
+
+// The centre is the mean of the keys x, or 0. Ends without a barrier.
+__device__ inline void Centre(const EncodeWork& work, bool raw_keys, float* x, std::byte* page,
+                              float* centre) {
+  if (static_cast<int>(threadIdx.x) >= work.head_dim) return;
+  const int i = SummedDim(work.head_dim);
+  double sum = 0;
+  for (int quad = 0; quad < kPageQuads && !raw_keys; quad += 8) {
+#pragma unroll
+    for (int q = 0; q < 8; ++q) {
+      const float4 k = QuadAt(x, i, quad + q);
+      sum += k.x;
+      sum += k.y;
+      sum += k.z;
+      sum += k.w;
+    }
+  }
+  StoreCentre(work.tiling, i, static_cast<float>(sum / kPageTokenCount), page, centre);
+}
+
+// A token's distance from a centre, of keys x that are as they were.
+__device__ inline float TokenRadius(int dim, const float* centre, const float* x, int token) {
+  float largest = 0;
+  for (int i = 0; i < dim; ++i) {
+    largest = fmaxf(largest, fabsf(x[TileAt<8>(i, token)] - centre[i]));
+  }
+  float sum = 0;
+  for (int i = 0; i < dim; ++i) {
+    const float r = __fdiv_rn(x[TileAt<8>(i, token)] - centre[i], Divisor(largest));
+    sum = fmaf(r, r, sum);
+  }
+  return RadiusOf(largest, sum);
+}
+
+// Whether the largest of a page's radii is more than kStrayFactor times their
+// median: whether more than half of them are so much smaller than it. The same
+// in all threads.
+__device__ inline bool IsUneven(const float* radius) {
+  const float4 r = reinterpret_cast<const float4*>(radius)[threadIdx.x % 32];
+  // Floats that are not negative order as their bits do.
+  const float largest = __uint_as_float(
+      __reduce_max_sync(kFullWarp, __float_as_uint(fmaxf(fmaxf(r.x, r.y), fmaxf(r.z, r.w)))));
+  const int smaller = (kStrayFactor * r.x < largest) + (kStrayFactor * r.y < largest) +
+                      (kStrayFactor * r.z < largest) + (kStrayFactor * r.w < largest);
+  return __reduce_add_sync(kFullWarp, smaller) > kPageTokenCount / 2;
+}
+
+// The median of a page's radii, in every warp that asks.
+__device__ inline float MedianRadius(const float* radius) {
+  const float4 r = reinterpret_cast<const float4*>(radius)[threadIdx.x % 32];
+  return WarpElement<4>({r.x, r.y, r.z, r.w}, kPageTokenCount / 2);
+}
+
+// The centre of a page with keys far from it: the mean of those near the median
+// per coordinate. Reads the keys into x anew, where they stay. All threads have
+// read radius [128] for the last time once they are at the first barrier; it is
+// overwritten.
+__device__ inline void CentreAgain(const EncodeWork& work, const std::byte* rows, float* x,
+                                   float* radius, std::byte* page, float* centre) {
+  const int dim = work.head_dim;
+  const int lane = threadIdx.x % 32;
+  LoadKeys(work, rows, x);
+  __syncthreads();
+  for (int i = threadIdx.x / 32; i < dim; i += kPageWarps) {
+    const float4 k = QuadAt(x, i, lane);
+    const float median = WarpElement<4>({k.x, k.y, k.z, k.w}, kPageTokenCount / 2);
+    if (lane == 0) centre[i] = median;
+  }
+  __syncthreads();
+  if (threadIdx.x < kPageTokenCount) {
+    radius[threadIdx.x] = TokenRadius(dim, centre, x, threadIdx.x);
+  }
+  __syncthreads();
+  const float most = kStrayFactor * MedianRadius(radius);
+  if (static_cast<int>(threadIdx.x) < dim) {
+    const int i = SummedDim(dim);
+    double sum = 0;
+    int count = 0;
+    for (int token = 0; token < kPageTokenCount; ++token) {
+      if (radius[token] > most) continue;
+      sum += x[TileAt<8>(i, token)];
+      ++count;
+    }
+    StoreCentre(work.tiling, i, static_cast<float>(sum / count), page, centre);
+  }
+  __syncthreads();
+}
+
+// ---- Unit vectors ------------------------------------------------------------
+
+// Keys x become x - c over the largest of it, radius [128] their distances from
+// c. Begins after a barrier and ends with one.
+__device__ inline void DivideByLargest(int dim, float* x, float* radius, PageScratch& scratch) {
+  constexpr int kRows = 4;  // of a thread at once: all are read before one is written
+  // All but the chain: a lane has four tokens, a warp every eighth row.
+  const int quad = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  float largest[4] = {};
+#pragma unroll 4
+  for (int i = warp; i < dim; i += kPageWarps) {
+    const float c = scratch.centre[i];
+    const float4 k = QuadAt(x, i, quad);
+    largest[0] = fmaxf(largest[0], fabsf(k.x - c));
+    largest[1] = fmaxf(largest[1], fabsf(k.y - c));
+    largest[2] = fmaxf(largest[2], fabsf(k.z - c));
+    largest[3] = fmaxf(largest[3], fabsf(k.w - c));
+  }
+  scratch.largest[warp][quad] = make_float4(largest[0], largest[1], largest[2], largest[3]);
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kPageWarps; ++w) {
+    const float4 v = scratch.largest[w][quad];
+    largest[0] = fmaxf(largest[0], v.x);
+    largest[1] = fmaxf(largest[1], v.y);
+    largest[2] = fmaxf(largest[2], v.z);
+    largest[3] = fmaxf(largest[3], v.w);
+  }
+  const Quotient over[4] = {Quotient(largest[0]), Quotient(largest[1]), Quotient(largest[2]),
+                            Quotient(largest[3])};
+#pragma unroll 1
+  for (int first = warp; first < dim; first += kRows * kPageWarps) {
+    float v[kRows][4];
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      const int i = first + n * kPageWarps;
+      if (i >= dim) break;
+      const float c = scratch.centre[i];
+      const float4 k = QuadAt(x, i, quad);
+      v[n][0] = k.x - c;
+      v[n][1] = k.y - c;
+      v[n][2] = k.z - c;
+      v[n][3] = k.w - c;
+    }
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      const int i = first + n * kPageWarps;
+      if (i >= dim) break;
+      bool fast = true;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) fast &= over[t].Takes(v[n][t]);
+      if (fast) {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) v[n][t] = over[t].Fast(v[n][t]);
+      } else {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) v[n][t] = over[t].Of(v[n][t]);
+      }
+      QuadAt(x, i, quad) = make_float4(v[n][0], v[n][1], v[n][2], v[n][3]);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kPageTokenCount) {
+    const int token = threadIdx.x;
+    float sum = 0;
+    for (int first = 0; first < dim; first += 16) {
+#pragma unroll
+      for (int i = first; i < first + 16; ++i) {
+        const float r = x[TileAt<8>(i, token)];
+        sum = fmaf(r, r, sum);
+      }
+    }
+    float max = 0;
+#pragma unroll
+    for (int w = 0; w < kPageWarps; ++w) {
+      max = fmaxf(max, reinterpret_cast<const float*>(scratch.largest[w])[token]);
+    }
+    radius[token] = RadiusOf(max, sum);
+    const float norm = __fsqrt_rn(max > 0 ? sum : 1.0f);
+    reinterpret_cast<float*>(scratch.inverse)[token] = __fdiv_rn(1.0f, norm);
+  }
+  __syncthreads();
+}
+
+// What DivideByLargest() left becomes of length 1. Ends without a barrier.
+__device__ inline void DivideByNorm(int dim, float* x, const PageScratch& scratch) {
+  constexpr int kRows = 8;
+  const int quad = threadIdx.x % 32;
+  const float4 inverse = scratch.inverse[quad];
+#pragma unroll 1
+  for (int first = threadIdx.x / 32; first < dim; first += kRows * kPageWarps) {
+    float4 v[kRows];
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n * kPageWarps < dim) v[n] = QuadAt(x, first + n * kPageWarps, quad);
+    }
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n * kPageWarps >= dim) break;
+      QuadAt(x, first + n * kPageWarps, quad) = make_float4(v[n].x * inverse.x, v[n].y * inverse.y,
+                                                            v[n].z * inverse.z, v[n].w * inverse.w);
+    }
+  }
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,156 @@
+#include "host/cpu/page_encoder.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/base/elements.h"
+
+namespace spillway {
+namespace {
+
+// The element at n / 2 from below.
+float Median(std::span<const float> values) {
+  std::vector<float> sorted(values.begin(), values.end());
+  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
+  std::nth_element(sorted.begin(), middle, sorted.end());
+  return *middle;
+}
+
+// Keys, or values, of a page in fp32: [kPageTokenCount][d].
+std::vector<float> Widen(const ModelSpec& spec, const std::byte* vectors, int count) {
+  std::vector<float> wide(static_cast<size_t>(count) * spec.head_dim);
+  for (int t = 0; t < count; ++t) {
+    ToFloat(spec.dtype, vectors + t * spec.row_bytes(), spec.head_dim,
+            wide.data() + static_cast<size_t>(t) * spec.head_dim);
+  }
+  return wide;
+}
+
+// The mean of the vectors that `takes` says, rounded to bf16.
+template <typename Takes>
+void MeanToBf16(std::span<const float> vectors, int d, Takes takes, std::byte* centre) {
+  std::vector<double> sum(d, 0.0);
+  int count = 0;
+  for (size_t t = 0; t < vectors.size() / d; ++t) {
+    if (!takes(t)) continue;
+    ++count;
+    for (int i = 0; i < d; ++i) sum[i] += vectors[t * d + i];
+  }
+  std::vector<float> mean(d);
+  for (int i = 0; i < d; ++i) mean[i] = static_cast<float>(sum[i] / count);
+  FromFloat(DType::kBF16, mean.data(), d, centre);
+}
+
+// Radii of a page's keys about its centre in bf16, which is widened into
+// `wide`; returns their median.
+float PageRadii(const ModelSpec& spec, const std::byte* rows, const std::byte* centre,
+                std::vector<float>& wide, float* radii) {
+  ToFloat(DType::kBF16, centre, spec.head_dim, wide.data());
+  Distances(spec.dtype, rows, spec.row_bytes(), kPageTokenCount, spec.head_dim, wide.data(), radii);
+  return Median({radii, kPageTokenCount});
+}
+
+// The centre of those keys of a page that lie near the median per coordinate.
+void CentreAgain(const ModelSpec& spec, const std::byte* rows, std::span<const float> keys,
+                 std::byte* centre) {
+  const int d = spec.head_dim;
+  std::vector<float> medians(d);
+  float coordinate[kPageTokenCount];
+  for (int i = 0; i < d; ++i) {
+    for (int t = 0; t < kPageTokenCount; ++t) coordinate[t] = keys[t * d + i];
+    medians[i] = Median(coordinate);
+  }
+  float radii[kPageTokenCount];
+  Distances(spec.dtype, rows, spec.row_bytes(), kPageTokenCount, d, medians.data(), radii);
+  const float most = kStrayFactor * Median(radii);
+  MeanToBf16(
+      keys, d, [&](size_t t) { return radii[t] <= most; }, centre);
+}
+
+}  // namespace
+
+void EncodePage(const ModelSpec& spec, EncodeParams params, const std::byte* rows, std::byte* page,
+                float* radii) {
+  const int d = spec.head_dim;
+  std::byte* const centre = page + params.layout.centre_offset_bytes();
+  std::vector<float> wide(d);
+  if (spec.hash.raw_keys) {
+    std::memset(centre, 0, 2 * static_cast<size_t>(d));
+    PageRadii(spec, rows, centre, wide, radii);
+  } else {
+    const std::vector<float> keys = Widen(spec, rows, kPageTokenCount);
+    MeanToBf16(
+        keys, d, [](size_t) { return true; }, centre);
+    const float median = PageRadii(spec, rows, centre, wide, radii);
+    if (*std::max_element(radii, radii + kPageTokenCount) > kStrayFactor * median) {
+      CentreAgain(spec, rows, keys, centre);
+      PageRadii(spec, rows, centre, wide, radii);
+    }
+  }
+  params.centre = wide.data();
+  for (int tile = 0; tile < kTilesPerPage; ++tile) {
+    EncodeTile(params, spec.dtype, rows + tile * kTileTokenCount * spec.row_bytes(),
+               spec.row_bytes(), page, tile);
+  }
+}
+
+FirstRows MeasureFirstRows(const ModelSpec& spec, std::span<const std::byte* const> pages,
+                           const float* radii) {
+  constexpr int kBlockTokens = kCentreTokenCount / kValueBlockCount;
+  const int d = spec.head_dim;
+  const int64_t value_offset = spec.row_bytes() / 2;
+  FirstRows first;
+  first.statistics.median_radius = Median({radii, kCentreTokenCount});
+  std::vector<float> means(static_cast<size_t>(kValueBlockCount) * d);
+  for (int block = 0; block < kValueBlockCount; ++block) {
+    const int64_t begin = int64_t{block} * kBlockTokens;
+    const std::byte* values =
+        pages[begin / kPageTokenCount] + begin % kPageTokenCount * spec.row_bytes() + value_offset;
+    const std::vector<float> wide = Widen(spec, values, kBlockTokens);
+    for (int i = 0; i < d; ++i) {
+      double sum = 0;
+      for (int t = 0; t < kBlockTokens; ++t) sum += wide[t * d + i];
+      means[block * d + i] = static_cast<float>(sum / kBlockTokens);
+    }
+  }
+  first.value_centre.resize(d);
+  for (int i = 0; i < d; ++i) {
+    float of_blocks[kValueBlockCount];
+    for (int block = 0; block < kValueBlockCount; ++block) of_blocks[block] = means[block * d + i];
+    first.value_centre[i] = Median(of_blocks);
+  }
+  std::vector<float> distances(kCentreTokenCount);
+  for (size_t page = 0; page < pages.size(); ++page) {
+    Distances(spec.dtype, pages[page] + value_offset, spec.row_bytes(), kPageTokenCount, d,
+              first.value_centre.data(), distances.data() + page * kPageTokenCount);
+  }
+  std::vector<float> present;
+  for (const float distance : distances) {
+    if (distance > 0) present.push_back(distance);
+  }
+  const float reference = present.empty() ? 1.0f : Median(present);
+  double squares = 0;
+  for (const float distance : distances) {
+    const double ratio = double{distance} / double{reference};
+    squares += ratio * ratio;
+  }
+  first.statistics.value_reference = reference;
+  first.statistics.value_unit = PowerOfTwoBelow(reference);
+  first.statistics.value_floor = ValueFloor(squares / kCentreTokenCount);
+  return first;
+}
+
+void WriteNorms(const ModelSpec& spec, const CodeLayout& layout, const FirstRows& first,
+                const std::byte* rows, const float* radii, std::byte* page) {
+  float distances[kPageTokenCount];
+  Distances(spec.dtype, rows + spec.row_bytes() / 2, spec.row_bytes(), kPageTokenCount,
+            spec.head_dim, first.value_centre.data(), distances);
+  const float median = Median({radii, kPageTokenCount});
+  auto* const norms = reinterpret_cast<uint8_t*>(page + layout.norm_offset_bytes());
+  for (int t = 0; t < kPageTokenCount; ++t) {
+    norms[t] = NormByte(IsStray(radii[t], median, first.statistics.median_radius),
+                        ValueExponent(distances[t], first.statistics.value_reference));
+  }
+}
+
+}  // namespace spillway

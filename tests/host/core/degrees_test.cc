@@ -1,0 +1,245 @@
+#include "host/core/degrees.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/reference/tail.h"
+
+namespace spillway {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr int kDims = 16;
+
+// A covariance, as vectors whose outer products it is the sum of.
+using Directions = std::vector<std::vector<double>>;
+
+// nu of the covariance, as its projection by the signs shows it.
+double ProjectedDegrees(const Directions& directions, const ProjectionSigns& signs) {
+  double trace = 0, square = 0, projected_trace = 0;
+  std::vector<double> covariance(kDims * kDims, 0.0);
+  for (const std::vector<double>& x : directions) {
+    std::vector<double> y(kDims, 0.0);
+    for (size_t i = 0; i < x.size(); ++i) {
+      trace += x[i] * x[i];
+      y[i % kDims] += signs.Of(static_cast<int>(i), x[i]);
+    }
+    for (int a = 0; a < kDims; ++a) {
+      for (int b = 0; b < kDims; ++b) covariance[a * kDims + b] += y[a] * y[b];
+    }
+  }
+  for (int a = 0; a < kDims; ++a) projected_trace += covariance[a * kDims + a];
+  for (const double entry : covariance) square += entry * entry;
+  return DegreesOfFreedom(trace, projected_trace, square);
+}
+
+std::vector<double> Axis(int d, int i, double size = 1) {
+  std::vector<double> x(d, 0.0);
+  x[i] = size;
+  return x;
+}
+
+TEST(DegreesOfFreedom, OneDirectionIsOne) {
+  std::mt19937_64 random(1);
+  std::normal_distribution<double> normal;
+  for (uint64_t seed = 0; seed < 50; ++seed) {
+    std::vector<double> x(80);
+    for (double& e : x) e = normal(random);
+    EXPECT_NEAR(ProjectedDegrees({x}, ProjectionSigns::Of(seed)), 1, 1e-9) << seed;
+  }
+}
+
+// In 16 directions an error in nu has the inverse 1 / nu + (1 - 1 / nu) / 16.
+double Corrected(double seen) { return 1 / ((1 / seen - 1.0 / 16) / (1 - 1.0 / 16)); }
+
+// Independent errors of equal size, along all axes: more than 16 numbers can tell.
+TEST(DegreesOfFreedom, AllDirectionsAreMost) {
+  for (const int d : {16, 64, 128, 256}) {
+    Directions axes;
+    for (int i = 0; i < d; ++i) axes.push_back(Axis(d, i, 0.3));
+    EXPECT_EQ(ProjectedDegrees(axes, ProjectionSigns::Of(d)), kDegreesMax) << d;
+  }
+}
+
+// Axes that go to different numbers do not mix: what is seen is exact.
+TEST(DegreesOfFreedom, IsExactWhereTheProjectionSeparates) {
+  for (const std::vector<double>& sizes :
+       {std::vector<double>{1}, {1, 1}, {2, 1, 1}, {3, 2, 1, 1, 0.1}, {1, 1, 1, 1, 1, 1, 1, 1}}) {
+    Directions directions;
+    double trace = 0, square = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      directions.push_back(Axis(64, 17 * static_cast<int>(i) % 64, sizes[i]));
+      trace += sizes[i] * sizes[i];
+      square += std::pow(sizes[i], 4);
+    }
+    EXPECT_NEAR(ProjectedDegrees(directions, ProjectionSigns::Of(5)),
+                Corrected(trace * trace / square), 1e-9);
+  }
+}
+
+// Of random directions about as many as there are; the inverse is what is near.
+TEST(DegreesOfFreedom, IsNearTheRankOfRandomDirections) {
+  std::mt19937_64 random(4);
+  std::normal_distribution<double> normal;
+  for (const int rank : {2, 4, 8, 16, 32}) {
+    double inverse = 0;
+    constexpr int kSeeds = 200;
+    for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+      Directions directions(rank, std::vector<double>(128));
+      for (auto& x : directions) {
+        for (double& e : x) e = normal(random);
+      }
+      const double nu = ProjectedDegrees(directions, ProjectionSigns::Of(seed));
+      EXPECT_GE(nu, 1);
+      EXPECT_LE(nu, kDegreesMax);
+      inverse += 1 / nu / kSeeds;
+    }
+    // Trace that the projection hides makes it less, on the safe side.
+    EXPECT_GT(1 / inverse, 0.4 * rank) << rank;
+    EXPECT_LT(1 / inverse, 1.1 * rank) << rank;
+  }
+}
+
+// What the projection sends to 0 counts as one direction more.
+TEST(DegreesOfFreedom, HiddenTraceIsOneDirection) {
+  const ProjectionSigns signs = ProjectionSigns::Of(6);
+  // Elements 0 and 16 go to the same number, against each other.
+  std::vector<double> hidden = Axis(64, 0);
+  hidden[16] = signs.negative(0) == signs.negative(16) ? -1 : 1;
+  EXPECT_EQ(ProjectedDegrees({hidden}, signs), 1);
+  // Eight axes that are seen, and 2 of a trace of 10 that is not: the errors'
+  // standard deviation is that of the seen, sqrt(8), and of 2 in one direction.
+  Directions directions = {hidden};
+  for (int i = 1; i <= 8; ++i) directions.push_back(Axis(64, i));
+  const double norm = std::sqrt(8.0) + 2;
+  EXPECT_NEAR(ProjectedDegrees(directions, signs), Corrected(100 / (norm * norm)), 1e-9);
+}
+
+TEST(DegreesOfFreedom, IsOneWhereNothingCanBeSaid) {
+  const double kNan = std::numeric_limits<double>::quiet_NaN();
+  for (const auto& [trace, projected, square] :
+       {std::tuple(0.0, 0.0, 0.0), std::tuple(kInf, 1.0, 1.0), std::tuple(1.0, kNan, kNan),
+        std::tuple(kInf, kInf, kInf), std::tuple(1.0, kInf, kInf)}) {
+    EXPECT_EQ(DegreesOfFreedom(trace, projected, square), 1)
+        << trace << " " << projected << " " << square;
+  }
+}
+
+TEST(ProjectionSigns, FollowFromTheSeed) {
+  std::set<std::string> seen;
+  int negative = 0;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    const ProjectionSigns signs = ProjectionSigns::Of(seed), again = ProjectionSigns::Of(seed);
+    std::string text;
+    for (int i = 0; i < 256; ++i) {
+      EXPECT_EQ(signs.negative(i), again.negative(i));
+      EXPECT_EQ(signs.negative(i), (signs.words[i / 32] & (1u << (i % 32))) != 0);
+      EXPECT_EQ(signs.Of(i, 2.5f), signs.negative(i) ? -2.5f : 2.5f);
+      negative += signs.negative(i);
+      text += signs.negative(i) ? '-' : '+';
+    }
+    seen.insert(text);
+  }
+  EXPECT_EQ(seen.size(), 100u);
+  EXPECT_NEAR(negative, 12800, 400);  // 5 standard deviations
+}
+
+// The sums that are kept of x and y say the spread of x (y - o).
+TEST(ProjectedSpread, IsOfTheRowsAboutTheirMean) {
+  std::mt19937_64 random(7);
+  std::normal_distribution<double> normal;
+  constexpr int kRows = 9;
+  const double o[2] = {0.4, -1.1};
+  double x[kRows], y[kRows][2];
+  ProjectedSums s{};
+  double mean[2] = {};
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = std::exp(normal(random));
+    for (double& e : y[r]) e = normal(random);
+    s.xxyy += x[r] * x[r] * y[r][0] * y[r][1];
+    s.xxy_a += x[r] * x[r] * y[r][0];
+    s.xxy_b += x[r] * x[r] * y[r][1];
+    s.xx += x[r] * x[r];
+    s.deviation_a += x[r] * (y[r][0] - o[0]);
+    s.deviation_b += x[r] * (y[r][1] - o[1]);
+    for (int a = 0; a < 2; ++a) mean[a] += x[r] * (y[r][a] - o[a]) / kRows;
+  }
+  double wanted = 0;
+  for (int r = 0; r < kRows; ++r) {
+    wanted += (x[r] * (y[r][0] - o[0]) - mean[0]) * (x[r] * (y[r][1] - o[1]) - mean[1]);
+  }
+  EXPECT_NEAR(ProjectedSpread(s, o[0], o[1], kRows), wanted, 1e-9);
+}
+
+// What sqrt(sum lambda chi^2 / sum lambda) exceeds with chance delta, simulated.
+double SimulatedQuantile(const std::vector<double>& lambda, double delta, uint64_t seed) {
+  constexpr int kDraws = 50000;
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  const double total = std::accumulate(lambda.begin(), lambda.end(), 0.0);
+  std::vector<double> squares(kDraws);
+  for (double& s : squares) {
+    for (const double l : lambda) {
+      const double z = normal(random);
+      s += l * z * z / total;
+    }
+  }
+  const auto at = squares.begin() + static_cast<int64_t>((1 - delta) * kDraws);
+  std::nth_element(squares.begin(), at, squares.end());
+  return std::sqrt(*at);
+}
+
+double QuantileOf(double degrees, double delta) {
+  return ErrorQuantile(degrees, reference::TwoSidedQuantile(2 * delta),
+                       reference::TwoSidedQuantile(delta));
+}
+
+TEST(ErrorQuantile, IsThatOfEqualDirections) {
+  for (const int nu : {1, 2, 4, 10, 50}) {
+    for (const double delta : {0.05, 0.1, 0.2}) {
+      const double wanted = SimulatedQuantile(std::vector<double>(nu, 1.0), delta, nu);
+      // The cube root is 1.3 % short of a normal variable, and closer to more.
+      const double tolerance = nu == 1 ? 0.018 : 0.012;
+      EXPECT_NEAR(QuantileOf(nu, delta), wanted, tolerance * wanted) << nu << " " << delta;
+    }
+  }
+}
+
+// Directions that fall off by half have nu = 3 and those by a tenth 19.
+TEST(ErrorQuantile, IsNearThatOfUnequalOnes) {
+  for (const auto& [ratio, nu] : {std::pair(0.5, 3.0), std::pair(0.9, 19.0)}) {
+    std::vector<double> lambda;
+    for (double l = 1; l > 1e-3; l *= ratio) lambda.push_back(l);
+    for (const double delta : {0.05, 0.1, 0.2}) {
+      const double wanted = SimulatedQuantile(lambda, delta, 77);
+      EXPECT_NEAR(QuantileOf(nu, delta), wanted, 0.03 * wanted) << nu << " " << delta;
+    }
+  }
+}
+
+TEST(ErrorQuantile, FallsWithDegreesFromTheNormalQuantileToOne) {
+  for (const double delta : {0.05, 0.1, 0.2}) {
+    double last = kInf;
+    for (const double nu : {1.0, 1.2, 2.0, 5.0, 16.0, 100.0, 1e4, 1e12}) {
+      const double z = QuantileOf(nu, delta);
+      EXPECT_LE(z, reference::TwoSidedQuantile(delta));
+      // At 0.2 the cube root is at its lowest for one direction.
+      EXPECT_LT(z, 1.005 * last);
+      last = z;
+    }
+    EXPECT_NEAR(last, 1, 1e-5);
+  }
+  // It is cut to the two-sided quantile.
+  EXPECT_EQ(ErrorQuantile(1, 1.5, 1.6), 1.6);
+}
+
+}  // namespace
+}  // namespace spillway

@@ -1,0 +1,159 @@
+#include "tests/reference/page_index.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <span>
+
+#include "host/model/model_spec.h"
+#include "tests/reference/elements.h"
+
+namespace spillway::reference {
+namespace {
+
+constexpr int64_t kFirst = 1024;
+constexpr double kFar = 4;  // medians
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+double Distance(std::span<const double> a, std::span<const double> b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  return std::sqrt(sum);
+}
+
+// How far x is from a threshold, as a fraction of it.
+double Margin(double x, double threshold) {
+  return threshold > 0 ? std::fabs(x / threshold - 1) : std::numeric_limits<double>::infinity();
+}
+
+using Vectors = std::vector<std::span<const double>>;
+
+std::vector<double> MeanInBf16(const Vectors& vectors) {
+  std::vector<double> mean(vectors[0].size(), 0.0);
+  for (size_t i = 0; i < mean.size(); ++i) {
+    for (const auto& v : vectors) mean[i] += v[i];
+    mean[i] =
+        Round(DType::kBF16, static_cast<float>(mean[i] / static_cast<double>(vectors.size())));
+  }
+  return mean;
+}
+
+std::vector<double> Distances(const Vectors& vectors, std::span<const double> centre) {
+  std::vector<double> distances;
+  for (const auto& v : vectors) distances.push_back(Distance(v, centre));
+  return distances;
+}
+
+// The mean of a page's keys, or of those near their median per coordinate where
+// one lies far from the mean.
+std::vector<double> PageCentre(const Vectors& keys, double& margin) {
+  const std::vector<double> mean = MeanInBf16(keys);
+  const std::vector<double> radii = Distances(keys, mean);
+  const double largest = *std::max_element(radii.begin(), radii.end());
+  margin = std::min(margin, Margin(largest, kFar * Median(radii)));
+  if (largest <= kFar * Median(radii)) return mean;
+  std::vector<double> middle(mean.size());
+  for (size_t i = 0; i < middle.size(); ++i) {
+    std::vector<double> coordinate;
+    for (const auto& key : keys) coordinate.push_back(key[i]);
+    middle[i] = Median(coordinate);
+  }
+  const std::vector<double> about = Distances(keys, middle);
+  const double most = kFar * Median(about);
+  Vectors near;
+  for (size_t t = 0; t < keys.size(); ++t) {
+    margin = std::min(margin, Margin(about[t], most));
+    if (about[t] <= most) near.push_back(keys[t]);
+  }
+  return MeanInBf16(near);
+}
+
+// round(8 log2(ratio)), at least -127.
+BinRange ExponentOf(double ratio) {
+  constexpr double kTolerance = 2e-5;
+  if (!(ratio > 0)) return {-127, -127};
+  const double exact = 8 * std::log2(ratio);
+  const auto rounded = [](double e) {
+    return std::max(-127, static_cast<int>(std::floor(std::clamp(e, -2000.0, 2000.0) + 0.5)));
+  };
+  return {rounded(exact - kTolerance), rounded(exact + kTolerance)};
+}
+
+}  // namespace
+
+PageIndex PageIndex::Of(const KeyValues& kv, bool raw_keys) {
+  PageIndex index;
+  index.margin = std::numeric_limits<double>::infinity();
+  const int64_t closed = kv.n / kPageTokens * kPageTokens;
+  std::vector<double> page_medians;
+  for (int64_t first = 0; first < closed; first += kPageTokens) {
+    Vectors keys;
+    for (int64_t t = first; t < first + kPageTokens; ++t) keys.push_back(kv.Key(t));
+    index.centres.push_back(raw_keys ? std::vector<double>(kv.d, 0.0)
+                                     : PageCentre(keys, index.margin));
+    const std::vector<double> radii = Distances(keys, index.centres.back());
+    page_medians.push_back(Median(radii));
+    index.radii.insert(index.radii.end(), radii.begin(), radii.end());
+  }
+  index.median_radius = Median({index.radii.begin(), index.radii.begin() + kFirst});
+
+  constexpr int64_t kBlocks = 16;
+  for (int i = 0; i < kv.d; ++i) {
+    std::vector<double> means;
+    for (int64_t block = 0; block < kBlocks; ++block) {
+      double sum = 0;
+      for (int64_t t = 0; t < kFirst / kBlocks; ++t) sum += kv.Value(block * 64 + t)[i];
+      means.push_back(static_cast<float>(sum / (kFirst / kBlocks)));
+    }
+    index.value_centre.push_back(Median(means));
+  }
+  std::vector<double> present;
+  for (int64_t t = 0; t < closed; ++t) {
+    index.distances.push_back(Distance(kv.Value(t), index.value_centre));
+    if (t < kFirst && index.distances[t] > 0) present.push_back(index.distances[t]);
+  }
+  index.value_reference = present.empty() ? 1 : Median(present);
+  index.value_unit = std::exp2(std::floor(std::log2(index.value_reference)));
+  double square = 0;
+  for (int64_t t = 0; t < kFirst; ++t) {
+    const double ratio = index.distances[t] / index.value_reference;
+    square += ratio * ratio / kFirst;
+  }
+  const BinRange floor = ExponentOf(std::sqrt(square));
+  if (floor.low != floor.high) index.margin = 0;
+  index.value_floor = std::min(floor.low, -8);
+
+  for (int64_t t = 0; t < closed; ++t) {
+    const double most = kFar * std::max(page_medians[t / kPageTokens], index.median_radius);
+    index.margin = std::min(index.margin, Margin(index.radii[t], most));
+    index.exponents.push_back(ExponentOf(index.distances[t] / index.value_reference));
+    const BinRange& exponent = index.exponents[t];
+    if ((exponent.low > 127) != (exponent.high > 127)) index.margin = 0;
+    index.strays.push_back(index.radii[t] > most || exponent.low > 127);
+  }
+  return index;
+}
+
+std::vector<double> PageIndex::Centred(const KeyValues& kv, int64_t token) const {
+  std::vector<double> x(kv.Key(token).begin(), kv.Key(token).end());
+  for (size_t i = 0; i < x.size(); ++i) x[i] -= CentreOf(token)[i];
+  return x;
+}
+
+BinRange PageIndex::Weigh(BinRange bins, int64_t token) const {
+  const auto weighed = [&](int bin, int exponent) {
+    return std::clamp(bin + 2 * std::max(exponent, value_floor), 1, 4094);
+  };
+  if (strays[token]) return {4095, 4095};
+  return {weighed(bins.low, exponents[token].low), weighed(bins.high, exponents[token].high)};
+}
+
+int64_t ScoredEndByPages(int64_t n, int64_t window) {
+  return std::min(n - window, n / PageIndex::kPageTokens * PageIndex::kPageTokens);
+}
+
+}  // namespace spillway::reference
