@@ -118,7 +118,7 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.staging_rows = std::min(r.n, staging_bytes / shape.row_bytes);
   r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
   r.gather = workspace.Take<const std::byte*>(r.staging_rows);
-  r.partials = workspace.Take<float>(2 * kSplitMax * PartialFloats(group, shape.head_dim));
+  r.partials = workspace.Take<float>(kPhases * kSplitMax * PartialFloats(group, shape.head_dim));
   r.state = workspace.Take<UnitState>(1);
   if (wave.methods.shape == nullptr) return;
   const float* const centre = context_->index(unit.item).centre(unit.kv_head);
@@ -302,7 +302,7 @@ absl::Status SparsePipeline::CollectSelections(const UnitWave& wave) const {
                                                              : kStratumHeavy);
     }
     int64_t at = state->exact_count;
-    for (const int phase : {0, 1}) {
+    for (int phase = 0; phase < kPhases; ++phase) {
       for (int h = 0; h < state->strata; ++h) {
         const int64_t count = state->stratum_drawn[phase][h];
         rows.AddSampled({list.data() + at, static_cast<size_t>(count)}, h, state->drawn[h],

@@ -54,6 +54,8 @@ inline constexpr int kClassCount = kClassTie + 3;
 // of all these the GPU does not hold.
 inline constexpr int kMissedColumn = 1 + kTailStrataMax;
 inline constexpr int kSegmentColumns = kMissedColumn + 1;
+// Draws: the pilot with the exact rows, the budgets', a third where it is wanted.
+inline constexpr int kPhases = 3;
 // Parts that one phase's rows are folded in, at most.
 inline constexpr int kSplitRowsMin = 32;
 inline constexpr int kSplitsWanted = 64;
@@ -126,6 +128,10 @@ struct UnitState {
   unsigned long long mass[kGroupMax];
   double rank_error_scale[kGroupMax];  // RankErrorScale()
   double rank_variance[kGroupMax];     // RankVariance(); 0 where it is not known
+  uint32_t heads_totalled;             // that have the following
+  double score_sum[kGroupMax];         // sum of RankSums::weight
+  bool reweighed;                      // HeadShares::AreFarApart()
+  float head_weight[kGroupMax];        // then w_h
   // Heavy set: bins above, and of the bin itself all but the first skip.
   HeavySet heavy_set;
   int64_t heavy_skip;
@@ -150,17 +156,19 @@ struct UnitState {
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];  // of the pilot, then what the bound asks for
-  uint32_t heads_done;
+  uint32_t heads_done;             // that have set their budgets
+  uint32_t heads_finished;         // after the second draw
+  uint32_t heads_wanting;          // of these, those that want a third
   // Rows: the list holds the exact rows, then each phase's draws by stratum.
   int64_t exact_count;
   int64_t list_count;
   int64_t stratum_first[kTailStrataMax];  // of the phase's draws, in the list
-  int64_t stratum_drawn[2][kTailStrataMax];
-  int32_t split_count[2];
-  KvSplit splits[2][kSplitMax];
+  int64_t stratum_drawn[kPhases][kTailStrataMax];
+  int32_t split_count[kPhases];
+  KvSplit splits[kPhases][kSplitMax];
   // The phase's rows that come over the link, and where in the staging they
   // go; 0 of them if they do not fit and are read where they lie.
-  int64_t moved_count;  // of both phases, gathered or not
+  int64_t moved_count;  // of the phases so far, gathered or not
   int64_t gather_first;
   int64_t gather_count;
   int32_t staged;
@@ -228,7 +236,7 @@ struct UnitRequest {
   std::byte* staging;         // [staging_rows] rows
   int64_t staging_rows;
   const std::byte** gather;  // [staging_rows] rows in host memory, by address
-  float* partials;           // [2][kSplitMax] of PartialFloats()
+  float* partials;           // [kPhases][kSplitMax] of PartialFloats()
   UnitState* state;
   UnitResult* result;  // pinned
   float* out;          // pinned, [G][d]; null: selection only
@@ -312,7 +320,8 @@ struct Wave {
 cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
 // The heavy threshold, the strata and the pilot's thresholds.
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
-// Draws and lists the rows of phase 0 (exact rows and pilot) or 1.
+// Draws and lists the rows of a phase: 0 the exact rows and the pilot, 1 what the
+// budgets ask for, 2 what heads ask for whose error came out too large.
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
 // Copies what the list has of rows in host memory to the staging.
 cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
@@ -320,8 +329,9 @@ cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream);
 // The budgets of phase 1.
 cudaError_t LaunchBudget(const Wave& wave, cudaStream_t stream);
-// Output and certificate.
+// Output and certificate, after the second draw and again after the third.
 cudaError_t LaunchFinish(const Wave& wave, cudaStream_t stream);
+cudaError_t LaunchFinishAgain(const Wave& wave, cudaStream_t stream);
 
 // ---- Dense attends -------------------------------------------------------
 

@@ -60,12 +60,14 @@ __device__ inline float QuartetCentreLogit(const AttendShape& shape, const float
   return own;
 }
 
-// Fills UnitRequest::centre_logits; warp `warp` of `warps`. All lanes.
+// Fills UnitRequest::centre_logits and raises UnitState::reference to their
+// largest; warp `warp` of `warps`. All lanes.
 __device__ inline void StoreCentreLogits(const AttendShape& shape, const UnitRequest& u,
                                          int64_t warp, int64_t warps) {
   const int lane = threadIdx.x % 32;
   const int half = lane / kHalfWarp;
   const int64_t last = u.scored_page_end() - 1;
+  float largest = -INFINITY;  // of head lane % 16
   for (int64_t base = u.scored_page_begin() + 2 * warp; base <= last; base += 2 * warps) {
     const int64_t page = min(base + half, last);
     const CentreChain chain(shape.tiling, u.code_pages[page], lane);
@@ -78,6 +80,11 @@ __device__ inline void StoreCentreLogits(const AttendShape& shape, const UnitReq
     if (lane % kHalfWarp < shape.group) {
       u.centre_logits[page * shape.group + lane % kHalfWarp] = own;
     }
+    largest = fmaxf(largest, own);
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, kHalfWarp));
+  if (lane < shape.group && largest > -INFINITY) {
+    atomicMax(&u.state->reference[lane], OrderedBits(largest));
   }
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "gpu/kernels/bin_sums.cuh"
-#include "gpu/kernels/rank_totals.cuh"
 #include "host/core/sample_limit.h"
 #include "host/core/tail_plan.h"
 
@@ -87,8 +86,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
     state.threshold[h] = threshold;
     limits[h] = HashLimit(u.order, threshold);
     state.drawn[h] = 0;
-    state.stratum_drawn[0][h] = 0;
-    state.stratum_drawn[1][h] = 0;
+    for (auto& of_phase : state.stratum_drawn) of_phase[h] = 0;
   }
 }
 
@@ -107,7 +105,8 @@ __global__ void __launch_bounds__(kCutThreads)
   Begin(units + blockIdx.x, u);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
-  SetRankVariances(shape, u);
+  // RankTotalsKernel knows, if anyone.
+  if (!u.knows_rank_error && threadIdx.x < shape.group) u.state->rank_variance[threadIdx.x] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
     heavy_set = u.by_mass ? u.state->heavy_set : HeavySetByCount(shape, u);

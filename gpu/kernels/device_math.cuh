@@ -127,6 +127,18 @@ __device__ inline void BeginSecond(const UnitRequest* from, UnitRequest& to) {
   LoadRequest(from, to);
 }
 
+// Whether `count` blocks have come here, each once: true in the last one, which
+// then sees what the others wrote before. counter began as 0. All threads.
+__device__ inline bool IsLastBlock(int count, uint32_t& counter) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(&counter, 1) + 1 == static_cast<uint32_t>(count);
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
 // Whether the GPU holds the row of a token that is indexed and not in the window.
 __device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
   if (rows.pages == nullptr) return false;

@@ -7,8 +7,9 @@
 #include "host/core/tail_draw.h"
 #include "host/core/tail_plan.h"
 
-// What a unit's sums say: budgets after the pilot, output and certificate at the
-// end. A block takes one head.
+// What a unit's sums say: budgets after the pilot, output and certificate after
+// the second draw, budgets of a third for heads that want it. A block takes one
+// head.
 namespace spillway::cuda {
 
 static_assert(kEstimatedStrataMax <= 32);  // a lane each
@@ -108,7 +109,6 @@ __global__ void __launch_bounds__(kEstimateThreads)
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
-  __shared__ bool last;
   Begin(units + blockIdx.y, u);
   UnitState& s = *u.state;
   EstimateHead(shape, u, blockIdx.x, 1, totals, head);
@@ -119,15 +119,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
     return;
   }
   SetHeadBudgets(u, head, s.strata, s.head_budget[blockIdx.x]);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(&s.heads_done, 1) + 1 == static_cast<uint32_t>(shape.group);
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  SettleBudgets(shape, u, true);
+  if (IsLastBlock(shape.group, s.heads_done)) SettleBudgets(shape, u, true);
 }
 
 // Whether a query head's ranks may carry a promise.
@@ -136,33 +128,72 @@ __device__ inline bool HeadRanksHold(const UnitRequest& u, int g) {
          (u.statistics == nullptr || ValuesCanBeSampled(u.statistics->value_floor));
 }
 
-// Output and certificate. Grid (heads, units). Shared memory: HeadSumsBytes().
+// Writes a head's output and certificate, and with the first head what the unit
+// says. Returns the certificate, in thread 0 alone. All threads.
+__device__ inline HeadCertificate WriteHead(const AttendShape& shape, const UnitRequest& u, int g,
+                                            const HeadSums& head) {
+  const UnitState& s = *u.state;
+  const int d = shape.head_dim;
+  if (u.out != nullptr && threadIdx.x < d) {
+    u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x] * ValueUnit(u));
+  }
+  if (threadIdx.x >= 32) return {};
+  const int64_t drawn = DrawnRows(s);
+  if (threadIdx.x != 0) return {};
+  UnitResult& result = *u.result;
+  const HeadCertificate certificate =
+      Certify(u.terms, s.limited != 0, HeadRanksHold(u, g), drawn, s.tail_count, head);
+  result.lse[g] = static_cast<float>(head.max + log(head.denominator));
+  result.certificates[g] = certificate;
+  if (g == 0) {
+    result.error_token = s.error_token;
+    result.heavy_count = static_cast<int64_t>(s.heavy_count);
+    result.sampled_count = drawn;
+    result.touched_count = u.n - s.tail_count + drawn;
+    result.moved_count = s.moved_count;
+  }
+  return certificate;
+}
+
+// Output and certificate. Grid (heads, units). draws_again: heads whose error came
+// out too large set budgets of phase 2, which the unit's last block settles.
+// Shared memory: HeadSumsBytes().
 __global__ void __launch_bounds__(kEstimateThreads)
-    FinishKernel(AttendShape shape, const UnitRequest* units) {
+    FinishKernel(AttendShape shape, bool draws_again, const UnitRequest* units) {
+  extern __shared__ __align__(16) float totals[];
+  __shared__ HeadSums head;
+  __shared__ UnitRequest u;
+  __shared__ bool wants;
+  Begin(units + blockIdx.y, u);
+  UnitState& s = *u.state;
+  const int g = blockIdx.x;
+  EstimateHead(shape, u, g, u.terms.tail == Tail::kNone ? 1 : 2, totals, head);
+  const HeadCertificate certificate = WriteHead(shape, u, g, head);
+  if (!draws_again) return;
+  if (threadIdx.x == 0) {
+    wants = s.error_token == kNoToken && WantsMoreRows(u.terms, s.limited != 0, certificate);
+    if (wants) atomicAdd(&s.heads_wanting, 1);
+  }
+  __syncthreads();
+  if (wants) {
+    SetHeadBudgets(u, head, s.strata, s.head_budget[g]);
+  } else if (threadIdx.x < s.strata) {
+    s.head_budget[g][threadIdx.x] = 0;
+  }
+  if (!IsLastBlock(shape.group, s.heads_finished)) return;
+  SettleBudgets(shape, u, *static_cast<volatile uint32_t*>(&s.heads_wanting) > 0);
+}
+
+// The same after the third draw, of units that had one.
+__global__ void __launch_bounds__(kEstimateThreads)
+    FinishAgainKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
-  const UnitState& s = *u.state;
-  const int g = blockIdx.x;
-  const int d = shape.head_dim;
-  EstimateHead(shape, u, g, u.terms.tail == Tail::kNone ? 1 : 2, totals, head);
-  if (u.out != nullptr && threadIdx.x < d) {
-    u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x] * ValueUnit(u));
-  }
-  if (threadIdx.x >= 32) return;
-  const int64_t drawn = DrawnRows(s);
-  if (threadIdx.x != 0) return;
-  UnitResult& result = *u.result;
-  result.lse[g] = static_cast<float>(head.max + log(head.denominator));
-  result.certificates[g] =
-      Certify(u.terms, s.limited != 0, HeadRanksHold(u, g), drawn, s.tail_count, head);
-  if (g != 0) return;
-  result.error_token = s.error_token;
-  result.heavy_count = static_cast<int64_t>(s.heavy_count);
-  result.sampled_count = drawn;
-  result.touched_count = u.n - s.tail_count + drawn;
-  result.moved_count = s.moved_count;
+  if (!u.state->drawing) return;
+  EstimateHead(shape, u, blockIdx.x, kPhases, totals, head);
+  WriteHead(shape, u, blockIdx.x, head);
 }
 
 }  // namespace spillway::cuda

@@ -5,7 +5,7 @@
 
 // Drawing the tail's sample and listing the rows of a phase, in token order,
 // without a generator: by the keyed hash of host/core/keyed_hash.h. Phase 0
-// lists the exact rows (sink, heavy, window) and the pilot, phase 1 what the
+// lists the exact rows (sink, heavy, window) and the pilot, later ones what the
 // budgets ask for beyond the pilot.
 // Here: the rule, and the tokens that it lets through.
 namespace spillway::cuda {
@@ -49,8 +49,8 @@ __device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t*
     rule.ranges[c] = range;
   }
   __syncthreads();
-  // In phase 1 ties are drawn as their stratum is.
-  if (phase == 1 && threadIdx.x == 0) {
+  // After phase 0 ties are drawn as their stratum is.
+  if (phase > 0 && threadIdx.x == 0) {
     rule.ranges[kClassTie] = rule.tie_class < rule.strata ? rule.ranges[rule.tie_class] : nothing;
   }
   __syncthreads();
@@ -213,7 +213,7 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
       continue;
     }
     const int kind = Kind(rule, c, token);
-    if (kind < 0 || (phase == 1 && kind == 0)) continue;
+    if (kind < 0 || (phase > 0 && kind == 0)) continue;
     atomicAdd(&counts[kind], 1u);
     if (!resident) atomicAdd(&counts[kMissedColumn], 1u);
   }
@@ -242,7 +242,7 @@ __device__ inline void CountSegment(const UnitRequest& u, const SampleRule& rule
     const FilteredToken passed(u.filtered[segment * kSegmentTokens + i]);
     const int kind =
         Kind(rule, passed.c, static_cast<uint32_t>(segment * kSegmentTokens + passed.slot));
-    if (kind < 0 || (phase == 1 && kind == 0)) continue;
+    if (kind < 0 || (phase > 0 && kind == 0)) continue;
     atomicAdd(&counts[kind], 1u);
     if (!passed.resident) atomicAdd(&counts[kMissedColumn], 1u);
   }
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kFilterThreads)
   own.Load(u, blockIdx.x);
   GridDependencyWait();
   TriggerDependents();
-  if (blockIdx.x >= u.segments() || (phase == 1 && !u.state->drawing)) return;
+  if (blockIdx.x >= u.segments() || (phase > 0 && !u.state->drawing)) return;
   LoadLimits(u, bin_count, limits);
   LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {

@@ -11,8 +11,8 @@
 namespace spillway::cuda {
 
 inline constexpr int kEstimateThreads = 512;
-// Places of the splits of both phases.
-inline constexpr int kAllSplitsMax = 2 * kSplitMax;
+// Places of the splits of all phases.
+inline constexpr int kAllSplitsMax = kPhases * kSplitMax;
 static_assert(kAllSplitsMax <= kEstimateThreads && kHeadDimMax <= kEstimateThreads);
 // Sets of rows: the exact ones, and the strata that CutStrata() makes at most.
 inline constexpr int kEstimatedStrataMax = kStratumEdgeCount + 1;
@@ -28,14 +28,23 @@ __host__ __device__ inline size_t HeadSumsBytes(int head_dim) {
 
 // Where a set's splits are in each phase.
 struct SetSplits {
-  int16_t begin[2];
-  int16_t end[2];
+  int16_t begin[kPhases];
+  int16_t end[kPhases];
 
-  __device__ int count() const { return end[0] - begin[0] + end[1] - begin[1]; }
-  // Of split i, those of the first phase before the others.
+  __device__ int count() const {
+    int count = 0;
+#pragma unroll
+    for (int p = 0; p < kPhases; ++p) count += end[p] - begin[p];
+    return count;
+  }
+  // Of split i, phase by phase.
   __device__ int place(int i) const {
-    const int first = end[0] - begin[0];
-    return i < first ? begin[0] + i : begin[1] + (i - first);
+#pragma unroll
+    for (int p = 0; p + 1 < kPhases; ++p) {
+      if (i < end[p] - begin[p]) return begin[p] + i;
+      i -= end[p] - begin[p];
+    }
+    return begin[kPhases - 1] + i;
   }
 };
 

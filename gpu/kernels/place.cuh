@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   const UnitState& state = *u.state;
-  if (phase == 1 && !state.drawing) return;
+  if (phase > 0 && !state.drawing) return;
   LoadRule(u, phase, state.threshold, rule);
   const int lane = threadIdx.x % 32;
   const bool staged = state.staged;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
       const FilteredToken passed(have ? u.filtered[segment * kSegmentTokens + i + lane] : 0);
       const auto token = static_cast<uint32_t>(segment * kSegmentTokens + passed.slot);
       const int kind = have ? Kind(rule, passed.c, token) : -1;
-      const bool kept = kind >= 0 && !(phase == 1 && kind == 0);
+      const bool kept = kind >= 0 && !(phase > 0 && kind == 0);
       const unsigned all = __ballot_sync(kFullWarp, kept);
       const unsigned missed = __ballot_sync(kFullWarp, kept && !passed.resident);
       const unsigned same = __match_any_sync(kFullWarp, kept ? kind : -1);

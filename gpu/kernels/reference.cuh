@@ -5,8 +5,8 @@
 #include "host/core/page_score.h"
 #include "host/core/score.h"
 
-// What scores are relative to: over some pages each head's largest
-// estimated logit and its softmax mass.
+// What scores are relative to: over some pages, and all pages' centres, each
+// head's largest estimated logit and its softmax mass.
 namespace spillway::cuda {
 
 // Estimated logits of the reference pages and their largest; see ReferencePages.
@@ -84,9 +84,11 @@ __global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const U
   }
 }
 
-// sum 2^(x - M) in fixed point over these pages: the same in every order. Grid
-// (blocks, units, heads).
-__global__ void ReferenceMassKernel(const UnitRequest* units) {
+// sum 2^(x - M) in fixed point over these pages, and over all pages' centres if
+// the logits are `asymmetric`'s: the same in every order. Grid (blocks, units,
+// heads).
+template <bool kCentres>
+__global__ void ReferenceMassKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
@@ -101,6 +103,14 @@ __global__ void ReferenceMassKernel(const UnitRequest* units) {
     const int64_t token = pages.page(i / kPageTokenCount) * kPageTokenCount + i % kPageTokenCount;
     if (token < u.begin || token >= u.end) continue;
     sum += ScoreMass(u.reference_logits[h * u.reference_token_count + i], max);
+  }
+  if constexpr (kCentres) {
+    // Fewer than the tokens above.
+    for (int64_t page =
+             u.scored_page_begin() + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+         page < u.scored_page_end(); page += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+      sum += CentreMass(u.centre_logits[page * group + h], max);
+    }
   }
   sum = WarpSum(sum);
   if (threadIdx.x % 32 == 0 && sum > 0) atomicAdd(&state.mass[h], sum);

@@ -196,7 +196,8 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
       s.split_count[phase] = splits;
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
-      s.staged = draw.gathered + missed <= u.staging_rows;
+      // The third phase, of few rows and rare, has no gather.
+      s.staged = phase < 2 && draw.gathered + missed <= u.staging_rows;
       s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
       s.gather_first = draw.gathered;
       s.gather_count = s.staged ? missed : 0;
@@ -234,10 +235,10 @@ __global__ void __launch_bounds__(kResolveThreads)
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
   UnitState& state = *u.state;
-  if (phase == 1 && !state.drawing) {
+  if (phase > 0 && !state.drawing) {
     if (threadIdx.x == 0) {
       state.gather_count = 0;
-      state.split_count[1] = 0;
+      state.split_count[phase] = 0;
     }
     return;
   }

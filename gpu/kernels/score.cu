@@ -1,4 +1,5 @@
 #include "gpu/kernels/core_selectors.h"
+#include "gpu/kernels/rank_totals.cuh"
 #include "gpu/kernels/reference.cuh"
 #include "gpu/kernels/score.cuh"
 #include "gpu/kernels/score_launch.cuh"
@@ -27,20 +28,17 @@ cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
 }
 
 template <int kPlanes, int kFragments>
-cudaError_t LaunchScoreOf(const Wave& wave, cudaStream_t stream) {
+cudaError_t LaunchScoreOf(const Wave& wave, bool again, cudaStream_t stream) {
   const int quartets = (wave.shape.group + 3) / 4;
   const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, quartets);
   const int bytes = ScoredBytes(wave.shape.tiling);
-  if (wave.shape.by_mass) {
-    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, true, false>>(wave, fixed,
-                                                                                  bytes, stream);
-  }
-  if (quartets > 1) {
-    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, false, false>>(wave, fixed,
-                                                                                   bytes, stream);
-  }
-  return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, false, true>>(wave, fixed, bytes,
-                                                                                stream);
+  const auto launch = [&]<bool kMass, bool kOneQuartet>() {
+    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, kMass, kOneQuartet>>(
+        wave, fixed, bytes, stream, again);
+  };
+  if (wave.shape.by_mass) return launch.template operator()<true, false>();
+  if (quartets > 1) return launch.template operator()<false, false>();
+  return launch.template operator()<false, true>();
 }
 
 // Calls f<planes, segments>().
@@ -63,22 +61,39 @@ cudaError_t ForShape(const CodeTiling& tiling, F f) {
 
 int ScoreBins(const ModelSpec&) { return kScoreBinCount; }
 
-cudaError_t LaunchReferenceMass(const Wave& wave, cudaStream_t stream) {
+namespace {
+
+template <bool kCentres>
+cudaError_t LaunchReferenceMassOf(const Wave& wave, cudaStream_t stream) {
   const int64_t tokens = wave.reference_pages_max * kPageTokenCount;
   const dim3 grid(BlocksPerUnit(wave, 2, (tokens + 255) / 256), wave.unit_count, wave.shape.group);
-  return Launch<ReferenceMassKernel>({grid, 256, 0, wave.overlap}, stream, wave.units);
+  return Launch<ReferenceMassKernel<kCentres>>({grid, 256, 0, wave.overlap}, stream,
+                                               wave.shape.group, wave.units);
+}
+
+}  // namespace
+
+cudaError_t LaunchReferenceMass(const Wave& wave, cudaStream_t stream) {
+  return LaunchReferenceMassOf<false>(wave, stream);
 }
 
 cudaError_t LaunchAsymmetricReference(const Wave& wave, cudaStream_t stream) {
   const cudaError_t error = ForShape(wave.shape.tiling, [&]<int kPlanes, int kFragments>() {
     return LaunchReferenceOf<kPlanes, kFragments>(wave, stream);
   });
-  return error == cudaSuccess ? LaunchReferenceMass(wave, stream) : error;
+  return error == cudaSuccess ? LaunchReferenceMassOf<true>(wave, stream) : error;
 }
 
 cudaError_t LaunchAsymmetricScore(const Wave& wave, cudaStream_t stream) {
   return ForShape(wave.shape.tiling, [&]<int kPlanes, int kFragments>() {
-    return LaunchScoreOf<kPlanes, kFragments>(wave, stream);
+    cudaError_t error = LaunchScoreOf<kPlanes, kFragments>(wave, /*again=*/false, stream);
+    if (error != cudaSuccess) return error;
+    error = Launch<RankTotalsKernel>(
+        {dim3(wave.shape.group, wave.unit_count), kRankPageChains, 0, wave.overlap}, stream,
+        wave.shape, wave.units);
+    // One head is weighted as it may be.
+    if (error != cudaSuccess || wave.shape.group == 1) return error;
+    return LaunchScoreOf<kPlanes, kFragments>(wave, /*again=*/true, stream);
   });
 }
 

@@ -36,15 +36,19 @@ struct RankChains {
 // histogram, and sums of each page. Grid (blocks, units); a warp takes a page.
 // Shared memory: histogram [bin_count], query planes, a PageRing a warp.
 // With kOneQuartet the group has at most four heads, and what is said of them
-// stays in registers.
+// stays in registers. again: of units whose heads are weighted anew, alone.
 template <int kPlanes, int kFragments, bool kMass, bool kOneQuartet>
 __global__ void __launch_bounds__(kScoreThreads, 1)
-    ScoreAsymmetricKernel(AttendShape shape, const UnitRequest* units) {
+    ScoreAsymmetricKernel(AttendShape shape, bool again, const UnitRequest* units) {
   constexpr int kQuartets = kOneQuartet ? 1 : kGroupMax / 4;
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ HeadTerms heads[kGroupMax];
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
+  if (again) {
+    GridDependencyWait();
+    if (!u.state->reweighed) return;
+  }
   const int64_t page_end = u.scored_page_end();
   const int warps = blockDim.x / 32;
   const int lane = threadIdx.x % 32;
@@ -90,7 +94,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
       const UnitState& state = *u.state;
       terms = {state.offset[threadIdx.x], state.coefficient[threadIdx.x],
                FromOrderedBits(state.reference[threadIdx.x]),
-               ScoreHeadWeight(state.mass[threadIdx.x])};
+               again ? state.head_weight[threadIdx.x] : ScoreHeadWeight(state.mass[threadIdx.x])};
     }
     heads[threadIdx.x] = terms;
   }

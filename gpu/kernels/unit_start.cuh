@@ -22,7 +22,10 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
   if (thread == 0) {
     state.error_token = kNoToken;
     state.heavy_count = 0;
+    state.heads_totalled = 0;
     state.heads_done = 0;
+    state.heads_finished = 0;
+    state.heads_wanting = 0;
   }
   if (thread < kGroupMax) {
     state.reference[thread] = INT32_MIN;

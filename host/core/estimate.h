@@ -178,4 +178,12 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
   return {promises ? Promise::kStatistical : Promise::kNone, static_cast<float>(error), tail_mass};
 }
 
+// Whether a third draw may let the head promise: its error came out above what
+// the second draw was to keep it within, and nothing else speaks against it.
+SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
+                                               const HeadCertificate& certificate) {
+  return terms.may_promise && !limited && certificate.promise == Promise::kNone &&
+         certificate.relative_error < HUGE_VALF;
+}
+
 }  // namespace spillway

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "host/core/host_device.h"
@@ -56,6 +57,34 @@ inline constexpr int kRankPageChains = 256;
 SPILLWAY_HOST_DEVICE inline double RankVariance(double scale, const RankSums<double>& sums) {
   return sums.weight > 0 ? scale * (sums.error / sums.weight) : 0.0;
 }
+
+// Whether heads' scores must be weighted anew: 1 / w_h (host/core/score.h) is what
+// a sample says of a head's sum of e, and now the sum is known. If a head's share,
+// w_h times its sum, is far from another's, one head's tokens pass over the
+// other's best. Made with {}.
+struct HeadShares {
+  double least = 0;
+  double most = 0;
+  bool known = false;
+  bool unusable = false;
+
+  SPILLWAY_HOST_DEVICE void Add(float head_weight, double sum) {
+    const double share = static_cast<double>(head_weight) * sum;
+    if (!(share > 0) || !(share < HUGE_VAL)) {
+      unusable = true;
+      return;
+    }
+    least = known && least < share ? least : share;
+    most = known && most > share ? most : share;
+    known = true;
+  }
+  SPILLWAY_HOST_DEVICE bool AreFarApart() const {
+    return known && !unusable && most > kSharesApart * least;
+  }
+  static constexpr double kSharesApart = 64;
+};
+// w_h of the sum over all tokens.
+SPILLWAY_HOST_DEVICE inline float HeadWeightOf(double sum) { return static_cast<float>(1 / sum); }
 
 // How many tokens are heavy, by the largest sigma^2 of the group: the worse
 // the ranks, the more are needed for the tail to be without surprises.

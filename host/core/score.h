@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "host/base/limits.h"
 #include "host/core/exp.h"
 
 namespace spillway {
@@ -11,11 +12,13 @@ namespace spillway {
 // A key's score for a group is sum_h w_h 2^min(x_h - M_h, kScoreMax) over its
 // query heads in order, by fused multiply-adds from 0: x_h is the estimated
 // logit times log2(e), M_h the largest x_h of a sample of the keys and 1 / w_h
-// the sample's sum of 2^(x_h - M_h). So it is the sum of the heads' softmax
-// weights but for a factor that all keys share, and only orders keys. x_h is
-// rounded before M_h is taken from it: however large, the largest gives 2^0.
+// the sample's sum of 2^(x_h - M_h). Where pages have centres, the centre logits
+// of all scored pages belong to the sample too (CentreMass()): a few pages that
+// hold the mass of a head are not missed. So a score is the sum of the heads'
+// softmax weights but for a factor that all keys share, and only orders keys.
+// x_h is rounded before M_h is taken from it: however large, the largest gives 2^0.
 // kScoreMax is 20 nats; kScoreMin keeps products above the subnormal numbers.
-inline constexpr float kScoreMax = 28.8539008f;
+inline constexpr float kScoreMax = 80.0f;
 inline constexpr float kScoreMin = -90.0f;
 inline constexpr float kScoreRound = 12582912.0f;  // 1.5 * 2^23: adds to an integer
 inline constexpr float kScoreC0 = 0.999999166f;
@@ -58,6 +61,13 @@ inline constexpr int kScoreMassBits = 30;
 // What a key of the sample adds to the sum; x is at most max.
 SPILLWAY_HOST_DEVICE inline uint64_t ScoreMass(float x, float max) {
   return static_cast<uint64_t>(ScoreExp2(x - max) * static_cast<float>(1 << kScoreMassBits));
+}
+
+// What a page's centre logit adds: as many keys as a sample of every 64th has of
+// a page.
+SPILLWAY_HOST_DEVICE inline uint64_t CentreMass(float x, float max) {
+  constexpr uint64_t kKeys = kPageTokenCount / 64;
+  return kKeys * ScoreMass(x, max);
 }
 
 // w_h of the sum over the sample, which is not 0.

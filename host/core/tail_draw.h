@@ -5,7 +5,8 @@
 #include "host/base/limits.h"
 #include "host/core/keyed_hash.h"
 
-// The two draws of a tail's sample. A draw takes the tokens whose places lie
+// The draws of a tail's sample: the pilot, what the budgets ask for beyond it, and
+// a third where a head's error came out too large. A draw takes the tokens whose places lie
 // between two thresholds; how many these are is known only once they are
 // counted, and so a draw is judged before a row of it is read: a stratum with
 // too few rows to estimate a variance from is drawn wider, a draw above what
@@ -70,7 +71,7 @@ SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(const TailDraw& draw, int h
   return BudgetThreshold(draw.wanted[h], draw.token_count[h], draw.drawn_threshold[h]);
 }
 
-// Of the second draw, which found counts[h] more tokens; likewise.
+// Of a later draw, which found counts[h] more tokens; likewise.
 SPILLWAY_HOST_DEVICE inline DrawVerdict JudgeSample(const int64_t* counts, TailDraw& draw) {
   int64_t total = 0;
   for (int h = 0; h < draw.strata; ++h) total += draw.drawn[h] + counts[h];

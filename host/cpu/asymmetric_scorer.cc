@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "host/base/parallel.h"
 #include "host/core/page_index.h"
 #include "host/core/quantiser.h"
 #include "host/core/query_code.h"
@@ -34,9 +35,10 @@ float SumOfRuns(const std::vector<float>& terms) {
 AsymmetricScorer::AsymmetricScorer(const ScoredKeys& keys)
     : keys_(keys),
       first_page_(keys.begin / kPageTokenCount),
+      page_count_((keys.end - 1) / kPageTokenCount - first_page_ + 1),
       error_scale_(keys.spec().group()),
-      page_sums_(((keys.end - 1) / kPageTokenCount - first_page_ + 1) * keys.spec().group(),
-                 {0, 0}) {}
+      centre_logits_(page_count_ * keys.spec().group()),
+      page_sums_(page_count_ * keys.spec().group(), {0, 0}) {}
 
 void AsymmetricScorer::PrepareHead(int g) {
   const ModelSpec& spec = keys_.spec();
@@ -65,11 +67,25 @@ void AsymmetricScorer::PrepareHead(int g) {
                                    double{SumOfRuns(rotated)}, double{SumOfRuns(errors)});
 }
 
-void AsymmetricScorer::PageCentreLogits(int64_t page, float* centre_logits) const {
+void AsymmetricScorer::FindCentreLogits() {
   const ModelSpec& spec = keys_.spec();
-  CentreLogits(keys_.queries->raw(), spec.group(), spec.head_dim,
-               static_cast<float>(spec.softmax_scale),
-               keys_.IndexPage(page) + query_.layout.centre_offset_bytes(), centre_logits);
+  const int64_t offset = query_.layout.centre_offset_bytes();
+  const int64_t centre_bytes = int64_t{2} * spec.head_dim;
+  // Centres lie a page apart, where no hardware looks ahead.
+  constexpr int64_t kAhead = 4;
+  constexpr int64_t kPagesPerTask = 128;
+  const int64_t tasks = (page_count_ + kPagesPerTask - 1) / kPagesPerTask;
+  ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
+    const int64_t end = std::min(page_count_, (task + 1) * kPagesPerTask);
+    for (int64_t i = task * kPagesPerTask; i < end; ++i) {
+      if (i + kAhead < end) {
+        PrefetchRow(keys_.IndexPage(first_page_ + i + kAhead) + offset, centre_bytes);
+      }
+      CentreLogits(
+          keys_.queries->raw(), spec.group(), spec.head_dim, static_cast<float>(spec.softmax_scale),
+          keys_.IndexPage(first_page_ + i) + offset, centre_logits_.data() + i * spec.group());
+    }
+  });
 }
 
 absl::Status AsymmetricScorer::Prepare() {
@@ -79,13 +95,12 @@ absl::Status AsymmetricScorer::Prepare() {
   weights_.assign(static_cast<size_t>(spec.group()) * query_.layout.dims, 0);
   query_.weights = weights_.data();
   for (int g = 0; g < spec.group(); ++g) PrepareHead(g);
+  FindCentreLogits();
   return FindReferences(
       keys_,
       [&](int64_t page, int64_t next, float* logits) {
-        float centre_logits[kGroupMax];
-        PageCentreLogits(page, centre_logits);
-        AsymmetricLogits(query_, {keys_.IndexPage(page), keys_.IndexPage(next)}, centre_logits,
-                         logits);
+        AsymmetricLogits(query_, {keys_.IndexPage(page), keys_.IndexPage(next)},
+                         PageCentreLogits(page), logits);
         const uint8_t* norms = keys_.Norms(page);
         for (int i = 0; i < kPageTokenCount; ++i) {
           if (norms[i] != kStrayNorm) continue;
@@ -95,7 +110,7 @@ absl::Status AsymmetricScorer::Prepare() {
         }
         return absl::OkStatus();
       },
-      query_.references);
+      centre_logits_, query_.references);
 }
 
 void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
@@ -118,26 +133,43 @@ absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, 
   const std::byte* next = keys_.IndexPage(page + 1);
   const int64_t behind = query_.layout.norm_offset_bytes();
   if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
-  float centre_logits[kGroupMax];
-  PageCentreLogits(page, centre_logits);
   PageMask mask;
   MaskPage(page, mask);
-  AsymmetricBins(query_, {keys_.IndexPage(page), next}, centre_logits, mask, tile_begin, tile_end,
-                 bins, head_bins, page_sums_.data() + (page - first_page_) * query_.row_count);
+  AsymmetricBins(query_, {keys_.IndexPage(page), next}, PageCentreLogits(page), mask, tile_begin,
+                 tile_end, bins, head_bins,
+                 page_sums_.data() + (page - first_page_) * query_.row_count);
   return absl::OkStatus();
 }
 
-void AsymmetricScorer::RankVariances(std::span<double> of_head) const {
-  const int64_t pages = static_cast<int64_t>(page_sums_.size()) / query_.row_count;
+RankSums<double> AsymmetricScorer::SumPages(int g) const {
+  std::array<double, kRankPageChains> weight{}, error{};
+  for (int64_t p = 0; p < page_count_; ++p) {
+    const RankSums<float>& sums = page_sums_[p * query_.row_count + g];
+    weight[(first_page_ + p) % kRankPageChains] += double{sums.weight};
+    error[(first_page_ + p) % kRankPageChains] += double{sums.error};
+  }
+  return {SumChains(weight.data(), kRankPageChains), SumChains(error.data(), kRankPageChains)};
+}
+
+bool AsymmetricScorer::Reweigh() {
+  if (reweighed_) return false;
+  reweighed_ = true;
+  HeadShares shares;
+  double sums[kGroupMax];
   for (int g = 0; g < query_.row_count; ++g) {
-    std::array<double, kRankPageChains> weight{}, error{};
-    for (int64_t p = 0; p < pages; ++p) {
-      const RankSums<float>& sums = page_sums_[p * query_.row_count + g];
-      weight[(first_page_ + p) % kRankPageChains] += double{sums.weight};
-      error[(first_page_ + p) % kRankPageChains] += double{sums.error};
-    }
-    of_head[g] = RankVariance(error_scale_[g], {SumChains(weight.data(), kRankPageChains),
-                                                SumChains(error.data(), kRankPageChains)});
+    sums[g] = SumPages(g).weight;
+    shares.Add(query_.references.head_weight[g], sums[g]);
+  }
+  if (!shares.AreFarApart()) return false;
+  for (int g = 0; g < query_.row_count; ++g) {
+    query_.references.head_weight[g] = HeadWeightOf(sums[g]);
+  }
+  return true;
+}
+
+void AsymmetricScorer::RankVariances(std::span<double> of_head) const {
+  for (int g = 0; g < query_.row_count; ++g) {
+    of_head[g] = RankVariance(error_scale_[g], SumPages(g));
   }
 }
 

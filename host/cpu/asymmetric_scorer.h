@@ -18,21 +18,31 @@ class AsymmetricScorer final : public KeyScorer {
   absl::Status Prepare() override;
   absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins) const override;
+  bool Reweigh() override;
   void RankVariances(std::span<double> of_head) const override;
 
  private:
   // Makes query head g ready: weights, and what its estimates are off by.
   void PrepareHead(int g);
-  // q.c of a page, [G].
-  void PageCentreLogits(int64_t page, float* centre_logits) const;
+  // Fills centre_logits_.
+  void FindCentreLogits();
+  // CentreLogit() of a page, [G].
+  const float* PageCentreLogits(int64_t page) const {
+    return centre_logits_.data() + (page - first_page_) * keys_.spec().group();
+  }
+  // RankSums of query head g.
+  RankSums<double> SumPages(int g) const;
   // Which keys of a page are summed up.
   void MaskPage(int64_t page, PageMask& mask) const;
 
   const ScoredKeys keys_;
   const int64_t first_page_;
+  const int64_t page_count_;
   std::vector<int8_t> weights_;
   ScoreQuery query_;
   std::vector<double> error_scale_;  // [G] RankErrorScale()
+  bool reweighed_ = false;
+  std::vector<float> centre_logits_;  // [pages from first_page_][G]
   // [pages from first_page_][G]; each page's by the thread that scores it.
   mutable std::vector<RankSums<float>> page_sums_;
 };

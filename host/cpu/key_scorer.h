@@ -50,6 +50,9 @@ class KeyScorer {
   // [begin, end) is not read.
   virtual absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                             uint16_t* const* head_bins) const = 0;
+  // Once all tokens have bins: whether heads must be weighted anew, which is then
+  // done, and all bins be found once more.
+  virtual bool Reweigh() { return false; }
   // Each query head's RankVariance(), once all tokens have bins; 0 where there is
   // nothing to say.
   virtual void RankVariances(std::span<double> of_head) const {

@@ -14,7 +14,7 @@
 namespace spillway {
 
 absl::Status FindReferences(const ScoredKeys& keys, ReferenceLogits page_logits,
-                            ScoreReferences& references) {
+                            std::span<const float> centre_logits, ScoreReferences& references) {
   const int group = keys.spec().group();
   const ReferencePages pages = ReferencePages::Of(keys.begin, keys.end);
   const int64_t count = pages.count;
@@ -37,8 +37,12 @@ absl::Status FindReferences(const ScoredKeys& keys, ReferenceLogits page_logits,
     };
     float max = -std::numeric_limits<float>::infinity();
     for_each_page([&](const float* l, int64_t n) { max = MaxLogit(l, n, max); });
+    for (size_t i = g; i < centre_logits.size(); i += group) max = std::max(max, centre_logits[i]);
     uint64_t mass = 0;
     for_each_page([&](const float* l, int64_t n) { mass += SumScoreMass(l, n, max); });
+    for (size_t i = g; i < centre_logits.size(); i += group) {
+      mass += CentreMass(centre_logits[i], max);
+    }
     references.reference[g] = max;
     references.head_weight[g] = ScoreHeadWeight(mass);
   }
@@ -55,7 +59,7 @@ absl::Status LogitScorer::Prepare() {
         }
         return absl::OkStatus();
       },
-      references_);
+      {}, references_);
 }
 
 absl::Status LogitScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -14,8 +15,9 @@ namespace spillway {
 using ReferenceLogits = absl::FunctionRef<absl::Status(int64_t page, int64_t next, float* logits)>;
 
 // What scores are relative to, from a sample of the keys (host/core/score.h).
+// centre_logits: of all scored pages, [pages][G], or empty.
 absl::Status FindReferences(const ScoredKeys& keys, ReferenceLogits logits,
-                            ScoreReferences& references);
+                            std::span<const float> centre_logits, ScoreReferences& references);
 
 // Scores keys by logits, exact or estimated. A selector says how it has them.
 class LogitScorer : public KeyScorer {

@@ -99,8 +99,10 @@ absl::Status ScorePass::Score(KeyScorer& scorer) {
   workspace_holder_.emplace(std::move(lease));
   workspace_ = &**workspace_holder_;
   std::vector<absl::Status> statuses(block_count_);
-  ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(scorer, b); });
-  for (const absl::Status& status : statuses) RETURN_IF_ERROR(status);
+  do {
+    ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(scorer, b); });
+    for (const absl::Status& status : statuses) RETURN_IF_ERROR(status);
+  } while (scorer.Reweigh());
   histogram_ = SumHistograms(0);
   return absl::OkStatus();
 }

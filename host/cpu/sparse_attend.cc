@@ -1,4 +1,4 @@
-// Selection, two-phase sampling and attention of one query and one KV head.
+// Selection, sampling in phases and attention of one query and one KV head.
 
 #include <algorithm>
 #include <cmath>
@@ -62,8 +62,11 @@ class SparseAttend {
   template <typename Judge>
   absl::Status Draw(const TailSampler& sampler, Judge judge);
   // Turns the sums so far into what the bound asks for of each stratum, the
-  // group's maximum, within what row_count_max leaves.
-  void SetBudgets();
+  // maximum over `heads`, within what row_count_max leaves.
+  void SetBudgets(std::span<const int> heads);
+  // What the sums so far say of every head.
+  void EstimateHeads();
+  HeadCertificate Certified(int head) const;
   // Adds what a method's tail takes to the exact rows' sums.
   absl::Status AddTailOf(const CpuMethod& method);
   HeadEstimate Estimate(int head) const;
@@ -92,7 +95,7 @@ class SparseAttend {
   std::vector<std::vector<uint32_t>> sampled_;  // per stratum
   GroupSums exact_;                             // sink, heavy, window
   std::vector<GroupSums> tail_;                 // per stratum
-  std::vector<RowSums> exact_alone_;            // [G] before a method's tail
+  std::vector<HeadEstimate> estimates_;         // [G]
 };
 
 ValueTerms SparseAttend::TermsOfValues() const {
@@ -157,8 +160,18 @@ absl::Status SparseAttend::SampleTail() {
                                             c_.spec().ResidentSample(policy_.seed)));
   RETURN_IF_ERROR(Draw(sampler, JudgePilot));
   if (draw_.given_up) return absl::OkStatus();
-  SetBudgets();
-  return Draw(sampler, JudgeSample);
+  std::vector<int> heads(group_);
+  std::iota(heads.begin(), heads.end(), 0);
+  EstimateHeads();
+  SetBudgets(heads);
+  RETURN_IF_ERROR(Draw(sampler, JudgeSample));
+  EstimateHeads();
+  std::erase_if(heads, [&](int g) { return !WantsMoreRows(terms_, draw_.limited, Certified(g)); });
+  if (heads.empty()) return absl::OkStatus();
+  SetBudgets(heads);
+  RETURN_IF_ERROR(Draw(sampler, JudgeSample));
+  EstimateHeads();
+  return absl::OkStatus();
 }
 
 template <typename Judge>
@@ -192,12 +205,23 @@ HeadEstimate SparseAttend::Estimate(int head) const {
   return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata, values_.signs);
 }
 
-void SparseAttend::SetBudgets() {
+void SparseAttend::EstimateHeads() {
+  estimates_.clear();
+  for (int g = 0; g < group_; ++g) estimates_.push_back(Estimate(g));
+}
+
+HeadCertificate SparseAttend::Certified(int head) const {
+  const bool ranks_hold =
+      heavy_set_.strays_fit && values_can_be_sampled_ && RanksHold(rank_variance_[head]);
+  return Certify(terms_, draw_.limited, ranks_hold, DrawnCount(), tail_count_, estimates_[head]);
+}
+
+void SparseAttend::SetBudgets(std::span<const int> heads) {
   const int strata = strata_.size();
   std::vector<int64_t> budgets(strata, 0), of_head(strata);
   std::vector<NeymanStratum> asked(strata);
-  for (int g = 0; g < group_; ++g) {
-    const HeadEstimate estimate = Estimate(g);
+  for (const int g : heads) {
+    const HeadEstimate& estimate = estimates_[g];
     for (int h = 0; h < strata; ++h) {
       asked[h] = BudgetStratum(terms_, strata_.counts[h], draw_.drawn[h], estimate.spreads[h]);
     }
@@ -220,9 +244,14 @@ absl::Status SparseAttend::AddTailOf(const CpuMethod& method) {
   const std::unique_ptr<MethodTail> tail = method.make_tail(keys_, scores_);
   GroupSums sums(group_, c_.spec().head_dim, /*moments=*/false);
   RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, tail->tokens(), sums, tail.get()));
-  exact_alone_ = exact_.sums;
+  const std::vector<RowSums> exact_alone = exact_.sums;
   exact_.Merge(sums);
   sampled_.push_back(tail->tokens());
+  EstimateHeads();
+  for (int g = 0; g < group_; ++g) {
+    HeadEstimate& e = estimates_[g];
+    e.exact_denominator = exact_alone[g].sum * std::exp(double{exact_alone[g].max} - e.max);
+  }
   return absl::OkStatus();
 }
 
@@ -239,20 +268,14 @@ void SparseAttend::WriteOutput() {
   result.touched_row_counts[query_ * c_.spec().kv_head_count + kv_head_] = n_ - tail_count_ + drawn;
   for (int g = 0; g < group_; ++g) {
     const int64_t at = query_ * c_.spec().query_head_count + kv_head_ * group_ + g;
-    HeadEstimate e = Estimate(g);
-    if (!exact_alone_.empty()) {
-      e.exact_denominator = exact_alone_[g].sum * std::exp(double{exact_alone_[g].max} - e.max);
-    }
+    const HeadEstimate& e = estimates_[g];
     if (!c_.attend->select_only) {
       for (int i = 0; i < d; ++i) {
         result.out[at * d + i] = static_cast<float>(e.numerator[i] / e.denominator * values_.unit);
       }
       result.lse[at] = static_cast<float>(e.max + std::log(e.denominator));
     }
-    const bool ranks_hold =
-        heavy_set_.strays_fit && values_can_be_sampled_ && RanksHold(rank_variance_[g]);
-    const HeadCertificate certificate =
-        Certify(terms_, draw_.limited, ranks_hold, drawn, tail_count_, e);
+    const HeadCertificate certificate = Certified(g);
     result.certificates[at] = {.visible_token_count = n_,
                                .heavy_token_count = static_cast<int64_t>(heavy_.size()),
                                .sampled_token_count = drawn,
@@ -288,6 +311,7 @@ absl::Status SparseAttend::Run() {
   } else if (const CpuMethod* method = FindCpuMethod(terms_.tail); method != nullptr) {
     RETURN_IF_ERROR(AddTailOf(*method));
   }
+  if (estimates_.empty()) EstimateHeads();
   WriteOutput();
   if (c_.attend->select_only) WriteSelection();
   return absl::OkStatus();
