@@ -93,6 +93,19 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
   std::vector<bool> LeftOut(Selector selector) const {
     return selector == Selector::kAsymmetric ? index().strays : std::vector<bool>();
   }
+  // Logits of the centres of all pages, [G][pages], of a selector that has them.
+  std::vector<std::vector<double>> CentreLogits(Selector selector) const {
+    std::vector<std::vector<double>> logits;
+    for (int g = 0; g < spec_.group() && selector == Selector::kAsymmetric; ++g) {
+      logits.emplace_back();
+      for (int64_t t = 0; t < index().closed_token_count(); t += kPageTokenCount) {
+        logits[g].push_back(
+            spec_.softmax_scale *
+            reference::Dot(QueryOf(kv_head_ * spec_.group() + g), index().CentreOf(t)));
+      }
+    }
+    return logits;
+  }
   std::vector<double> QueryOf(int g) const { return reference::Query(spec_, q_, 0, g); }
 
   std::set<int64_t> DeviceSet() {
@@ -159,9 +172,12 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
       policy_.heavy_floor = floor;
       policy_.heavy_ceiling = ceiling;
       std::set<int64_t> wanted;
-      for (const std::vector<double>& l : logits) {
+      const std::vector<std::vector<double>> centres = CentreLogits(policy_.selector);
+      for (size_t g = 0; g < logits.size(); ++g) {
         std::vector<int> bins;
-        for (double s : reference::HeadScores(l, begin(), end(), LeftOut(policy_.selector))) {
+        for (double s : reference::HeadScores(
+                 logits[g], begin(), end(), LeftOut(policy_.selector),
+                 centres.empty() ? std::span<const double>() : std::span(centres[g]))) {
           bins.push_back(reference::ScoreBin(s));
         }
         // Strays, and what was not found, count as nothing.
@@ -189,7 +205,8 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
   std::vector<reference::BinRange> GroupBins(Selector selector,
                                              const std::vector<std::vector<double>>& logits) const {
     std::vector<reference::BinRange> bins;
-    for (double s : reference::GroupScores(logits, begin(), end(), LeftOut(selector))) {
+    for (double s : reference::GroupScores(logits, begin(), end(), LeftOut(selector),
+                                           CentreLogits(selector))) {
       bins.push_back(reference::RangeOf(s, kScoreTolerance));
       const int64_t token = begin() + static_cast<int64_t>(bins.size()) - 1;
       if (Weighs(selector)) bins.back() = index().Weigh(bins.back(), token);

@@ -62,6 +62,7 @@ struct Case {
   Policy policy;
   std::vector<TailPolicy> tails = {};
   bool audited = false;
+  float even_heads = 1;  // what queries of query heads 0, 2, ... are multiplied by
 };
 
 void Count(Policy& policy, int64_t heavy_count) {
@@ -127,6 +128,16 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
       p.bound = bound;
       p.epsilon = 0.2;
     });
+  }
+  add("a third draw", first, [](Policy& p) {
+    p.epsilon = 0.02, p.delta = 0.05, p.inflation = 1;
+    Count(p, 64);
+  });
+  // Heads of sharp attention, whose peaks no sample of the pages finds.
+  add("sharp heads", first, [](Policy&) {}).even_heads = 12;
+  if (first != Selector::kHamming) {
+    add("sharp heads, mass", first, [](Policy& p) { p.heavy_kind = HeavyKind::kMass; }).even_heads =
+        12;
   }
   // Rows that row_count_max leaves: none beyond the least, too few for strata,
   // enough for a pilot but not for the budget.
@@ -196,8 +207,13 @@ class SelectionHash : public ::testing::TestWithParam<DeviceFactory> {
     ASSERT_TRUE(sequence.Append(context, 0, n, 2500).ok());
     for (const Case& c : cases) {
       const std::string name = model_name + ": " + c.name;
+      std::vector<float> queries = q;
+      for (size_t i = 0; i < queries.size(); ++i) {
+        const size_t head = i / spec.head_dim % spec.query_head_count;
+        if (head % 2 == 0) queries[i] *= c.even_heads;
+      }
       const auto run = [&](bool select_only) {
-        JobItem item = sequence.AttendItem(c.policy, q, select_only, {n - 301, n});
+        JobItem item = sequence.AttendItem(c.policy, queries, select_only, {n - 301, n});
         item.attend->tails = c.tails;
         item.attend->audited = c.audited;
         return sequence.RunOne(std::move(item));

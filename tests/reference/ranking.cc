@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <numeric>
 
 namespace spillway::reference {
@@ -21,31 +22,63 @@ bool InSample(int64_t t, int64_t begin, int64_t end, const std::vector<bool>& le
   return (t / 128 - begin / 128) % step == 0;
 }
 
-}  // namespace
-
-std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end,
-                               const std::vector<bool>& left_out) {
+// M of scores.
+double LargestOf(std::span<const double> logits, int64_t begin, int64_t end,
+                 const std::vector<bool>& left_out, std::span<const double> centres) {
   double max = -std::numeric_limits<double>::infinity();
   for (int64_t t = begin; t < end; ++t) {
     if (InSample(t, begin, end, left_out)) max = std::max(max, logits[t]);
   }
+  for (int64_t page = begin / 128; !centres.empty() && page * 128 < end; ++page) {
+    max = std::max(max, centres[page]);
+  }
+  return max;
+}
+
+}  // namespace
+
+std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end,
+                               const std::vector<bool>& left_out, std::span<const double> centres) {
+  const double max = LargestOf(logits, begin, end, left_out, centres);
   std::vector<double> scores;
   for (int64_t t = begin; t < end; ++t) {
-    scores.push_back(std::exp(std::min(logits[t] - max, 20.0)));
+    scores.push_back(std::exp2(std::clamp((logits[t] - max) / std::numbers::ln2, -90.0, 80.0)));
   }
   return scores;
 }
 
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
-                                int64_t end, const std::vector<bool>& left_out) {
-  std::vector<double> group(end - begin, 0.0);
-  for (const std::vector<double>& head : logits) {
-    const std::vector<double> scores = HeadScores(head, begin, end, left_out);
-    double mass = 0;
+                                int64_t end, const std::vector<bool>& left_out,
+                                std::span<const std::vector<double>> centres) {
+  std::vector<std::vector<double>> heads;
+  std::vector<double> of_sample, of_all;
+  for (size_t h = 0; h < logits.size(); ++h) {
+    const std::span<const double> of_pages =
+        centres.empty() ? std::span<const double>() : centres[h];
+    heads.push_back(HeadScores(logits[h], begin, end, left_out, of_pages));
+    double sample = 0, all = 0;
     for (int64_t t = begin; t < end; ++t) {
-      if (InSample(t, begin, end, left_out)) mass += scores[t - begin];
+      if (InSample(t, begin, end, left_out)) sample += heads[h][t - begin];
+      if (left_out.empty() || !left_out[t]) all += heads[h][t - begin];
     }
-    for (size_t i = 0; i < group.size(); ++i) group[i] += scores[i] / mass;
+    const double max = LargestOf(logits[h], begin, end, left_out, of_pages);
+    for (int64_t page = begin / 128; !of_pages.empty() && page * 128 < end; ++page) {
+      sample += 2 * std::exp(of_pages[page] - max);
+    }
+    of_sample.push_back(sample);
+    of_all.push_back(all);
+  }
+  double least = of_all[0] / of_sample[0], most = least;
+  for (size_t h = 0; h < heads.size(); ++h) {
+    least = std::min(least, of_all[h] / of_sample[h]);
+    most = std::max(most, of_all[h] / of_sample[h]);
+  }
+  const bool weighs_anew = !centres.empty() && most > 64 * least;
+  std::vector<double> group(end - begin, 0.0);
+  for (size_t h = 0; h < heads.size(); ++h) {
+    for (size_t i = 0; i < group.size(); ++i) {
+      group[i] += heads[h][i] / (weighs_anew ? of_all[h] : of_sample[h]);
+    }
   }
   return group;
 }

@@ -9,15 +9,22 @@ namespace spillway::reference {
 // Bits 30..19 of a non-negative fp32 score.
 int ScoreBin(double score);
 
-// exp(min(l - M, 20)) of one query head's logits, by token, from `begin` to the
-// end; M is the largest logit of a sample: every s-th page of 128 tokens,
-// counted from the page of `begin`, s a sixteenth of the pages, rounded down,
-// in [1, 64]. Tokens that are left out are no part of the sample; empty: none.
+// 2^((l - M) log2(e)), the exponent cut to [-90, 80], of one query head's logits, by token, from
+// `begin` to the end; M is the largest logit of a sample: every s-th page of 128 tokens, counted
+// from the page of `begin`, s a sixteenth of the pages, rounded down, in [1, 64]. Tokens that are
+// left out are no part of the sample; empty: none. centres: logits of the centres of all pages,
+// from token 0 on, which belong to the sample, those of pages with tokens from begin to the end;
+// empty: none.
 std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, int64_t end,
-                               const std::vector<bool>& left_out = {});
-// The group's: the sum over its heads, each divided by its sum over the sample.
+                               const std::vector<bool>& left_out = {},
+                               std::span<const double> centres = {});
+// The group's: the sum over its heads, each divided by its sum over the sample,
+// centres counted twice. With centres: where the sums over all tokens that are not
+// left out, divided likewise, lie a factor above 64 apart, each is divided by its
+// own such sum instead.
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
-                                int64_t end, const std::vector<bool>& left_out = {});
+                                int64_t end, const std::vector<bool>& left_out = {},
+                                std::span<const std::vector<double>> centres = {});
 
 // The bins that a score may have: one where it is known exactly, a range where
 // fp32 may fall either way.

@@ -21,7 +21,7 @@ TEST(ScoreExp2, ClampsAtBothEnds) {
   EXPECT_EQ(ScoreExp2(1e30f), ScoreExp2(kScoreMax));
   EXPECT_EQ(ScoreExp2(HUGE_VALF), ScoreExp2(kScoreMax));
   EXPECT_EQ(ScoreExp2(-HUGE_VALF), ScoreExp2(kScoreMin));
-  EXPECT_NEAR(ScoreExp2(kScoreMax) / std::exp(20.0), 1, 1e-4);
+  EXPECT_NEAR(ScoreExp2(kScoreMax) / std::exp2(80.0), 1, 1e-4);
   EXPECT_GT(ScoreExp2(kScoreMin), 0);
 }
 

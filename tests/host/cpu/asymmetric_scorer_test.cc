@@ -21,14 +21,16 @@ using reference::BinRange;
 using reference::Context;
 
 constexpr int kGroup = 3;
-constexpr int64_t kTokens = 3100;
-constexpr int64_t kBegin = 50, kEnd = 2900;  // neither at a page's border
+constexpr int64_t kTokens = 4700;            // 36 pages, of which every second is in the sample
+constexpr int64_t kBegin = 50, kEnd = 4500;  // neither at a page's border
 constexpr int kStrayKeys[] = {200, 1500, 2817};
 constexpr int kStrayValue = 2000;
+constexpr int kPeak = 5 * 128 + 60;  // in a page beside the sample
 
 class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dimension
  protected:
-  AsymmetricScores()
+  // peaked: nearly all of the first head's weight is on one key.
+  explicit AsymmetricScores(bool peaked = false)
       : spec_(RotationSpec(1, kGroup, 64, DType::kF32, GetParam())),
         world_(spec_),
         context_(reference::TraceContext(spec_, kTokens, 63)),
@@ -42,6 +44,10 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
       }
     }
     for (int i = 0; i < 64; ++i) context_.v[kStrayValue * 64 + i] *= 1e6f;
+    for (int i = 0; i < 64 && peaked; ++i) {
+      context_.k[kPeak * 64 + i] = 4.5f * q_[i];
+      q_[i] *= 12;
+    }
     layer_.Append(context_, 0, kTokens);
     kv_ = context_.Head(0);
     index_ = reference::PageIndex::Of(kv_);
@@ -54,6 +60,10 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
       const std::vector<double> q = reference::Query(spec_, q_, 0, g);
       queries_.push_back(reference::QuantiseQuery(q, rotation));
       logits_.emplace_back();
+      centres_.emplace_back();
+      for (int64_t t = 0; t < index_.closed_token_count(); t += 128) {
+        centres_[g].push_back(spec_.softmax_scale * reference::Dot(q, index_.CentreOf(t)));
+      }
       for (int64_t t = 0; t < index_.closed_token_count(); ++t) {
         logits_[g].push_back(
             reference::AsymmetricLogit(codes_[t], queries_[g], GetParam(), spec_.softmax_scale) +
@@ -77,6 +87,8 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
     return codes_[token].border_distance > 1e-5 && codes_[token].factor_margin > 1e-5;
   }
 
+  void ExpectBins(const AsymmetricScorer& scorer);
+
   const ModelSpec spec_;
   CpuWorld world_;
   Context context_;
@@ -86,19 +98,16 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
   reference::PageIndex index_;
   std::vector<reference::RotationCode> codes_;
   std::vector<reference::QuantisedQuery> queries_;
-  std::vector<std::vector<double>> logits_;  // [G][closed tokens]
+  std::vector<std::vector<double>> logits_;   // [G][closed tokens]
+  std::vector<std::vector<double>> centres_;  // [G][closed pages] of the centres
   AttendQuery attend_;
   AttendContext attend_context_;
   GroupQueries group_;
   ScoredKeys keys_;
 };
 
-TEST_P(AsymmetricScores, BinsAreOfSharesThatStraysHaveNoPartIn) {
-  ASSERT_GT(index_.margin, 1e-5);
-  for (const int t : kStrayKeys) ASSERT_TRUE(index_.strays[t]);
-  ASSERT_TRUE(index_.strays[kStrayValue]);
-  AsymmetricScorer scorer(keys_);
-  ASSERT_TRUE(scorer.Prepare().ok());
+// All bins and those of each head against the reference.
+void AsymmetricScores::ExpectBins(const AsymmetricScorer& scorer) {
   std::vector<uint16_t> bins(kTokens + 128);
   std::vector<std::vector<uint16_t>> heads(kGroup, std::vector<uint16_t>(kTokens + 128));
   for (int64_t page = kBegin / 128; page * 128 < kEnd; ++page) {
@@ -106,7 +115,8 @@ TEST_P(AsymmetricScores, BinsAreOfSharesThatStraysHaveNoPartIn) {
     for (int g = 0; g < kGroup; ++g) of_heads[g] = heads[g].data() + page * 128;
     ASSERT_TRUE(scorer.Bins(page, 0, 8, bins.data() + page * 128, of_heads).ok());
   }
-  const std::vector<double> scores = reference::GroupScores(logits_, kBegin, kEnd, index_.strays);
+  const std::vector<double> scores =
+      reference::GroupScores(logits_, kBegin, kEnd, index_.strays, centres_);
   int64_t compared = 0;
   for (int64_t t = kBegin; t < kEnd; ++t) {
     if (index_.strays[t] || !Certain(t)) continue;
@@ -118,7 +128,7 @@ TEST_P(AsymmetricScores, BinsAreOfSharesThatStraysHaveNoPartIn) {
   EXPECT_GT(compared, (kEnd - kBegin) * 9 / 10);
   for (int g = 0; g < kGroup; ++g) {
     const std::vector<double> of_head =
-        reference::HeadScores(logits_[g], kBegin, kEnd, index_.strays);
+        reference::HeadScores(logits_[g], kBegin, kEnd, index_.strays, centres_[g]);
     for (int64_t t = kBegin; t < kEnd; ++t) {
       if (index_.strays[t] || !Certain(t)) continue;
       const BinRange wanted = reference::RangeOf(of_head[t - kBegin], 1e-4);
@@ -126,6 +136,35 @@ TEST_P(AsymmetricScores, BinsAreOfSharesThatStraysHaveNoPartIn) {
       ASSERT_LE(heads[g][t], wanted.high) << g << " " << t;
     }
   }
+}
+
+TEST_P(AsymmetricScores, BinsAreOfSharesThatStraysHaveNoPartIn) {
+  ASSERT_GT(index_.margin, 1e-5);
+  for (const int t : kStrayKeys) ASSERT_TRUE(index_.strays[t]);
+  ASSERT_TRUE(index_.strays[kStrayValue]);
+  AsymmetricScorer scorer(keys_);
+  ASSERT_TRUE(scorer.Prepare().ok());
+  ExpectBins(scorer);
+  EXPECT_FALSE(scorer.Reweigh());
+}
+
+class PeakedScores : public AsymmetricScores {
+ protected:
+  PeakedScores() : AsymmetricScores(/*peaked=*/true) {}
+};
+
+// By the sample alone the first head's tokens would pass over all others.
+TEST_P(PeakedScores, HeadsAreWeightedAnewByTheirSums) {
+  ASSERT_FALSE(index_.strays[kPeak]);
+  AsymmetricScorer scorer(keys_);
+  ASSERT_TRUE(scorer.Prepare().ok());
+  for (int64_t page = kBegin / 128; page * 128 < kEnd; ++page) {
+    uint16_t bins[128];
+    ASSERT_TRUE(scorer.Bins(page, 0, 8, bins, nullptr).ok());
+  }
+  ASSERT_TRUE(scorer.Reweigh()) << "choose another peak";
+  ExpectBins(scorer);
+  EXPECT_FALSE(scorer.Reweigh());
 }
 
 TEST_P(AsymmetricScores, RankVariancesAreOfScoredTokensWithoutStrays) {
@@ -154,6 +193,8 @@ TEST_P(AsymmetricScores, RankVariancesAreOfScoredTokensWithoutStrays) {
   }
 }
 
+INSTANTIATE_TEST_SUITE_P(Bits, PeakedScores, ::testing::Values(2, 3),
+                         [](const auto& info) { return "b" + std::to_string(info.param); });
 INSTANTIATE_TEST_SUITE_P(Bits, AsymmetricScores, ::testing::Values(1, 2, 3, 4),
                          [](const auto& info) { return "b" + std::to_string(info.param); });
 
