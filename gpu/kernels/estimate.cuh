@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   if (threadIdx.x == 0) {
     wants = s.error_token == kNoToken && WantsMoreRows(u.terms, s.limited != 0, certificate);
     if (wants) atomicAdd(&s.heads_wanting, 1);
+    u.terms.inflation *= kMoreInflation;
   }
   __syncthreads();
   if (wants) {

@@ -179,7 +179,10 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
 }
 
 // Whether a third draw may let the head promise: its error came out above what
-// the second draw was to keep it within, and nothing else speaks against it.
+// the second draw was to keep it within, and nothing else speaks against it. The
+// deviations that its budget goes by count more than the policy says by this
+// factor, for they were underestimated once.
+inline constexpr double kMoreInflation = 1.25;
 SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
                                                const HeadCertificate& certificate) {
   return terms.may_promise && !limited && certificate.promise == Promise::kNone &&

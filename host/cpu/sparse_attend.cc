@@ -63,7 +63,7 @@ class SparseAttend {
   absl::Status Draw(const TailSampler& sampler, Judge judge);
   // Turns the sums so far into what the bound asks for of each stratum, the
   // maximum over `heads`, within what row_count_max leaves.
-  void SetBudgets(std::span<const int> heads);
+  void SetBudgets(std::span<const int> heads, const TailTerms& terms);
   // What the sums so far say of every head.
   void EstimateHeads();
   HeadCertificate Certified(int head) const;
@@ -163,12 +163,14 @@ absl::Status SparseAttend::SampleTail() {
   std::vector<int> heads(group_);
   std::iota(heads.begin(), heads.end(), 0);
   EstimateHeads();
-  SetBudgets(heads);
+  SetBudgets(heads, terms_);
   RETURN_IF_ERROR(Draw(sampler, JudgeSample));
   EstimateHeads();
   std::erase_if(heads, [&](int g) { return !WantsMoreRows(terms_, draw_.limited, Certified(g)); });
   if (heads.empty()) return absl::OkStatus();
-  SetBudgets(heads);
+  TailTerms more = terms_;
+  more.inflation *= kMoreInflation;
+  SetBudgets(heads, more);
   RETURN_IF_ERROR(Draw(sampler, JudgeSample));
   EstimateHeads();
   return absl::OkStatus();
@@ -216,16 +218,16 @@ HeadCertificate SparseAttend::Certified(int head) const {
   return Certify(terms_, draw_.limited, ranks_hold, DrawnCount(), tail_count_, estimates_[head]);
 }
 
-void SparseAttend::SetBudgets(std::span<const int> heads) {
+void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms) {
   const int strata = strata_.size();
   std::vector<int64_t> budgets(strata, 0), of_head(strata);
   std::vector<NeymanStratum> asked(strata);
   for (const int g : heads) {
     const HeadEstimate& estimate = estimates_[g];
     for (int h = 0; h < strata; ++h) {
-      asked[h] = BudgetStratum(terms_, strata_.counts[h], draw_.drawn[h], estimate.spreads[h]);
+      asked[h] = BudgetStratum(terms, strata_.counts[h], draw_.drawn[h], estimate.spreads[h]);
     }
-    HeadBudgets(terms_, estimate, estimate.spreads[0], asked, of_head);
+    HeadBudgets(terms, estimate, estimate.spreads[0], asked, of_head);
     for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
   }
   const int64_t total = std::accumulate(budgets.begin(), budgets.end(), int64_t{0});

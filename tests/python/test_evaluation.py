@@ -253,6 +253,7 @@ def test_outcomes_of_layers_and_stretches_join() -> None:
             layer_errors=np.zeros((layers, queries), np.float32),
             rows=np.zeros((layers, queries, 2), np.int32),
             certified=np.zeros((layers, queries, 4), np.float32),
+            none=np.zeros((layers, queries, 4), bool),
             visible=np.arange(queries),
         )
 
@@ -272,6 +273,7 @@ def curve_point(rows: int, error: float) -> Outcome:
         layer_errors=errors[..., 0].astype(np.float32),
         rows=np.full((1, 50, 1), rows, np.int32),
         certified=errors.astype(np.float32),
+        none=np.zeros(errors.shape, bool),
         visible=np.full(50, 1000),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from spillway.policy import Policy
+from spillway.results import Certificate
 from spillway.sequence import Sequence as DaemonSequence
 
 from spillway_lab.evaluation.indexing import DEFAULT_INDEX, Index, check_policy, policy_told
@@ -47,6 +48,7 @@ class Outcome:
         layer_errors: The same of all heads' outputs together, [L, Q].
         rows: Rows touched by each KV head, [L, Q, H_kv].
         certified: The certificates' errors, [L, Q, H_q].
+        none: Whether a certificate says NONE, [L, Q, H_q].
         visible: Visible tokens, [Q].
     """
 
@@ -54,6 +56,7 @@ class Outcome:
     layer_errors: Floats
     rows: npt.NDArray[np.int32]
     certified: Floats
+    none: npt.NDArray[np.bool_]
     visible: npt.NDArray[np.int64]
 
     @classmethod
@@ -197,8 +200,8 @@ class _Block:
 
     def _answers(
         self, sequence: DaemonSequence, policy: Policy, layer: int
-    ) -> Iterator[tuple[Floats, npt.NDArray[np.int64], Floats]]:
-        """Outputs, rows and certified errors of one layer, some queries at a time."""
+    ) -> Iterator[tuple[Floats, npt.NDArray[np.int64], Certificate]]:
+        """Outputs, rows and certificates of one layer, some queries at a time."""
         queries = self.recording.queries(layer)[self._queries].numpy()
         limit = self.bench.client.server_info.limits.sparse_query_token_count_max
         for first in range(0, len(queries), limit):
@@ -206,10 +209,10 @@ class _Block:
             result = sequence.attend(
                 layer, queries[some], policy, self.visible[some], out_dtype="float32"
             )
-            yield result.out, result.touched_row_counts, result.certificate.relative_errors
+            yield result.out, result.touched_row_counts, result.certificate
 
     def _attend(self, sequence: DaemonSequence, policy: Policy, exact: Floats) -> Outcome:
-        errors, layer_errors, rows, certified = [], [], [], []
+        errors, layer_errors, rows, certified, none = [], [], [], [], []
         for layer, truth in zip(self.layers, exact, strict=True):
             answers = list(self._answers(sequence, policy, layer))
             off = np.concatenate([out for out, _, _ in answers]) - truth
@@ -217,12 +220,14 @@ class _Block:
             whole = np.maximum(_norm(truth, (1, 2)), 1e-30)
             layer_errors.append(_norm(off, (1, 2)) / whole)
             rows.append(np.concatenate([counts for _, counts, _ in answers]))
-            certified.append(np.concatenate([sure for _, _, sure in answers]))
+            certified.append(np.concatenate([sure.relative_errors for _, _, sure in answers]))
+            none.append(np.concatenate([sure.promises == "none" for _, _, sure in answers]))
         return Outcome(
             errors=np.stack(errors).astype(np.float32),
             layer_errors=np.stack(layer_errors).astype(np.float32),
             rows=np.stack(rows).astype(np.int32),
             certified=np.stack(certified).astype(np.float32),
+            none=np.stack(none),
             visible=np.array(self.visible, np.int64),
         )
 

@@ -122,6 +122,7 @@ def _cell(of_seeds: Sequence[Outcome], epsilon: float, delta: float) -> dict[str
         "verdict": "kept" if high <= delta else "broken" if low > delta else "open",
         **violated,
         "rows": summary.rows(outcome),
+        "none_share": outcome.none.mean(),
         "certified_median": np.median(outcome.certified),
     }
 

@@ -187,10 +187,12 @@ def _guarantee(told: Told) -> list[str]:
                     f"{percent(cell['share'])} ({span(cell['interval'])})",
                     cell["verdict"],
                     f"{percent(worst['share'])} ({worst['layer']}, {worst['head']})",
+                    # Files of before it was told have none.
+                    percent(cell["none_share"]) if "none_share" in cell else "-",
                     f"{cell['rows']['mean']:,.0f}",
                 )
             )
-    header = "tail|epsilon|delta|beyond epsilon|promise|worst (layer, head)|rows"
+    header = "tail|epsilon|delta|beyond epsilon|promise|worst (layer, head)|NONE|rows"
     return [
         "The share of outputs whose error is beyond epsilon, against the delta that was promised; "
         "the audit is off. The promise is per head and attend, so the worst (layer, head) counts "
