@@ -36,9 +36,12 @@ AsymmetricScorer::AsymmetricScorer(const ScoredKeys& keys)
     : keys_(keys),
       first_page_(keys.begin / kPageTokenCount),
       page_count_((keys.end - 1) / kPageTokenCount - first_page_ + 1),
+      pages_(page_count_ + 1),
       error_scale_(keys.spec().group()),
       centre_logits_(page_count_ * keys.spec().group()),
-      page_sums_(page_count_ * keys.spec().group(), {0, 0}) {}
+      page_sums_(page_count_ * keys.spec().group(), {0, 0}) {
+  for (int64_t i = 0; i < page_count_; ++i) pages_[i] = keys.IndexPage(first_page_ + i);
+}
 
 void AsymmetricScorer::PrepareHead(int g) {
   const ModelSpec& spec = keys_.spec();
@@ -79,11 +82,11 @@ void AsymmetricScorer::FindCentreLogits() {
     const int64_t end = std::min(page_count_, (task + 1) * kPagesPerTask);
     for (int64_t i = task * kPagesPerTask; i < end; ++i) {
       if (i + kAhead < end) {
-        PrefetchRow(keys_.IndexPage(first_page_ + i + kAhead) + offset, centre_bytes);
+        PrefetchRow(pages_[i + kAhead] + offset, centre_bytes);
       }
-      CentreLogits(
-          keys_.queries->raw(), spec.group(), spec.head_dim, static_cast<float>(spec.softmax_scale),
-          keys_.IndexPage(first_page_ + i) + offset, centre_logits_.data() + i * spec.group());
+      CentreLogits(keys_.queries->raw(), spec.group(), spec.head_dim,
+                   static_cast<float>(spec.softmax_scale), pages_[i] + offset,
+                   centre_logits_.data() + i * spec.group());
     }
   });
 }
@@ -114,7 +117,8 @@ absl::Status AsymmetricScorer::Prepare() {
 }
 
 void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
-  const uint8_t* norms = keys_.Norms(page);
+  const auto* norms = reinterpret_cast<const uint8_t*>(pages_[page - first_page_]) +
+                      query_.layout.norm_offset_bytes();
   const int64_t first = page * kPageTokenCount;
   if (first >= keys_.begin && first + kPageTokenCount <= keys_.end &&
       std::memchr(norms, kStrayNorm, kPageTokenCount) == nullptr) {
@@ -130,14 +134,14 @@ void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
 absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                                     uint16_t* const* head_bins) const {
   // The kernel asks for the next page's codes and factors, not for what is behind.
-  const std::byte* next = keys_.IndexPage(page + 1);
+  const std::byte* const own = pages_[page - first_page_];
+  const std::byte* const next = pages_[page - first_page_ + 1];
   const int64_t behind = query_.layout.norm_offset_bytes();
   if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
   PageMask mask;
   MaskPage(page, mask);
-  AsymmetricBins(query_, {keys_.IndexPage(page), next}, PageCentreLogits(page), mask, tile_begin,
-                 tile_end, bins, head_bins,
-                 page_sums_.data() + (page - first_page_) * query_.row_count);
+  AsymmetricBins(query_, {own, next}, PageCentreLogits(page), mask, tile_begin, tile_end, bins,
+                 head_bins, page_sums_.data() + (page - first_page_) * query_.row_count);
   return absl::OkStatus();
 }
 

@@ -38,6 +38,7 @@ class AsymmetricScorer final : public KeyScorer {
   const ScoredKeys keys_;
   const int64_t first_page_;
   const int64_t page_count_;
+  std::vector<const std::byte*> pages_;  // from first_page_ on, and a null behind
   std::vector<int8_t> weights_;
   ScoreQuery query_;
   std::vector<double> error_scale_;  // [G] RankErrorScale()

@@ -60,7 +60,7 @@ class SparseAttend {
   absl::Status SampleTail();
   // Draws between the thresholds until `judge` takes the draw, and folds it.
   template <typename Judge>
-  absl::Status Draw(const TailSampler& sampler, Judge judge);
+  absl::Status Draw(TailSampler& sampler, Judge judge);
   // Turns the sums so far into what the bound asks for of each stratum, the
   // maximum over `heads`, within what row_count_max leaves.
   void SetBudgets(std::span<const int> heads, const TailTerms& terms);
@@ -155,9 +155,9 @@ absl::Status SparseAttend::SampleTail() {
     draw_.drawn_threshold[h] = 0;
     draw_.threshold[h] = SampleThreshold(draw_.wanted[h], count);
   }
-  const TailSampler sampler(scores_, strata_,
-                            MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_,
-                                            c_.spec().ResidentSample(policy_.seed)));
+  TailSampler sampler(scores_, strata_,
+                      MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_,
+                                      c_.spec().ResidentSample(policy_.seed)));
   RETURN_IF_ERROR(Draw(sampler, JudgePilot));
   if (draw_.given_up) return absl::OkStatus();
   std::vector<int> heads(group_);
@@ -177,7 +177,7 @@ absl::Status SparseAttend::SampleTail() {
 }
 
 template <typename Judge>
-absl::Status SparseAttend::Draw(const TailSampler& sampler, Judge judge) {
+absl::Status SparseAttend::Draw(TailSampler& sampler, Judge judge) {
   const size_t strata = strata_.counts.size();
   std::vector<std::vector<uint32_t>> tokens;
   int64_t counts[kTailStrataMax];

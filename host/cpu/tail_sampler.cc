@@ -1,5 +1,6 @@
 #include "host/cpu/tail_sampler.h"
 
+#include <algorithm>
 #include <memory>
 
 #include "host/base/parallel.h"
@@ -7,16 +8,35 @@
 namespace spillway {
 
 std::vector<std::vector<uint32_t>> TailSampler::Draw(std::span<const uint64_t> low,
-                                                     std::span<const uint64_t> high) const {
-  const SampleLimits limits = Limits(low, high);
+                                                     std::span<const uint64_t> high) {
+  // To look at every token costs more than to keep a few too many: what the first
+  // look finds serves the draws that follow the pilot, if they are not much larger.
+  constexpr uint64_t kAhead = 8;
+  constexpr uint64_t kAll = uint64_t{1} << 32;
+  const uint64_t factor = candidates_.empty() ? kAhead : 1;
+  bool beyond = candidates_.empty();
+  for (size_t h = 0; h < high.size(); ++h) beyond |= high[h] > collected_[h];
+  if (beyond) {
+    for (size_t h = 0; h < high.size(); ++h) {
+      collected_[h] = std::max(collected_[h], std::min(kAll, factor * high[h]));
+    }
+    Collect();
+  }
   std::vector<std::vector<uint32_t>> drawn(strata_.size());
-  if (limits.count == 1 && limits.limit[0] == 0) return drawn;
+  for (const std::vector<Candidate>& block : candidates_) {
+    for (const Candidate& c : block) {
+      if (c.place >= low[c.stratum] && c.place < high[c.stratum]) {
+        drawn[c.stratum].push_back(c.token);
+      }
+    }
+  }
+  return drawn;
+}
 
-  struct Drawn {
-    uint32_t token;
-    uint8_t stratum;
-  };
-  std::vector<std::vector<Drawn>> blocks(scores_.block_count());
+void TailSampler::Collect() {
+  const SampleLimits limits = Limits();
+  candidates_.assign(scores_.block_count(), {});
+  if (limits.count == 1 && limits.limit[0] == 0) return;
   ParallelFor(int64_t{0}, scores_.block_count(), [&](int64_t b) {
     const int64_t from = scores_.block_begin(b);
     const int64_t count = scores_.block_end(b) - from;
@@ -28,17 +48,12 @@ std::vector<std::vector<uint32_t>> TailSampler::Draw(std::span<const uint64_t> l
       const uint8_t h = strata_.of_bin[bins[positions[i]]];
       const uint32_t token = static_cast<uint32_t>(from + positions[i]);
       const uint64_t place = SamplePlace(order_, token);
-      if (place >= low[h] && place < high[h]) blocks[b].push_back({token, h});
+      if (place < collected_[h]) candidates_[b].push_back({token, h, place});
     }
   });
-  for (const std::vector<Drawn>& block : blocks) {
-    for (const Drawn& d : block) drawn[d.stratum].push_back(d.token);
-  }
-  return drawn;
 }
 
-SampleLimits TailSampler::Limits(std::span<const uint64_t> low,
-                                 std::span<const uint64_t> high) const {
+SampleLimits TailSampler::Limits() const {
   SampleLimits limits;
   const auto add = [&](size_t bin, uint16_t limit) {
     if (limits.count > 0 && limits.limit[limits.count - 1] == limit) return;
@@ -46,9 +61,7 @@ SampleLimits TailSampler::Limits(std::span<const uint64_t> low,
     limits.limit[limits.count++] = limit;
   };
   // Bins ascend as strata descend.
-  for (int h = strata_.size(); h-- > 0;) {
-    add(strata_.lowest_bin[h], high[h] > low[h] ? PlaceLimit(high[h]) : uint16_t{0});
-  }
+  for (int h = strata_.size(); h-- > 0;) add(strata_.lowest_bin[h], PlaceLimit(collected_[h]));
   // Heavy tokens' bin lies above all.
   add(strata_.of_bin.size(), 0);
   return limits;
