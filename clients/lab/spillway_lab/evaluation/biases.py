@@ -63,7 +63,7 @@ def family(path: Path) -> Family:
 
 
 def _add(layers: Sequence[LayerBiases], theta: float, context: Context, random: Generator) -> None:
-    layer = layers[random.integers(len(layers))]
+    layer = layers[int(random.integers(len(layers)))]
     kv_heads, d = layer.key.shape
     n = len(context.keys)
     if d != context.keys.shape[1]:
