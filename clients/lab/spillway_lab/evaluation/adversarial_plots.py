@@ -16,7 +16,7 @@ COLOURS = {
 }
 MEANINGS = {
     "kept": "kept",
-    "exact": "every output exact",
+    "exact": "exact or NONE",
     "silent": "no promise made",
     "open": "not decided",
     "broken": "broken",
@@ -28,11 +28,16 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
     families = told["found"]["families"]
     delta, epsilon = told["parameters"]["delta"], told["parameters"]["epsilon"]
     broken = sum(family["verdict"] == "broken" for family in families)
-    title = (
-        f"On {broken} of {len(families)} families built against it the promise breaks"
-        if broken
-        else f"The promise holds on all {len(families)} families built against it"
-    )
+    undecided = sum(family["verdict"] == "open" for family in families)
+    if broken:
+        title = f"On {broken} of {len(families)} families built against it the promise breaks"
+    elif undecided:
+        title = (
+            f"The promise holds on {len(families) - undecided} of {len(families)} families built "
+            f"against it; too few outputs to decide on {undecided}"
+        )
+    else:
+        title = f"The promise holds on all {len(families)} families built against it"
     figure = style.make_figure(9.5, 0.28 * len(families) + 1.6, title)
     shares, silence, rows = figure.subplots(
         1, 3, sharey=True, gridspec_kw={"width_ratios": (3, 1, 1)}
@@ -48,7 +53,9 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
     shares.axvline(100 * delta, color=style.BLACK, lw=1, ls="--")
     shares.text(100 * delta, -0.9, f" delta {100 * delta:g} %", fontsize=8, va="center")
     shares.set_yticks(range(len(families)), [family["name"] for family in families], fontsize=8)
-    shares.set(xlim=(-1, 101), ylim=(len(families) - 0.4, -1.4))
+    uppers = [100 * f["interval"][1] for f in families if f["statistical_count"]]
+    right = min(101, 1.1 * max([250 * delta, *uppers]))
+    shares.set(xlim=(-right / 100, right), ylim=(len(families) - 0.4, -1.4))
     shares.set_xlabel(f"STATISTICAL outputs farther off than {epsilon:g}, %", fontsize=9)
     silence.set_xlabel("NONE, %", fontsize=9)
     silence.set_xlim(0, 100)
