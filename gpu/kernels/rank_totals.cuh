@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(kRankPageChains)
   if (!IsLastBlock(shape.group, state.heads_totalled)) return;
   if (chain == 0) {
     const volatile double* sums = state.score_sum;
-    HeadShares shares;
+    HeadShares shares{};
     for (int g = 0; g < shape.group; ++g) shares.Add(ScoreHeadWeight(state.mass[g]), sums[g]);
     far_apart = shares.AreFarApart();
     state.reweighed = far_apart;
     for (int g = 0; g < shape.group && far_apart; ++g) {
-      state.head_weight[g] = HeadWeightOf(sums[g]);
+      state.head_weight[g] = shares.WeightOf(sums[g]);
     }
   }
   __syncthreads();

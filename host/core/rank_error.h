@@ -63,10 +63,12 @@ SPILLWAY_HOST_DEVICE inline double RankVariance(double scale, const RankSums<dou
 // w_h times its sum, is far from another's, one head's tokens pass over the
 // other's best. Made with {}.
 struct HeadShares {
-  double least = 0;
-  double most = 0;
-  bool known = false;
-  bool unusable = false;
+  static constexpr double kFarApart = 64;
+
+  bool known;
+  bool unusable;  // a share is no positive number
+  double least, most;
+  double least_sum;
 
   SPILLWAY_HOST_DEVICE void Add(float head_weight, double sum) {
     const double share = static_cast<double>(head_weight) * sum;
@@ -76,15 +78,18 @@ struct HeadShares {
     }
     least = known && least < share ? least : share;
     most = known && most > share ? most : share;
+    least_sum = known && least_sum < sum ? least_sum : sum;
     known = true;
   }
   SPILLWAY_HOST_DEVICE bool AreFarApart() const {
-    return known && !unusable && most > kSharesApart * least;
+    return known && !unusable && most > kFarApart * least;
   }
-  static constexpr double kSharesApart = 64;
+  // w_h of a head's sum, the largest being 1: no product of the head's e leaves
+  // the normal numbers.
+  SPILLWAY_HOST_DEVICE float WeightOf(double sum) const {
+    return static_cast<float>(least_sum / sum);
+  }
 };
-// w_h of the sum over all tokens.
-SPILLWAY_HOST_DEVICE inline float HeadWeightOf(double sum) { return static_cast<float>(1 / sum); }
 
 // How many tokens are heavy, by the largest sigma^2 of the group: the worse
 // the ranks, the more are needed for the tail to be without surprises.

@@ -17,8 +17,9 @@ namespace spillway {
 // hold the mass of a head are not missed. So a score is the sum of the heads'
 // softmax weights but for a factor that all keys share, and only orders keys.
 // x_h is rounded before M_h is taken from it: however large, the largest gives 2^0.
-// kScoreMax leaves a sample room to have missed the largest; kScoreMin keeps
-// products above the subnormal numbers.
+// kScoreMax leaves a sample room to have missed the largest: then heads are weighted
+// by their sums over all keys (HeadShares). kScoreMin keeps scores above the
+// subnormal numbers.
 inline constexpr float kScoreMax = 80.0f;
 inline constexpr float kScoreMin = -90.0f;
 inline constexpr float kScoreRound = 12582912.0f;  // 1.5 * 2^23: adds to an integer

@@ -158,7 +158,7 @@ RankSums<double> AsymmetricScorer::SumPages(int g) const {
 bool AsymmetricScorer::Reweigh() {
   if (reweighed_) return false;
   reweighed_ = true;
-  HeadShares shares;
+  HeadShares shares{};
   double sums[kGroupMax];
   for (int g = 0; g < query_.row_count; ++g) {
     sums[g] = SumPages(g).weight;
@@ -166,7 +166,7 @@ bool AsymmetricScorer::Reweigh() {
   }
   if (!shares.AreFarApart()) return false;
   for (int g = 0; g < query_.row_count; ++g) {
-    query_.references.head_weight[g] = HeadWeightOf(sums[g]);
+    query_.references.head_weight[g] = shares.WeightOf(sums[g]);
   }
   return true;
 }

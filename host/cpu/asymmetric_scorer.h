@@ -41,8 +41,8 @@ class AsymmetricScorer final : public KeyScorer {
   std::vector<const std::byte*> pages_;  // from first_page_ on, and a null behind
   std::vector<int8_t> weights_;
   ScoreQuery query_;
-  std::vector<double> error_scale_;  // [G] RankErrorScale()
-  bool reweighed_ = false;
+  std::vector<double> error_scale_;   // [G] RankErrorScale()
+  bool reweighed_ = false;            // Reweigh() was called
   std::vector<float> centre_logits_;  // [pages from first_page_][G]
   // [pages from first_page_][G]; each page's by the thread that scores it.
   mutable std::vector<RankSums<float>> page_sums_;

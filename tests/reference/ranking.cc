@@ -73,11 +73,12 @@ std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int
     least = std::min(least, of_all[h] / of_sample[h]);
     most = std::max(most, of_all[h] / of_sample[h]);
   }
+  const double smallest = *std::min_element(of_all.begin(), of_all.end());
   const bool weighs_anew = !centres.empty() && most > 64 * least;
   std::vector<double> group(end - begin, 0.0);
   for (size_t h = 0; h < heads.size(); ++h) {
     for (size_t i = 0; i < group.size(); ++i) {
-      group[i] += heads[h][i] / (weighs_anew ? of_all[h] : of_sample[h]);
+      group[i] += heads[h][i] * (weighs_anew ? smallest / of_all[h] : 1 / of_sample[h]);
     }
   }
   return group;

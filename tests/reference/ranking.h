@@ -20,8 +20,8 @@ std::vector<double> HeadScores(std::span<const double> logits, int64_t begin, in
                                std::span<const double> centres = {});
 // The group's: the sum over its heads, each divided by its sum over the sample,
 // centres counted twice. With centres: where the sums over all tokens that are not
-// left out, divided likewise, lie a factor above 64 apart, each is divided by its
-// own such sum instead.
+// left out, divided likewise, lie a factor above 64 apart, each is instead
+// multiplied by the least such sum of a head and divided by its own.
 std::vector<double> GroupScores(std::span<const std::vector<double>> logits, int64_t begin,
                                 int64_t end, const std::vector<bool>& left_out = {},
                                 std::span<const std::vector<double>> centres = {});
