@@ -25,6 +25,8 @@ DELTA = 0.1
 BANDS = (0.0, 0.01, 0.0625)
 LAGS = (1, 8)
 TAIL_STRATUM = 3
+# The daemon's, of a policy that says none.
+DEFAULT_PILOT = 24
 # Heavy tokens of a group by the sum, and of a head whose union with the others' is taken.
 SUM_COUNTS = (32, 64, 128, 256, 512)
 UNION_COUNTS = (16, 32, 64, 128, 256)
@@ -65,8 +67,8 @@ def variants(head_dim: int) -> list[Variant]:
     )
     for label, policy in (("1", Policy(tail="uniform", bound="ratio")), ("all", Policy())):
         made.append(Variant("strata", label, Case(DEFAULT_INDEX, policy)))
-    for count in (16, 32, 48, 96, 192):
-        policy = Policy() if count == 48 else Policy(pilot_token_count=count)
+    for count in (16, DEFAULT_PILOT, 48, 96, 192):
+        policy = Policy() if count == DEFAULT_PILOT else Policy(pilot_token_count=count)
         made.append(Variant("pilot rows a stratum", str(count), Case(DEFAULT_INDEX, policy)))
     for factor in (1.0, 1.25, 1.5, 2.0):
         policy = Policy() if factor == 1.25 else Policy(inflation=factor)
