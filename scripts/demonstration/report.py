@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,13 @@ class Requirement:
     met: bool
 
 
+def wilson_upper(share: float, count: int) -> float:
+    """Upper end of Wilson's 95 % interval of a share of so many tokens."""
+    z = 1.96
+    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return (share + z * z / (2 * count) + spread) / (1 + z * z / count)
+
+
 def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     """What a run must show.
 
@@ -51,10 +59,13 @@ def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     ]
     if summary["needle_found"] is not None:
         agreement, rows = summary["top1_agreement"], summary["rows_touched_fraction"]
+        # So few tokens say it to a hundredth: missed is what they rule out.
+        most = wilson_upper(agreement, summary["top1_tokens"])
         made += [
             Requirement("the code word is in the answer", summary["needle_found"]),
             Requirement(
-                f"top-1 agreement {agreement:.4f} >= {AGREEMENT_MIN}", agreement >= AGREEMENT_MIN
+                f"top-1 agreement {agreement:.4f} (95 %: at most {most:.4f}) >= {AGREEMENT_MIN}",
+                most >= AGREEMENT_MIN,
             ),
             Requirement(f"rows touched {rows:.4f} <= {ROWS_MAX}", rows <= ROWS_MAX),
         ]

@@ -100,3 +100,26 @@ def test_no_certificate_to_exceed(tmp_path: Path) -> None:
     assert not [title for title in printed(summary) if "certificate" in title]
     report.draw(made, summary, tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("agreeing", "met"),
+    # Of 256 tokens; 240 of them have the 95 % interval 0.901 to 0.961.
+    [(256, True), (248, True), (240, False)],
+)
+def test_agreement_is_missed_where_the_tokens_rule_it_out(agreeing: int, met: bool) -> None:
+    summary = {
+        "observed_violation_fraction": 0.0,
+        "delta": 0.1,
+        "needle_found": True,
+        "top1_agreement": agreeing / 256,
+        "top1_tokens": 256,
+        "rows_touched_fraction": 0.07,
+    }
+    found = {r.text.split(" ")[0]: r.met for r in report.requirements(summary)}
+    assert found == {"violations": True, "the": True, "top-1": met, "rows": True}
+
+
+def test_wilson_upper_end() -> None:
+    assert report.wilson_upper(240 / 256, 256) == pytest.approx(0.9612, abs=1e-4)
+    assert report.wilson_upper(1.0, 256) == pytest.approx(1.0)
