@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from spillway_lab.evaluation import intervals
 
 from demonstration.observation import Observer
 
@@ -40,13 +40,6 @@ class Requirement:
     met: bool
 
 
-def wilson_upper(share: float, count: int) -> float:
-    """Upper end of Wilson's 95 % interval of a share of so many tokens."""
-    z = 1.96
-    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return (share + z * z / (2 * count) + spread) / (1 + z * z / count)
-
-
 def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     """What a run must show.
 
@@ -60,7 +53,7 @@ def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     if summary["needle_found"] is not None:
         agreement, rows = summary["top1_agreement"], summary["rows_touched_fraction"]
         # So few tokens say it to a hundredth: missed is what they rule out.
-        most = wilson_upper(agreement, summary["top1_tokens"])
+        _, most = intervals.wilson(agreement, summary["top1_tokens"])
         made += [
             Requirement("the code word is in the answer", summary["needle_found"]),
             Requirement(

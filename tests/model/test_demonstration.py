@@ -12,6 +12,7 @@ import pytest
 from demonstration import report
 from demonstration.observation import Observer, worst_head
 from rich.console import Console
+from spillway_lab.evaluation import intervals
 
 # Two layers, two recomputed attends each, two heads. One certificate knows
 # nothing and one says exact; of the six others the second and the last are
@@ -121,5 +122,5 @@ def test_agreement_is_missed_where_the_tokens_rule_it_out(agreeing: int, met: bo
 
 
 def test_wilson_upper_end() -> None:
-    assert report.wilson_upper(240 / 256, 256) == pytest.approx(0.9612, abs=1e-4)
-    assert report.wilson_upper(1.0, 256) == pytest.approx(1.0)
+    assert intervals.wilson(240 / 256, 256)[1] == pytest.approx(0.9612, abs=1e-4)
+    assert intervals.wilson(1.0, 256)[1] == pytest.approx(1.0)
