@@ -102,9 +102,8 @@ absl::Status AsymmetricScorer::Prepare() {
   return FindReferences(
       keys_,
       [&](int64_t page, int64_t next, float* logits) {
-        AsymmetricLogits(query_, {keys_.IndexPage(page), keys_.IndexPage(next)},
-                         PageCentreLogits(page), logits);
-        const uint8_t* norms = keys_.Norms(page);
+        AsymmetricLogits(query_, {PageOf(page), PageOf(next)}, PageCentreLogits(page), logits);
+        const uint8_t* norms = NormsOf(page);
         for (int i = 0; i < kPageTokenCount; ++i) {
           if (norms[i] != kStrayNorm) continue;
           for (int g = 0; g < spec.group(); ++g) {
@@ -117,8 +116,7 @@ absl::Status AsymmetricScorer::Prepare() {
 }
 
 void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
-  const auto* norms = reinterpret_cast<const uint8_t*>(pages_[page - first_page_]) +
-                      query_.layout.norm_offset_bytes();
+  const uint8_t* norms = NormsOf(page);
   const int64_t first = page * kPageTokenCount;
   if (first >= keys_.begin && first + kPageTokenCount <= keys_.end &&
       std::memchr(norms, kStrayNorm, kPageTokenCount) == nullptr) {
@@ -134,14 +132,13 @@ void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
 absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                                     uint16_t* const* head_bins) const {
   // The kernel asks for the next page's codes and factors, not for what is behind.
-  const std::byte* const own = pages_[page - first_page_];
-  const std::byte* const next = pages_[page - first_page_ + 1];
+  const std::byte* const next = PageOf(page + 1);
   const int64_t behind = query_.layout.norm_offset_bytes();
   if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
   PageMask mask;
   MaskPage(page, mask);
-  AsymmetricBins(query_, {own, next}, PageCentreLogits(page), mask, tile_begin, tile_end, bins,
-                 head_bins, page_sums_.data() + (page - first_page_) * query_.row_count);
+  AsymmetricBins(query_, {PageOf(page), next}, PageCentreLogits(page), mask, tile_begin, tile_end,
+                 bins, head_bins, page_sums_.data() + (page - first_page_) * query_.row_count);
   return absl::OkStatus();
 }
 
@@ -156,24 +153,23 @@ RankSums<double> AsymmetricScorer::SumPages(int g) const {
 }
 
 bool AsymmetricScorer::Reweigh() {
-  if (reweighed_) return false;
-  reweighed_ = true;
+  // New weights change no e, and so no sum.
+  if (!sums_.empty()) return false;
   HeadShares shares{};
-  double sums[kGroupMax];
   for (int g = 0; g < query_.row_count; ++g) {
-    sums[g] = SumPages(g).weight;
-    shares.Add(query_.references.head_weight[g], sums[g]);
+    sums_.push_back(SumPages(g));
+    shares.Add(query_.references.head_weight[g], sums_[g].weight);
   }
   if (!shares.AreFarApart()) return false;
   for (int g = 0; g < query_.row_count; ++g) {
-    query_.references.head_weight[g] = shares.WeightOf(sums[g]);
+    query_.references.head_weight[g] = shares.WeightOf(sums_[g].weight);
   }
   return true;
 }
 
 void AsymmetricScorer::RankVariances(std::span<double> of_head) const {
   for (int g = 0; g < query_.row_count; ++g) {
-    of_head[g] = RankVariance(error_scale_[g], SumPages(g));
+    of_head[g] = RankVariance(error_scale_[g], sums_[g]);
   }
 }
 

@@ -32,6 +32,11 @@ class AsymmetricScorer final : public KeyScorer {
   }
   // RankSums of query head g.
   RankSums<double> SumPages(int g) const;
+  // Norm bytes of a page.
+  const uint8_t* NormsOf(int64_t page) const {
+    return reinterpret_cast<const uint8_t*>(PageOf(page)) + query_.layout.norm_offset_bytes();
+  }
+  const std::byte* PageOf(int64_t page) const { return pages_[page - first_page_]; }
   // Which keys of a page are summed up.
   void MaskPage(int64_t page, PageMask& mask) const;
 
@@ -42,10 +47,10 @@ class AsymmetricScorer final : public KeyScorer {
   std::vector<int8_t> weights_;
   ScoreQuery query_;
   std::vector<double> error_scale_;   // [G] RankErrorScale()
-  bool reweighed_ = false;            // Reweigh() was called
   std::vector<float> centre_logits_;  // [pages from first_page_][G]
   // [pages from first_page_][G]; each page's by the thread that scores it.
   mutable std::vector<RankSums<float>> page_sums_;
+  std::vector<RankSums<double>> sums_;  // [G] over the pages; of Reweigh()
 };
 
 }  // namespace spillway

@@ -53,8 +53,8 @@ class KeyScorer {
   // Once all tokens have bins: whether heads must be weighted anew, which is then
   // done, and all bins be found once more.
   virtual bool Reweigh() { return false; }
-  // Each query head's RankVariance(), once all tokens have bins; 0 where there is
-  // nothing to say.
+  // Each query head's RankVariance(), after Reweigh(); 0 where there is nothing to
+  // say.
   virtual void RankVariances(std::span<double> of_head) const {
     std::fill(of_head.begin(), of_head.end(), 0.0);
   }

@@ -112,6 +112,11 @@ bool ReadsPageIndex(Selector selector) {
   return method != nullptr && method->reads_page_index;
 }
 
+// Whether ranks are logits, exact or with an error that is known.
+bool IsExactOrEstimated(Selector selector) {
+  return selector == Selector::kAsymmetric || selector == Selector::kOracle;
+}
+
 // Tokens that the window may have: the policy's, or an open page.
 int64_t WindowMax(const Policy& policy, const ModelSpec& spec) {
   const int64_t window = std::clamp<int64_t>(policy.window_token_count, 1, kEdgeTokenCountMax);
@@ -188,8 +193,7 @@ int64_t Policy::HeavyCount(int64_t n) const {
 }
 
 bool Policy::KnowsRankError() const {
-  return !candidate_selector.has_value() &&
-         (selector == Selector::kAsymmetric || selector == Selector::kOracle);
+  return !candidate_selector.has_value() && IsExactOrEstimated(selector);
 }
 
 int64_t Policy::ScoredEnd(const ModelSpec& spec, int64_t n) const {
@@ -210,8 +214,7 @@ bool Policy::IsDense(const ModelSpec& spec, int layer, int64_t query_count, int6
 }
 
 bool WeighsValues(Selector selector, const ModelSpec& spec) {
-  return spec.hash.kind == HashKind::kRotation &&
-         (selector == Selector::kAsymmetric || selector == Selector::kOracle);
+  return spec.hash.kind == HashKind::kRotation && IsExactOrEstimated(selector);
 }
 
 bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,

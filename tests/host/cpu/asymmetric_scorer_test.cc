@@ -175,6 +175,7 @@ TEST_P(AsymmetricScores, RankVariancesAreOfScoredTokensWithoutStrays) {
   for (int64_t page = (kEnd - 1) / 128; page >= kBegin / 128; --page) {
     ASSERT_TRUE(scorer.Bins(page, 0, 8, bins, nullptr).ok());
   }
+  scorer.Reweigh();
   std::vector<double> got(kGroup);
   scorer.RankVariances(got);
   for (int g = 0; g < kGroup; ++g) {
