@@ -212,8 +212,13 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
       certified_sums[h] += certified.back() / options.repetitions;
     }
   }
-  // Samples of other seeds tell of errors; what is timed is the policy's own.
-  const auto timing = Time(fixture, options.repetitions, [&](int) { return request(0); });
+  // Samples of other seeds tell of errors. What is timed has the policy's own, of
+  // which a part is resident, and sees a token less each time: another sample.
+  const auto timing = Time(fixture, options.repetitions, [&](int i) {
+    AttendRequest r = request(0);
+    r.visible -= i;
+    return r;
+  });
   if (!timing.ok()) return timing.status();
   Print({{"name", what.name},
          {"data", "trace"},
@@ -223,6 +228,7 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
          {"visible", data.visible(at, query)},
          {"epsilon", epsilon},
          {"us", timing->us},
+         {"us_mean", timing->us_mean},
          {"scoring_us", timing->StageUs(IsScoring)},
          {"gather_us", timing->StageUs(IsGather)},
          {"rest_us", timing->StageUs([](const std::string& stage) {
@@ -319,7 +325,12 @@ absl::Status MeasureSteps(GpuFixture& fixture, const Options& options, const Nam
         RelativeErrors(fixture.spec(), attended->result.out, exact[i % queries]);
     observed.insert(observed.end(), errors.begin(), errors.end());
   }
-  const auto timing = Time(fixture, options.repetitions * queries, request);
+  // A token less each time that a query comes again: another sample.
+  const auto timing = Time(fixture, options.repetitions * queries, [&](int i) {
+    AttendRequest step = request(i);
+    step.visible -= i / queries;
+    return step;
+  });
   if (!timing.ok()) return timing.status();
   Print({{"name", what.name},
          {"data", "steps"},
@@ -328,6 +339,7 @@ absl::Status MeasureSteps(GpuFixture& fixture, const Options& options, const Nam
          {"queries", queries},
          {"epsilon", what.policy.epsilon},
          {"us", timing->us},
+         {"us_mean", timing->us_mean},
          {"rows", timing->row_count},
          {"moved_rows", timing->moved_count},
          {"stages", StageJson(*timing)},

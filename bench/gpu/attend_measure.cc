@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -83,6 +84,7 @@ absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
   }
   Timing timing;
   timing.us = Median(us);
+  timing.us_mean = std::accumulate(us.begin(), us.end(), 0.0) / static_cast<double>(us.size());
   timing.row_count = Median(row_counts);
   timing.moved_count = Median(moved_counts);
   for (int h = 0; h < heads; ++h) {

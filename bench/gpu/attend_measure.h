@@ -24,6 +24,7 @@ absl::StatusOr<Checked> Check(GpuFixture& fixture, const std::string& name,
 // Medians over repetitions, caches flushed before each.
 struct Timing {
   double us = 0;                  // of whole attends, timed without stages
+  double us_mean = 0;             // likewise, their mean
   std::vector<StageTime> stages;  // in their order; measuring slows an attend
   int64_t row_count = 0;          // touched, of all KV heads
   int64_t moved_count = 0;        // of those, rows that came over the link

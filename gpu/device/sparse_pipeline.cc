@@ -89,7 +89,6 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.bins = workspace.Take<uint16_t>(padded);
   r.histogram = workspace.Take<uint32_t>(bins_max);
   r.class_of_bin = workspace.Take<uint8_t>(bins_max + 2);
-  r.limit_of_bin = workspace.Take<uint16_t>(bins_max + 2);
   if (shape.by_mass) {
     r.head_bins = workspace.Take<uint16_t>(group * r.n);
     r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);

@@ -152,6 +152,8 @@ struct UnitState {
   // below `threshold`.
   uint64_t drawn_threshold[kTailStrataMax];
   uint64_t threshold[kTailStrataMax];
+  uint16_t lowest_bin[kTailStrataMax];  // of a stratum; they descend
+  uint16_t limit_of_class[kClassCount];  // of the phase, see HashLimit()
   int32_t near_bin;  // below it the filter lets through the resident sample's tokens alone
   int64_t drawn[kTailStrataMax];
   int64_t head_budget[kGroupMax][kTailStrataMax];
@@ -218,7 +220,6 @@ struct UnitRequest {
   uint16_t* head_bins;        // [G][n], by mass only
   uint32_t* histogram;        // [bin_count]
   uint8_t* class_of_bin;      // [bin_count + 2]: bins, then kNoBin and kHeavyBin
-  uint16_t* limit_of_bin;     // likewise, see SampleLimit()
   uint32_t* head_histograms;  // [G][kScoreBinCount], by mass only
   uint32_t* head_ties;        // [G + 1][segments], by mass only
   uint32_t* query_planes;     // [quartets][16][words]

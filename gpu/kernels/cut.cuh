@@ -23,7 +23,7 @@ __device__ inline HeavySet HeavySetByCount(const AttendShape& shape, const UnitR
 // warp; every lane computes the same.
 __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, const HeavySet& set,
                                const uint32_t* above, int heavy_bin, uint16_t* lowest_bin,
-                               int64_t* stratum_count, uint16_t* limits, int& strata_count) {
+                               int64_t* stratum_count, int& strata_count) {
   UnitState& state = *u.state;
   const int bins = shape.bin_count;
   const int64_t all = above[0];
@@ -75,6 +75,10 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
     state.limited = strata > 0 && rows_left == 0;
     state.drawing = strata > 0 && rows_left > 0;
     state.list_count = 0;
+    // Heavy tokens and those of the heavy bin pass.
+    state.near_bin = min(heavy_bin, INT16_MAX);
+    state.limit_of_class[kClassTie] = state.limit_of_class[kClassHeavy] = kSampleLimitAll;
+    state.limit_of_class[kClassNever] = 0;
   }
   __syncwarp();
   for (int h = threadIdx.x; h < strata; h += 32) {
@@ -84,9 +88,11 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
     state.budget[h] = PilotCount(terms.pilot_count, rows_left, strata, count);
     const uint64_t threshold = rows_left != 0 ? SampleThreshold(state.budget[h], count) : 0;
     state.threshold[h] = threshold;
-    limits[h] = HashLimit(u.order, threshold);
+    state.limit_of_class[h] = HashLimit(u.order, threshold);
+    state.lowest_bin[h] = lowest_bin[h];
     state.drawn[h] = 0;
     for (auto& of_phase : state.stratum_drawn) of_phase[h] = 0;
+    if (state.limit_of_class[h] > 0) atomicMin(&state.near_bin, int{lowest_bin[h]});
   }
 }
 
@@ -98,8 +104,6 @@ __global__ void __launch_bounds__(kCutThreads)
   __shared__ int strata_count;
   __shared__ uint16_t lowest_bin[kTailStrataMax];
   __shared__ int64_t stratum_count[kTailStrataMax];
-  __shared__ uint16_t limits[kTailStrataMax];
-  __shared__ int near_bin;
   __shared__ HeavySet heavy_set;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
@@ -113,7 +117,6 @@ __global__ void __launch_bounds__(kCutThreads)
     u.state->heavy_set = heavy_set;
     // Of no tokens to call heavy the highest bin's first.
     heavy_bin = u.by_mass ? bins : heavy_set.count() == 0 ? bins - 1 : 0;
-    near_bin = INT16_MAX;
   }
   SuffixSums(above, bins);
 
@@ -126,13 +129,12 @@ __global__ void __launch_bounds__(kCutThreads)
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    CutTail(shape, u, heavy_set, above, heavy_bin, lowest_bin, stratum_count, limits, strata_count);
+    CutTail(shape, u, heavy_set, above, heavy_bin, lowest_bin, stratum_count, strata_count);
   }
   __syncthreads();
   const auto class_below = [&](int bin) {
     return strata_count == 0 ? kClassNever : StratumOf(lowest_bin, bin);
   };
-  int nearest = INT16_MAX;
   for (int b = threadIdx.x; b < bins + 2; b += blockDim.x) {
     const int c = b == bins        ? kClassNever
                   : b == bins + 1  ? kClassHeavy
@@ -140,16 +142,10 @@ __global__ void __launch_bounds__(kCutThreads)
                   : b == heavy_bin ? kClassTie
                                    : kClassHeavy;
     u.class_of_bin[b] = static_cast<uint8_t>(c);
-    const int limit = c < kTailStrataMax ? limits[c] : c == kClassNever ? 0 : kSampleLimitAll;
-    u.limit_of_bin[b] = static_cast<uint16_t>(limit);
-    if (limit > 0 && b < bins) nearest = min(nearest, b);
   }
   if (threadIdx.x == 0) {
     u.state->tie_class = heavy_bin < bins ? class_below(heavy_bin) : kClassNever;
   }
-  atomicMin(&near_bin, nearest);
-  __syncthreads();
-  if (threadIdx.x == 0) u.state->near_bin = near_bin;
 }
 
 }  // namespace spillway::cuda

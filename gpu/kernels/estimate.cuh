@@ -20,24 +20,40 @@ __device__ inline int64_t DrawnRows(const UnitState& s) {
   return WarpSum(static_cast<int>(threadIdx.x % 32) < s.strata ? own : int64_t{0});
 }
 
+// A stratum a lane: see StrataInTurn. All lanes of a warp.
+struct StrataByLane {
+  int count;
+
+  __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  template <typename F>
+  __device__ void ForEach(F f) const {
+    if (lane() < count) f(lane());
+  }
+  template <typename F>
+  __device__ double Sum(F f) const {
+    return WarpSum(lane() < count ? f(lane()) : 0.0);
+  }
+  template <typename F>
+  __device__ bool Any(F f) const {
+    return __any_sync(kFullWarp, lane() < count && f(lane()));
+  }
+};
+
 // Rows per stratum that one head's bound asks for, what is drawn at least, into
-// budgets. All threads; the caller synchronises.
+// budgets. One warp does it; the caller synchronises.
 __device__ inline void SetHeadBudgets(const UnitRequest& u, const HeadSums& head, int strata,
                                       int64_t* budgets) {
   __shared__ NeymanStratum asked[kEstimatedStrataMax];
   __shared__ int64_t allotted[kEstimatedStrataMax];
-  const int h = threadIdx.x;
-  if (h < strata) {
+  if (threadIdx.x >= 32) return;
+  const StrataByLane walk{strata};
+  walk.ForEach([&](int h) {
     const RowSet& set = head.sets[1 + h];
     asked[h] = BudgetStratum(u.terms, set.token_count, set.drawn, head.spreads[h]);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    HeadBudgets(u.terms, head, head.spreads[0], std::span<const NeymanStratum>(asked, strata),
-                std::span<int64_t>(allotted, strata));
-  }
-  __syncthreads();
-  if (h < strata) budgets[h] = allotted[h];
+  });
+  __syncwarp();
+  HeadBudgets(walk, u.terms, head, head.spreads[0], asked, allotted);
+  walk.ForEach([&](int h) { budgets[h] = allotted[h]; });
 }
 
 // Lane h's stratum: its budget from those of the heads, the most of them, within
@@ -69,36 +85,23 @@ __device__ inline bool SettleBudget(const UnitRequest& u, int group, bool sample
   return threshold != drawn_threshold;
 }
 
-// The unit's budgets, and the limits of bins by which they are drawn. All
+// The unit's budgets, and the limits of classes by which they are drawn. All
 // threads.
 __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled) {
-  __shared__ uint16_t limits[kClassCount];
-  __shared__ int near_bin;
+  if (threadIdx.x >= 32) return;
   UnitState& s = *u.state;
-  for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) limits[c] = 0;
-  if (threadIdx.x == 0) near_bin = INT16_MAX;
-  __syncthreads();
-  bool drawing = false;
-  if (threadIdx.x < 32) {
-    const int h = threadIdx.x;
-    drawing = SettleBudget(u, shape.group, sampled);
-    if (drawing) {
-      limits[h] = HashLimit(u.order, s.threshold[h]);
-      if (h == s.tie_class) limits[kClassTie] = limits[h];
-    }
-  }
-  drawing = __syncthreads_or(drawing);
-  int nearest = INT16_MAX;
-  for (int b = threadIdx.x; drawing && b < shape.bin_count + 2; b += blockDim.x) {
-    const uint16_t limit = limits[u.class_of_bin[b]];
-    u.limit_of_bin[b] = limit;
-    if (limit > 0 && b < shape.bin_count) nearest = min(nearest, b);
-  }
-  atomicMin(&near_bin, nearest);
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  const int h = threadIdx.x;
+  const bool draws = SettleBudget(u, shape.group, sampled);
+  for (int c = h; c < kClassCount; c += 32) s.limit_of_class[c] = 0;
+  __syncwarp();
+  const uint16_t limit = draws ? HashLimit(u.order, s.threshold[h]) : uint16_t{0};
+  if (limit > 0) s.limit_of_class[h] = limit;
+  if (limit > 0 && h == s.tie_class) s.limit_of_class[kClassTie] = limit;
+  const int nearest = __reduce_min_sync(kFullWarp, limit > 0 ? int{s.lowest_bin[h]} : INT16_MAX);
+  const bool drawing = __any_sync(kFullWarp, draws);
+  if (h == 0) {
     s.drawing = drawing;
-    s.near_bin = near_bin;
+    s.near_bin = nearest;
   }
 }
 

@@ -88,15 +88,27 @@ __device__ inline int Kind(const SampleRule& rule, int c, uint32_t token) {
   return c < rule.strata && Drawn(rule, c, token) ? 1 + c : -1;
 }
 
-// Shared memory of a filtering block: limits of bins.
-__host__ __device__ inline int FilterBytes(int bin_count) {
-  return (2 * (bin_count + 2) + 15) / 16 * 16;
-}
+// What a filtering block knows of bins, in shared memory.
+struct BinTable {
+  uint8_t* class_of_bin;  // of BinIndex()
+  int bin_count;
+  uint16_t limit_of_class[kClassCount];
 
-// All threads of the block; the caller synchronises.
-__device__ inline void LoadLimits(const UnitRequest& u, int bin_count, uint16_t* limits) {
-  for (int i = threadIdx.x; i < FilterBytes(bin_count) / 16; i += blockDim.x) {
-    reinterpret_cast<uint4*>(limits)[i] = reinterpret_cast<const uint4*>(u.limit_of_bin)[i];
+  __device__ int ClassOf(int bin) const { return class_of_bin[BinIndex(bin, bin_count)]; }
+};
+// Bytes of class_of_bin.
+__host__ __device__ inline int ClassBytes(int bin_count) { return (bin_count + 2 + 15) / 16 * 16; }
+
+// limits: [kClassCount]. All threads of the block; the caller synchronises.
+__device__ inline void LoadBins(const UnitRequest& u, int bin_count, uint8_t* class_of_bin,
+                                const uint16_t* limits, BinTable& table) {
+  for (int i = threadIdx.x; i < ClassBytes(bin_count) / 16; i += blockDim.x) {
+    reinterpret_cast<uint4*>(class_of_bin)[i] = reinterpret_cast<const uint4*>(u.class_of_bin)[i];
+  }
+  for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) table.limit_of_class[c] = limits[c];
+  if (threadIdx.x == 0) {
+    table.class_of_bin = class_of_bin;
+    table.bin_count = bin_count;
   }
 }
 
@@ -125,19 +137,18 @@ struct OwnTokens {
 // A bit for each of the tokens from `first` on that may be listed: the resident sample's,
 // and those that their bins' limits let through. bins: of the tokens.
 template <int kThreads>
-__device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limits, int bin_count,
-                                     uint32_t near_bin, uint32_t first, const uint16_t* bins,
+__device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table, uint32_t near_bin,
+                                     uint32_t first, const uint16_t* bins,
                                      const OwnTokens<kThreads>& own) {
   static_assert(OwnTokens<kThreads>::kCount <= 16);
   constexpr uint32_t kHigh = 0x80008000u;
-  // Two bins at a time: bit p is of token 2 p, bit 16 + p of the next. A bin
-  // is below 2^15, or says something else and passes.
-  uint32_t near = 0;
-#pragma unroll
-  for (int p = 0; p < OwnTokens<kThreads>::kCount / 2; ++p) {
-    const uint32_t pair = p % 2 == 0 ? own.pairs[p / 2].x : own.pairs[p / 2].y;
-    near |= (((pair | kHigh) - (near_bin | near_bin << 16)) & kHigh) >> (15 - p);
-  }
+  constexpr int kPairs = OwnTokens<kThreads>::kCount / 2;
+  const auto pair_at = [&](int p) { return p % 2 == 0 ? own.pairs[p / 2].x : own.pairs[p / 2].y; };
+  const auto passes = [&](int bin, int i) {
+    const uint32_t limit = table.limit_of_class[table.ClassOf(bin)];
+    const uint32_t turned = TokenHash(u.order.key, first + i) - u.order.phase;
+    return turned >> kSampleLimitShift < limit;
+  };
   uint32_t flags = 0;
   if (u.resident.pages != nullptr) {
     flags = own.resident;  // the resident sample among them
@@ -146,12 +157,25 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limit
       if (TokenHash(u.order.key, first + i) < u.order.resident) flags |= 1u << i;
     }
   }
+  if (near_bin == 0) {
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      if (passes(static_cast<int>(pair_at(p) & 0xFFFFu), 2 * p)) flags |= 1u << (2 * p);
+      if (passes(static_cast<int>(pair_at(p) >> 16), 2 * p + 1)) flags |= 2u << (2 * p);
+    }
+    return flags;
+  }
+  // Two bins at a time: bit p is of token 2 p, bit 16 + p of the next. A bin
+  // is below 2^15, or says something else and passes.
+  uint32_t near = 0;
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    near |= (((pair_at(p) | kHigh) - (near_bin | near_bin << 16)) & kHigh) >> (15 - p);
+  }
   for (; near != 0; near &= near - 1) {
     const int bit = __ffs(near) - 1;
     const int i = 2 * (bit % 16) + bit / 16;
-    const uint32_t limit = limits[BinIndex(bins[i], bin_count)];
-    const uint32_t turned = TokenHash(u.order.key, first + i) - u.order.phase;
-    if (turned >> kSampleLimitShift < limit) flags |= 1u << i;
+    if (passes(bins[i], i)) flags |= 1u << i;
   }
   return flags;
 }
@@ -161,8 +185,8 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const uint16_t* limit
 // them are heavy is not known yet. All threads of the block.
 template <int kThreads>
 __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rule,
-                                     const uint16_t* limits, int bin_count, int phase,
-                                     int64_t segment, const OwnTokens<kThreads>& own) {
+                                     const BinTable& table, int phase, int64_t segment,
+                                     const OwnTokens<kThreads>& own) {
   constexpr int kWarps = kThreads / 32;
   constexpr int kPerThread = OwnTokens<kThreads>::kCount;
   __shared__ uint32_t warp_counts[kWarps];
@@ -179,7 +203,7 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t flags = 0;
   if (first < slots) {
-    flags = FirstLook(u, limits, bin_count, static_cast<uint32_t>(u.state->near_bin),
+    flags = FirstLook(u, table, static_cast<uint32_t>(u.state->near_bin),
                       static_cast<uint32_t>(segment_begin + first), bins + first, own);
     if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
   }
@@ -201,7 +225,7 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
   for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
     const int slot = found[i];
     const auto token = static_cast<uint32_t>(segment_begin + slot);
-    const int c = u.class_of_bin[BinIndex(bins[slot], bin_count)];
+    const int c = table.ClassOf(bins[slot]);
     const bool resident = IsResident(u.resident, token);
     u.filtered[segment_begin + i] = FilteredToken::Pack(slot, c, resident);
     if (phase == 0 && c == kClassTie) {
@@ -254,10 +278,11 @@ __device__ inline void CountSegment(const UnitRequest& u, const SampleRule& rule
   __syncwarp();
 }
 
-// Grid (blocks, units). Shared memory: FilterBytes().
+// Grid (blocks, units). Shared memory: ClassBytes().
 __global__ void __launch_bounds__(kFilterThreads)
     FilterKernel(int phase, int bin_count, const UnitRequest* units) {
-  extern __shared__ __align__(16) uint16_t limits[];
+  extern __shared__ __align__(16) uint8_t class_of_bin[];
+  __shared__ BinTable table;
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
@@ -267,11 +292,11 @@ __global__ void __launch_bounds__(kFilterThreads)
   GridDependencyWait();
   TriggerDependents();
   if (blockIdx.x >= u.segments() || (phase > 0 && !u.state->drawing)) return;
-  LoadLimits(u, bin_count, limits);
+  LoadBins(u, bin_count, class_of_bin, u.state->limit_of_class, table);
   LoadRule(u, phase, u.state->threshold, rule);
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     next.Load(u, segment + gridDim.x);
-    FilterSegment(u, rule, limits, bin_count, phase, segment, own);
+    FilterSegment(u, rule, table, phase, segment, own);
     own = next;
   }
 }

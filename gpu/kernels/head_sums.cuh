@@ -67,6 +67,7 @@ struct HeadSums : HeadTotals {
 
 // Of a stratum's projected rows, relative to M: see ProjectedSums.
 struct StratumProjection {
+  double factor;  // of its spread in that of the output; 0: adds nothing
   double xx;
   double xxy[kProjectionDims];
   double deviation[kProjectionDims];
@@ -286,6 +287,10 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
       if (h == 0) output_projection[lane] = oy;
     }
     if (lane == 0) {
+      const bool sampled = set.drawn >= 2 && set.drawn < set.token_count;
+      projections[h].factor =
+          sampled ? SpreadFactor(set.drawn, set.token_count) / static_cast<double>(set.drawn - 1)
+                  : 0.0;
       projections[h].xx = m.sum_xx;
       head.spreads[h] = SpreadOf(set.drawn, set.token_count, m, o_norm_sq);
     }
@@ -302,10 +307,8 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     double entry = 0;
     for (int h = slice; h < strata; h += kSlices) {
       const RowSet& set = sets[1 + h];
-      if (set.drawn < 2 || set.drawn >= set.token_count) continue;
-      const double n = static_cast<double>(set.token_count);
-      const double r = static_cast<double>(set.drawn);
       const StratumProjection& p = projections[h];
+      if (p.factor == 0) continue;
       const ProjectedSums of_pair = {
           set.factor * set.factor * totals[(1 + h) * set_floats + 2 * d + pair],
           p.xxy[a],
@@ -313,8 +316,8 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
           p.xx,
           p.deviation[a],
           p.deviation[b]};
-      entry += n * n * (1 / r - 1 / n) / (r - 1) *
-               ProjectedSpread(of_pair, output_projection[a], output_projection[b], r);
+      entry += p.factor * ProjectedSpread(of_pair, output_projection[a], output_projection[b],
+                                          static_cast<double>(set.drawn));
     }
     slices[slice][pair] = entry;
   }

@@ -7,17 +7,27 @@ namespace spillway::cuda {
 
 inline constexpr int kPlaceThreads = 256;
 
+// Kinds of listed tokens: see Kind().
+inline constexpr int kKinds = 1 + kTailStrataMax;
+
 // Writes the list and its sources, and what is to be gathered in token order.
-// A warp a segment; grid (blocks, units).
+// A block a segment; grid (blocks, units).
 __global__ void __launch_bounds__(kPlaceThreads)
     PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
+  constexpr int kWarps = kPlaceThreads / 32;
   __shared__ SampleRule rule;
+  // Of a kind: where its next token goes, and how many each warp has of a round;
+  // 0 between rounds.
+  __shared__ int64_t next[kKinds];
+  __shared__ uint8_t warp_kinds[kWarps][kKinds];
+  __shared__ uint32_t warp_missed[kWarps];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   const UnitState& state = *u.state;
   if (phase > 0 && !state.drawing) return;
   LoadRule(u, phase, state.threshold, rule);
   const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const bool staged = state.staged;
   std::byte* const staging = u.staging + state.gather_first * row_bytes;
   const auto put = [&](uint32_t token, int64_t place, const std::byte* source) {
@@ -53,48 +63,57 @@ __global__ void __launch_bounds__(kPlaceThreads)
     }
   }
   const int64_t first_turn = phase == 0 ? missed_sink : 0;
-  const int warps = blockDim.x / 32;
-  for (int64_t segment = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
-       segment < u.segments(); segment += static_cast<int64_t>(gridDim.x) * warps) {
+  const int kinds = 1 + rule.strata;
+  for (int i = threadIdx.x; i < kWarps * kKinds; i += kPlaceThreads) {
+    warp_kinds[i / kKinds][i % kKinds] = 0;
+  }
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     const uint32_t count = u.segment_counts[segment];
-    if (count == 0) continue;
+    // What a round looks at, read ahead: there is room for a whole segment.
+    const uint32_t* filtered = u.filtered + segment * kSegmentTokens;
+    uint32_t packed = filtered[threadIdx.x];
     const uint32_t* before = u.segment_table + segment;
-    // Lane c and lane c + 32 count the class's tokens so far.
-    uint32_t place_low = lane < 1 + rule.strata ? before[lane * u.segments()] : 0;
-    uint32_t place_high = lane + 32 < 1 + rule.strata ? before[(lane + 32) * u.segments()] : 0;
+    for (int kind = threadIdx.x; kind < kinds; kind += kPlaceThreads) {
+      const int64_t base = kind == 0 ? u.sink : state.stratum_first[kind - 1];
+      next[kind] = base + before[kind * u.segments()];
+    }
     int64_t turn = first_turn + before[kMissedColumn * u.segments()];
-    for (uint32_t i = 0; i < count; i += 32) {
-      const bool have = i + lane < count;
-      const FilteredToken passed(have ? u.filtered[segment * kSegmentTokens + i + lane] : 0);
+    for (uint32_t at = 0; at < count; at += kPlaceThreads) {
+      const bool have = at + threadIdx.x < count;
+      const FilteredToken passed(packed);
+      if (at + kPlaceThreads < count) packed = filtered[at + kPlaceThreads + threadIdx.x];
       const auto token = static_cast<uint32_t>(segment * kSegmentTokens + passed.slot);
       const int kind = have ? Kind(rule, passed.c, token) : -1;
       const bool kept = kind >= 0 && !(phase > 0 && kind == 0);
-      const unsigned all = __ballot_sync(kFullWarp, kept);
       const unsigned missed = __ballot_sync(kFullWarp, kept && !passed.resident);
       const unsigned same = __match_any_sync(kFullWarp, kept ? kind : -1);
       const unsigned lower = (1u << lane) - 1;
-      const uint32_t low = __shfl_sync(kFullWarp, place_low, kept ? kind % 32 : 0);
-      const uint32_t high = __shfl_sync(kFullWarp, place_high, kept ? kind % 32 : 0);
+      __syncthreads();
+      if (kept && (same & lower) == 0) warp_kinds[warp][kind] = static_cast<uint8_t>(__popc(same));
+      if (lane == 0) warp_missed[warp] = __popc(missed);
+      __syncthreads();
       if (kept) {
-        const int64_t base = kind == 0 ? u.sink : state.stratum_first[kind - 1];
-        const int64_t place = base + (kind < 32 ? low : high) + __popc(same & lower);
+        int64_t place = next[kind] + __popc(same & lower);
+        int64_t own_turn = turn + __popc(missed & lower);
+        for (int w = 0; w < warp; ++w) {
+          place += warp_kinds[w][kind];
+          own_turn += warp_missed[w];
+        }
         if (passed.resident) {
           put(token, place, ResidentRow(u.resident, row_bytes, token));
         } else {
-          bring(token, place, turn + __popc(missed & lower));
+          bring(token, place, own_turn);
         }
       }
-      // The counters' lanes learn of their classes' tokens.
-      for (unsigned left = all; left != 0;) {
-        const int leader = __ffs(left) - 1;
-        const int leader_kind = __shfl_sync(kFullWarp, kind, leader);
-        const unsigned members = __shfl_sync(kFullWarp, same, leader);
-        if (lane == leader_kind % 32) {
-          (leader_kind < 32 ? place_low : place_high) += __popc(members);
+      for (const uint32_t of_warp : warp_missed) turn += of_warp;
+      __syncthreads();
+      // By the threads that set next.
+      for (int kind = threadIdx.x; kind < kinds; kind += kPlaceThreads) {
+        for (auto& of_warp : warp_kinds) {
+          next[kind] += of_warp[kind];
+          of_warp[kind] = 0;
         }
-        left &= ~members;
       }
-      turn += __popc(missed);
     }
   }
 }

@@ -24,13 +24,22 @@ __global__ void __launch_bounds__(kRankPageChains)
   const int64_t begin = u.scored_page_begin();
   const int64_t end = u.scored_page_end();
   RankSums<double> sum = {0, 0};
-  // From its first page that has scored tokens on.
-#pragma unroll 4
-  for (int64_t p = begin + ((chain - begin) & (kRankPageChains - 1)); p < end;
-       p += kRankPageChains) {
-    const RankSums<float> of_page = u.rank_sums[p * shape.group + head];
-    sum.weight += of_page.weight;
-    sum.error += of_page.error;
+  // From its first page that has scored tokens on; several are asked for together.
+  constexpr int kAhead = 8;
+  for (int64_t first = begin + ((chain - begin) & (kRankPageChains - 1)); first < end;
+       first += kAhead * kRankPageChains) {
+    RankSums<float> of_pages[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t page = first + i * kRankPageChains;
+      of_pages[i] = {0, 0};
+      if (page < end) of_pages[i] = u.rank_sums[page * shape.group + head];
+    }
+#pragma unroll
+    for (const RankSums<float>& of_page : of_pages) {
+      sum.weight += of_page.weight;
+      sum.error += of_page.error;
+    }
   }
   // As SumChains(), by the block down to a warp, then by shuffles.
   chains[chain] = sum;

@@ -23,8 +23,8 @@ __global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const U
   const int lane = threadIdx.x % 32;
   if (static_cast<int>(blockIdx.x) >= reference_blocks) {
     const int64_t block = blockIdx.x - reference_blocks;
-    StoreCentreLogits(shape, u, block * warps + threadIdx.x / 32,
-                      int64_t{gridDim.x - reference_blocks} * warps);
+    StoreCentreLogits<kFragments>(shape, u, block * warps + threadIdx.x / 32,
+                                  int64_t{gridDim.x - reference_blocks} * warps);
     return;
   }
   const ReferencePages pages = ReferencePages::Of(u.begin, u.end);
@@ -38,7 +38,8 @@ __global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const U
     const int64_t page_index = pages.page(i / kCodeTilesPerPage);
     const int tile = static_cast<int>(i % kCodeTilesPerPage);
     const std::byte* page = u.code_pages[page_index];
-    const CentreChain chain(shape.tiling, page, lane);
+    ChainCoordinates<kFragments> centre;
+    centre.LoadCentre(shape.tiling, page, lane);
     uint4 codes[kPlanes][kFragments];
 #pragma unroll
     for (int p = 0; p < kPlanes; ++p) {
@@ -57,7 +58,7 @@ __global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const U
       const bool present = head < shape.group;
       const int32_t offset = present ? state.offset[head] : 0;
       const float coefficient = present ? state.coefficient[head] : 0;
-      const float centre_logit = QuartetCentreLogit(shape, u.q, chain, quartet, lane);
+      const float centre_logit = QuartetCentreLogit(shape, u.q, centre, quartet, lane);
       int32_t totals[4];
       TileTotals<kPlanes, kFragments>(
           codes, ones, QueryBits<kFragments>(planes + quartet * kFragments * 32, lane), offset,

@@ -8,6 +8,9 @@
 namespace spillway::cuda {
 
 inline constexpr int kResolveThreads = 1024;
+// Rows of a unit's pilot that are folded where they lie: fewer than these are
+// there as fast as they could be gathered.
+inline constexpr int kDirectRowsMax = 512;
 
 // Where the heavy bin's tokens turn heavy: all but the first heavy_skip are.
 struct TieSplit {
@@ -197,7 +200,8 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
       // The third phase, of few rows and rare, has no gather.
-      s.staged = phase < 2 && draw.gathered + missed <= u.staging_rows;
+      s.staged = (phase == 1 || (phase == 0 && missed > kDirectRowsMax)) &&
+                 draw.gathered + missed <= u.staging_rows;
       s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
       s.gather_first = draw.gathered;
       s.gather_count = s.staged ? missed : 0;
@@ -223,7 +227,9 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
 // Settles a phase's draw. One block a unit.
 __global__ void __launch_bounds__(kResolveThreads)
     ResolveKernel(int phase, int bin_count, const UnitRequest* units) {
-  extern __shared__ __align__(16) uint16_t limits[];
+  extern __shared__ __align__(16) uint8_t class_of_bin[];
+  __shared__ BinTable table;
+  __shared__ uint16_t limits[kClassCount];
   __shared__ SampleRule rule;
   __shared__ DrawState draw;
   __shared__ uint32_t warp_columns[kResolveThreads / 32][kSegmentColumns];
@@ -281,15 +287,17 @@ __global__ void __launch_bounds__(kResolveThreads)
       // Rare: tokens beyond what was collected.
       LoadRule(u, phase, collected, rule);
       if (threadIdx.x == 0) state.near_bin = 0;
-      for (int b = threadIdx.x; b < bin_count + 2; b += blockDim.x) {
-        const uint2 range = rule.ranges[u.class_of_bin[b]];
-        limits[b] = range.x <= range.y ? HashLimit(u.order, range.y + uint64_t{1}) : 0;
+      for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
+        const uint2 range = rule.ranges[c];
+        limits[c] = range.x <= range.y ? HashLimit(u.order, range.y + uint64_t{1}) : 0;
       }
+      __syncthreads();
+      LoadBins(u, bin_count, class_of_bin, limits, table);
       __syncthreads();
       for (int64_t segment = 0; segment < u.segments(); ++segment) {
         OwnTokens<kResolveThreads> own;
         own.Load(u, segment);
-        FilterSegment(u, rule, limits, bin_count, phase, segment, own);
+        FilterSegment(u, rule, table, phase, segment, own);
       }
     }
     LoadRule(u, phase, draw.threshold, rule);

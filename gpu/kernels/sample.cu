@@ -10,7 +10,7 @@ namespace spillway::cuda {
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   const auto units = static_cast<unsigned>(wave.unit_count);
   const int bins = wave.shape.bin_count;
-  const auto class_bytes = static_cast<size_t>(FilterBytes(bins));
+  const auto class_bytes = static_cast<size_t>(ClassBytes(bins));
   const int64_t segments = (wave.token_count_max + kSegmentTokens - 1) / kSegmentTokens;
   // No more blocks than the GPU holds at once: each brings its tables along.
   constexpr int64_t kFilterBlocksPerSm = 5;
@@ -23,10 +23,7 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   error = Launch<ResolveKernel>({units, kResolveThreads, class_bytes, wave.overlap}, stream, phase,
                                 bins, wave.units);
   if (error != cudaSuccess) return error;
-  constexpr int64_t kWarps = kPlaceThreads / 32;
-  const auto place_blocks =
-      static_cast<unsigned>(std::min<int64_t>((segments + kWarps - 1) / kWarps, 65535));
-  return Launch<PlaceKernel>({{place_blocks, units}, kPlaceThreads, 0, wave.overlap}, stream, phase,
+  return Launch<PlaceKernel>({{filter_blocks, units}, kPlaceThreads, 0, wave.overlap}, stream, phase,
                              wave.shape.row_bytes, wave.units);
 }
 

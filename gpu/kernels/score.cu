@@ -20,7 +20,8 @@ cudaError_t LaunchReferenceOf(const Wave& wave, cudaStream_t stream) {
   const int blocks =
       BlocksPerUnit(wave, 16, (wave.reference_pages_max * kCodeTilesPerPage + warps - 1) / warps);
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
-  const int centre_blocks = BlocksPerUnit(wave, 8, (pages + 2 * warps - 1) / (2 * warps));
+  const int64_t centre_warps = (pages + kCentrePagesPerWarp - 1) / kCentrePagesPerWarp;
+  const int centre_blocks = BlocksPerUnit(wave, 8, (centre_warps + warps - 1) / warps);
   const dim3 grid(blocks + centre_blocks, wave.unit_count);
   return Launch<ReferenceKernel<kPlanes, kFragments>>(
       {grid, kReferenceThreads, PlaneBytes(wave, quartets), wave.overlap}, stream, wave.shape,

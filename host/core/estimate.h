@@ -61,16 +61,22 @@ SPILLWAY_HOST_DEVICE inline double StratumRate(int64_t drawn, int64_t token_coun
   return static_cast<double>(token_count) / static_cast<double>(drawn);
 }
 
-// Variances of N^ - o D^ and of N^, sums over the strata of
-// n_h^2 (1/r_h - 1/n_h) times their traces.
+// n_h^2 (1/r_h - 1/n_h): what a stratum's covariance of one row is times in that
+// of the sums that stand for all rows.
+SPILLWAY_HOST_DEVICE inline double SpreadFactor(int64_t drawn, int64_t token_count) {
+  const double n = static_cast<double>(token_count);
+  return n * n * (1 / static_cast<double>(drawn) - 1 / n);
+}
+
+// Variances of N^ - o D^ and of N^, sums over the strata of SpreadFactor() times
+// their traces.
 struct SampleVariance {
   double of_output = 0;
   double of_numerator = 0;
 
   SPILLWAY_HOST_DEVICE void Add(int64_t drawn, int64_t token_count, const StratumSpread& spread) {
     if (drawn == 0 || drawn >= token_count) return;
-    const double n = static_cast<double>(token_count);
-    const double factor = n * n * (1 / static_cast<double>(drawn) - 1 / n);
+    const double factor = SpreadFactor(drawn, token_count);
     of_output += factor * spread.trace_o;
     of_numerator += factor * spread.trace_n;
   }
@@ -124,15 +130,15 @@ SPILLWAY_HOST_DEVICE inline NeymanStratum BudgetStratum(const TailTerms& terms, 
 }
 
 // Rows per stratum that the bound asks for to keep one head's error within
-// epsilon. first: the spread of stratum 0, all that a uniform tail has. budgets
-// has a place per stratum.
-SPILLWAY_HOST_DEVICE inline void HeadBudgets(const TailTerms& terms, const HeadTotals& head,
-                                             const StratumSpread& first,
-                                             std::span<const NeymanStratum> strata,
-                                             std::span<int64_t> budgets) {
+// epsilon. first: the spread of stratum 0, all that a uniform tail has. strata and
+// budgets have a place per stratum that walk goes through.
+template <typename Walk>
+SPILLWAY_HOST_DEVICE inline void HeadBudgets(const Walk& walk, const TailTerms& terms,
+                                             const HeadTotals& head, const StratumSpread& first,
+                                             const NeymanStratum* strata, int64_t* budgets) {
   if (!(head.norm_sq_unbiased > 0) || !(head.variance < HUGE_VAL)) {
     // Nothing can be said of the error without reading every row.
-    for (size_t h = 0; h < strata.size(); ++h) budgets[h] = strata[h].token_count;
+    walk.ForEach([&](int h) { budgets[h] = strata[h].token_count; });
     return;
   }
   if (terms.tail == Tail::kUniform) {
@@ -146,12 +152,20 @@ SPILLWAY_HOST_DEVICE inline void HeadBudgets(const TailTerms& terms, const HeadT
                            head.denominator};
     const double z =
         terms.bound == Bound::kRatio ? HeadQuantile(terms, head.degrees) : terms.bound_z;
-    budgets[0] = FinitePopulation(UniformBudget(terms.bound, tail, terms.epsilon, z),
-                                  strata[0].token_count, strata[0].floor);
+    const int64_t rows = FinitePopulation(UniformBudget(terms.bound, tail, terms.epsilon, z),
+                                          strata[0].token_count, strata[0].floor);
+    walk.ForEach([&](int h) { budgets[h] = rows; });
     return;
   }
   const double least = terms.epsilon / HeadQuantile(terms, head.degrees);
-  NeymanAllot(strata, least * least * head.norm_sq_unbiased, budgets);
+  NeymanAllot(walk, strata, least * least * head.norm_sq_unbiased, budgets);
+}
+
+// In turn.
+inline void HeadBudgets(const TailTerms& terms, const HeadTotals& head, const StratumSpread& first,
+                        std::span<const NeymanStratum> strata, std::span<int64_t> budgets) {
+  HeadBudgets(StrataInTurn{static_cast<int>(strata.size())}, terms, head, first, strata.data(),
+              budgets.data());
 }
 
 // What a certificate says of one query head.

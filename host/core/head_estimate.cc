@@ -34,9 +34,8 @@ double ErrorDegrees(const HeadEstimate& e, std::span<const StratumSums> strata,
     const Projected xxy = Project(s.value_sq, signs);
     Projected deviation;
     for (int a = 0; a < kProjectionDims; ++a) deviation[a] = f * (xy[a] - o[a] * s.sums.sum);
-    const double n = static_cast<double>(s.token_count);
     const double r = static_cast<double>(rows);
-    const double factor = n * n * (1 / r - 1 / n) / (r - 1);
+    const double factor = SpreadFactor(rows, s.token_count) / (r - 1);
     for (int a = 0; a < kProjectionDims; ++a) {
       for (int b = 0; b < kProjectionDims; ++b) {
         const ProjectedSums sums{f * f * s.projected[a * kProjectionDims + b],

@@ -16,79 +16,94 @@ struct NeymanStratum {
   double deviation = 0;     // T_h = sqrt(Tr Cov[x (v - o)]), inflated
 };
 
+// How to go through strata [0, count): here in turn. Kernels do it by lanes.
+struct StrataInTurn {
+  int count;
+
+  // Calls f(h) for each.
+  template <typename F>
+  SPILLWAY_HOST_DEVICE void ForEach(F f) const {
+    for (int h = 0; h < count; ++h) f(h);
+  }
+  // The sum of f(h).
+  template <typename F>
+  SPILLWAY_HOST_DEVICE double Sum(F f) const {
+    double sum = 0;
+    for (int h = 0; h < count; ++h) sum += f(h);
+    return sum;
+  }
+  // Whether f(h) is true of one; calls it for all.
+  template <typename F>
+  SPILLWAY_HOST_DEVICE bool Any(F f) const {
+    bool any = false;
+    for (int h = 0; h < count; ++h) any |= f(h);
+    return any;
+  }
+};
+
 // Rows per stratum so that sum n_h^2 T_h^2 (1/b_h - 1/n_h) <= variance at the
 // least total, floor_h <= b_h <= n_h: b_h proportional to n_h T_h over the
 // strata that no floor or cap holds (Neyman 1934, with the finite-population
 // correction). variance <= 0 takes every stratum with a deviation whole.
-// allotted has a place per stratum; at most kTailStrataMax strata.
-SPILLWAY_HOST_DEVICE inline void NeymanAllot(std::span<const NeymanStratum> strata, double variance,
-                                             std::span<int64_t> allotted) {
-  const size_t count = strata.size();
-  uint64_t fixed = 0;      // a bit per stratum
-  double left = variance;  // what the free strata may still spend
-  const auto is_fixed = [&](size_t h) { return (fixed >> h & 1) != 0; };
-  const auto fix = [&](size_t h, int64_t rows) {
+// allotted has a place per stratum. A floor of 0 with a deviation can never meet
+// a finite variance; the caller floors at the pilot.
+template <typename Walk>
+SPILLWAY_HOST_DEVICE inline void NeymanAllot(const Walk& walk, const NeymanStratum* strata,
+                                             double variance, int64_t* allotted) {
+  constexpr int64_t kFree = -1;  // no floor or cap holds it yet
+  const auto count = [&](int h) { return static_cast<double>(strata[h].token_count); };
+  walk.ForEach([&](int h) {
     const NeymanStratum& s = strata[h];
-    fixed |= uint64_t{1} << h;
-    allotted[h] = rows;
-    if (rows == s.token_count || s.deviation == 0) return;
-    const double n = static_cast<double>(s.token_count);
-    const double spread = n * s.deviation;
-    // A floor of 0 with a deviation can never meet a finite variance; the
-    // caller floors at the pilot.
-    left -= spread * spread * (1 / static_cast<double>(rows) - 1 / n);
-  };
-  for (size_t h = 0; h < count; ++h) {
-    if (strata[h].deviation == 0 || strata[h].token_count == strata[h].floor) {
-      fix(h, strata[h].floor);
-    }
-  }
+    allotted[h] = s.deviation == 0 || s.token_count == s.floor ? s.floor : kFree;
+  });
   for (;;) {
-    double weight = 0;   // sum n_h T_h
-    double residue = 0;  // sum n_h T_h^2
-    for (size_t h = 0; h < count; ++h) {
-      if (is_fixed(h)) continue;
-      const double n = static_cast<double>(strata[h].token_count);
-      weight += n * strata[h].deviation;
-      residue += n * strata[h].deviation * strata[h].deviation;
-    }
+    // What the free strata may still spend.
+    const double left = variance - walk.Sum([&](int h) {
+      const NeymanStratum& s = strata[h];
+      if (allotted[h] == kFree || allotted[h] == s.token_count || s.deviation == 0) return 0.0;
+      const double spread = count(h) * s.deviation;
+      return spread * spread * (1 / static_cast<double>(allotted[h]) - 1 / count(h));
+    });
+    const double weight = walk.Sum(
+        [&](int h) { return allotted[h] == kFree ? count(h) * strata[h].deviation : 0.0; });
     if (weight == 0) return;
+    const double residue = walk.Sum([&](int h) {
+      return allotted[h] == kFree ? count(h) * strata[h].deviation * strata[h].deviation : 0.0;
+    });
     const double share = weight / (left + residue);
-    const auto wanted = [&](size_t h) {
-      return share * static_cast<double>(strata[h].token_count) * strata[h].deviation;
-    };
-    const bool whole = !(left > 0);
+    const auto wanted = [&](int h) { return share * count(h) * strata[h].deviation; };
     // Caps before floors: a capped stratum spends nothing, so the floors that
     // follow are judged by what is truly left.
-    bool changed = false;
-    for (size_t h = 0; h < count; ++h) {
-      if (is_fixed(h)) continue;
-      if (whole || wanted(h) >= static_cast<double>(strata[h].token_count)) {
-        fix(h, strata[h].token_count);
-        changed = true;
-      }
-    }
-    if (changed) continue;
-    for (size_t h = 0; h < count; ++h) {
-      if (!is_fixed(h) && wanted(h) <= static_cast<double>(strata[h].floor)) {
-        allotted[h] = -1;
-        changed = true;
-      }
-    }
-    if (changed) {
-      for (size_t h = 0; h < count; ++h) {
-        if (!is_fixed(h) && allotted[h] == -1) fix(h, strata[h].floor);
-      }
+    if (walk.Any([&](int h) {
+          if (allotted[h] != kFree || (left > 0 && wanted(h) < count(h))) return false;
+          allotted[h] = strata[h].token_count;
+          return true;
+        })) {
       continue;
     }
-    for (size_t h = 0; h < count; ++h) {
-      if (is_fixed(h)) continue;
+    if (walk.Any([&](int h) {
+          if (allotted[h] != kFree || wanted(h) > static_cast<double>(strata[h].floor))
+            return false;
+          allotted[h] = strata[h].floor;
+          return true;
+        })) {
+      continue;
+    }
+    walk.ForEach([&](int h) {
+      if (allotted[h] != kFree) return;
       const int64_t rows = static_cast<int64_t>(::ceil(wanted(h)));
       const int64_t low = rows < strata[h].floor ? strata[h].floor : rows;
       allotted[h] = low > strata[h].token_count ? strata[h].token_count : low;
-    }
+    });
     return;
   }
+}
+
+// In turn; both spans have a place per stratum.
+inline void NeymanAllot(std::span<const NeymanStratum> strata, double variance,
+                        std::span<int64_t> allotted) {
+  NeymanAllot(StrataInTurn{static_cast<int>(strata.size())}, strata.data(), variance,
+              allotted.data());
 }
 
 }  // namespace spillway
