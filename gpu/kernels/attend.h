@@ -152,7 +152,7 @@ struct UnitState {
   // below `threshold`.
   uint64_t drawn_threshold[kTailStrataMax];
   uint64_t threshold[kTailStrataMax];
-  uint16_t lowest_bin[kTailStrataMax];  // of a stratum; they descend
+  uint16_t lowest_bin[kTailStrataMax];   // of a stratum; they descend
   uint16_t limit_of_class[kClassCount];  // of the phase, see HashLimit()
   int32_t near_bin;  // below it the filter lets through the resident sample's tokens alone
   int64_t drawn[kTailStrataMax];

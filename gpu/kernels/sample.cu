@@ -23,8 +23,8 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   error = Launch<ResolveKernel>({units, kResolveThreads, class_bytes, wave.overlap}, stream, phase,
                                 bins, wave.units);
   if (error != cudaSuccess) return error;
-  return Launch<PlaceKernel>({{filter_blocks, units}, kPlaceThreads, 0, wave.overlap}, stream, phase,
-                             wave.shape.row_bytes, wave.units);
+  return Launch<PlaceKernel>({{filter_blocks, units}, kPlaceThreads, 0, wave.overlap}, stream,
+                             phase, wave.shape.row_bytes, wave.units);
 }
 
 }  // namespace spillway::cuda
