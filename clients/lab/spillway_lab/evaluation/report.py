@@ -162,7 +162,10 @@ def _equal_rows(equal: list[Told], reference: str) -> list[str]:
         (
             entry["label"],
             f"{entry['error']:.4f} ({between(entry['interval'])})",
-            f"{entry['ratio']:.2f} ({between(entry['ratio_interval'])})",
+            # Where the reference has no error there is no ratio.
+            "-"
+            if entry["ratio"] is None
+            else f"{entry['ratio']:.2f} ({between(entry['ratio_interval'])})",
         )
         for entry in reached
     ]
