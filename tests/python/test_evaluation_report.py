@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -48,3 +49,19 @@ def test_what_is_committed_is_what_the_report_makes(
     assert written == (folder / "README.md").read_text()
     # But for families' names.
     assert re.findall(r"(?<![\w-])[0-9.]+e[+-][0-9]+", written) == []
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no checkout here, only what a bundle has of it")
+def test_a_reference_without_error_gives_no_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda *_args, **_options: None)
+    told = json.loads((RESULTS / "smollm2-8k-prose/fidelity.json").read_text())
+    for entry in told["found"]["at_equal_rows"]:
+        if entry["error"] is not None:
+            entry.update(ratio=None, ratio_interval=[None, None])
+    (tmp_path / "fidelity.json").write_text(json.dumps(told))
+    report.make(tmp_path, Console(quiet=True))
+    written = (tmp_path / "README.md").read_text()
+    assert "| Quest top-k | 0.1587 (0.15-0.167) | - |" in written
+    assert "below every other practical method" not in written

@@ -39,7 +39,11 @@ def _ours_below_all(found: Sections) -> list[Row]:
     others = [
         e
         for e in section.get("at_equal_rows", ())
-        if e["name"] in practical and not e["name"].startswith("ours") and e["error"] is not None
+        if e["name"] in practical
+        and not e["name"].startswith("ours")
+        # A curve may not reach so few rows, and a reference without error gives no ratio.
+        and e["error"] is not None
+        and e["ratio"] is not None
     ]
     if not others:
         return []
