@@ -270,6 +270,13 @@ absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& step
   if (w.methods.shape != nullptr) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(context_->model().methods()->LaunchAhead(
         w.methods, PolicyOf(wave), context_->layer(), wave.q, w.unit_count, stream));
+    // Not a node of the graph: as one the copy failed with cudaErrorLaunchFailure and no kernel at
+    // fault (H200, driver 580.159).
+    if (w.methods.request_bytes > 0) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(w.methods.units, w.methods.host_units,
+                                                    static_cast<size_t>(w.methods.request_bytes),
+                                                    cudaMemcpyHostToDevice, stream));
+    }
   }
   // Events between the kernels are of one job alone.
   RETURN_IF_ERROR(context_->job().trace ? LaunchWave(w, *context_)

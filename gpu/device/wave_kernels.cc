@@ -38,13 +38,6 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context) {
     if (status.ok()) status = ToStatus(error, name);
     if (status.ok()) status = context.Mark(name);
   };
-  if (wave.methods.request_bytes > 0 && status.ok()) {
-    // Ahead of kernels that may overlap: what a method's kernels read lies there.
-    status = ToStatus(cudaMemcpyAsync(wave.methods.units, wave.methods.host_units,
-                                      static_cast<size_t>(wave.methods.request_bytes),
-                                      cudaMemcpyHostToDevice, stream),
-                      "cudaMemcpyAsync");
-  }
   if (wave.append.row_count > 0) stage("append", LaunchStepAppend(wave.append, stream));
   if (wave.first) {
     Wave first = wave;

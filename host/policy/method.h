@@ -80,10 +80,6 @@ inline constexpr int64_t kAnyLength = INT64_MAX;
 constexpr bool Always(const ModelSpec&) { return true; }
 constexpr int64_t None(const ModelSpec&) { return 0; }
 constexpr int64_t Any(const ModelSpec&) { return kAnyLength; }
-// Of estimates from so many bits a dimension.
-constexpr int64_t GuaranteedByBits(int bits_per_dim) {
-  return bits_per_dim >= 3 ? int64_t{1} << 18 : bits_per_dim == 2 ? int64_t{1} << 16 : 0;
-}
 
 }  // namespace methods
 

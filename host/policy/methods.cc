@@ -20,8 +20,12 @@ constexpr SelectorMethod kCoreSelectors[] = {
        return int64_t{32} * spec.plane_words() * spec.plane_count() + 16 + 8 +
               16 * spec.head_dim / kPageTokenCount;
      },
-     [](const ModelSpec& spec) { return methods::GuaranteedByBits(spec.hash.bits_per_dim); }, true,
-     1},
+     // From 3 bits on the ranks' own error decides (host/core/rank_error.h).
+     [](const ModelSpec& spec) -> int64_t {
+       const int bits = spec.hash.bits_per_dim;
+       return bits >= 3 ? methods::kAnyLength : bits == 2 ? 65536 : 0;
+     },
+     true, 1},
     {Selector::kOracle, "oracle", "", methods::Always, RankedBy::kExactLogit,
      [](const ModelSpec& spec) -> int64_t {
        return int64_t{8} * spec.head_dim * DTypeBytes(spec.dtype);

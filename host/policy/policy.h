@@ -68,8 +68,9 @@ bool WeighsValues(Selector selector, const ModelSpec& spec);
 
 // Whether a selector's ranks over n visible tokens are good enough for a tail
 // that rests on them: as far as promises were found to be kept, and to twice
-// that length; never behind a first selection (docs/adr/0018). vAttention's
-// `paper` bound rests on no ranks.
+// that length, or at any length where the ranks know their own error; never
+// behind a first selection (docs/adr/0018, 0025). vAttention's `paper` bound
+// rests on no ranks.
 bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,
                          int64_t n);
 

@@ -1,8 +1,10 @@
-// Waves with a request to methods, which graphs copy to the GPU anew at every
-// replay.
+// Waves with a request to methods, which is copied to the GPU anew before every
+// replay of their graph.
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/conformance/method_models.h"
@@ -27,6 +29,12 @@ std::vector<Case> MethodCases(const ModelSpec& spec) {
   policy = base;
   policy.candidate_selector = Selector::kHamming;
   cases.push_back({"two stages", policy});
+  Policy twilight = policy;
+  twilight.tail = Tail::kNone;
+  twilight.candidate_selector = Selector::kQuest;
+  twilight.selector = Selector::kInt4Keys;
+  twilight.heavy_kind = HeavyKind::kMass;
+  cases.push_back({"two stages by mass", twilight});
   policy.tail = Tail::kLshSampling;
   policy.candidate_selector = Selector::kInt4Keys;
   cases.push_back({"two stages and LSH sampling", policy});
@@ -43,6 +51,34 @@ TEST(MethodReplay, DecodingGivesTheBitsOfASequenceThatIsNew) {
     ASSERT_TRUE(Validate(c.policy, model.spec).empty()) << c.name;
     ExpectBitsOfANewSequence(
         bench, context, c, q, [](int64_t) { return 19; }, model.file);
+  }
+}
+
+// The requests of 16 queries, then fewer, then of 16 again.
+TEST(MethodReplay, AttendsOfAnyNumberOfQueriesGiveTheirFirstBits) {
+  SKIP_WITHOUT_GPU();
+  const IndexedModel model(2, 3, 64, DType::kBF16, EveryIndex());
+  const reference::Context context = reference::TraceContext(model.spec, 6000, 85);
+  DeviceBench bench(*CudaFactory(), model.spec, 0, model.file);
+  BenchSequence sequence(bench);
+  ASSERT_TRUE(sequence.Append(context, 0, 6000).ok());
+  for (const Case& c : MethodCases(model.spec)) {
+    std::map<int, JobItem> first;
+    // A wave runs directly, then is captured, then replayed.
+    for (int round = 0; round < 4; ++round) {
+      for (const int count : {16, 9, 1}) {
+        const std::vector<float> q = reference::TraceQueries(context, count, 87 + count, 1.5);
+        for (int again = 0; again < 3; ++again) {
+          JobItem attended = sequence.Attend(c.policy, q);
+          if (round == 0 && again == 0) {
+            ASSERT_TRUE(attended.status.ok()) << c.name << ": " << attended.status;
+            first.emplace(count, std::move(attended));
+            continue;
+          }
+          ExpectSame(attended, first.at(count), c.name + " of " + std::to_string(count));
+        }
+      }
+    }
   }
 }
 

@@ -50,7 +50,7 @@ constexpr SelectorMethod kSelector = {
     .is_served = [](const ModelSpec& spec) { return spec.indices.int4_keys; },
     .ranked_by = RankedBy::kEstimatedLogit,
     .key_bits = [](const ModelSpec& spec) { return KeySections::Int4KeyBits(spec.head_dim); },
-    .guaranteed_token_count = [](const ModelSpec&) { return methods::GuaranteedByBits(4); },
+    .guaranteed_token_count = [](const ModelSpec&) -> int64_t { return 262144; },
     .reads_page_index = false,
     .default_order = 3};
 
