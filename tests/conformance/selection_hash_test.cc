@@ -81,10 +81,14 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
     EXPECT_TRUE(Validate(policy, spec).empty()) << name;
     return cases.emplace_back(Case{name, policy, {}, false});
   };
+  // Not an oracle's: its logits are rounded as the device's vectors have it, and
+  // a token at a bin's edge falls to either side.
   static const std::map<Selector, std::string> kNames = {
-      {Selector::kAsymmetric, "asymmetric"}, {Selector::kHamming, "hamming"},
-      {Selector::kOracle, "oracle"},         {Selector::kInt4Keys, "int4 keys"},
-      {Selector::kQuest, "quest"},           {Selector::kDoubleSparsity, "labels"}};
+      {Selector::kAsymmetric, "asymmetric"},
+      {Selector::kHamming, "hamming"},
+      {Selector::kInt4Keys, "int4 keys"},
+      {Selector::kQuest, "quest"},
+      {Selector::kDoubleSparsity, "labels"}};
   for (const Selector selector : selectors) {
     const std::string of = kNames.at(selector) + " ";
     add(of + "default", selector, [](Policy&) {});
@@ -175,8 +179,7 @@ void AddStages(const ModelSpec& spec, std::vector<Case>& cases) {
   for (const auto& [name, first, second] :
        {std::tuple("hamming, then asymmetric", Selector::kHamming, Selector::kAsymmetric),
         std::tuple("quest, then int4 keys", Selector::kQuest, Selector::kInt4Keys),
-        std::tuple("asymmetric, then int4 keys", Selector::kAsymmetric, Selector::kInt4Keys),
-        std::tuple("asymmetric, then oracle", Selector::kAsymmetric, Selector::kOracle)}) {
+        std::tuple("asymmetric, then int4 keys", Selector::kAsymmetric, Selector::kInt4Keys)}) {
     for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
       Policy policy = DefaultPolicy(spec);
       policy.candidate_selector = first;
@@ -294,7 +297,7 @@ TEST_P(SelectionHash, OfTheDefaultWay) {
                          Shape{"d 256 bf16", 1, 16, 256, 1, DType::kBF16, 5003}}) {
     const ModelSpec spec =
         MakeSpec(s.kv_heads, s.group, s.head_dim, s.dtype, {.bits_per_dim = s.bits, .seed = 3});
-    Expect(s.name, spec, Cases(spec, {Selector::kAsymmetric, Selector::kOracle}), s.n);
+    Expect(s.name, spec, Cases(spec, {Selector::kAsymmetric}), s.n);
   }
 }
 
