@@ -83,12 +83,11 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
   };
   // Not an oracle's: its logits are rounded as the device's vectors have it, and
   // a token at a bin's edge falls to either side.
-  static const std::map<Selector, std::string> kNames = {
-      {Selector::kAsymmetric, "asymmetric"},
-      {Selector::kHamming, "hamming"},
-      {Selector::kInt4Keys, "int4 keys"},
-      {Selector::kQuest, "quest"},
-      {Selector::kDoubleSparsity, "labels"}};
+  static const std::map<Selector, std::string> kNames = {{Selector::kAsymmetric, "asymmetric"},
+                                                         {Selector::kHamming, "hamming"},
+                                                         {Selector::kInt4Keys, "int4 keys"},
+                                                         {Selector::kQuest, "quest"},
+                                                         {Selector::kDoubleSparsity, "labels"}};
   for (const Selector selector : selectors) {
     const std::string of = kNames.at(selector) + " ";
     add(of + "default", selector, [](Policy&) {});
