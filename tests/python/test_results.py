@@ -55,14 +55,14 @@ def test_the_gpu_page(gpu: Path) -> None:
 def test_bounds_come_from_the_records(gpu: Path) -> None:
     # The fastest dense attention at 1M, the best that multiprocessors load of
     # rows, and the memory of codes: each another than what was measured.
-    edit(gpu / "peers.jsonl", '"us": 955.9040069580078', '"us": 512.3')
+    edit(gpu / "peers.jsonl", '"us": 955.9040069580078', '"us": 412.3')
     edit(gpu / "link.csv", ",51.40440586987429,", ",52.5,")
     huggingface = (gpu / "huggingface.jsonl").read_text()
     (gpu / "huggingface.jsonl").write_text(
         huggingface.replace('"device_code_bytes": 234749952', '"device_code_bytes": 419430400')
     )
     page = report_gpu(gpu)
-    assert "1M | 515 us | | < 512 us, dense attention in GPU memory | **missed** |" in page
-    assert "within an attend | 50.9 GB/s | 52.5 GB/s |" in page
+    assert "1M | 462 us | | < 412 us, dense attention in GPU memory | **missed** |" in page
+    assert "within an attend | 51.1 GB/s | 52.5 GB/s |" in page
     assert "beyond scoring and its rows at 52.5 GB/s |" in page
     assert "d = 128, 3 bits | 100.0 B |" in page
