@@ -320,7 +320,7 @@ def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: 
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.returncode == 128 + signal.SIGINT, stderr
     assert "interrupted" in stderr
     assert len(read_csv(out)) == 1
     assert is_png(out / "link_rows.png")
