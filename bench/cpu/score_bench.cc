@@ -14,7 +14,6 @@
 #include <fstream>
 #include <functional>
 #include <iostream>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -22,6 +21,7 @@
 #include "bench/cpu/fixture.h"
 #include "bench/mapped_file.h"
 #include "host/base/status_macros.h"
+#include "host/core/page_index.h"
 #include "host/core/quantiser.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/score_pass.h"
@@ -159,6 +159,21 @@ class Scored {
         reinterpret_cast<const uint16_t*>(page + model().layout().factor_offset_bytes());
     return FromBF16(factors[token % kPageTokenCount]);
   }
+  // What a page's centre adds to a query head's logits.
+  double CentreLogit(int head, int64_t page) const {
+    const auto* centre = reinterpret_cast<const uint16_t*>(context_.index->codes[0].Page(page) +
+                                                           model().layout().centre_offset_bytes());
+    double dot = 0;
+    for (int j = 0; j < kHeadDim; ++j) dot += double{q_[head * kHeadDim + j]} * FromBF16(centre[j]);
+    return softmax_scale() * dot;
+  }
+  uint8_t Norm(int64_t token) const {
+    const std::byte* page = context_.index->codes[0].Page(token / kPageTokenCount);
+    const auto* norms =
+        reinterpret_cast<const uint8_t*>(page + model().layout().norm_offset_bytes());
+    return norms[token % kPageTokenCount];
+  }
+  int value_floor() const { return context_.index->Statistics(0)->value_floor; }
 
  private:
   std::unique_ptr<Fixture> fixture_;
@@ -196,14 +211,16 @@ absl::Status CheckHamming(const Scored& scored, const std::vector<uint32_t>& hea
   return absl::OkStatus();
 }
 
-// Group scores in double precision from the same codes and the 4-bit query:
-// no token outside the heavy set may beat one inside by more than a bin.
+// Group scores in double precision from the same codes, centres and norms and
+// the 4-bit query: no token outside the heavy set may have a bin above one
+// inside, wherever fp32 may have put them.
 absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& heavy) {
   const int bits = scored.model().spec().hash.bits_per_dim;
   const double step = QuantiserStep(bits);
   const double middle = 0.5 * ((1 << bits) - 1);
   const int64_t n = scored.end() - scored.begin();
-  std::vector<std::vector<double>> logits;
+  const int64_t pages = (scored.end() + kPageTokenCount - 1) / kPageTokenCount;
+  std::vector<std::vector<double>> logits, centres;
   for (int g = 0; g < kQueryHeads; ++g) {
     const std::vector<float> rotated = scored.RotatedQuery(g);
     float largest = 0;
@@ -213,29 +230,41 @@ absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& 
     for (int j = 0; j < kHeadDim; ++j) {
       query[j] = (std::clamp(std::nearbyint(rotated[j] / s - 0.5), -8.0, 7.0) + 0.5) * s;
     }
+    std::vector<double>& of_pages = centres.emplace_back(pages);
+    for (int64_t p = 0; p < pages; ++p) of_pages[p] = scored.CentreLogit(g, p);
     std::vector<double>& head = logits.emplace_back(scored.end());
     for (int64_t t = scored.begin(); t < scored.end(); ++t) {
       double dot = 0;
       for (int j = 0; j < kHeadDim; ++j) {
         dot += query[j] * (scored.Code(t, j) - middle) * step;
       }
-      head[t] = scored.softmax_scale() * scored.Factor(t) * dot;
+      head[t] = scored.softmax_scale() * scored.Factor(t) * dot + of_pages[t / kPageTokenCount];
     }
   }
-  const std::vector<double> score = reference::GroupScores(logits, scored.begin(), scored.end());
-  if (static_cast<int>(heavy.size()) != scored.heavy_count() ||
+  std::vector<bool> strays(scored.end());
+  int64_t stray_count = 0;
+  for (int64_t t = scored.begin(); t < scored.end(); ++t) {
+    strays[t] = scored.Norm(t) == kStrayNorm;
+    stray_count += strays[t];
+  }
+  const std::vector<double> score =
+      reference::GroupScores(logits, scored.begin(), scored.end(), strays, centres);
+  if (static_cast<int64_t>(heavy.size()) != scored.heavy_count() + stray_count ||
       !std::is_sorted(heavy.begin(), heavy.end())) {
     return absl::InternalError("the heavy set's size or order is wrong");
   }
-  double least = std::numeric_limits<double>::infinity();
+  const auto weighed = [&](int bin, int64_t i) {
+    return WeighBin(bin, scored.Norm(scored.begin() + i), scored.value_floor());
+  };
+  int least = kStrayBin;
   std::vector<bool> taken(n, false);
   for (uint32_t t : heavy) {
-    taken[t - scored.begin()] = true;
-    least = std::min(least, score[t - scored.begin()]);
+    const int64_t i = t - scored.begin();
+    taken[i] = true;
+    least = std::min(least, weighed(reference::RangeOf(score[i], 1e-4).high, i));
   }
   for (int64_t i = 0; i < n; ++i) {
-    // A bin is a sixteenth of an octave's lower end wide.
-    if (!taken[i] && score[i] > least * (1 + 1.0 / 16) * (1 + 1e-4)) {
+    if (!taken[i] && weighed(reference::RangeOf(score[i], 1e-4).low, i) > least) {
       return absl::InternalError(absl::StrCat("token ", scored.begin() + i, " was left out"));
     }
   }
