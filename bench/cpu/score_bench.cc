@@ -138,8 +138,7 @@ class Scored {
   // A key's code at one dimension, and its factor.
   int Code(int64_t token, int dim) const {
     const CodeLayout& layout = model().layout();
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(context_.index->codes[0].Page(token / kPageTokenCount));
+    const auto* words = InPage<uint32_t>(token / kPageTokenCount, 0);
     const int tile = static_cast<int>(token % kPageTokenCount / kTileTokenCount);
     int code = 0;
     int bits = 0;
@@ -154,28 +153,31 @@ class Scored {
     return code;
   }
   double Factor(int64_t token) const {
-    const std::byte* page = context_.index->codes[0].Page(token / kPageTokenCount);
     const auto* factors =
-        reinterpret_cast<const uint16_t*>(page + model().layout().factor_offset_bytes());
+        InPage<uint16_t>(token / kPageTokenCount, model().layout().factor_offset_bytes());
     return FromBF16(factors[token % kPageTokenCount]);
   }
   // What a page's centre adds to a query head's logits.
   double CentreLogit(int head, int64_t page) const {
-    const auto* centre = reinterpret_cast<const uint16_t*>(context_.index->codes[0].Page(page) +
-                                                           model().layout().centre_offset_bytes());
+    const auto* centre = InPage<uint16_t>(page, model().layout().centre_offset_bytes());
     double dot = 0;
     for (int j = 0; j < kHeadDim; ++j) dot += double{q_[head * kHeadDim + j]} * FromBF16(centre[j]);
     return softmax_scale() * dot;
   }
   uint8_t Norm(int64_t token) const {
-    const std::byte* page = context_.index->codes[0].Page(token / kPageTokenCount);
     const auto* norms =
-        reinterpret_cast<const uint8_t*>(page + model().layout().norm_offset_bytes());
+        InPage<uint8_t>(token / kPageTokenCount, model().layout().norm_offset_bytes());
     return norms[token % kPageTokenCount];
   }
   int value_floor() const { return context_.index->Statistics(0)->value_floor; }
 
  private:
+  // What lies so many bytes into a page of the index.
+  template <typename T>
+  const T* InPage(int64_t page, int64_t offset) const {
+    return reinterpret_cast<const T*>(context_.index->codes[0].Page(page) + offset);
+  }
+
   std::unique_ptr<Fixture> fixture_;
   std::unique_ptr<WorkspacePool> workspaces_;
   std::vector<float> q_;

@@ -35,33 +35,43 @@ RESULTS = ROOT / "docs/results/evaluation"
 FOLDERS = sorted({file.parent for file in RESULTS.rglob("*.json")})
 
 
-@pytest.mark.skipif(not FOLDERS, reason="no checkout here, only what a bundle has of it")
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(RESULTS)))
-def test_what_is_committed_is_what_the_report_makes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Pictures are named and take long to write.
+needs_results = pytest.mark.skipif(
+    not FOLDERS, reason="no checkout here, only what a bundle has of it"
+)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are named and take long to write."""
     monkeypatch.setattr(Figure, "savefig", lambda *_args, **_options: None)
+
+
+def made(folder: Path) -> str:
+    """The page that a report makes in a folder."""
+    report.make(folder, Console(quiet=True))
+    return (folder / "README.md").read_text()
+
+
+@needs_results
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(RESULTS)))
+def test_what_is_committed_is_what_the_report_makes(folder: Path, tmp_path: Path) -> None:
     for told in folder.glob("*.json"):
         (tmp_path / told.name).write_bytes(told.read_bytes())
-    report.make(tmp_path, Console(quiet=True))
-    written = (tmp_path / "README.md").read_text()
+    written = made(tmp_path)
     assert written == (folder / "README.md").read_text()
     # But for families' names.
     assert re.findall(r"(?<![\w-])[0-9.]+e[+-][0-9]+", written) == []
 
 
-@pytest.mark.skipif(not FOLDERS, reason="no checkout here, only what a bundle has of it")
-def test_a_reference_without_error_gives_no_ratios(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Figure, "savefig", lambda *_args, **_options: None)
+@needs_results
+@pytest.mark.usefixtures("no_pictures")
+def test_a_reference_without_error_gives_no_ratios(tmp_path: Path) -> None:
     told = json.loads((RESULTS / "smollm2-8k-prose/fidelity.json").read_text())
     for entry in told["found"]["at_equal_rows"]:
         if entry["error"] is not None:
             entry.update(ratio=None, ratio_interval=[None, None])
     (tmp_path / "fidelity.json").write_text(json.dumps(told))
-    report.make(tmp_path, Console(quiet=True))
-    written = (tmp_path / "README.md").read_text()
+    written = made(tmp_path)
     assert re.search(r"^\| Quest top-k \| 0\.[0-9]{4} \([0-9.-]+\) \| - \|$", written, re.MULTILINE)
     assert "below every other practical method" not in written
