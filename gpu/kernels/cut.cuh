@@ -19,12 +19,20 @@ __device__ inline HeavySet HeavySetByCount(const AttendShape& shape, const UnitR
                       u.sink, u.window);
 }
 
-// The strata, the pilots' thresholds and what else is known of the tail. One
-// warp; every lane computes the same.
+// Where a unit's bins are cut, in shared memory.
+struct TailCut {
+  int strata;
+  uint16_t lowest_bin[kTailStrataMax];  // of a stratum
+  int64_t stratum_count[kTailStrataMax];
+  int64_t heavy;      // tokens
+  int64_t skip;       // of the heavy bin's, those that are not
+  int64_t tail;       // tokens
+  int64_t rows_left;  // that row_count_max leaves for them
+};
+
+// Where the strata end. One warp; every lane computes the same.
 __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, const HeavySet& set,
-                               const uint32_t* above, int heavy_bin, uint16_t* lowest_bin,
-                               int64_t* stratum_count, int& strata_count) {
-  UnitState& state = *u.state;
+                               const uint32_t* above, int heavy_bin, TailCut& cut) {
   const int bins = shape.bin_count;
   const int64_t all = above[0];
   int64_t heavy = 0;  // that the histogram still counts
@@ -35,7 +43,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
     heavy = higher + take;
     skip = above[heavy_bin] - heavy;
   }
-  const int64_t heavy_total = u.by_mass ? static_cast<int64_t>(state.heavy_count) : heavy;
+  const int64_t heavy_total = u.by_mass ? static_cast<int64_t>(u.state->heavy_count) : heavy;
   const int64_t tail = all - heavy;
   const auto tail_at = [&](int bin) -> int64_t {
     return bin > heavy_bin ? 0 : int64_t{above[bin]} - heavy;
@@ -46,8 +54,8 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
   int strata = 0;
   const auto add = [&](int stratum, int lowest, int64_t count) {
     if (threadIdx.x != 0) return;
-    lowest_bin[stratum] = static_cast<uint16_t>(lowest);
-    stratum_count[stratum] = count;
+    cut.lowest_bin[stratum] = static_cast<uint16_t>(lowest);
+    cut.stratum_count[stratum] = count;
   };
   if (tail > 0 && terms.tail == Tail::kStratified) {
     const int64_t k = max(int64_t{1}, heavy_total - set.strays);
@@ -64,36 +72,50 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
     strata = 1;
     add(0, 0, tail);
   }
-  if (threadIdx.x == 0) {
-    strata_count = strata;
-    state.heavy_skip = skip;
-    state.heavy_from = 0;
-    state.heavy_count = static_cast<unsigned long long>(heavy_total);
-    state.strata = strata;
-    state.tail_count = tail;
-    state.rows_left = rows_left;
-    state.limited = strata > 0 && rows_left == 0;
-    state.drawing = strata > 0 && rows_left > 0;
-    state.list_count = 0;
-    // Heavy tokens and those of the heavy bin pass.
-    state.near_bin = min(heavy_bin, INT16_MAX);
-    state.limit_of_class[kClassTie] = state.limit_of_class[kClassHeavy] = kSampleLimitAll;
-    state.limit_of_class[kClassNever] = 0;
-  }
-  __syncwarp();
+  if (threadIdx.x != 0) return;
+  cut.strata = strata;
+  cut.heavy = heavy_total;
+  cut.skip = skip;
+  cut.tail = tail;
+  cut.rows_left = rows_left;
+}
+
+// Tells the kernels that follow of the cut, and the pilots' thresholds. One warp.
+__device__ inline void BeginTail(const UnitRequest& u, const TailCut& cut, int heavy_bin) {
+  UnitState& state = *u.state;
+  const int strata = cut.strata;
+  const int64_t rows_left = cut.rows_left;
+  // Heavy tokens and those of the heavy bin pass.
+  int near_bin = min(heavy_bin, INT16_MAX);
   for (int h = threadIdx.x; h < strata; h += 32) {
-    const int64_t count = stratum_count[h];
+    const int64_t count = cut.stratum_count[h];
+    const int64_t pilot = PilotCount(u.terms.pilot_count, rows_left, strata, count);
+    const uint64_t threshold = rows_left != 0 ? SampleThreshold(pilot, count) : 0;
+    const uint16_t limit = HashLimit(u.order, threshold);
+    if (limit > 0) near_bin = min(near_bin, int{cut.lowest_bin[h]});
     state.stratum_count[h] = count;
     state.drawn_threshold[h] = 0;
-    state.budget[h] = PilotCount(terms.pilot_count, rows_left, strata, count);
-    const uint64_t threshold = rows_left != 0 ? SampleThreshold(state.budget[h], count) : 0;
+    state.budget[h] = pilot;
     state.threshold[h] = threshold;
-    state.limit_of_class[h] = HashLimit(u.order, threshold);
-    state.lowest_bin[h] = lowest_bin[h];
+    state.limit_of_class[h] = limit;
+    state.lowest_bin[h] = cut.lowest_bin[h];
     state.drawn[h] = 0;
     for (auto& of_phase : state.stratum_drawn) of_phase[h] = 0;
-    if (state.limit_of_class[h] > 0) atomicMin(&state.near_bin, int{lowest_bin[h]});
   }
+  near_bin = __reduce_min_sync(kFullWarp, near_bin);
+  if (threadIdx.x != 0) return;
+  state.heavy_skip = cut.skip;
+  state.heavy_from = 0;
+  state.heavy_count = static_cast<unsigned long long>(cut.heavy);
+  state.strata = strata;
+  state.tail_count = cut.tail;
+  state.rows_left = rows_left;
+  state.limited = strata > 0 && rows_left == 0;
+  state.drawing = strata > 0 && rows_left > 0;
+  state.list_count = 0;
+  state.near_bin = near_bin;
+  state.limit_of_class[kClassTie] = state.limit_of_class[kClassHeavy] = kSampleLimitAll;
+  state.limit_of_class[kClassNever] = 0;
 }
 
 // One block a unit. Shared memory: [bin_count] counts.
@@ -101,9 +123,7 @@ __global__ void __launch_bounds__(kCutThreads)
     CutKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ uint32_t above[];  // tokens of a bin and above
   __shared__ int heavy_bin;
-  __shared__ int strata_count;
-  __shared__ uint16_t lowest_bin[kTailStrataMax];
-  __shared__ int64_t stratum_count[kTailStrataMax];
+  __shared__ TailCut cut;
   __shared__ HeavySet heavy_set;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
@@ -128,23 +148,25 @@ __global__ void __launch_bounds__(kCutThreads)
     }
     __syncthreads();
   }
-  if (threadIdx.x < 32) {
-    CutTail(shape, u, heavy_set, above, heavy_bin, lowest_bin, stratum_count, strata_count);
-  }
+  if (threadIdx.x < 32) CutTail(shape, u, heavy_set, above, heavy_bin, cut);
   __syncthreads();
   const auto class_below = [&](int bin) {
-    return strata_count == 0 ? kClassNever : StratumOf(lowest_bin, bin);
+    return cut.strata == 0 ? kClassNever : StratumOf(cut.lowest_bin, bin);
   };
-  for (int b = threadIdx.x; b < bins + 2; b += blockDim.x) {
+  if (threadIdx.x < 32) {
+    BeginTail(u, cut, heavy_bin);
+    if (threadIdx.x == 0) {
+      u.state->tie_class = heavy_bin < bins ? class_below(heavy_bin) : kClassNever;
+    }
+    return;
+  }
+  for (int b = threadIdx.x - 32; b < bins + 2; b += kCutThreads - 32) {
     const int c = b == bins        ? kClassNever
                   : b == bins + 1  ? kClassHeavy
                   : b < heavy_bin  ? class_below(b)
                   : b == heavy_bin ? kClassTie
                                    : kClassHeavy;
     u.class_of_bin[b] = static_cast<uint8_t>(c);
-  }
-  if (threadIdx.x == 0) {
-    u.state->tie_class = heavy_bin < bins ? class_below(heavy_bin) : kClassNever;
   }
 }
 

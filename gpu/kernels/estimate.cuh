@@ -30,8 +30,20 @@ struct StrataByLane {
     if (lane() < count) f(lane());
   }
   template <typename F>
-  __device__ double Sum(F f) const {
-    return WarpSum(lane() < count ? f(lane()) : 0.0);
+  __device__ NeymanSums Sum(F f) const {
+    NeymanSums sums;
+    if (lane() < count) sums = f(lane());
+    // Of few strata the sums of the upper lanes are 0.
+    for (int apart = count <= 8 ? 4 : 16; apart > 0; apart /= 2) {
+      sums.spent += __shfl_xor_sync(kFullWarp, sums.spent, apart);
+      sums.weight += __shfl_xor_sync(kFullWarp, sums.weight, apart);
+      sums.residue += __shfl_xor_sync(kFullWarp, sums.residue, apart);
+    }
+    // Those lanes have their own.
+    sums.spent = __shfl_sync(kFullWarp, sums.spent, 0);
+    sums.weight = __shfl_sync(kFullWarp, sums.weight, 0);
+    sums.residue = __shfl_sync(kFullWarp, sums.residue, 0);
+    return sums;
   }
   template <typename F>
   __device__ bool Any(F f) const {

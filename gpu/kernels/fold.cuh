@@ -98,7 +98,8 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       const float factor = element < d ? 1.0f : shape.inverse_unit;
       return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
     };
-    LoadTile(
+    // With moments a tile of head_dim 128 in 16 bits in one go: its rows may lie across the link.
+    LoadTile<kMoments ? 7 : 4>(
         shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, in_units, tile);
     __syncthreads();
     // Of each row: logits, and with moments its value's norm and projection.

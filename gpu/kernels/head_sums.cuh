@@ -10,7 +10,7 @@
 // one head.
 namespace spillway::cuda {
 
-inline constexpr int kEstimateThreads = 512;
+inline constexpr int kEstimateThreads = 640;
 // Places of the splits of all phases.
 inline constexpr int kAllSplitsMax = kPhases * kSplitMax;
 static_assert(kAllSplitsMax <= kEstimateThreads && kHeadDimMax <= kEstimateThreads);

@@ -14,16 +14,14 @@ __host__ __device__ inline int TileRows(int head_dim) { return head_dim <= 128 ?
 
 // The first `elements` of `count` rows, row_at(i) being the address of row i.
 // change(element, x) makes of elements [element, element + 4) what is stored.
-// All threads of the block; the caller synchronises.
-template <typename RowAt, typename Change>
+// kInFlight: loads that a thread has in flight before it uses the first, for rows
+// may lie across the link. All threads of the block; the caller synchronises.
+template <int kInFlight, typename RowAt, typename Change>
 __device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_at, Change change,
                                 float* tile) {
   const int stride = TileStride(elements);
   const int per_load = dtype == DType::kF32 ? 4 : 8;
   const int loads = elements / per_load;
-  // Several loads are in flight before the first is used: rows may lie across
-  // the link.
-  constexpr int kInFlight = 4;
   for (int base = threadIdx.x; base < count * loads; base += kInFlight * blockDim.x) {
     uint4 raw[kInFlight];
 #pragma unroll
@@ -45,7 +43,7 @@ __device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_
 }
 template <typename RowAt>
 __device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_at, float* tile) {
-  LoadTile(
+  LoadTile<4>(
       dtype, elements, count, row_at, [](int, float4 x) { return x; }, tile);
 }
 

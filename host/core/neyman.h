@@ -16,6 +16,13 @@ struct NeymanStratum {
   double deviation = 0;     // T_h = sqrt(Tr Cov[x (v - o)]), inflated
 };
 
+// What strata add to an allotment.
+struct NeymanSums {
+  double spent = 0;    // variance of those that a floor or cap holds
+  double weight = 0;   // n_h T_h of the others
+  double residue = 0;  // n_h T_h^2 of the others
+};
+
 // How to go through strata [0, count): here in turn. Kernels do it by lanes.
 struct StrataInTurn {
   int count;
@@ -25,12 +32,17 @@ struct StrataInTurn {
   SPILLWAY_HOST_DEVICE void ForEach(F f) const {
     for (int h = 0; h < count; ++h) f(h);
   }
-  // The sum of f(h).
+  // The sums of f(h), a NeymanSums.
   template <typename F>
-  SPILLWAY_HOST_DEVICE double Sum(F f) const {
-    double sum = 0;
-    for (int h = 0; h < count; ++h) sum += f(h);
-    return sum;
+  SPILLWAY_HOST_DEVICE NeymanSums Sum(F f) const {
+    NeymanSums sums;
+    for (int h = 0; h < count; ++h) {
+      const NeymanSums own = f(h);
+      sums.spent += own.spent;
+      sums.weight += own.weight;
+      sums.residue += own.residue;
+    }
+    return sums;
   }
   // Whether f(h) is true of one; calls it for all.
   template <typename F>
@@ -57,20 +69,16 @@ SPILLWAY_HOST_DEVICE inline void NeymanAllot(const Walk& walk, const NeymanStrat
     allotted[h] = s.deviation == 0 || s.token_count == s.floor ? s.floor : kFree;
   });
   for (;;) {
-    // What the free strata may still spend.
-    const double left = variance - walk.Sum([&](int h) {
+    const NeymanSums sums = walk.Sum([&](int h) -> NeymanSums {
       const NeymanStratum& s = strata[h];
-      if (allotted[h] == kFree || allotted[h] == s.token_count || s.deviation == 0) return 0.0;
       const double spread = count(h) * s.deviation;
-      return spread * spread * (1 / static_cast<double>(allotted[h]) - 1 / count(h));
+      if (allotted[h] == kFree) return {0, spread, spread * s.deviation};
+      if (allotted[h] == s.token_count || s.deviation == 0) return {};
+      return {spread * spread * (1 / static_cast<double>(allotted[h]) - 1 / count(h)), 0, 0};
     });
-    const double weight = walk.Sum(
-        [&](int h) { return allotted[h] == kFree ? count(h) * strata[h].deviation : 0.0; });
-    if (weight == 0) return;
-    const double residue = walk.Sum([&](int h) {
-      return allotted[h] == kFree ? count(h) * strata[h].deviation * strata[h].deviation : 0.0;
-    });
-    const double share = weight / (left + residue);
+    if (sums.weight == 0) return;
+    const double left = variance - sums.spent;  // for the free strata
+    const double share = sums.weight / (left + sums.residue);
     const auto wanted = [&](int h) { return share * count(h) * strata[h].deviation; };
     // Caps before floors: a capped stratum spends nothing, so the floors that
     // follow are judged by what is truly left.
