@@ -36,6 +36,18 @@ STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
 # Of a whole attend, beyond scoring and its rows' way over the link.
 BEYOND_US = {1 << 17: 40, 1 << 20: 60}
 
+# Medians over the queries of a length, of data like real traces.
+TRACE_AIMS_US = {
+    ("default policy", "us", 1 << 17): 210,
+    ("default policy", "us", 1 << 19): 300,
+    ("default policy", "us", 1 << 20): 400,
+    ("default policy, epsilon 0.05", "us", 1 << 20): 600,
+    ("default policy", "scoring_us", 1 << 17): 20,
+    ("default policy", "rest_us", 1 << 17): 110,
+    ("default policy", "rest_us", 1 << 19): 120,
+    ("default policy", "rest_us", 1 << 20): 140,
+}
+
 
 def selection_us(record: Record) -> float:
     return sum(record["stages"].get(stage, 0.0) for stage in STAGES_OF_SELECTION)
@@ -60,6 +72,18 @@ def user_aims(
     traces: list[Record], peers: list[Record], bulk: list[Record]
 ) -> Iterator[tuple[str, str, str, bool]]:
     """What was measured, its value, its aim, and whether it was met."""
+    for group in trace_section.groups(of_default(traces)):
+        tokens, name = group[0]["tokens"], group[0]["name"]
+        for field, of_what in (
+            ("us", "whole attend"),
+            ("scoring_us", "scoring"),
+            ("rest_us", "the rest"),
+        ):
+            aim = TRACE_AIMS_US.get((name, field, tokens))
+            if aim is not None:
+                us = trace_section.median(group, field)
+                what = f"{of_what}, {name}, data like real traces, {label(tokens)}"
+                yield what, f"{us:.0f} us", f"<= {aim} us", us <= aim
     million = [
         r["us"]
         for r in of_default(traces)

@@ -198,10 +198,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
   std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads));
-  const bool hopper = properties.major >= 9;
   device->gpu_ = {properties.multiProcessorCount,
-                  static_cast<int>(properties.sharedMemPerBlockOptin),
-                  cuda::UnitBlocksMax(/*has_clusters=*/hopper), hopper};
+                  static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9};
   absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
       cuda::CreateDeviceBacking(options.ordinal, limit);
   if (!backing.ok()) return backing.status();

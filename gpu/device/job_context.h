@@ -16,9 +16,7 @@ namespace spillway::cuda {
 struct Gpu {
   int sm_count = 0;
   int block_shared_bytes = 0;  // that a block can have
-  int unit_blocks_max = 1;     // see UnitBlocksMax()
-  // Compute capability 9.0: bulk copies, clusters of blocks, and kernels
-  // that begin early.
+  // Compute capability 9.0: bulk copies, and kernels that begin early.
   bool hopper = false;
   std::string_view name = {};  // of the device, "cuda:0"; outlives jobs
 };

@@ -110,6 +110,7 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.filtered = workspace.Take<uint32_t>(padded);
   r.segment_counts = workspace.Take<uint32_t>(r.segments());
   r.segment_ties = workspace.Take<SegmentTies>(r.segments());
+  r.segment_table = workspace.Take<uint32_t>(r.segments() * kSegmentColumns);
   r.list = workspace.Take<uint32_t>(r.n);
   r.sources = workspace.Take<const std::byte*>(r.n);
   const int64_t staging_bytes = std::min(kStagingBytes, context_->slot().wave_bytes() / 4);
@@ -258,7 +259,6 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
   w.append = step;
   w.sm_count = context_->gpu().sm_count;
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
-  w.unit_blocks_max = context_->gpu().unit_blocks_max;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
   w.gather_blocks = kGatherBlocks;
   return w;

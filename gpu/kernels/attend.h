@@ -31,7 +31,7 @@
 //              what stands behind them (an index page)
 //   tile       tokens or rows that a block or a warp takes at a time; 32 in code
 //              pages, see code_tiling.h, whose octets and fragments are its parts
-//   segment      kSegmentTokens tokens, what a block filters at a time
+//   segment      kSegmentTokens tokens, what one block filters
 //   scored     tokens that have a score: neither sink nor window, where the window
 //              reaches back over an open page if scores come from the page index
 //   stray      a scored token whose estimate says too little (page_index.h)
@@ -44,13 +44,13 @@
 namespace spillway::cuda {
 
 // Tokens of a segment, which stay in order.
-inline constexpr int kSegmentTokens = 8192;
+inline constexpr int kSegmentTokens = 4096;
 // Classes of bins: the stratum, or one of these.
 inline constexpr int kClassTie = kTailStrataMax;  // the bin of the heavy threshold
 inline constexpr int kClassHeavy = kClassTie + 1;
 inline constexpr int kClassNever = kClassTie + 2;
 inline constexpr int kClassCount = kClassTie + 3;
-// Counters of tokens: heavy ones, those drawn of each stratum, and how many
+// Counters of a segment: heavy tokens, those drawn of each stratum, and how many
 // of all these the GPU does not hold.
 inline constexpr int kMissedColumn = 1 + kTailStrataMax;
 inline constexpr int kSegmentColumns = kMissedColumn + 1;
@@ -231,6 +231,7 @@ struct UnitRequest {
   uint32_t* filtered;         // [segments][kSegmentTokens], see FilteredToken
   uint32_t* segment_counts;   // [segments] filtered tokens
   SegmentTies* segment_ties;  // [segments]
+  uint32_t* segment_table;    // [kSegmentColumns][segments]
   uint32_t* list;             // [n] tokens
   const std::byte** sources;  // [n] where the list's rows are read
   std::byte* staging;         // [staging_rows] rows
@@ -297,8 +298,6 @@ struct Wave {
   int sm_count = 0;
   // Shared memory that a block can have.
   int block_shared_bytes = 0;
-  // Blocks that may draw for a unit together, at most: UnitBlocksMax().
-  int unit_blocks_max = 1;
   // Whether the GPU has bulk copies (compute capability 9.0).
   bool bulk_copies = false;
   // Blocks that gather rows: few, so that the addresses in flight stay close.
@@ -325,8 +324,6 @@ cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of a phase: 0 the exact rows and the pilot, 1 what the
 // budgets ask for, 2 what heads ask for whose error came out too large.
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
-// Wave::unit_blocks_max of the current GPU; 1 without clusters of blocks.
-int UnitBlocksMax(bool has_clusters);
 // Copies what the list has of rows in host memory to the staging.
 cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
 // Sums over the phase's splits.

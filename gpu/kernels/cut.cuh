@@ -119,7 +119,7 @@ __device__ inline void BeginTail(const UnitRequest& u, const TailCut& cut, int h
 }
 
 // One block a unit. Shared memory: [bin_count] counts.
-__global__ void __launch_bounds__(kCutThreads)
+__global__ void __launch_bounds__(kCutThreads, 1)
     CutKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ uint32_t above[];  // tokens of a bin and above
   __shared__ int heavy_bin;

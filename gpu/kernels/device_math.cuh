@@ -131,11 +131,14 @@ __device__ inline void BeginSecond(const UnitRequest* from, UnitRequest& to) {
 // then sees what the others wrote before. counter began as 0. All threads.
 __device__ inline bool IsLastBlock(int count, uint32_t& counter) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&counter, 1) + 1 == static_cast<uint32_t>(count);
+  if (threadIdx.x == 0) {
+    // For all of the block's threads: the barriers pass it on.
+    __threadfence();
+    last = atomicAdd(&counter, 1) + 1 == static_cast<uint32_t>(count);
+    __threadfence();
+  }
   __syncthreads();
-  if (last) __threadfence();
   return last;
 }
 

@@ -10,7 +10,7 @@
 // Here: the rule, and the tokens that it lets through.
 namespace spillway::cuda {
 
-inline constexpr int kDrawThreads = 512;
+inline constexpr int kFilterThreads = 256;
 
 // What is drawn of each class: tokens whose places lie in [x, y], both
 // inclusive, for a threshold of 2^32 does not fit; x > y is nothing.
@@ -22,13 +22,19 @@ struct SampleRule {
   uint2 ranges[kClassCount];
 };
 
-// What of each class the draw up to thresholds upper [kTailStrataMax] takes; in phase 0 all of the
-// heavy bin's tokens pass. All threads of the block, which have set the rest of the rule.
-__device__ inline void LoadRanges(const UnitRequest& u, int phase, const uint64_t* upper,
-                                  SampleRule& rule) {
+// All threads of the block; upper: thresholds that bound the draw. In phase 0
+// all of the heavy bin's tokens pass.
+__device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t* upper,
+                                SampleRule& rule) {
   const UnitState& state = *u.state;
   const uint2 nothing = make_uint2(1, 0);
   const uint2 all = make_uint2(0, 0xFFFFFFFFu);
+  if (threadIdx.x == 0) {
+    rule.order = u.order;
+    rule.strata = state.strata;
+    rule.tie_class = state.tie_class;
+    rule.heavy_from = state.heavy_from;
+  }
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
     // All read together: one way to memory and back.
     const bool stratum = c < kTailStrataMax;
@@ -50,18 +56,6 @@ __device__ inline void LoadRanges(const UnitRequest& u, int phase, const uint64_
   __syncthreads();
 }
 
-// The rule of a phase, as it begins. All threads of the block.
-__device__ inline void LoadRule(const UnitRequest& u, int phase, SampleRule& rule) {
-  const UnitState& state = *u.state;
-  if (threadIdx.x == 0) {
-    rule.order = u.order;
-    rule.strata = state.strata;
-    rule.tie_class = state.tie_class;
-    rule.heavy_from = state.heavy_from;
-  }
-  LoadRanges(u, phase, state.threshold, rule);
-}
-
 __device__ inline bool Drawn(const SampleRule& rule, int c, uint32_t token) {
   const uint32_t x = SamplePlace(rule.order, token);
   const uint2 range = rule.ranges[c];
@@ -71,17 +65,17 @@ __device__ inline bool Drawn(const SampleRule& rule, int c, uint32_t token) {
 // A token that the filter lets through: it is or may be listed. In 32 bits.
 struct FilteredToken {
   static __device__ uint32_t Pack(int slot, int c, bool resident) {
-    return static_cast<uint32_t>(slot) | static_cast<uint32_t>(c) << 16 |
-           static_cast<uint32_t>(resident) << 24;
+    return static_cast<uint32_t>(slot) | static_cast<uint32_t>(c) << 12 |
+           static_cast<uint32_t>(resident) << 20;
   }
   __device__ explicit FilteredToken(uint32_t packed)
-      : slot(packed & 0xFFFFu), c(packed >> 16 & 0xFFu), resident((packed >> 24 & 1u) != 0) {}
+      : slot(packed & 0xFFFu), c(packed >> 12 & 0xFFu), resident((packed >> 20 & 1u) != 0) {}
 
   uint32_t slot;  // in its segment
   int c;          // class
   bool resident;  // the GPU holds its row
 };
-static_assert(kSegmentTokens <= 1 << 16 && kClassCount <= 1 << 8);
+static_assert(kSegmentTokens <= 1 << 12 && kClassCount <= 1 << 8);
 
 // What a filtered token is once it is known which ties are heavy: 0 heavy, 1 + h
 // drawn of stratum h, -1 neither.
@@ -119,8 +113,9 @@ __device__ inline void LoadBins(const UnitRequest& u, int bin_count, uint8_t* cl
 }
 
 // What a thread knows of its tokens of a segment before it looks at them.
+template <int kThreads>
 struct OwnTokens {
-  static constexpr int kCount = kSegmentTokens / kDrawThreads;
+  static constexpr int kCount = kSegmentTokens / kThreads;
   uint2 pairs[kCount / 4];  // of bins
   uint32_t resident;        // a bit each; of tokens that exist
 
@@ -141,11 +136,13 @@ struct OwnTokens {
 
 // A bit for each of the tokens from `first` on that may be listed: the resident sample's,
 // and those that their bins' limits let through. bins: of the tokens.
+template <int kThreads>
 __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table, uint32_t near_bin,
-                                     uint32_t first, const uint16_t* bins, const OwnTokens& own) {
-  static_assert(OwnTokens::kCount <= 16);
+                                     uint32_t first, const uint16_t* bins,
+                                     const OwnTokens<kThreads>& own) {
+  static_assert(OwnTokens<kThreads>::kCount <= 16);
   constexpr uint32_t kHigh = 0x80008000u;
-  constexpr int kPairs = OwnTokens::kCount / 2;
+  constexpr int kPairs = OwnTokens<kThreads>::kCount / 2;
   const auto pair_at = [&](int p) { return p % 2 == 0 ? own.pairs[p / 2].x : own.pairs[p / 2].y; };
   const auto passes = [&](int bin, int i) {
     const uint32_t limit = table.limit_of_class[table.ClassOf(bin)];
@@ -156,7 +153,7 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table
   if (u.resident.pages != nullptr) {
     flags = own.resident;  // the resident sample among them
   } else if (u.order.resident != 0) {
-    for (int i = 0; i < OwnTokens::kCount; ++i) {
+    for (int i = 0; i < OwnTokens<kThreads>::kCount; ++i) {
       if (TokenHash(u.order.key, first + i) < u.order.resident) flags |= 1u << i;
     }
   }
@@ -183,21 +180,17 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table
   return flags;
 }
 
-// What a block counts of its tokens, by column. In phase 0 those of the heavy bin (ties) count
-// apart until it is known which of them are heavy.
-struct DrawCounts {
-  uint32_t columns[kSegmentColumns];
-  SegmentTies ties;
-};
-
-// Collects a segment's filtered tokens in their order, some of them for nothing; counts them into
-// `counts`, shared memory of the block. All threads of the block.
+// Collects a segment's filtered tokens in their order, some of them for nothing; and counts them by
+// class into segment_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of
+// them are heavy is not known yet. All threads of the block.
+template <int kThreads>
 __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rule,
-                                     const BinTable& table, int phase, int near_bin,
-                                     int64_t segment, const OwnTokens& own, DrawCounts& counts) {
-  constexpr int kWarps = kDrawThreads / 32;
-  constexpr int kPerThread = OwnTokens::kCount;
+                                     const BinTable& table, int phase, int64_t segment,
+                                     const OwnTokens<kThreads>& own) {
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kPerThread = OwnTokens<kThreads>::kCount;
   __shared__ uint32_t warp_counts[kWarps];
+  __shared__ uint32_t counts[kSegmentColumns];
   __shared__ SegmentTies ties;
   __shared__ uint16_t found[kSegmentTokens];
   const int lane = threadIdx.x % 32;
@@ -205,11 +198,12 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
   const int64_t segment_begin = segment * kSegmentTokens;
   const int slots = static_cast<int>(min(int64_t{kSegmentTokens}, u.n - segment_begin));
   const uint16_t* bins = u.bins + segment_begin;
+  for (int c = threadIdx.x; c < kSegmentColumns; c += kThreads) counts[c] = 0;
   if (threadIdx.x == 0) ties = {0, 0, 0, 0};
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   uint32_t flags = 0;
   if (first < slots) {
-    flags = FirstLook(u, table, static_cast<uint32_t>(near_bin),
+    flags = FirstLook(u, table, static_cast<uint32_t>(u.state->near_bin),
                       static_cast<uint32_t>(segment_begin + first), bins + first, own);
     if (slots - first < kPerThread) flags &= (1u << (slots - first)) - 1;
   }
@@ -228,7 +222,7 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
     found[before++] = static_cast<uint16_t>(first + __ffs(flags) - 1);
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < total; i += kDrawThreads) {
+  for (uint32_t i = threadIdx.x; i < total; i += kThreads) {
     const int slot = found[i];
     const auto token = static_cast<uint32_t>(segment_begin + slot);
     const int c = table.ClassOf(bins[slot]);
@@ -244,32 +238,66 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
     }
     const int kind = Kind(rule, c, token);
     if (kind < 0 || (phase > 0 && kind == 0)) continue;
-    atomicAdd(&counts.columns[kind], 1u);
-    if (!resident) atomicAdd(&counts.columns[kMissedColumn], 1u);
+    atomicAdd(&counts[kind], 1u);
+    if (!resident) atomicAdd(&counts[kMissedColumn], 1u);
   }
   __syncthreads();
+  for (int c = threadIdx.x; c < kSegmentColumns; c += kThreads) {
+    if (c <= rule.strata || c == kMissedColumn) {
+      u.segment_table[c * u.segments() + segment] = counts[c];
+    }
+  }
   if (threadIdx.x == 0) {
     u.segment_counts[segment] = total;
     u.segment_ties[segment] = ties;
-    counts.ties.all += ties.all;
-    counts.ties.drawn += ties.drawn;
-    counts.ties.all_missed += ties.all_missed;
-    counts.ties.drawn_missed += ties.drawn_missed;
   }
   __syncthreads();
 }
 
-// Adds a segment's filtered tokens to `counts`, all that is known considered. All lanes of a warp.
+// Counts a segment's filtered tokens by class anew, all that is known considered; in
+// `counts` [kSegmentColumns], shared memory of the warp's own. All lanes.
 __device__ inline void CountSegment(const UnitRequest& u, const SampleRule& rule, int phase,
-                                    int64_t segment, DrawCounts& counts) {
+                                    int64_t segment, uint32_t* counts) {
+  const int lane = threadIdx.x % 32;
+  for (int c = lane; c < kSegmentColumns; c += 32) counts[c] = 0;
+  __syncwarp();
   const uint32_t count = u.segment_counts[segment];
-  for (uint32_t i = threadIdx.x % 32; i < count; i += 32) {
+  for (uint32_t i = lane; i < count; i += 32) {
     const FilteredToken passed(u.filtered[segment * kSegmentTokens + i]);
     const int kind =
         Kind(rule, passed.c, static_cast<uint32_t>(segment * kSegmentTokens + passed.slot));
     if (kind < 0 || (phase > 0 && kind == 0)) continue;
-    atomicAdd(&counts.columns[kind], 1u);
-    if (!passed.resident) atomicAdd(&counts.columns[kMissedColumn], 1u);
+    atomicAdd(&counts[kind], 1u);
+    if (!passed.resident) atomicAdd(&counts[kMissedColumn], 1u);
+  }
+  __syncwarp();
+  for (int c = lane; c < kSegmentColumns; c += 32) {
+    if (c <= rule.strata || c == kMissedColumn)
+      u.segment_table[c * u.segments() + segment] = counts[c];
+  }
+  __syncwarp();
+}
+
+// Grid (blocks, units). Shared memory: ClassBytes().
+__global__ void __launch_bounds__(kFilterThreads)
+    FilterKernel(int phase, int bin_count, const UnitRequest* units) {
+  extern __shared__ __align__(16) uint8_t class_of_bin[];
+  __shared__ BinTable table;
+  __shared__ SampleRule rule;
+  __shared__ UnitRequest u;
+  LoadRequest(units + blockIdx.y, u);
+  // The kernel before does not write bins.
+  OwnTokens<kFilterThreads> own, next;
+  own.Load(u, blockIdx.x);
+  GridDependencyWait();
+  TriggerDependents();
+  if (blockIdx.x >= u.segments() || (phase > 0 && !u.state->drawing)) return;
+  LoadBins(u, bin_count, class_of_bin, u.state->limit_of_class, table);
+  LoadRule(u, phase, u.state->threshold, rule);
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
+    next.Load(u, segment + gridDim.x);
+    FilterSegment(u, rule, table, phase, segment, own);
+    own = next;
   }
 }
 

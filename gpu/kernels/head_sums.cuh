@@ -5,8 +5,8 @@
 #include "host/core/estimate.h"
 #include "host/core/tail_plan.h"
 
-// What the folds' splits come to for one query head, in fp64, every sum in one
-// order; the formulas are host/core/estimate.h's and degrees.h's. A block takes
+// What the folds' splits come to for one query head, in fp64 but for their vectors, every sum in
+// one order; the formulas are host/core/estimate.h's and degrees.h's. A block takes
 // one head.
 namespace spillway::cuda {
 
@@ -102,14 +102,14 @@ __device__ inline void ForSplits(const SetSplits& splits, int lane, F f) {
 }
 
 // Four elements of a set's vector: the sum of its splits' in turn, that of the
-// split at place i times factor(i), from vectors + i * stride. Several are read
-// together: their number is small, and the memory far.
+// split at place i times factor(i), from vectors + i * stride. In fp32, as the splits' own sums
+// are. Several are read together: their number is small, and the memory far.
 template <typename Factor>
 __device__ inline float4 SumFours(const SetSplits& splits, const float* vectors, int64_t stride,
                                   Factor factor) {
   constexpr int kTogether = 8;
   const int count = splits.count();
-  double x = 0, y = 0, z = 0, w = 0;
+  float4 sum = make_float4(0, 0, 0, 0);
   for (int first = 0; first < count; first += kTogether) {
     float4 v[kTogether];
 #pragma unroll
@@ -121,15 +121,14 @@ __device__ inline float4 SumFours(const SetSplits& splits, const float* vectors,
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       if (first + i >= count) break;
-      const double f = factor(splits.place(first + i));
-      x += f * v[i].x;
-      y += f * v[i].y;
-      z += f * v[i].z;
-      w += f * v[i].w;
+      const float f = factor(splits.place(first + i));
+      sum.x = fmaf(f, v[i].x, sum.x);
+      sum.y = fmaf(f, v[i].y, sum.y);
+      sum.z = fmaf(f, v[i].z, sum.z);
+      sum.w = fmaf(f, v[i].w, sum.w);
     }
   }
-  return make_float4(static_cast<float>(x), static_cast<float>(y), static_cast<float>(z),
-                     static_cast<float>(w));
+  return sum;
 }
 
 // Fills `head` from the splits of phases [0, phases). totals: HeadSumsBytes() of
@@ -223,8 +222,10 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
                       : 4 * four < 2 * d ? squares_at + g * d + 4 * four - d
                                          : projected_at + g * kProjectedPairs + 4 * four - 2 * d;
     reinterpret_cast<float4*>(totals + set * set_floats)[four] =
-        SumFours(sets[set].splits, u.partials + first, partial_floats,
-                 [&](int j) { return squared ? factors[j] * factors[j] : factors[j]; });
+        SumFours(sets[set].splits, u.partials + first, partial_floats, [&](int j) {
+          const auto f = static_cast<float>(factors[j]);
+          return squared ? f * f : f;
+        });
   }
   double part = 0;
   if (own_set >= 0) {

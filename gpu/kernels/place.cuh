@@ -1,26 +1,35 @@
 #pragma once
 
-#include "gpu/kernels/resolve.cuh"
+#include "gpu/kernels/filter.cuh"
 
 // The list of a phase's rows, and where each is read.
 namespace spillway::cuda {
 
-// Writes the list and its sources, and what is to be gathered in token order: a block those of its
-// own segments, whose kinds' first rows come after totals.before. All threads of the block.
-__device__ inline void PlaceRows(const UnitRequest& u, int phase, int64_t row_bytes,
-                                 const UnitBlocks& blocks, const OwnSegments& own,
-                                 const SampleRule& rule, const DrawState& draw,
-                                 const DrawTotals& totals, const DrawLayout& layout) {
-  constexpr int kWarps = kDrawThreads / 32;
+inline constexpr int kPlaceThreads = 256;
+
+// Kinds of listed tokens: see Kind().
+inline constexpr int kKinds = 1 + kTailStrataMax;
+
+// Writes the list and its sources, and what is to be gathered in token order.
+// A block a segment; grid (blocks, units).
+__global__ void __launch_bounds__(kPlaceThreads)
+    PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
+  constexpr int kWarps = kPlaceThreads / 32;
+  __shared__ SampleRule rule;
   // Of a kind: where its next token goes, and how many each warp has of a round;
   // 0 between rounds.
   __shared__ int64_t next[kKinds];
   __shared__ uint8_t warp_kinds[kWarps][kKinds];
   __shared__ uint32_t warp_missed[kWarps];
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.y, u);
+  const UnitState& state = *u.state;
+  if (phase > 0 && !state.drawing) return;
+  LoadRule(u, phase, state.threshold, rule);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const bool staged = layout.staged;
-  std::byte* const staging = u.staging + draw.gathered * row_bytes;
+  const bool staged = state.staged;
+  std::byte* const staging = u.staging + state.gather_first * row_bytes;
   const auto put = [&](uint32_t token, int64_t place, const std::byte* source) {
     u.list[place] = token;
     u.sources[place] = source;
@@ -31,7 +40,7 @@ __device__ inline void PlaceRows(const UnitRequest& u, int phase, int64_t row_by
     put(token, place, staged ? staging + turn * row_bytes : from);
   };
   const int64_t missed_sink = MissedSink(u);
-  if (phase == 0 && blocks.rank() == 0) {
+  if (phase == 0 && blockIdx.x == 0) {
     const int64_t held_sink = u.sink - missed_sink;
     for (int64_t i = threadIdx.x; i < u.sink; i += blockDim.x) {
       const auto token = static_cast<uint32_t>(i);
@@ -41,11 +50,9 @@ __device__ inline void PlaceRows(const UnitRequest& u, int phase, int64_t row_by
         bring(token, i, i - held_sink);
       }
     }
-  }
-  if (phase == 0 && blocks.rank() == blocks.count() - 1) {
     const int64_t missed_window = MissedWindow(u);
-    const int64_t window_at = layout.exact_count - u.window;
-    const int64_t window_turn = layout.gather_count - missed_window;
+    const int64_t window_at = state.exact_count - u.window;
+    const int64_t window_turn = state.gather_count - missed_window;
     for (int64_t i = threadIdx.x; i < u.window; i += blockDim.x) {
       const auto token = static_cast<uint32_t>(u.n - u.window + i);
       if (i < missed_window) {
@@ -55,24 +62,26 @@ __device__ inline void PlaceRows(const UnitRequest& u, int phase, int64_t row_by
       }
     }
   }
-  int64_t turn = (phase == 0 ? missed_sink : 0) + totals.before[kMissedColumn];
+  const int64_t first_turn = phase == 0 ? missed_sink : 0;
   const int kinds = 1 + rule.strata;
-  for (int kind = threadIdx.x; kind < kinds; kind += kDrawThreads) {
-    // Of the exact rows the sink's come first.
-    next[kind] = layout.first[kind] + (kind == 0 ? u.sink : 0) + totals.before[kind];
-  }
-  for (int i = threadIdx.x; i < kWarps * kKinds; i += kDrawThreads) {
+  for (int i = threadIdx.x; i < kWarps * kKinds; i += kPlaceThreads) {
     warp_kinds[i / kKinds][i % kKinds] = 0;
   }
-  for (int64_t segment = own.begin; segment < own.end; ++segment) {
+  for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     const uint32_t count = u.segment_counts[segment];
     // What a round looks at, read ahead: there is room for a whole segment.
     const uint32_t* filtered = u.filtered + segment * kSegmentTokens;
     uint32_t packed = filtered[threadIdx.x];
-    for (uint32_t at = 0; at < count; at += kDrawThreads) {
+    const uint32_t* before = u.segment_table + segment;
+    for (int kind = threadIdx.x; kind < kinds; kind += kPlaceThreads) {
+      const int64_t base = kind == 0 ? u.sink : state.stratum_first[kind - 1];
+      next[kind] = base + before[kind * u.segments()];
+    }
+    int64_t turn = first_turn + before[kMissedColumn * u.segments()];
+    for (uint32_t at = 0; at < count; at += kPlaceThreads) {
       const bool have = at + threadIdx.x < count;
       const FilteredToken passed(packed);
-      if (at + kDrawThreads < count) packed = filtered[at + kDrawThreads + threadIdx.x];
+      if (at + kPlaceThreads < count) packed = filtered[at + kPlaceThreads + threadIdx.x];
       const auto token = static_cast<uint32_t>(segment * kSegmentTokens + passed.slot);
       const int kind = have ? Kind(rule, passed.c, token) : -1;
       const bool kept = kind >= 0 && !(phase > 0 && kind == 0);
@@ -99,7 +108,7 @@ __device__ inline void PlaceRows(const UnitRequest& u, int phase, int64_t row_by
       for (const uint32_t of_warp : warp_missed) turn += of_warp;
       __syncthreads();
       // By the threads that set next.
-      for (int kind = threadIdx.x; kind < kinds; kind += kDrawThreads) {
+      for (int kind = threadIdx.x; kind < kinds; kind += kPlaceThreads) {
         for (auto& of_warp : warp_kinds) {
           next[kind] += of_warp[kind];
           of_warp[kind] = 0;

@@ -1,153 +1,131 @@
 #pragma once
 
 #include "gpu/kernels/filter.cuh"
-#include "gpu/kernels/unit_blocks.cuh"
 #include "host/core/tail_draw.h"
 
-// How many rows of which class a phase's filtered tokens come to, and where they go in its list.
-// All blocks of a unit find out together, and each knows the same.
+// How many rows of which class a phase's filtered tokens come to, and where they
+// go in its list.
 namespace spillway::cuda {
 
+inline constexpr int kResolveThreads = 1024;
 // Rows of a unit's pilot that are folded where they lie: fewer than these are
 // there as fast as they could be gathered.
 inline constexpr int kDirectRowsMax = 512;
 
-// Segments [begin, end) are a block's.
-struct OwnSegments {
-  int64_t begin;
-  int64_t end;
-
-  __device__ static OwnSegments Of(const UnitRequest& u, const UnitBlocks& blocks) {
-    const int64_t each = (u.segments() + blocks.count() - 1) / blocks.count();
-    const int64_t begin = min(each * blocks.rank(), u.segments());
-    return {begin, min(begin + each, u.segments())};
-  }
-};
-
-// Where ties turn heavy, and what a block's own come to.
+// Where the heavy bin's tokens turn heavy: all but the first heavy_skip are.
 struct TieSplit {
   int64_t heavy_from;  // token
-  uint32_t heavy;      // heavy ties
+  int64_t segment;     // that holds it
+  uint32_t heavy;      // of that segment's ties, the heavy ones
   uint32_t drawn;      // of the others, those drawn
   uint32_t missed;     // of both, those that the GPU does not hold
 };
 
-// Of the block in whose segments the first `skip` of its ties end. One warp.
-__device__ inline TieSplit SplitTies(const UnitRequest& u, const SampleRule& rule,
-                                     const OwnSegments& own, int64_t skip) {
+// All threads of the block.
+__device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, int64_t skip,
+                                 TieSplit& tie_split) {
+  __shared__ int64_t warp_ties[kResolveThreads / 32];
   const int lane = threadIdx.x % 32;
-  uint32_t heavy = 0, drawn = 0, missed = 0;  // of this lane's segments
-  int64_t holder = own.end;                   // that the first `skip` end in
-  int64_t rank = 0;                           // ties before it, then before a token of it
-  int64_t before = 0;
-  for (int64_t base = own.begin; base < own.end; base += 32) {
-    const int64_t segment = base + lane;
-    const SegmentTies ties = segment < own.end ? u.segment_ties[segment] : SegmentTies{0, 0, 0, 0};
-    const int64_t after = before + WarpScan(int64_t{ties.all});
-    const bool holds = after > skip && after - ties.all <= skip;
-    if (after <= skip) {
-      drawn += ties.drawn;
-      missed += ties.drawn_missed;
-    } else if (!holds) {
-      heavy += ties.all;
-      missed += ties.all_missed;
-    } else {
-      heavy += static_cast<uint32_t>(after - skip);
-      missed += ties.all_missed;  // less what is found below
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    // Until the segment is found: all of the bin is heavy, or none.
+    tie_split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.segments(), 0, 0, 0};
+  }
+  if (skip == 0) {
+    __syncthreads();
+    return;
+  }
+  int64_t before = 0;  // ties of earlier rounds
+  for (int64_t base = 0; base < u.segments(); base += kResolveThreads) {
+    const int64_t segment = base + threadIdx.x;
+    const int64_t ties = segment < u.segments() ? u.segment_ties[segment].all : 0;
+    int64_t scan = WarpScan(ties);
+    if (lane == 31) warp_ties[warp] = scan;
+    __syncthreads();
+    int64_t total = 0;
+    for (int w = 0; w < kResolveThreads / 32; ++w) {
+      if (w == warp) scan += before + total;
+      total += warp_ties[w];
     }
-    const unsigned found = __ballot_sync(kFullWarp, holds);
+    before += total;
+    // The segment in which the first `skip` end: its warp looks closer.
+    const unsigned found = __ballot_sync(kFullWarp, scan > skip && scan - ties <= skip);
     if (found != 0) {
-      const int from = __ffs(found) - 1;
-      holder = base + from;
-      rank = __shfl_sync(kFullWarp, after - ties.all, from);
-    }
-    before = __shfl_sync(kFullWarp, after, 31);
-  }
-  TieSplit split = {0, WarpSum(heavy), WarpSum(drawn), WarpSum(missed)};
-  if (holder == own.end) return split;
-  constexpr int kAhead = 8;
-  const uint32_t* filtered = u.filtered + holder * kSegmentTokens;
-  const uint32_t count = u.segment_counts[holder];
-  for (uint32_t base = 0; base < count; base += 32 * kAhead) {
-    uint32_t packed[kAhead];
+      const int holder = __ffs(found) - 1;
+      const int64_t first = __shfl_sync(kFullWarp, scan - ties, holder);
+      const int64_t last = __shfl_sync(kFullWarp, scan, holder);
+      const int64_t its_segment = __shfl_sync(kFullWarp, segment, holder);
+      const uint32_t* filtered = u.filtered + its_segment * kSegmentTokens;
+      const uint32_t count = u.segment_counts[its_segment];
+      int64_t rank = first;
+      uint32_t drawn = 0;
+      uint32_t missed = u.segment_ties[its_segment].all_missed;  // of the drawn and the heavy
+      constexpr int kAhead = 8;
+      bool turned = false;
+      for (uint32_t base = 0; base < count && !turned; base += 32 * kAhead) {
+        uint32_t packed[kAhead];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const uint32_t i = base + j * 32 + lane;
-      packed[j] = i < count ? filtered[i] : FilteredToken::Pack(0, kClassNever, true);
-    }
+        for (int j = 0; j < kAhead; ++j) {
+          const uint32_t i = base + j * 32 + lane;
+          packed[j] = i < count ? filtered[i] : FilteredToken::Pack(0, kClassNever, true);
+        }
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const FilteredToken passed(packed[j]);
-      const auto token = static_cast<uint32_t>(holder * kSegmentTokens + passed.slot);
-      const bool tie = passed.c == kClassTie;
-      const unsigned mask = __ballot_sync(kFullWarp, tie);
-      const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
-      const bool before_split = tie && mine < skip;
-      const bool hit =
-          before_split && rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
-      split.drawn += __popc(__ballot_sync(kFullWarp, hit));
-      split.missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !passed.resident));
-      rank += __popc(mask);
-      const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
-      if (turning == 0) continue;
-      split.heavy_from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
-      return split;
+        for (int j = 0; j < kAhead; ++j) {
+          if (turned) break;
+          const FilteredToken passed(packed[j]);
+          const auto token = static_cast<uint32_t>(its_segment * kSegmentTokens + passed.slot);
+          const bool tie = passed.c == kClassTie;
+          const unsigned mask = __ballot_sync(kFullWarp, tie);
+          const int64_t mine = rank + __popc(mask & ((1u << lane) - 1));
+          const bool before_split = tie && mine < skip;
+          const bool hit =
+              before_split && rule.tie_class < rule.strata && Drawn(rule, rule.tie_class, token);
+          drawn += __popc(__ballot_sync(kFullWarp, hit));
+          missed -= __popc(__ballot_sync(kFullWarp, before_split && !hit && !passed.resident));
+          const unsigned turning = __ballot_sync(kFullWarp, tie && mine == skip);
+          rank += __popc(mask);
+          if (turning == 0) continue;
+          turned = true;
+          const uint32_t from = __shfl_sync(kFullWarp, token, __ffs(turning) - 1);
+          if (lane == 0) {
+            tie_split = {from, its_segment, static_cast<uint32_t>(last - skip), drawn, missed};
+          }
+        }
+      }
     }
-  }
-  return split;
-}
-
-// Finds out which ties are heavy and adds them to the block's columns: of the heavy bin's tokens
-// all but the unit's first heavy_skip are. counts: of each block, its columns without ties. The
-// block's first warp; the caller has synchronised the unit's blocks and does so again.
-__device__ inline void SettleTies(const UnitRequest& u, const UnitBlocks& blocks,
-                                  const OwnSegments& own, SampleRule& rule, DrawCounts& counts) {
-  if (threadIdx.x >= 32) return;
-  UnitState& state = *u.state;
-  const int lane = threadIdx.x;
-  const int64_t skip = state.heavy_skip;
-  static_assert(kUnitBlocksMax <= 32);
-  const int64_t ties = lane < blocks.count() ? blocks.Of(&counts, lane)->ties.all : 0;
-  const int64_t all = WarpSum(ties);
-  const int64_t before = WarpSum(lane < blocks.rank() ? ties : 0);
-  const int64_t after = before + counts.ties.all;
-  TieSplit split = {u.n, 0, counts.ties.drawn, counts.ties.drawn_missed};
-  const bool holds = before <= skip && skip < after;
-  if (holds) {
-    split = SplitTies(u, rule, own, skip - before);
-    if (skip == 0) split.heavy_from = 0;
-  } else if (before > skip) {
-    split = {0, counts.ties.all, 0, counts.ties.all_missed};
-  }
-  if (lane != 0) return;
-  rule.heavy_from = split.heavy_from;
-  counts.columns[0] += split.heavy;
-  if (rule.tie_class < rule.strata) counts.columns[1 + rule.tie_class] += split.drawn;
-  counts.columns[kMissedColumn] += split.missed;
-  // Without such ties nothing turns: all of the bin's tokens are heavy, or none.
-  if (holds || (blocks.rank() == 0 && skip >= all)) {
-    state.heavy_from = skip == 0 ? 0 : split.heavy_from;
+    __syncthreads();
   }
 }
 
-// What a draw's columns come to: of the whole unit, and of the blocks before this one.
-struct DrawTotals {
-  int64_t all[kSegmentColumns];
-  int64_t before[kSegmentColumns];
-};
-
-// All threads; the caller has synchronised the unit's blocks.
-__device__ inline void SumCounts(const UnitBlocks& blocks, const DrawCounts& counts,
-                                 DrawTotals& totals) {
-  for (int c = threadIdx.x; c < kSegmentColumns; c += blockDim.x) {
-    int64_t all = 0, before = 0;
-    for (int rank = 0; rank < blocks.count(); ++rank) {
-      const uint32_t count = blocks.Of(&counts, rank)->columns[c];
-      all += count;
-      if (rank < blocks.rank()) before += count;
+// segment_table's columns of heavy tokens, strata and missed rows become what is
+// in segments before; totals all of them. counts(column, segment, count): what a
+// cell counts. A warp a column; all threads of the block.
+template <typename Counts>
+__device__ inline void SumColumns(const UnitRequest& u, int strata, Counts counts,
+                                  int64_t* totals) {
+  constexpr int kCells = 8;  // that a lane reads at a time
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x / 32; i < strata + 2; i += blockDim.x / 32) {
+    const int column = i <= strata ? i : kMissedColumn;
+    uint32_t* cells = u.segment_table + column * u.segments();
+    int64_t before = 0;
+    for (int64_t base = 0; base < u.segments(); base += 32 * kCells) {
+      uint32_t scans[kCells];
+#pragma unroll
+      for (int j = 0; j < kCells; ++j) {
+        const int64_t segment = base + j * 32 + lane;
+        scans[j] = segment < u.segments() ? counts(column, segment, cells[segment]) : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < kCells; ++j) {
+        const int64_t segment = base + j * 32 + lane;
+        const uint32_t scan = WarpScan(scans[j]);
+        if (segment < u.segments())
+          cells[segment] = static_cast<uint32_t>(before + scan - scans[j]);
+        before += __shfl_sync(kFullWarp, scan, 31);
+      }
     }
-    totals.all[c] = all;
-    totals.before[c] = before;
+    if (lane == 0) totals[column] = before;
   }
   __syncthreads();
 }
@@ -156,7 +134,6 @@ __device__ inline void SumCounts(const UnitBlocks& blocks, const DrawCounts& cou
 struct DrawState : TailDraw {
   int64_t list_count;
   int64_t gathered;  // rows that the phases before bring over
-  int64_t moved;     // rows that the phases before move
 };
 
 // All threads of the block; the caller synchronises.
@@ -169,7 +146,6 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
     draw.rows_left = s.rows_left;
     draw.list_count = s.list_count;
     draw.gathered = phase == 0 ? 0 : s.gather_first + s.gather_count;
-    draw.moved = phase == 0 ? 0 : s.moved_count;
   }
   for (int h = threadIdx.x; h < kTailStrataMax; h += blockDim.x) {
     draw.token_count[h] = s.stratum_count[h];
@@ -180,22 +156,15 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   }
 }
 
-// Where a phase's rows go.
-inline constexpr int kKinds = 1 + kTailStrataMax;  // see Kind()
-struct DrawLayout {
-  int64_t first[kKinds];  // of a kind's rows, in the list; of the exact rows, the sink's
-  int first_split[kKinds + 1];
-  int64_t split_rows;
-  int64_t exact_count;
-  int64_t gather_count;
-  bool staged;
-};
-
-// Fills `layout`; the unit's first block tells the kernels that follow of it, of the splits that
-// folding takes, and of what is drawn now. All threads of the block.
+// The list's layout, the splits that folding takes, and what is drawn now,
+// for the kernels that follow. All threads.
 __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals,
-                              const DrawState& draw, bool first_block, DrawLayout& layout) {
-  static_assert(kKinds <= 64);
+                              const DrawState& draw) {
+  constexpr int kSets = 1 + kTailStrataMax;
+  static_assert(kSets <= 64);
+  __shared__ int64_t first_of[kSets];
+  __shared__ int first_split[kSets + 1];
+  __shared__ int64_t split_rows;
   UnitState& s = *u.state;
   const int sets = 1 + draw.strata;
   const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
@@ -214,52 +183,133 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
     const int splits_after = WarpScan(low_splits + high_splits);
     const int splits = __shfl_sync(kFullWarp, splits_after, 31);
     if (set < sets) {
-      layout.first[set] = after - high - low;
-      layout.first_split[set] = splits_after - high_splits - low_splits;
+      first_of[set] = after - high - low;
+      first_split[set] = splits_after - high_splits - low_splits;
     }
     if (set + 1 < sets) {
-      layout.first[set + 1] = after - high;
-      layout.first_split[set + 1] = splits_after - high_splits;
+      first_of[set + 1] = after - high;
+      first_split[set + 1] = splits_after - high_splits;
     }
     if (threadIdx.x == 0) {
+      first_split[sets] = splits;
+      split_rows = rows;
+      if (phase == 0) s.exact_count = exact;
+      s.limited = draw.limited;
+      s.list_count = end;
+      s.split_count[phase] = splits;
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
       // The third phase, of few rows and rare, has no gather.
-      layout.staged = (phase == 1 || (phase == 0 && missed > kDirectRowsMax)) &&
-                      draw.gathered + missed <= u.staging_rows;
-      layout.gather_count = layout.staged ? missed : 0;
-      layout.first_split[sets] = splits;
-      layout.split_rows = rows;
-      layout.exact_count = exact;
-      if (first_block) {
-        if (phase == 0) s.exact_count = exact;
-        s.limited = draw.limited;
-        s.list_count = end;
-        s.split_count[phase] = splits;
-        s.staged = layout.staged;
-        s.moved_count = draw.moved + missed;
-        s.gather_first = draw.gathered;
-        s.gather_count = layout.gather_count;
-      }
+      s.staged = (phase == 1 || (phase == 0 && missed > kDirectRowsMax)) &&
+                 draw.gathered + missed <= u.staging_rows;
+      s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
+      s.gather_first = draw.gathered;
+      s.gather_count = s.staged ? missed : 0;
     }
   }
   __syncthreads();
-  if (!first_block) return;
   for (int h = threadIdx.x; h < draw.strata; h += blockDim.x) {
-    s.stratum_first[h] = layout.first[1 + h];
+    s.stratum_first[h] = first_of[1 + h];
     s.stratum_drawn[phase][h] = totals[1 + h];
     s.drawn[h] = draw.drawn[h] + totals[1 + h];
     s.threshold[h] = draw.threshold[h];
   }
-  for (int set = threadIdx.x / 32; set < sets; set += kDrawThreads / 32) {
+  for (int set = threadIdx.x / 32; set < sets; set += kResolveThreads / 32) {
     const int64_t rows = set == 0 ? exact : totals[set];
-    for (int i = layout.first_split[set] + threadIdx.x % 32; i < layout.first_split[set + 1];
-         i += 32) {
-      const int64_t at = (i - layout.first_split[set]) * layout.split_rows;
-      s.splits[phase][i] = {set, static_cast<int32_t>(min(layout.split_rows, rows - at)),
-                            layout.first[set] + at};
+    for (int i = first_split[set] + threadIdx.x % 32; i < first_split[set + 1]; i += 32) {
+      const int64_t at = (i - first_split[set]) * split_rows;
+      s.splits[phase][i] = {set, static_cast<int32_t>(min(split_rows, rows - at)),
+                            first_of[set] + at};
     }
   }
+}
+
+// Settles a phase's draw. One block a unit.
+__global__ void __launch_bounds__(kResolveThreads)
+    ResolveKernel(int phase, int bin_count, const UnitRequest* units) {
+  extern __shared__ __align__(16) uint8_t class_of_bin[];
+  __shared__ BinTable table;
+  __shared__ uint16_t limits[kClassCount];
+  __shared__ SampleRule rule;
+  __shared__ DrawState draw;
+  __shared__ uint32_t warp_columns[kResolveThreads / 32][kSegmentColumns];
+  __shared__ int64_t totals[kSegmentColumns];
+  __shared__ uint64_t collected[kTailStrataMax];
+  __shared__ TieSplit tie_split;
+  __shared__ DrawVerdict verdict;
+  __shared__ bool collect;
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.x, u);
+  UnitState& state = *u.state;
+  if (phase > 0 && !state.drawing) {
+    if (threadIdx.x == 0) {
+      state.gather_count = 0;
+      state.split_count[phase] = 0;
+    }
+    return;
+  }
+  LoadDraw(u, phase, draw);
+  LoadRule(u, phase, state.threshold, rule);
+  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
+  if (phase == 0) {
+    SplitTies(u, rule, state.heavy_skip, tie_split);
+    if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = tie_split.heavy_from;
+    const auto with_ties = [&](int column, int64_t segment, uint32_t count) {
+      const SegmentTies ties = u.segment_ties[segment];
+      const bool above = segment > tie_split.segment;
+      const bool below = segment < tie_split.segment;
+      if (column == 0) return count + (above ? ties.all : below ? 0 : tie_split.heavy);
+      if (column == 1 + rule.tie_class)
+        return count + (below ? ties.drawn : above ? 0 : tie_split.drawn);
+      if (column == kMissedColumn) {
+        return count + (above ? ties.all_missed : below ? ties.drawn_missed : tie_split.missed);
+      }
+      return count;
+    };
+    SumColumns(u, rule.strata, with_ties, totals);
+  } else {
+    SumColumns(
+        u, rule.strata, [](int, int64_t, uint32_t count) { return count; }, totals);
+  }
+  for (;;) {
+    if (threadIdx.x == 0) {
+      verdict = phase == 0 ? JudgePilot(totals + 1, draw) : JudgeSample(totals + 1, draw);
+      collect = false;
+      for (int h = 0; h < draw.strata && verdict == DrawVerdict::kDrawAgain; ++h) {
+        if (draw.threshold[h] <= collected[h]) continue;
+        collected[h] = draw.threshold[h];
+        collect = true;
+      }
+    }
+    __syncthreads();
+    if (verdict == DrawVerdict::kTake) break;
+    if (collect) {
+      // Rare: tokens beyond what was collected.
+      LoadRule(u, phase, collected, rule);
+      if (threadIdx.x == 0) state.near_bin = 0;
+      for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
+        const uint2 range = rule.ranges[c];
+        limits[c] = range.x <= range.y ? HashLimit(u.order, range.y + uint64_t{1}) : 0;
+      }
+      __syncthreads();
+      LoadBins(u, bin_count, class_of_bin, limits, table);
+      __syncthreads();
+      for (int64_t segment = 0; segment < u.segments(); ++segment) {
+        OwnTokens<kResolveThreads> own;
+        own.Load(u, segment);
+        FilterSegment(u, rule, table, phase, segment, own);
+      }
+    }
+    LoadRule(u, phase, draw.threshold, rule);
+    const int warp = threadIdx.x / 32;
+    for (int64_t segment = warp; segment < u.segments(); segment += kResolveThreads / 32) {
+      CountSegment(u, rule, phase, segment, warp_columns[warp]);
+    }
+    __syncthreads();
+    SumColumns(
+        u, rule.strata, [](int, int64_t, uint32_t count) { return count; }, totals);
+  }
+  LayOut(u, phase, totals, draw);
 }
 
 }  // namespace spillway::cuda

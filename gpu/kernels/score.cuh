@@ -41,7 +41,8 @@ template <int kPlanes, int kFragments, bool kMass, bool kOneQuartet>
 __global__ void __launch_bounds__(kScoreThreads, 1)
     ScoreAsymmetricKernel(AttendShape shape, bool again, const UnitRequest* units) {
   constexpr int kQuartets = kOneQuartet ? 1 : kGroupMax / 4;
-  extern __shared__ __align__(16) uint32_t shared[];
+  // Pages come in by whole lines of the shared memory.
+  extern __shared__ __align__(128) uint32_t shared[];
   __shared__ HeadTerms heads[kGroupMax];
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
