@@ -37,16 +37,16 @@ STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
 BEYOND_US = {1 << 17: 40, 1 << 20: 60}
 
 # Medians over the queries of a length, of data like real traces.
-TRACE_AIMS_US = {
-    ("default policy", "us", 1 << 17): 210,
-    ("default policy", "us", 1 << 19): 300,
-    ("default policy", "us", 1 << 20): 400,
-    ("default policy, epsilon 0.05", "us", 1 << 20): 600,
-    ("default policy", "scoring_us", 1 << 17): 20,
-    ("default policy", "rest_us", 1 << 17): 110,
-    ("default policy", "rest_us", 1 << 19): 120,
-    ("default policy", "rest_us", 1 << 20): 140,
-}
+TRACE_AIMS_US = (
+    ("whole attend", "us", "default policy", 1 << 17, 210),
+    ("scoring", "scoring_us", "default policy", 1 << 17, 20),
+    ("the rest", "rest_us", "default policy", 1 << 17, 110),
+    ("whole attend", "us", "default policy", 1 << 19, 300),
+    ("the rest", "rest_us", "default policy", 1 << 19, 120),
+    ("whole attend", "us", "default policy", 1 << 20, 400),
+    ("the rest", "rest_us", "default policy", 1 << 20, 140),
+    ("whole attend", "us", "default policy, epsilon 0.05", 1 << 20, 600),
+)
 
 
 def selection_us(record: Record) -> float:
@@ -72,25 +72,17 @@ def user_aims(
     traces: list[Record], peers: list[Record], bulk: list[Record]
 ) -> Iterator[tuple[str, str, str, bool]]:
     """What was measured, its value, its aim, and whether it was met."""
-    for group in trace_section.groups(of_default(traces)):
-        tokens, name = group[0]["tokens"], group[0]["name"]
-        for field, of_what in (
-            ("us", "whole attend"),
-            ("scoring_us", "scoring"),
-            ("rest_us", "the rest"),
-        ):
-            aim = TRACE_AIMS_US.get((name, field, tokens))
-            if aim is not None:
-                us = trace_section.median(group, field)
-                what = f"{of_what}, {name}, data like real traces, {label(tokens)}"
-                yield what, f"{us:.0f} us", f"<= {aim} us", us <= aim
-    million = [
-        r["us"]
-        for r in of_default(traces)
-        if r["tokens"] == 1 << 20 and r["name"] == "default policy"
-    ]
-    if million:
-        us = statistics.median(million)
+    groups = {
+        (group[0]["name"], group[0]["tokens"]): group
+        for group in trace_section.groups(of_default(traces))
+    }
+    for of_what, field, name, tokens, aim in TRACE_AIMS_US:
+        if group := groups.get((name, tokens)):
+            us = trace_section.median(group, field)
+            what = f"{of_what}, {name}, data like real traces, {label(tokens)}"
+            yield what, f"{us:.0f} us", f"<= {aim} us", us <= aim
+    if million := groups.get(("default policy", 1 << 20)):
+        us = trace_section.median(million, "us")
         what = "whole attend, default policy, data like real traces, 1M"
         times = [trace_section.peer_us(peers, name, 1 << 20) for name in trace_section.PEERS]
         dense = min(time for time in times if time is not None)

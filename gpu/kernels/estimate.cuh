@@ -33,16 +33,13 @@ struct StrataByLane {
   __device__ NeymanSums Sum(F f) const {
     NeymanSums sums;
     if (lane() < count) sums = f(lane());
-    // Of few strata the sums of the upper lanes are 0.
-    for (int apart = count <= 8 ? 4 : 16; apart > 0; apart /= 2) {
+      // Side by side: each step waits for the one before.
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) {
       sums.spent += __shfl_xor_sync(kFullWarp, sums.spent, apart);
       sums.weight += __shfl_xor_sync(kFullWarp, sums.weight, apart);
       sums.residue += __shfl_xor_sync(kFullWarp, sums.residue, apart);
     }
-    // Those lanes have their own.
-    sums.spent = __shfl_sync(kFullWarp, sums.spent, 0);
-    sums.weight = __shfl_sync(kFullWarp, sums.weight, 0);
-    sums.residue = __shfl_sync(kFullWarp, sums.residue, 0);
     return sums;
   }
   template <typename F>

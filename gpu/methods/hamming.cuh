@@ -90,7 +90,7 @@ __device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int frag
 // PageRing a warp.
 __global__ void __launch_bounds__(kScoreThreads)
     ScoreHammingKernel(AttendShape shape, int heads_per_code, const UnitRequest* units) {
-  extern __shared__ __align__(128) uint32_t shared[];
+  extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
   BeginSecond(units + blockIdx.y, u);
   MarkUnscoredPages(u);
