@@ -6,6 +6,7 @@
 #include "daemon/config/config.h"
 #include "daemon/server/daemon.h"
 #include "daemon/server/logging.h"
+#include "daemon/server/reflection.h"
 #include "host/memory/topology.h"
 
 #ifdef SPILLWAY_MIMALLOC
@@ -53,5 +54,6 @@ int main(int argc, char** argv) {
     return 0;
   }
   spillway::SetUpLogging(line->config);
+  spillway::EnableReflection();
   return spillway::RunDaemon(line->config, *topology, signals);
 }

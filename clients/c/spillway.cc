@@ -4,8 +4,14 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <new>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_split.h"
+#include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "grpcpp/completion_queue.h"
@@ -18,8 +24,6 @@
 namespace {
 
 using Clock = std::chrono::system_clock;
-
-constexpr char kMethod[] = "/spillway.v1.AttentionService/Decode";
 
 // For ever where seconds is negative, no number, or decades.
 Clock::time_point After(double seconds) {
@@ -35,19 +39,43 @@ std::shared_ptr<grpc::Channel> Connect(const char* target) {
   return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
 }
 
+// What the last failure of this thread was.
+thread_local absl::Status last_error;
+
+// What f returns; nullptr, and the error kept, where it throws.
+template <typename F>
+auto OrNull(F f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    last_error = absl::ResourceExhaustedError("out of memory");
+  } catch (const std::exception& error) {
+    last_error = absl::InternalError(error.what());
+  }
+  return nullptr;
+}
+
 }  // namespace
+
+struct spillway_channel {
+  // First: it goes last.
+  std::unique_ptr<spillway::Embedded> embedded;  // null: a daemon's
+  std::shared_ptr<grpc::Channel> channel;
+};
 
 // gRPC's asynchronous call on a completion queue of its own. Whoever waits is
 // the one that drives the queue; a second thread that waits meanwhile is told.
-struct spillway_decode_stream {
+struct spillway_call {
  public:
-  spillway_decode_stream(const char* target, double timeout_seconds) : stub_(Connect(target)) {
+  spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
+                double timeout_seconds)
+      : stub_(channel) {
     if (timeout_seconds > 0) context_.set_deadline(After(timeout_seconds));
-    call_ = stub_.PrepareCall(&context_, kMethod, &queue_);
+    call_ = stub_.PrepareCall(&context_, method, &queue_);
     call_->StartCall(Tag(Event::kStarted));
   }
 
-  ~spillway_decode_stream() {
+  ~spillway_call() {
     context_.TryCancel();
     queue_.Shutdown();
     void* tag;
@@ -56,15 +84,22 @@ struct spillway_decode_stream {
     }
   }
 
-  int Send(const void* message, size_t size) {
+  int Send(const void* message, size_t size, bool last) {
     grpc::Slice slice(message, size);
     const spillway::MutexLock lock(mutex_);
     if (broken_) return -1;
     to_write_.emplace_back(&slice, 1);
+    last_ = last_ || last;
     WriteNext();
     // Mostly it is written already, and the next message need not wait.
     if (!driven_) Drive(/*deadline=*/Clock::time_point());
     return 0;
+  }
+
+  void SendEnd() {
+    const spillway::MutexLock lock(mutex_);
+    last_ = true;
+    WriteNext();
   }
 
   int Receive(double timeout_seconds, const void** message, size_t* size) {
@@ -101,9 +136,19 @@ struct spillway_decode_stream {
   static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
 
   void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (!started_ || writing_ || broken_ || to_write_.empty()) return;
+    if (!started_ || writing_ || broken_ || said_last_) return;
+    if (to_write_.empty()) {
+      if (!last_) return;
+      writing_ = said_last_ = true;
+      return call_->WritesDone(Tag(Event::kWritten));
+    }
     writing_ = true;
-    call_->Write(to_write_.front(), Tag(Event::kWritten));
+    if (last_ && to_write_.size() == 1) {
+      said_last_ = true;
+      call_->WriteLast(to_write_.front(), grpc::WriteOptions(), Tag(Event::kWritten));
+    } else {
+      call_->Write(to_write_.front(), Tag(Event::kWritten));
+    }
     to_write_.pop_front();
   }
 
@@ -185,6 +230,8 @@ struct spillway_decode_stream {
   bool driven_ ABSL_GUARDED_BY(mutex_) = false;   // a thread waits for the queue
   bool started_ ABSL_GUARDED_BY(mutex_) = false;  // reads and writes may begin
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool last_ ABSL_GUARDED_BY(mutex_) = false;       // no message follows those in to_write_
+  bool said_last_ ABSL_GUARDED_BY(mutex_) = false;  // and the other side is told
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
   bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a message, by a receive that waits or gave up
   bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // and it is in received_
@@ -195,27 +242,60 @@ struct spillway_decode_stream {
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
 
-spillway_decode_stream* spillway_decode_open(const char* target, double timeout_seconds) {
-  return new spillway_decode_stream(target, timeout_seconds);
+int spillway_error(const char** message) {
+  // Its own copy: a status's text need not end with NUL.
+  thread_local std::string text;
+  text = std::string(last_error.message());
+  *message = text.c_str();
+  return static_cast<int>(last_error.code());
 }
 
-int spillway_decode_send(spillway_decode_stream* stream, const void* message, size_t size) {
-  return stream->Send(message, size);
+spillway_channel* spillway_channel_open(const char* target) {
+  return OrNull([&] { return new spillway_channel{nullptr, Connect(target)}; });
 }
 
-int spillway_decode_receive(spillway_decode_stream* stream, double timeout_seconds,
-                            const void** message, size_t* size) {
-  return stream->Receive(timeout_seconds, message, size);
+spillway_channel* spillway_channel_embed(const char* const* settings, size_t setting_count) {
+  return OrNull([&]() -> spillway_channel* {
+    std::vector<std::pair<std::string, std::string>> named;
+    for (size_t i = 0; i < setting_count; ++i) {
+      named.push_back(absl::StrSplit(settings[i], absl::MaxSplits('=', 1)));
+    }
+    absl::StatusOr<std::unique_ptr<spillway::Embedded>> embedded = spillway::Embedded::Open(named);
+    if (!embedded.ok()) {
+      last_error = embedded.status();
+      return nullptr;
+    }
+    const std::shared_ptr<grpc::Channel> channel = (*embedded)->channel();
+    return new spillway_channel{*std::move(embedded), channel};
+  });
 }
 
-int spillway_decode_status(spillway_decode_stream* stream, const char** message,
-                           const void** details, size_t* details_size) {
-  *message = stream->message().c_str();
-  *details = stream->details().data();
-  *details_size = stream->details().size();
-  return stream->status().error_code();
+void spillway_channel_close(spillway_channel* channel) { delete channel; }
+
+spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
+                                  double timeout_seconds) {
+  return OrNull([&] { return new spillway_call(channel->channel, method, timeout_seconds); });
 }
 
-void spillway_decode_cancel(spillway_decode_stream* stream) { stream->Cancel(); }
+int spillway_call_send(spillway_call* call, const void* message, size_t size, int last) {
+  return call->Send(message, size, last != 0);
+}
 
-void spillway_decode_close(spillway_decode_stream* stream) { delete stream; }
+void spillway_call_send_end(spillway_call* call) { call->SendEnd(); }
+
+int spillway_call_receive(spillway_call* call, double timeout_seconds, const void** message,
+                          size_t* size) {
+  return call->Receive(timeout_seconds, message, size);
+}
+
+int spillway_call_status(spillway_call* call, const char** message, const void** details,
+                         size_t* details_size) {
+  *message = call->message().c_str();
+  *details = call->details().data();
+  *details_size = call->details().size();
+  return call->status().error_code();
+}
+
+void spillway_call_cancel(spillway_call* call) { call->Cancel(); }
+
+void spillway_call_close(spillway_call* call) { delete call; }

@@ -4,7 +4,8 @@
 whose .proto files changed.
 
 A wheel is pure unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1: then it
-carries that file, and is for the platform that it is built on.
+carries that file and the libraries that lie with it, as in the archive's lib/,
+and is for the platform that it is built on.
 """
 
 import os
@@ -93,8 +94,25 @@ class BuildPy(build_py):
             shutil.rmtree(made, ignore_errors=True)
         super().run()
         if LIBRARY and not self.editable_mode:
-            (made / "_lib").mkdir()
-            shutil.copy(LIBRARY, made / "_lib" / "libspillway.so.1")
+            for name, file in carried(Path(LIBRARY)).items():
+                target = made / "_lib" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, target)
+
+
+def carried(library: Path) -> dict[Path, Path]:
+    """The library and those that lie with it: what each is called in a wheel, and its file.
+
+    A wheel has no links: a file that links lead to goes by a link's name, which
+    is the one that the loader asks for.
+    """
+    found = {library.name: library}
+    folder = library.parent
+    for path in sorted([*folder.glob("*.so.*"), *folder.glob("fallback/*.so.*")]):
+        found[str(path.relative_to(folder))] = path
+    linked = {path.resolve() for path in found.values() if path.is_symlink()}
+    names = {n: p for n, p in found.items() if p.is_symlink() or p.resolve() not in linked}
+    return {Path(name): path.resolve() for name, path in names.items()}
 
 
 class BdistWheel(bdist_wheel):

@@ -250,16 +250,21 @@ absl::Status Apply(const Setting& setting, const std::string& text, const Topolo
   return status;
 }
 
-absl::Status SetFromFile(const std::string& path, const std::string& key, const toml::value& value,
-                         const Topology& topology, Config& config) {
+// By its key in the file.
+absl::Status Set(const std::string& key, const std::string& text, const Topology& topology,
+                 Config& config) {
   for (const Setting& setting : Settings()) {
     if (key != setting.key) continue;
-    absl::Status status = Apply(setting, ValueText(value), topology, config);
+    absl::Status status = Apply(setting, text, topology, config);
     if (status.ok()) return status;
-    return absl::InvalidArgumentError(absl::StrCat(path, ": ", key, ": ", status.message()));
+    return absl::InvalidArgumentError(absl::StrCat(key, ": ", status.message()));
   }
-  return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", key));
+  return absl::InvalidArgumentError(absl::StrCat("unknown key ", key));
 }
+
+// What an engine without a socket has no use for.
+constexpr const char* kOfSockets[] = {"server.listen", "server.allow_remote",
+                                      "server.grace_seconds", "server.stream_count_max"};
 
 absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
   try {
@@ -269,8 +274,11 @@ absl::Status ReadFile(const std::string& path, const Topology& topology, Config&
         return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", section));
       }
       for (const auto& [name, inner] : value.as_table()) {
-        RETURN_IF_ERROR(
-            SetFromFile(path, absl::StrCat(section, ".", name), inner, topology, config));
+        absl::Status status =
+            Set(absl::StrCat(section, ".", name), ValueText(inner), topology, config);
+        if (!status.ok()) {
+          return absl::InvalidArgumentError(absl::StrCat(path, ": ", status.message()));
+        }
       }
     }
   } catch (const std::exception& error) {
@@ -337,6 +345,26 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     }
   }
   return line;
+}
+
+absl::StatusOr<Config> EmbeddedConfig(
+    const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology) {
+  Config config;
+  config.memory_limit_bytes = DefaultMemoryLimit(topology);
+  config.log_level = "error";  // what is refused the caller learns anyway
+  std::set<std::string> seen;
+  for (const auto& [key, text] : settings) {
+    for (const char* other : kOfSockets) {
+      if (key != other) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(key, ": an embedded engine listens nowhere; this is a daemon's"));
+    }
+    if (!seen.insert(key).second) {
+      return absl::InvalidArgumentError(absl::StrCat(key, ": named twice"));
+    }
+    RETURN_IF_ERROR(Set(key, text, topology, config));
+  }
+  return config;
 }
 
 std::string ToToml(const Config& config) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,7 +16,7 @@ enum class LogFormat { kText, kJson };
 
 // What the daemon is told, defaults filled in. Read once at start.
 struct Config {
-  // unix:/path, or tcp:host:port (port 0: any that is free).
+  // unix:/path, or tcp:host:port (port 0: any that is free); empty: nowhere.
   std::string listen;
   // Whether a TCP address may be other than loopback.
   bool allow_remote = false;
@@ -65,6 +66,13 @@ struct CommandLine {
 // them.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version);
+
+// Settings by their names in the file, "memory.limit", and values as text,
+// over the defaults, for an engine that is reached from its own process alone:
+// `listen` is empty, and errors are logged, no more. INVALID_ARGUMENT names
+// the setting that is wrong, unknown, named twice, or of no use there.
+absl::StatusOr<Config> EmbeddedConfig(
+    const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology);
 
 // The config as a TOML file that gives the same config.
 std::string ToToml(const Config& config);

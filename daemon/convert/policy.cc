@@ -8,10 +8,10 @@
 namespace spillway {
 namespace {
 
-// Sets `target` from an enum whose zero means "not set".
+// Sets `target` from an enum whose zero means "not set". name: of a value.
 template <typename Proto, typename Host>
-void ApplyEnum(Proto value, Proto last, const char* field, Host& target,
-               std::vector<FieldError>& errors) {
+void ApplyEnum(Proto value, Proto last, const std::string& (*name)(Proto), const char* field,
+               Host& target, std::vector<FieldError>& errors) {
   if (value == 0) return;
   if (value < 0 || value > last) {
     errors.push_back({field, absl::StrCat("value ", static_cast<int>(value), " is unknown")});
@@ -21,11 +21,7 @@ void ApplyEnum(Proto value, Proto last, const char* field, Host& target,
   const auto host = static_cast<Host>(static_cast<int>(value) - 1);
   if constexpr (requires { FindMethod(host); }) {
     if (FindMethod(host) == nullptr) {
-      errors.push_back(
-          {field,
-           absl::StrCat(
-               google::protobuf::GetEnumDescriptor<Proto>()->FindValueByNumber(value)->name(), ": ",
-               std::string(kNoSuchMethod))});
+      errors.push_back({field, absl::StrCat(name(value), ": ", std::string(kNoSuchMethod))});
       return;
     }
   }
@@ -60,7 +56,7 @@ void ApplyCandidates(const v1::Policy& patch, Policy& policy, std::vector<FieldE
   policy.candidate_count = 0;
   policy.candidate_fraction = Policy().candidate_fraction;
   if (candidates.selector() != v1::SELECTOR_UNSPECIFIED) {
-    ApplyEnum(candidates.selector(), v1::Selector_MAX, "candidates.selector",
+    ApplyEnum(candidates.selector(), v1::Selector_MAX, v1::Selector_Name, "candidates.selector",
               policy.candidate_selector.emplace(), errors);
   }
   if (candidates.has_count()) {
@@ -93,11 +89,12 @@ absl::StatusOr<Policy> ApplyPolicy(const v1::Policy& patch, const Policy& base,
     policy.dense_layers.assign(patch.dense_layers().layers().begin(),
                                patch.dense_layers().layers().end());
   }
-  ApplyEnum(patch.selector(), v1::Selector_MAX, "selector", policy.selector, errors);
+  ApplyEnum(patch.selector(), v1::Selector_MAX, v1::Selector_Name, "selector", policy.selector,
+            errors);
   ApplyHeavy(patch, policy);
   ApplyCandidates(patch, policy, errors);
-  ApplyEnum(patch.tail(), v1::Tail_MAX, "tail", policy.tail, errors);
-  ApplyEnum(patch.bound(), v1::Bound_MAX, "bound", policy.bound, errors);
+  ApplyEnum(patch.tail(), v1::Tail_MAX, v1::Tail_Name, "tail", policy.tail, errors);
+  ApplyEnum(patch.bound(), v1::Bound_MAX, v1::Bound_Name, "bound", policy.bound, errors);
   if (patch.has_epsilon()) policy.epsilon = patch.epsilon();
   if (patch.has_delta()) policy.delta = patch.delta();
   if (patch.has_pilot_token_count()) policy.pilot_token_count = patch.pilot_token_count();

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "daemon/server/devices.h"
+#include "daemon/server/home.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/server.h"
 
@@ -38,9 +38,6 @@ void LogSystem(const Config& config, const Topology& topology, const Device& dev
   }
 }
 
-// Of the memory limit, what rows and codes never take beside the messages' share.
-constexpr int64_t kAttendShare = 32;
-
 int Fail(const absl::Status& status) {
   Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
@@ -49,30 +46,11 @@ int Fail(const absl::Status& status) {
 }  // namespace
 
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
-  const int64_t limit_bytes = config.memory_limit_bytes;
-  MemoryBudget budget(limit_bytes, MemoryBudget::MessageShare(limit_bytes), "--memory-limit");
-  ArenaOptions arena_options;
-  // Rows and codes leave room for page tables and workspaces, so that what
-  // fills the rest can be attended to.
-  arena_options.limit_bytes = limit_bytes - budget.message_bytes() - limit_bytes / kAttendShare;
-  // The arena comes before the device, which registers its extents.
-  std::unique_ptr<Device> device;
-  Arena::ExtentObserver observer;
-  observer.committed = [&device](std::span<std::byte> extent) {
-    return device->RegisterMemory(extent);
-  };
-  observer.released = [&device](std::span<std::byte> extent) { device->UnregisterMemory(extent); };
-  absl::StatusOr<std::unique_ptr<Arena>> arena = Arena::Create(arena_options, &budget, observer);
-  if (!arena.ok()) return Fail(arena.status());
-  absl::StatusOr<std::unique_ptr<Device>> opened = OpenDevice(config, arena->get(), &budget);
-  if (!opened.ok()) return Fail(opened.status());
-  device = *std::move(opened);
-  LogSystem(config, topology, *device);
+  absl::StatusOr<std::unique_ptr<Home>> home = Home::Open(config, "--memory-limit");
+  if (!home.ok()) return Fail(home.status());
+  LogSystem(config, topology, (*home)->device());
   {
-    Auditor auditor({.share = config.audit_share, .cpu_share = config.audit_cpu_share});
-    Engine engine(device.get(), arena->get(), &budget,
-                  {.sequence_count_max = config.sequence_count_max, .auditor = &auditor});
-    absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, engine);
+    absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, (*home)->engine());
     if (!server.ok()) return Fail(server.status());
     LogInfo("serving", {{"address", (*server)->address()}, {"boot_id", (*server)->boot_id()}});
     int signal = 0;
@@ -80,10 +58,8 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(config.grace_seconds)}});
     (*server)->Drain(absl::Seconds(config.grace_seconds));
-    auditor.Stop();
   }
-  // Extents are unregistered while the device still lives.
-  arena->reset();
+  home->reset();
   LogInfo("stopped");
   return 0;
 }

@@ -15,7 +15,6 @@
 #include "daemon/services/context.h"
 #include "daemon/services/model_service.h"
 #include "daemon/services/sequence_service.h"
-#include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
@@ -80,19 +79,21 @@ Server::~Server() = default;
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
   grpc::EnableDefaultHealthCheckService(true);
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   auto impl = std::make_unique<Impl>(config, engine);
   const bool is_unix = config.listen.starts_with("unix:");
+  const bool is_tcp = !is_unix && !config.listen.empty();
   if (is_unix) {
     ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5)));
     impl->socket.emplace(std::move(socket));
     impl->address = config.listen;
-  } else {
+  } else if (is_tcp) {
     ASSIGN_OR_RETURN(impl->address, TcpAddress(config));
   }
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(impl->address, grpc::InsecureServerCredentials(), &port);
+  if (!impl->address.empty()) {
+    builder.AddListeningPort(impl->address, grpc::InsecureServerCredentials(), &port);
+  }
   builder.RegisterService(&impl->models);
   builder.RegisterService(&impl->sequences);
   builder.RegisterService(&impl->attention);
@@ -107,16 +108,19 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
       std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
   builder.SetResourceQuota(quota);
   impl->server = builder.BuildAndStart();
-  if (impl->server == nullptr || (!is_unix && port == 0)) {
+  if (impl->server == nullptr || (is_tcp && port == 0)) {
     return absl::UnavailableError(absl::StrCat("cannot listen on ", impl->address));
   }
-  if (!is_unix) {
+  if (is_tcp) {
     impl->address = absl::StrCat(impl->address.substr(0, impl->address.rfind(':')), ":", port);
   }
   impl->server->GetHealthCheckService()->SetServingStatus(true);
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
 
+std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
+  return impl_->server->InProcessChannel(grpc::ChannelArguments());
+}
 const std::string& Server::address() const { return impl_->address; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
 

@@ -7,17 +7,22 @@
 #include "absl/time/time.h"
 #include "daemon/config/config.h"
 #include "daemon/engine/engine.h"
+#include "grpcpp/channel.h"
 
 namespace spillway {
 
-// The gRPC server with its services, health and reflection.
+// The gRPC server with its services and health.
 class Server {
  public:
-  // Starts to serve. The engine outlives it.
+  // Starts to serve, where config.listen is empty to this process alone. The
+  // engine outlives it.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config, Engine& engine);
   ~Server();
 
-  // What clients connect to: unix:/path or host:port with the port in use.
+  // A channel to this server within the process.
+  std::shared_ptr<grpc::Channel> InProcessChannel();
+  // What clients connect to: unix:/path or host:port with the port in use;
+  // empty where the server listens nowhere.
   const std::string& address() const;
   const std::string& boot_id() const;
 

@@ -7,7 +7,9 @@
 #include "google/rpc/status.pb.h"
 #include "gtest/gtest.h"
 #include "spillway.h"
+#include "spillway/v1/admin_service.pb.h"
 #include "spillway/v1/attention_service.pb.h"
+#include "spillway/v1/model_service.pb.h"
 #include "tests/clients/fake_daemon.h"
 
 namespace spillway {
@@ -21,11 +23,15 @@ constexpr double kNoLimit = 0;
 class DecodeInCTest : public ::testing::Test {
  protected:
   ~DecodeInCTest() override {
-    if (stream_ != nullptr) spillway_decode_close(stream_);
+    if (call_ != nullptr) spillway_call_close(call_);
+    if (channel_ != nullptr) spillway_channel_close(channel_);
   }
 
-  void Open(double timeout_seconds = kNoLimit) {
-    stream_ = spillway_decode_open(daemon_.target().c_str(), timeout_seconds);
+  void Open(double timeout_seconds = kNoLimit) { OpenAt(daemon_.target(), timeout_seconds); }
+
+  void OpenAt(const std::string& target, double timeout_seconds = kNoLimit) {
+    channel_ = spillway_channel_open(target.c_str());
+    call_ = spillway_call_open(channel_, "/spillway.v1.AttentionService/Decode", timeout_seconds);
   }
 
   int Send(uint64_t id, size_t padding = 0) {
@@ -33,13 +39,13 @@ class DecodeInCTest : public ::testing::Test {
     request.set_correlation_id(id);
     request.mutable_q()->set_data(std::string(padding, 'q'));
     const std::string message = request.SerializeAsString();
-    return spillway_decode_send(stream_, message.data(), message.size());
+    return spillway_call_send(call_, message.data(), message.size(), 0);
   }
 
   int Receive(double timeout_seconds = kForEver) {
     const void* message = nullptr;
     size_t size = 0;
-    const int result = spillway_decode_receive(stream_, timeout_seconds, &message, &size);
+    const int result = spillway_call_receive(call_, timeout_seconds, &message, &size);
     if (result == SPILLWAY_RECEIVED) {
       EXPECT_TRUE(response_.ParseFromArray(message, static_cast<int>(size)));
     }
@@ -52,7 +58,7 @@ class DecodeInCTest : public ::testing::Test {
     const void* details = nullptr;
     size_t size = 0;
     google::rpc::Status status;
-    const int code = spillway_decode_status(stream_, &message, &details, &size);
+    const int code = spillway_call_status(call_, &message, &details, &size);
     EXPECT_TRUE(status.ParseFromArray(details, static_cast<int>(size)));
     if (size == 0) {
       status.set_code(code);
@@ -64,7 +70,8 @@ class DecodeInCTest : public ::testing::Test {
   }
 
   FakeDaemon daemon_;
-  spillway_decode_stream* stream_ = nullptr;
+  spillway_channel* channel_ = nullptr;
+  spillway_call* call_ = nullptr;
   v1::DecodeResponse response_;
 };
 
@@ -144,7 +151,7 @@ TEST_F(DecodeInCTest, NobodyAnswers) {
 TEST_F(DecodeInCTest, ConnectsPastTheWebProxy) {
   const DeadProxy proxy;
   daemon_.Start();
-  stream_ = spillway_decode_open(daemon_.tcp_target().c_str(), kNoLimit);
+  OpenAt(daemon_.tcp_target());
   ASSERT_EQ(Send(2), 0);
   EXPECT_EQ(Receive(), SPILLWAY_RECEIVED);
 }
@@ -163,7 +170,7 @@ TEST_F(DecodeInCTest, AnotherThreadCancels) {
   ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
   std::thread canceller([this] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    spillway_decode_cancel(stream_);
+    spillway_call_cancel(call_);
   });
   EXPECT_EQ(Receive(), SPILLWAY_ENDED);
   EXPECT_EQ(End().code(), grpc::StatusCode::CANCELLED);
@@ -183,6 +190,87 @@ TEST_F(DecodeInCTest, AnswerBeyondTheLargestMessage) {
   ASSERT_EQ(Send(2), 0);
   EXPECT_EQ(Receive(), SPILLWAY_ENDED);
   EXPECT_EQ(End().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+}
+
+TEST_F(DecodeInCTest, EndsWhenAllWasSent) {
+  daemon_.Start();
+  Open();
+  ASSERT_EQ(Send(2), 0);
+  spillway_call_send_end(call_);
+  ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
+  EXPECT_EQ(Receive(), SPILLWAY_ENDED);
+  EXPECT_EQ(End().code(), grpc::StatusCode::OK);
+}
+
+// A method that takes one message and gives one.
+std::string Unary(spillway_channel* channel, const char* method, const std::string& request,
+                  int& code) {
+  spillway_call* const call = spillway_call_open(channel, method, kNoLimit);
+  EXPECT_EQ(spillway_call_send(call, request.data(), request.size(), /*last=*/1), 0);
+  const void* data = nullptr;
+  size_t size = 0;
+  std::string response;
+  if (spillway_call_receive(call, kForEver, &data, &size) == SPILLWAY_RECEIVED) {
+    response.assign(static_cast<const char*>(data), size);
+    EXPECT_EQ(spillway_call_receive(call, kForEver, &data, &size), SPILLWAY_ENDED);
+  }
+  const char* message = nullptr;
+  code = spillway_call_status(call, &message, &data, &size);
+  spillway_call_close(call);
+  return response;
+}
+
+TEST(EmbedInCTest, AnswersAsADaemonDoes) {
+  const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
+  spillway_channel* const channel = spillway_channel_embed(settings, 3);
+  ASSERT_NE(channel, nullptr);
+  int code = -1;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(
+      info.ParseFromString(Unary(channel, "/spillway.v1.AdminService/GetServerInfo", "", code)));
+  EXPECT_EQ(code, grpc::StatusCode::OK);
+  EXPECT_EQ(info.limits().memory_bytes_max(), 64 << 20);
+  ASSERT_EQ(info.devices_size(), 1);
+  EXPECT_EQ(info.devices(0).name(), "cpu:0");
+  EXPECT_EQ(info.devices(0).thread_count(), 1);
+  v1::GetModelRequest request;
+  request.set_name("models/none");
+  Unary(channel, "/spillway.v1.ModelService/GetModel", request.SerializeAsString(), code);
+  EXPECT_EQ(code, grpc::StatusCode::NOT_FOUND);
+  // Of a call that outlives the engine.
+  spillway_call* const left =
+      spillway_call_open(channel, "/spillway.v1.AttentionService/Decode", kNoLimit);
+  spillway_channel_close(channel);
+  const void* data = nullptr;
+  size_t size = 0;
+  EXPECT_EQ(spillway_call_receive(left, kForEver, &data, &size), SPILLWAY_ENDED);
+  spillway_call_close(left);
+}
+
+TEST(EmbedInCTest, RefusesWhatItCannotBe) {
+  struct Case {
+    const char* setting;
+    grpc::StatusCode code;
+    const char* told;
+  };
+  for (const Case& refused : {
+           Case{"memory.limit=much", grpc::StatusCode::INVALID_ARGUMENT, "memory.limit: \"much\""},
+           Case{"memory.limit", grpc::StatusCode::INVALID_ARGUMENT, "memory.limit: \"\""},
+           Case{"memory.limits=1GiB", grpc::StatusCode::INVALID_ARGUMENT,
+                "unknown key memory.limits"},
+           Case{"server.listen=unix:/tmp/s", grpc::StatusCode::INVALID_ARGUMENT,
+                "server.listen: an embedded engine listens nowhere"},
+       }) {
+    EXPECT_EQ(spillway_channel_embed(&refused.setting, 1), nullptr);
+    const char* message = nullptr;
+    EXPECT_EQ(spillway_error(&message), refused.code);
+    EXPECT_THAT(message, HasSubstr(refused.told));
+  }
+  const char* const twice[] = {"device.name=cpu", "device.name=auto"};
+  EXPECT_EQ(spillway_channel_embed(twice, 2), nullptr);
+  const char* message = nullptr;
+  EXPECT_EQ(spillway_error(&message), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_STREQ(message, "device.name: named twice");
 }
 
 }  // namespace

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import spillway
-from daemon_process import running_daemon
+from daemon_process import binary, running_daemon
+from daemon_process import device as device_name
 from helpers import delete_model, held
+from spillway_lab.serving import prefer_library
 
 
 @pytest.fixture(scope="session")
@@ -19,20 +21,37 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield target
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Names the markers."""
+    config.addinivalue_line(
+        "markers",
+        "transports(*names): runs with a client of each. grpcio, libspillway: of the session's "
+        "daemon, by what moves decode steps; embedded. Without the marker libspillway",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives tests that name transports a client of each."""
+    marker = metafunc.definition.get_closest_marker("transports")
+    if marker is not None and "client" in metafunc.fixturenames:
+        metafunc.parametrize("client", marker.args, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def client(target: str) -> Iterator[spillway.Client]:
-    """A connection to the session's daemon."""
-    with spillway.connect(target) as client:
+def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
+    """A connection to the session's daemon, or an engine in this process."""
+    transport = getattr(request, "param", "libspillway")
+    with connected(transport, request) as client:
+        assert client.transport == transport
         yield client
 
 
-@pytest.fixture(params=["grpcio", "libspillway"])
-def decoding(request: pytest.FixtureRequest, target: str) -> Iterator[spillway.Client]:
-    """A connection whose decode streams go through either."""
-    with spillway.connect(target, native=request.param == "libspillway") as client:
-        with client.decode() as stream:
-            assert stream.transport == request.param
-        yield client
+def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client:
+    if transport == "embedded":
+        prefer_library(binary())
+        device = {"device.name": device_name()} if device_name() else {}
+        return spillway.connect("embedded:", settings={"memory.limit": "4GiB", **device})
+    return spillway.connect(request.getfixturevalue("target"), native=transport == "libspillway")
 
 
 @pytest.fixture

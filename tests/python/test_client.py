@@ -16,6 +16,9 @@ from spillway import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 F32 = np.float32
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 
+EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "embedded")
+pytestmark = pytest.mark.transports("libspillway", "embedded")
+
 
 def kv(rng: np.random.Generator, *shape: int) -> tuple[Any, Any]:
     return rng.standard_normal(shape, F32), rng.standard_normal(shape, F32)
@@ -375,12 +378,13 @@ def test_one_bad_item_leaves_the_others(
     assert isinstance(results[sequences[1]], spillway.OutOfRange)
 
 
-def test_decode_stream(decoding: Client, model: Model, rng: np.random.Generator) -> None:
-    sequence = decoding.create_sequence(model)
+@EVERY_TRANSPORT
+def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 2, 40, 16)
     sequence.append(0, 0, k[:, :, :20], v[:, :, :20])
     q = rng.standard_normal((40, 4, 16), F32)
-    with decoding.decode() as stream:
+    with client.decode() as stream:
         for t in range(20, 30):
             for layer in range(2):
                 one = slice(t, t + 1)
@@ -411,17 +415,18 @@ def test_decode_stream(decoding: Client, model: Model, rng: np.random.Generator)
         stream.step(sequence, 0, q[:1])
 
 
+@EVERY_TRANSPORT
 def test_decode_errors_stay_in_place(
-    decoding: Client, model: Model, rng: np.random.Generator
+    client: Client, model: Model, rng: np.random.Generator
 ) -> None:
-    sequence, other = decoding.create_sequence(model), decoding.create_sequence(model)
+    sequence, other = client.create_sequence(model), client.create_sequence(model)
     k, v = kv(rng, 2, 8, 16)
     q = rng.standard_normal((1, 4, 16), F32)
 
     def step(stream: spillway.DecodeStream, t: int, **more: Any) -> spillway.AttendResult:
         return stream.step(sequence, 0, q, k[:, t : t + 1], v[:, t : t + 1], **more)
 
-    with decoding.decode() as stream:
+    with client.decode() as stream:
         step(stream, 0)
         with pytest.raises(spillway.OutOfRange) as caught:
             step(stream, 1, start=5)
@@ -444,16 +449,15 @@ def test_decode_errors_stay_in_place(
     assert sequence.refresh().layer_token_counts == (4, 1)
 
 
-def test_decode_steps_share_nothing(
-    decoding: Client, model: Model, rng: np.random.Generator
-) -> None:
+@EVERY_TRANSPORT
+def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random.Generator) -> None:
     """The daemon uses the memory of messages again; what was in them must not come along."""
-    sequence = decoding.create_sequence(model)
+    sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 40, 16)
     q = rng.standard_normal((1, 4, 16), F32)
     many = rng.standard_normal((1000, 4, 16), F32)
     sequence.append(0, 0, k[None, :, :30], v[None, :, :30])
-    with decoding.decode() as stream:
+    with client.decode() as stream:
         for t in range(30, 40):
             one = slice(t, t + 1)
             out, lse = dense_attention(q, k[:, : t + 1], v[:, : t + 1])
@@ -617,12 +621,22 @@ def test_wrong_shapes_are_seen_here(client: Client, model: Model) -> None:
         list(sequence.fetch_pages(0))
 
 
-def test_closed_client(target: str, model: Model) -> None:
-    client = spillway.connect(target)
-    sequence = client.get_sequence(client.create_sequence(model).name)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_closed_client(embedded: bool, target: str) -> None:
+    client = spillway.connect("embedded:" if embedded else target)
+    model = client.create_model(
+        layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    if not embedded:
+        sequence.delete()
+        client.delete_model(model)
     client.close()
     with pytest.raises(ValueError, match="closed"):
         sequence.refresh()
+    with pytest.raises(ValueError, match="closed"):
+        client.decode().recv()
+    client.close()
 
 
 def test_errors_name_a_field_once() -> None:

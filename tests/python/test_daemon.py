@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import binary, device_flags, running_daemon
+from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 
@@ -240,6 +241,21 @@ def test_reflection_lists_the_services(target: str) -> None:
     for name in ("Model", "Sequence", "Attention", "Admin"):
         assert f"spillway.v1.{name}Service" in names
     assert "grpc.health.v1.Health" in names
+
+
+def test_reflection_describes_the_messages(target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(
+            file_containing_symbol="spillway.v1.AttentionService"
+        )
+        (answer,) = stub.ServerReflectionInfo(iter([request]))
+    files = [
+        descriptor_pb2.FileDescriptorProto.FromString(file)
+        for file in answer.file_descriptor_response.file_descriptor_proto
+    ]
+    (attention,) = (file for file in files if file.name.endswith("attention_service.proto"))
+    assert "DecodeRequest" in {message.name for message in attention.message_type}
 
 
 def test_facts_of_the_system_are_logged_once(tmp_path: Path) -> None:

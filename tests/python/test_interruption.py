@@ -24,6 +24,7 @@ from spillway._proto import attention_service_pb2 as attention
 
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.
+EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "embedded")
 QUERIES = 1024
 TOKENS = 600_000 if on_gpu() else 24_000
 
@@ -83,8 +84,9 @@ def test_the_attend_would_have_been_long(heavy: Sequence) -> None:
     assert time.monotonic() - start > 0.3
 
 
-def test_cancelled_decode(decoding: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
-    stream = decoding.decode()
+@EVERY_TRANSPORT
+def test_cancelled_decode(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
+    stream = client.decode()
     for _ in range(50):
         stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
     stream.close()
@@ -93,8 +95,9 @@ def test_cancelled_decode(decoding: Client, heavy: Sequence, no_leak: Callable[[
         stream.send(heavy, 0, np.ones((1, 16, 32), np.float16))
 
 
-def test_decode_deadline(decoding: Client, heavy: Sequence) -> None:
-    with decoding.decode(timeout=0.1) as stream:
+@EVERY_TRANSPORT
+def test_decode_deadline(client: Client, heavy: Sequence) -> None:
+    with client.decode(timeout=0.1) as stream:
         for _ in range(1000):
             stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
         with pytest.raises(spillway.DeadlineExceeded):
@@ -102,8 +105,9 @@ def test_decode_deadline(decoding: Client, heavy: Sequence) -> None:
     assert seconds_of_a_small_attend(heavy) < 2.0
 
 
-def test_decode_cancelled_by_another_thread(decoding: Client, heavy: Sequence) -> None:
-    stream = decoding.decode()
+@EVERY_TRANSPORT
+def test_decode_cancelled_by_another_thread(client: Client, heavy: Sequence) -> None:
+    stream = client.decode()
     stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
     closer = threading.Timer(0.1, stream.close)
     closer.start()
@@ -114,10 +118,11 @@ def test_decode_cancelled_by_another_thread(decoding: Client, heavy: Sequence) -
     assert seconds_of_a_small_attend(heavy) < 2.0
 
 
-def test_one_thread_sends_while_another_receives(decoding: Client, model: Model) -> None:
-    sequence = decoding.create_sequence(model)
+@EVERY_TRANSPORT
+def test_one_thread_sends_while_another_receives(client: Client, model: Model) -> None:
+    sequence = client.create_sequence(model)
     rows = np.ones((2, 1, 16), F32)
-    with decoding.decode() as stream:
+    with client.decode() as stream:
 
         def send() -> None:
             for start in range(300):
@@ -135,12 +140,13 @@ def test_one_thread_sends_while_another_receives(decoding: Client, model: Model)
     assert sequence.refresh().layer_token_counts == (300, 0)
 
 
-def test_bursts_are_served_in_order(decoding: Client, model: Model) -> None:
+@EVERY_TRANSPORT
+def test_bursts_are_served_in_order(client: Client, model: Model) -> None:
     """The daemon reads a message while it answers others: none may overtake another."""
     rows = np.ones((2, 1, 16), F32)
     for _ in range(10):
-        sequence = decoding.create_sequence(model)
-        with decoding.decode() as stream:
+        sequence = client.create_sequence(model)
+        with client.decode() as stream:
             sent = [
                 stream.send(sequence, 0, np.ones((1, 4, 16), F32), rows, rows, start=start)
                 for start in range(300)

@@ -24,8 +24,8 @@ def forgotten() -> Iterator[None]:
     _native.library.cache_clear()
 
 
-def transport(target: str, **options: bool) -> str:
-    with spillway.connect(target, **options) as client, client.decode() as stream:
+def transport(target: str, native: bool | None = None) -> str:
+    with spillway.connect(target, native=native) as client, client.decode() as stream:
         return stream.transport
 
 

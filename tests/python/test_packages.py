@@ -143,9 +143,31 @@ def test_streams_go_through_the_wheel_own_library(
         tmp_path,
         f"import spillway\n"
         f"with spillway.connect({target!r}, native=True) as client, client.decode() as stream:\n"
-        f"    print(stream.transport, client._library._name)",
+        f"    print(stream.transport, client._native._library._name)",
     )
     assert used == f"libspillway {tmp_path}/spillway/_lib/libspillway.so.1"
+
+
+def test_libraries_beside_it_come_along(tmp_path: Path) -> None:
+    clients = copied(tmp_path)
+    folder = tmp_path / "lib"
+    (folder / "fallback").mkdir(parents=True)
+    for name in ("libspillway.so.1", "libone.so.1.2", "libtwo.so.3", "fallback/libthree.so.4"):
+        (folder / name).write_text(name)
+    (folder / "libone.so.1").symlink_to("libone.so.1.2")
+    wheel = build(clients / "python", tmp_path / "made", folder / "libspillway.so.1")
+    with zipfile.ZipFile(wheel) as archive:
+        carried = {
+            name.removeprefix("spillway/_lib/"): archive.read(name).decode()
+            for name in archive.namelist()
+            if "_lib/" in name
+        }
+    assert carried == {
+        "libspillway.so.1": "libspillway.so.1",
+        "libone.so.1": "libone.so.1.2",
+        "libtwo.so.3": "libtwo.so.3",
+        "fallback/libthree.so.4": "fallback/libthree.so.4",
+    }
 
 
 def test_help_loads_nothing_that_is_slow(wheels: Wheels, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from reference import dense_attention
 from spillway import Client, Policy, Sequence
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 16
+
+pytestmark = pytest.mark.transports("libspillway", "embedded")
 EVERYTHING = Policy(selector="all")
 
 

@@ -16,6 +16,7 @@ from spillway import Client, Policy, TopK
 from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
 from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
 
+pytestmark = pytest.mark.transports("libspillway", "embedded")
 ALL = Policy(selector="all")
 
 

@@ -234,7 +234,7 @@ Json BenchJson(const BenchOptions& options, const Measurement& m) {
       {"query_count", options.query_count},
       {"logit_stddev", options.logit_stddev},
       {"data_seed", options.data_seed},
-      {"policy_overrides", options.policy.ShortDebugString()},
+      {"policy_overrides", options.policy_overrides},
       {"iteration_count", options.iteration_count},
       {"round_trip_us", TimesJson(m.round_trips_us)},
       {"device_time_us", TimesJson(m.device_times_us)},

@@ -4,8 +4,7 @@
 #include <string>
 
 #include "absl/strings/ascii.h"
-#include "google/protobuf/descriptor.h"
-#include "google/protobuf/generated_enum_reflection.h"
+#include "absl/strings/str_cat.h"
 
 namespace spillway::cli {
 namespace {
@@ -13,11 +12,21 @@ namespace {
 using Range = CLI::Range;
 
 // An option that sets a field of the policy only when it is given; the daemon
-// checks the value.
+// checks the value. text: how a value is told.
+template <typename T, typename Set, typename Text>
+CLI::Option* AddPolicyOption(CLI::App& command, BenchOptions& options, const std::string& name,
+                             Set set, Text text, const std::string& description) {
+  const auto take = [&options, name, set, text](const T& value) {
+    set(value);
+    options.policy_overrides[name.substr(2)] = text(value);
+  };
+  return command.add_option_function<T>(name, take, description)->group("Policy");
+}
 template <typename T, typename Set>
-CLI::Option* AddPolicyOption(CLI::App& command, const std::string& name, Set set,
-                             const std::string& description) {
-  return command.add_option_function<T>(name, set, description)->group("Policy");
+CLI::Option* AddPolicyOption(CLI::App& command, BenchOptions& options, const std::string& name,
+                             Set set, const std::string& description) {
+  const auto text = [](const T& value) { return absl::StrCat(value); };
+  return AddPolicyOption<T>(command, options, name, set, text, description);
 }
 
 // Makes an option take the names of a map, and shows them as its type.
@@ -29,24 +38,22 @@ void SetChoices(CLI::Option* option, const std::map<std::string, Enum>& names) {
   option->type_name(type);
 }
 
-// The API's values but the first, which is none: "double_sparsity" of
-// SELECTOR_DOUBLE_SPARSITY.
-template <typename Enum>
-std::map<std::string, Enum> ValuesByName() {
-  const google::protobuf::EnumDescriptor& all = *google::protobuf::GetEnumDescriptor<Enum>();
-  std::map<std::string, Enum> values;
-  for (int i = 1; i < all.value_count(); ++i) {
-    const std::string& name = all.value(i)->name();
-    values[absl::AsciiStrToLower(name.substr(name.find('_') + 1))] =
-        static_cast<Enum>(all.value(i)->number());
-  }
-  return values;
+// "double_sparsity" of SELECTOR_DOUBLE_SPARSITY.
+std::string ShortName(const std::string& name) {
+  return absl::AsciiStrToLower(name.substr(name.find('_') + 1));
 }
 
+// An option that takes the API's values but the first, which is none.
 template <typename Enum, typename Set>
-void AddPolicyEnum(CLI::App& command, const std::string& name, Set set,
-                   const std::string& description) {
-  SetChoices(AddPolicyOption<Enum>(command, name, set, description), ValuesByName<Enum>());
+void AddPolicyEnum(CLI::App& command, BenchOptions& options, const std::string& name, Enum last,
+                   const std::string& (*name_of)(Enum), Set set, const std::string& description) {
+  std::map<std::string, Enum> values;
+  for (int i = 1; i <= last; ++i) {
+    const auto value = static_cast<Enum>(i);
+    values[ShortName(name_of(value))] = value;
+  }
+  const auto text = [name_of](Enum value) { return ShortName(name_of(value)); };
+  SetChoices(AddPolicyOption<Enum>(command, options, name, set, text, description), values);
 }
 
 void AddShapeOptions(CLI::App& command, BenchOptions& options) {
@@ -90,46 +97,49 @@ void AddBenchOptions(CLI::App& command, BenchOptions& options) {
 
   v1::Policy& policy = options.policy;
   AddPolicyEnum<v1::Selector>(
-      command, "--selector", [&policy](v1::Selector value) { policy.set_selector(value); },
-      "what scores the keys");
+      command, options, "--selector", v1::Selector_MAX, v1::Selector_Name,
+      [&policy](v1::Selector value) { policy.set_selector(value); }, "what scores the keys");
   AddPolicyEnum<v1::Tail>(
-      command, "--tail", [&policy](v1::Tail value) { policy.set_tail(value); },
-      "what stands in for the others");
+      command, options, "--tail", v1::Tail_MAX, v1::Tail_Name,
+      [&policy](v1::Tail value) { policy.set_tail(value); }, "what stands in for the others");
   AddPolicyEnum<v1::Bound>(
-      command, "--bound", [&policy](v1::Bound value) { policy.set_bound(value); },
-      "size of a uniform tail");
+      command, options, "--bound", v1::Bound_MAX, v1::Bound_Name,
+      [&policy](v1::Bound value) { policy.set_bound(value); }, "size of a uniform tail");
   CLI::Option* count = AddPolicyOption<int64_t>(
-      command, "--heavy-count",
+      command, options, "--heavy-count",
       [&policy](int64_t value) { policy.mutable_top_k()->set_count(value); }, "heavy tokens");
   CLI::Option* fraction = AddPolicyOption<double>(
-      command, "--heavy-fraction",
+      command, options, "--heavy-fraction",
       [&policy](double value) { policy.mutable_top_k()->set_fraction(value); },
       "heavy tokens as a share of the visible ones");
   CLI::Option* mass = AddPolicyOption<double>(
-      command, "--top-p", [&policy](double value) { policy.mutable_top_p()->set_mass(value); },
+      command, options, "--top-p",
+      [&policy](double value) { policy.mutable_top_p()->set_mass(value); },
       "heavy tokens by estimated mass");
   count->excludes(fraction)->excludes(mass);
   fraction->excludes(mass);
   AddPolicyOption<int64_t>(
-      command, "--sink", [&policy](int64_t value) { policy.set_sink_token_count(value); },
+      command, options, "--sink", [&policy](int64_t value) { policy.set_sink_token_count(value); },
       "first tokens, always attended");
   AddPolicyOption<int64_t>(
-      command, "--window", [&policy](int64_t value) { policy.set_window_token_count(value); },
+      command, options, "--window",
+      [&policy](int64_t value) { policy.set_window_token_count(value); },
       "most recent tokens, always attended");
   AddPolicyOption<double>(
-      command, "--epsilon", [&policy](double value) { policy.set_epsilon(value); },
+      command, options, "--epsilon", [&policy](double value) { policy.set_epsilon(value); },
       "relative error to promise");
   AddPolicyOption<double>(
-      command, "--delta", [&policy](double value) { policy.set_delta(value); },
+      command, options, "--delta", [&policy](double value) { policy.set_delta(value); },
       "chance that the promise fails");
   AddPolicyOption<int32_t>(
-      command, "--pilot", [&policy](int32_t value) { policy.set_pilot_token_count(value); },
-      "pilot rows per stratum");
+      command, options, "--pilot",
+      [&policy](int32_t value) { policy.set_pilot_token_count(value); }, "pilot rows per stratum");
   AddPolicyOption<int64_t>(
-      command, "--row-count-max", [&policy](int64_t value) { policy.set_row_count_max(value); },
+      command, options, "--row-count-max",
+      [&policy](int64_t value) { policy.set_row_count_max(value); },
       "most rows a KV head may touch");
   AddPolicyOption<uint64_t>(
-      command, "--seed", [&policy](uint64_t value) { policy.set_seed(value); },
+      command, options, "--seed", [&policy](uint64_t value) { policy.set_seed(value); },
       "seed of the sampling");
 }
 

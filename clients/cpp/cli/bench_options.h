@@ -3,7 +3,8 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
-#include <optional>
+#include <map>
+#include <string>
 
 #include "spillway/v1/policy.pb.h"
 #include "spillway/v1/tensor.pb.h"
@@ -39,6 +40,8 @@ struct BenchOptions {
   uint64_t data_seed = 1;
   // Fields that are set override the daemon's defaults.
   v1::Policy policy;
+  // The same as text, by the options' names.
+  std::map<std::string, std::string> policy_overrides;
 };
 
 // Adds the options to a subcommand; parsing fills `options`, which must

@@ -58,8 +58,14 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   grpc::ChannelArguments arguments;
   // A daemon on this host is not behind the user's web proxy.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  auto channel = grpc::CreateCustomChannel(NormalizeTarget(target),
-                                           grpc::InsecureChannelCredentials(), arguments);
+  return Connect(grpc::CreateCustomChannel(NormalizeTarget(target),
+                                           grpc::InsecureChannelCredentials(), arguments),
+                 target, options);
+}
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Connect(std::shared_ptr<grpc::Channel> channel,
+                                                        const std::string& target,
+                                                        const ClientOptions& options) {
   std::unique_ptr<Client> client(new Client(target, options, channel));
   absl::StatusOr<v1::GetServerInfoResponse> info =
       client->GetServerInfo({.timeout = options.connect_timeout});

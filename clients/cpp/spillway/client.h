@@ -58,6 +58,12 @@ class Client {
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options = {});
 
+  // The same over a channel that is open already, to an engine in this process
+  // (daemon/server/embedded.h) for example.
+  static absl::StatusOr<std::unique_ptr<Client>> Connect(std::shared_ptr<grpc::Channel> channel,
+                                                         const std::string& target,
+                                                         const ClientOptions& options = {});
+
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 

@@ -12,7 +12,7 @@ namespace {
 // Type URL as google::protobuf::Any writes it.
 template <typename Message>
 std::string TypeUrl() {
-  return absl::StrCat("type.googleapis.com/", Message::descriptor()->full_name());
+  return absl::StrCat("type.googleapis.com/", Message().GetTypeName());
 }
 
 template <typename Message>

@@ -1,25 +1,28 @@
-"""libspillway: a Decode stream without the hops between the threads of grpcio."""
+"""libspillway: an engine in this process, and calls without the hops between grpcio's threads."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import threading
 import warnings
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from google.rpc import status_pb2
 
-from spillway._proto import attention_service_pb2
-from spillway.errors import error_from_status
+from spillway.errors import SpillwayError, error_from_status
 
 _ENVIRONMENT = "SPILLWAY_LIBRARY"
 _INTERFACE = 1
 _INSTALLED = f"libspillway.so.{_INTERFACE}"
 # Of a wheel for a platform.
 _OWN = Path(__file__).with_name("_lib") / _INSTALLED
+# The target that is an engine in this process.
+EMBEDDED = "embedded:"
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 # Python looks at signals, Ctrl-C among them, between two waits.
 _WAIT_SECONDS = 0.2
@@ -74,60 +77,212 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     interface = loaded.spillway_interface()
     if interface != _INTERFACE:
         raise OSError(f"{path} has interface {interface}, not {_INTERFACE}")
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+    number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (
-        ("open", pointer, (ctypes.c_char_p, ctypes.c_double)),
-        ("send", ctypes.c_int, (pointer, ctypes.c_char_p, size)),
-        ("receive", ctypes.c_int, (pointer, ctypes.c_double, pointer, pointer)),
-        ("status", ctypes.c_int, (pointer, pointer, pointer, pointer)),
-        ("cancel", None, (pointer,)),
-        ("close", None, (pointer,)),
+        ("error", number, (pointer,)),
+        ("channel_open", pointer, (text,)),
+        ("channel_embed", pointer, (pointer, size)),
+        ("channel_close", None, (pointer,)),
+        ("call_open", pointer, (pointer, text, seconds)),
+        ("call_send", number, (pointer, text, size, number)),
+        ("call_send_end", None, (pointer,)),
+        ("call_receive", number, (pointer, seconds, pointer, pointer)),
+        ("call_status", number, (pointer, pointer, pointer, pointer)),
+        ("call_cancel", None, (pointer,)),
+        ("call_close", None, (pointer,)),
     ):
-        function = getattr(loaded, f"spillway_decode_{name}")
+        function = getattr(loaded, f"spillway_{name}")
         function.restype, function.argtypes = result, arguments
     return loaded
 
 
-class NativeStream:
-    """The messages of one stream; one thread may send while another receives."""
+class NativeChannel:
+    """A channel to a daemon, or an engine in this process and the channel to it.
 
-    name = "libspillway"
+    Generated stubs take it for a `grpc.Channel`; calls raise `SpillwayError`.
+    """
 
-    def __init__(self, loaded: ctypes.CDLL, target: str, timeout: float | None) -> None:
+    def __init__(self, loaded: ctypes.CDLL, target: str, settings: Mapping[str, str]) -> None:
+        """Opens it.
+
+        Args:
+            loaded: The library.
+            target: gRPC target of a daemon; `EMBEDDED` for an engine.
+            settings: Of the engine, by the names of the daemon's settings file.
+
+        Raises:
+            SpillwayError: The engine was refused.
+        """
         self._library = loaded
+        embedded = target == EMBEDDED
+        if embedded:
+            texts = [f"{name}={value}".encode() for name, value in settings.items()]
+            handle = loaded.spillway_channel_embed(
+                (ctypes.c_char_p * len(texts))(*texts), len(texts)
+            )
+        else:
+            handle = loaded.spillway_channel_open(target.encode())
+        self._handle = self._checked(handle)
+        # An engine goes before the library's own at exit; a channel is nothing
+        # that other threads' calls could be waiting in by then.
+        self._finalizer: Any = weakref.finalize(self, loaded.spillway_channel_close, self._handle)
+        self._finalizer.atexit = embedded
+        self._lock = threading.Lock()
+
+    def _checked(self, handle: int | None) -> int:
+        if handle:
+            return handle
+        message = ctypes.c_char_p()
+        code = self._library.spillway_error(ctypes.byref(message))
+        status = status_pb2.Status(code=code, message=(message.value or b"").decode())
+        raise error_from_status(status)
+
+    def open(self, method: str, timeout: float | None) -> NativeCall:
+        """Starts a call of a method, "/package.Service/Method".
+
+        Raises:
+            ValueError: The channel is closed.
+        """
         # 0 is no limit there.
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
-        self._stream = loaded.spillway_decode_open(target.encode(), seconds)
+        with self._lock:
+            if not self._finalizer.alive:
+                raise ValueError("the client is closed")
+            handle = self._library.spillway_call_open(self._handle, method.encode(), seconds)
+        return NativeCall(self._library, self._checked(handle))
+
+    def close(self) -> None:
+        """Closes the channel; an engine goes with all it holds."""
+        with self._lock:
+            self._finalizer()
+
+    def unary_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does."""
+        return functools.partial(
+            self._answer, method, request_serializer, response_deserializer, single=True
+        )
+
+    def stream_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does."""
+        return functools.partial(
+            self._answer, method, request_serializer, response_deserializer, single=False
+        )
+
+    def unary_stream(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does."""
+
+        def start(request: Any, timeout: float | None = None) -> _Responses:
+            return _Responses(
+                self._send(method, request_serializer, [request], timeout), response_deserializer
+            )
+
+        return start
+
+    def stream_stream(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does, that sends all requests at once.
+
+        `open` is for calls that go back and forth.
+        """
+
+        def start(requests: Any, timeout: float | None = None) -> _Responses:
+            return _Responses(
+                self._send(method, request_serializer, requests, timeout), response_deserializer
+            )
+
+        return start
+
+    def _send(
+        self, method: str, to: Any, requests: Iterable[Any], timeout: float | None
+    ) -> NativeCall:
+        """Starts a call with all its requests."""
+        call = self.open(method, timeout)
+        for request in requests:
+            if not call.send(to(request)):
+                break
+        call.send_end()
+        return call
+
+    def _answer(
+        self,
+        method: str,
+        to: Any,
+        of: Any,
+        requests: Any,
+        timeout: float | None = None,
+        *,
+        single: bool,
+    ) -> Any:
+        """Makes a call with one response."""
+        call = self._send(method, to, [requests] if single else requests, timeout)
+        response = call.receive()
+        if response is None:
+            raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
+        # It may still end with an error.
+        call.receive()
+        return of(response)
+
+
+class _Responses:
+    """The responses of a call, and the way to give them up."""
+
+    def __init__(self, call: NativeCall, of: Any) -> None:
+        self._call = call
+        self._of = of
+        self.cancel = call.cancel
+
+    def __iter__(self) -> Iterator[Any]:
+        while (response := self._call.receive()) is not None:
+            yield self._of(response)
+
+
+class NativeCall:
+    """The messages of one call; one thread may send while another receives."""
+
+    def __init__(self, loaded: ctypes.CDLL, handle: int) -> None:
+        self._library = loaded
+        self._handle = handle
         self._data, self._size = ctypes.c_void_p(), ctypes.c_size_t()
         self._out = ctypes.byref(self._data), ctypes.byref(self._size)
         # Not at exit: a thread may be waiting in it.
-        closing: Any = weakref.finalize(self, loaded.spillway_decode_close, self._stream)
+        closing: Any = weakref.finalize(self, loaded.spillway_call_close, handle)
         closing.atexit = False
 
-    def send(self, request: attention_service_pb2.DecodeRequest) -> None:
-        """Sends a message; that the stream has ended is for `receive` to tell."""
-        data = request.SerializeToString()
-        self._library.spillway_decode_send(self._stream, data, len(data))
+    def send(self, message: bytes) -> bool:
+        """Sends a message; False where the call is known to have ended."""
+        sent: int = self._library.spillway_call_send(self._handle, message, len(message), False)
+        return sent == 0
 
-    def receive(self) -> attention_service_pb2.DecodeResponse | None:
-        """Waits for a message; None where the daemon ended the stream.
+    def send_end(self) -> None:
+        """Says that no more messages come."""
+        self._library.spillway_call_send_end(self._handle)
+
+    def receive(self) -> bytes | None:
+        """Waits for a message; None where the call has ended well.
 
         Raises:
-            SpillwayError: The stream broke.
+            SpillwayError: It has ended otherwise.
         """
         while True:
-            result = self._library.spillway_decode_receive(self._stream, _WAIT_SECONDS, *self._out)
+            result = self._library.spillway_call_receive(self._handle, _WAIT_SECONDS, *self._out)
             if result == _RECEIVED:
-                data = ctypes.string_at(self._data, self._size.value) if self._size.value else b""
-                return attention_service_pb2.DecodeResponse.FromString(data)
+                return ctypes.string_at(self._data, self._size.value) if self._size.value else b""
             if result == _ENDED:
                 self._check_end()
                 return None
 
     def _check_end(self) -> None:
-        """Raises what the stream ended with, unless that was OK."""
+        """Raises what the call ended with, unless that was OK."""
         message = ctypes.c_char_p()
-        code = self._library.spillway_decode_status(self._stream, ctypes.byref(message), *self._out)
+        code = self._library.spillway_call_status(self._handle, ctypes.byref(message), *self._out)
         if code == 0:
             return
         status = status_pb2.Status()
@@ -139,5 +294,5 @@ class NativeStream:
         raise error_from_status(status)
 
     def cancel(self) -> None:
-        """Ends the stream; a `receive` that waits returns."""
-        self._library.spillway_decode_cancel(self._stream)
+        """Ends the call; a `receive` that waits returns."""
+        self._library.spillway_call_cancel(self._handle)

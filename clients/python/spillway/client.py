@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from spillway import _native, _split
+from spillway._native import NativeChannel
 from spillway._proto import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -60,7 +61,7 @@ API_MAJOR = 0
 class _Stubs:
     """The services' stubs; their methods carry no types."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: Any) -> None:
         self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
         self.sequences: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel)
         self.attention: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
@@ -80,19 +81,16 @@ class Client:
         server_info: What the daemon said of itself when the client connected.
     """
 
-    def __init__(self, target: str, timeout: float, native: bool | None) -> None:
-        self._library = None if native is False else _native.library(required=native is True)
+    def __init__(
+        self, target: str, timeout: float, native: bool | None, settings: Mapping[str, str]
+    ) -> None:
         self.target = target
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(
-            target,
-            options=[
-                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-                # A daemon on this host is not behind the user's web proxy.
-                ("grpc.enable_http_proxy", 0),
-            ],
-        )
+        embedded = target == _native.EMBEDDED
+        library = None if native is False else _native.library(required=embedded or native is True)
+        # Carries decode streams, and everything to an engine in this process.
+        self._native = None if library is None else NativeChannel(library, target, settings)
+        self._channel: Any = self._native if embedded else _grpcio_channel(target)
         self._stubs = _Stubs(self._channel)
         try:
             self.server_info = self.get_server_info()
@@ -129,8 +127,25 @@ class Client:
         return f"Client({self.target!r})"
 
     def close(self) -> None:
-        """Closes the connection; sequences stay in the daemon until their ttl."""
+        """Closes the connection.
+
+        Sequences stay in a daemon until their ttl; an embedded engine goes with
+        everything it holds.
+        """
         self._channel.close()
+        if self._native is not None:
+            self._native.close()
+
+    @property
+    def transport(self) -> str:
+        """What carries decode steps.
+
+        `embedded`: function calls within the process; `libspillway`, or `grpcio`
+        where that is not installed: a daemon's socket.
+        """
+        if self._native is None:
+            return "grpcio"
+        return "embedded" if self.target == _native.EMBEDDED else "libspillway"
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response; raises SpillwayError."""
@@ -508,16 +523,38 @@ def _name(model: Model | str) -> str:
     return model if isinstance(model, str) else model.name
 
 
+def _grpcio_channel(target: str) -> grpc.Channel:
+    return grpc.insecure_channel(
+        target,
+        options=[
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            # A daemon on this host is not behind the user's web proxy.
+            ("grpc.enable_http_proxy", 0),
+        ],
+    )
+
+
 def connect(
-    target: str | None = None, *, timeout: float = 60.0, native: bool | None = None
+    target: str | None = None,
+    *,
+    timeout: float = 60.0,
+    native: bool | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
 ) -> Client:
-    """Connects to a daemon and checks that it speaks this client's API.
+    """Connects to a daemon, or runs the engine in this process.
+
+    `connect("embedded:")` needs no daemon: the engine lives in this process, in
+    libspillway, until the client is closed. Each such client has an engine of
+    its own, which nobody else reaches. Do not fork a process that has one.
 
     Args:
-        target: gRPC target (`unix:/path`, `localhost:50051`) or the path of a
-            unix socket; None is `SPILLWAY_TARGET`, else the daemon's default
-            socket of this user.
+        target: gRPC target of a daemon (`unix:/path`, `localhost:50051`), the
+            path of a unix socket, or `embedded:`; None is `SPILLWAY_TARGET`,
+            else the daemon's default socket of this user.
         timeout: Seconds that a call may take unless it names its own.
+        settings: Of an embedded engine, by the names that the daemon's settings
+            file has, for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
         native: Whether decode streams go through libspillway, which takes two
             fifths off a step's way to the daemon and back; None is where it
             is installed, or `SPILLWAY_LIBRARY` names it.
@@ -525,7 +562,18 @@ def connect(
     Raises:
         Unavailable: No daemon answers there.
         VersionMismatch: It has another major version.
-        OSError: libspillway was asked for or named, and cannot be loaded.
+        InvalidArgument: A setting of an embedded engine is wrong.
+        NotFound: Its device is not there.
+        OSError: libspillway was asked for, by name or by `embedded:`, and cannot
+            be loaded.
+        ValueError: Settings for a daemon, which has its own; or an embedded
+            engine without libspillway.
     """
     named = default_target() if target is None else normalize_target(target)
-    return Client(named, timeout, native)
+    if named == _native.EMBEDDED:
+        if native is False:
+            raise ValueError("embedded: is in libspillway, and native=False leaves that out")
+    elif settings:
+        raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
+    texts = {name: str(value) for name, value in (settings or {}).items()}
+    return Client(named, timeout, native, texts)

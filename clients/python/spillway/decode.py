@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 
 from spillway import _split
-from spillway._native import NativeStream
+from spillway._native import NativeCall
 from spillway._proto import attention_service_pb2
 from spillway.errors import SpillwayError, error_from_rpc, error_from_status
 from spillway.policy import Policy
@@ -20,6 +20,10 @@ from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_numbe
 
 if TYPE_CHECKING:
     from spillway.client import Client
+
+
+_METHOD = "/spillway.v1.AttentionService/Decode"
+_RESPONSE = attention_service_pb2.DecodeResponse
 
 
 class _Pending(NamedTuple):
@@ -60,6 +64,22 @@ class _GrpcioStream:
         self._responses.cancel()
 
 
+class _NativeStream:
+    """The same, through libspillway."""
+
+    def __init__(self, call: NativeCall, name: str) -> None:
+        self._call = call
+        self.name = name
+        self.cancel = call.cancel
+
+    def send(self, request: attention_service_pb2.DecodeRequest) -> None:
+        self._call.send(request.SerializeToString())
+
+    def receive(self) -> attention_service_pb2.DecodeResponse | None:
+        message = self._call.receive()
+        return None if message is None else _RESPONSE.FromString(message)
+
+
 class DecodeStream:
     """A long-lived stream of decode steps; `Client.decode` makes it.
 
@@ -74,8 +94,8 @@ class DecodeStream:
     def __init__(self, client: Client, timeout: float | None) -> None:
         self._stream = (
             _GrpcioStream(client._stubs, timeout)
-            if client._library is None
-            else NativeStream(client._library, client.target, timeout)
+            if client._native is None
+            else _NativeStream(client._native.open(_METHOD, timeout), client.transport)
         )
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
@@ -214,7 +234,7 @@ class DecodeStream:
 
     @property
     def transport(self) -> str:
-        """What moves the messages: `libspillway`, or `grpcio` where that is not installed."""
+        """What moves the messages: as `Client.transport`."""
         return self._stream.name
 
     @property

@@ -1,0 +1,34 @@
+#include "daemon/server/embedded.h"
+
+#include <mutex>
+
+#include "absl/time/time.h"
+#include "daemon/config/config.h"
+#include "daemon/server/home.h"
+#include "daemon/server/logging.h"
+#include "daemon/server/server.h"
+#include "host/base/status_macros.h"
+#include "host/memory/topology.h"
+
+namespace spillway {
+
+absl::StatusOr<std::unique_ptr<Embedded>> Embedded::Open(
+    const std::vector<std::pair<std::string, std::string>>& settings) {
+  ASSIGN_OR_RETURN(const Topology topology, DetectTopology());
+  ASSIGN_OR_RETURN(const Config config, EmbeddedConfig(settings, topology));
+  static std::once_flag logging;
+  std::call_once(logging, [&config] { SetUpLogging(config); });
+  ASSIGN_OR_RETURN(std::unique_ptr<Home> home, Home::Open(config, "memory.limit"));
+  ASSIGN_OR_RETURN(std::unique_ptr<Server> server, Server::Start(config, home->engine()));
+  return std::unique_ptr<Embedded>(new Embedded(std::move(home), std::move(server)));
+}
+
+Embedded::Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server)
+    : home_(std::move(home)), server_(std::move(server)), channel_(server_->InProcessChannel()) {}
+
+Embedded::~Embedded() {
+  server_->Drain(absl::ZeroDuration());
+  server_.reset();
+}
+
+}  // namespace spillway

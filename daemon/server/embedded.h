@@ -1,0 +1,41 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "grpcpp/channel.h"
+
+namespace spillway {
+
+class Home;
+class Server;
+
+// An engine in this process, which no other reaches: the daemon's services
+// without a socket. Thread-safe.
+class Embedded {
+ public:
+  // settings: names as in the daemon's settings file, "memory.limit", and
+  // values as text; INVALID_ARGUMENT names the one that is wrong. Errors
+  // otherwise as Home::Open. Logs errors to standard error unless log.level says
+  // otherwise; of several engines in a process the first decides.
+  static absl::StatusOr<std::unique_ptr<Embedded>> Open(
+      const std::vector<std::pair<std::string, std::string>>& settings);
+  // Cancels what runs, waits for its end and frees everything. Calls on the
+  // channel are UNAVAILABLE afterwards.
+  ~Embedded();
+
+  // For any number of clients.
+  const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
+
+ private:
+  Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server);
+
+  std::unique_ptr<Home> home_;
+  std::unique_ptr<Server> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+};
+
+}  // namespace spillway

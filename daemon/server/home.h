@@ -1,0 +1,39 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "daemon/config/config.h"
+#include "daemon/engine/engine.h"
+
+namespace spillway {
+
+// An engine and what it stands on: memory, device, audit. The daemon has one,
+// and so has a program that runs the engine in its own process.
+class Home {
+ public:
+  // limit_name: what a refusal for want of memory calls the limit. Errors as
+  // OpenDevice and Arena::Create.
+  static absl::StatusOr<std::unique_ptr<Home>> Open(const Config& config,
+                                                    const std::string& limit_name);
+  // REQUIRES: nothing is running.
+  ~Home();
+  Home(const Home&) = delete;
+  Home& operator=(const Home&) = delete;
+
+  Engine& engine() { return *engine_; }
+  const Device& device() const { return *device_; }
+
+ private:
+  Home(const Config& config, const std::string& limit_name);
+
+  MemoryBudget budget_;
+  // Before the arena, which registers its extents with it until it goes.
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Auditor> auditor_;
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace spillway

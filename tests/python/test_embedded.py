@@ -1,0 +1,188 @@
+"""The engine in this process: how it is opened, refused, closed and left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import binary, device
+from spillway import Client, Model, Sequence
+from spillway_lab.serving import prefer_library
+
+SETTINGS: dict[str, str | int] = {"memory.limit": "256MiB", "device.name": device() or "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    """The one under test."""
+    prefer_library(binary())
+
+
+@pytest.fixture
+def engine() -> Iterator[Client]:
+    with spillway.connect("embedded:", settings=SETTINGS) as client:
+        yield client
+
+
+def filled(client: Client, rng: np.random.Generator, tokens: int = 3000) -> tuple[Model, Sequence]:
+    """A model of one layer and a sequence with random rows."""
+    model = client.create_model(
+        layer_count=1, query_head_count=4, kv_head_count=2, head_dim=64, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    k, v = rng.standard_normal((2, 2, tokens, 64), np.float32)
+    sequence.append(0, 0, k, v)
+    return model, sequence
+
+
+def test_gives_a_daemon_bits(engine: Client, client: Client) -> None:
+    answers = []
+    for one in (engine, client):
+        rng = np.random.default_rng(5)
+        model, sequence = filled(one, rng)
+        q = rng.standard_normal((1, 4, 64), np.float32)
+        answers.append(sequence.attend(0, q))
+        sequence.delete()
+        one.delete_model(model)
+    mine, daemon = answers
+    np.testing.assert_array_equal(mine.out, daemon.out)
+    np.testing.assert_array_equal(mine.lse, daemon.lse)
+
+
+def test_engines_know_nothing_of_each_other(engine: Client) -> None:
+    with spillway.connect("embedded:", settings=SETTINGS) as other:
+        assert other.server_info.boot_id != engine.server_info.boot_id
+        model = engine.create_model(
+            "mine", layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16
+        )
+        assert [m.name for m in engine.list_models()] == [model.name]
+        assert not list(other.list_models())
+    assert [m.name for m in engine.list_models()] == [model.name]
+
+
+def test_settings_are_the_daemon_settings() -> None:
+    settings = SETTINGS | {"memory.limit": "64MiB", "device.thread_count": 1}
+    with spillway.connect("embedded:", settings=settings) as client:
+        assert client.server_info.limits.memory_bytes_max == 64 << 20
+        if device() in ("", "cpu"):
+            assert client.server_info.devices[0].thread_count == 1
+
+
+def test_the_target_may_come_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLWAY_TARGET", "embedded:")
+    with spillway.connect(settings=SETTINGS) as client:
+        assert client.transport == "embedded"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"memory.limit": "much"}, 'memory.limit: "much" is not'),
+        ({"memory.limit": "900TiB"}, "memory.limit: .* more memory than there is"),
+        ({"memory.limits": "1GiB"}, "unknown key memory.limits"),
+        ({"device.thread_count": -1}, 'device.thread_count: "-1" is not an integer in'),
+        ({"server.listen": "unix:/tmp/s"}, "server.listen: an embedded engine listens nowhere"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, str | int], told: str) -> None:
+    with pytest.raises(spillway.InvalidArgument, match=told):
+        spillway.connect("embedded:", settings=settings)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    # Or, in a build without CUDA, UNIMPLEMENTED.
+    with pytest.raises(spillway.SpillwayError, match="cuda:77") as caught:
+        spillway.connect("embedded:", settings={"device.name": "cuda:77"})
+    assert caught.value.code in ("NOT_FOUND", "UNIMPLEMENTED")
+
+
+def test_what_cannot_be_asked_together(target: str) -> None:
+    with pytest.raises(ValueError, match="settings are for embedded:"):
+        spillway.connect(target, settings=SETTINGS)
+    with pytest.raises(ValueError, match="native=False"):
+        spillway.connect("embedded:", native=False)
+
+
+def test_memory_that_is_full_says_so(engine: Client, rng: np.random.Generator) -> None:
+    model, sequence = filled(engine, rng)
+    k = rng.standard_normal((2, 400_000, 64), np.float32)
+    with pytest.raises(spillway.ResourceExhausted, match=r"memory\.limit sets") as caught:
+        sequence.append(0, 3000, k, k)
+    assert caught.value.free_bytes is not None
+    sequence.delete()
+    engine.create_sequence(model).append(0, 0, k[:, :3000], k[:, :3000])
+
+
+def test_closing_ends_what_runs(rng: np.random.Generator) -> None:
+    client = spillway.connect("embedded:", settings=SETTINGS)
+    _, sequence = filled(client, rng)
+    stream = client.decode()
+    ended: list[BaseException] = []
+
+    def decode() -> None:
+        q = np.ones((1, 4, 64), np.float32)
+        try:
+            while True:
+                stream.step(sequence, 0, q)
+        except (spillway.SpillwayError, ValueError) as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    client.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert len(ended) == 1
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_program_may_end_with_it_open() -> None:
+    ended = run(
+        f"""
+        import numpy as np, spillway, threading
+        client = spillway.connect("embedded:", settings={SETTINGS!r})
+        model = client.create_model(
+            layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+        )
+        sequence = client.create_sequence(model)
+        rows = np.ones((1, 9, 16), np.float32)
+        sequence.append(0, 0, rows, rows)
+        stream = client.decode()
+        print(stream.step(sequence, 0, np.ones((1, 1, 16), np.float32)).out.mean())
+        # Waits for an answer that never comes.
+        def wait():
+            try:
+                stream._stream.receive()
+            except spillway.SpillwayError:
+                pass
+        threading.Thread(target=wait, daemon=True).start()
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1.0\n", "")
+
+
+def test_it_is_loaded_twice() -> None:
+    # A host may bring a copy of its own: the second must not end the process.
+    ended = run(
+        f"""
+        import os, pathlib, shutil, tempfile, ctypes, spillway
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder, "libspillway.so.1")
+            shutil.copy(os.environ["SPILLWAY_LIBRARY"], copy)
+            assert ctypes.CDLL(str(copy)).spillway_interface() == 1
+            with spillway.connect("embedded:", settings={SETTINGS!r}) as client:
+                print(client.health())
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
