@@ -62,7 +62,7 @@ absl::Status Fixture::Append(const std::byte* k, const std::byte* v, int64_t tok
     job->model = model_.get();
     JobItem& item = job->items.emplace_back();
     item.sequence = sequence_.get();
-    item.append = AppendWork{rows_.get(), start, count, chunk_k.data(), chunk_v.data()};
+    item.append = AppendWork::Dense(rows_.get(), start, count, chunk_k.data(), chunk_v.data());
     job = Run(std::move(job));
     if (!job->items[0].status.ok()) return job->items[0].status;
   }

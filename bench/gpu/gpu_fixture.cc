@@ -84,7 +84,7 @@ absl::StatusOr<GpuFixture::Appended> GpuFixture::Append(const std::byte* k, cons
   const int64_t start = rows_->token_count();
   RETURN_IF_ERROR(PrepareAppend(count));
   JobItem item;
-  item.append = AppendWork{rows_.get(), start, count, k, v};
+  item.append = AppendWork::Dense(rows_.get(), start, count, k, v);
   const auto job = Run(std::move(item), /*trace=*/false);
   if (!job->items[0].status.ok()) return job->items[0].status;
   return Appended{watch.seconds(), job->device_time_us * 1e-6, pin_seconds_ - pin_seconds};
@@ -94,7 +94,7 @@ absl::StatusOr<GpuFixture::Attended> GpuFixture::Attend(const AttendRequest& req
   JobItem item;
   if (request.k != nullptr) {
     RETURN_IF_ERROR(PrepareAppend(1));
-    item.append = AppendWork{rows_.get(), rows_->token_count(), 1, request.k, request.v};
+    item.append = AppendWork::Dense(rows_.get(), rows_->token_count(), 1, request.k, request.v);
   }
   AttendQuery& attend = item.attend.emplace();
   attend.rows = rows_.get();

@@ -41,10 +41,19 @@ absl::Status CheckDType(DType dtype, const ModelSpec& spec, const std::string& f
 // itself; v must have the same.
 template <typename Rows>
 absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
-                                    const ModelSpec& spec, const std::string& path) {
-  for (const auto& [tensor, field] : {std::pair(&rows.k(), path + "k"), {&rows.v(), path + "v"}}) {
-    ASSIGN_OR_RETURN(const DType dtype, CheckTensor(*tensor, shape, field));
-    RETURN_IF_ERROR(CheckDType(dtype, spec, field + ".dtype"));
+                                    const ModelSpec& spec, const RegionTable& regions,
+                                    const std::string& path) {
+  Chunk out;
+  for (const auto& [tensor, name, source, memory] :
+       {std::tuple(&rows.k(), "k", &out.k, &out.k_memory),
+        std::tuple(&rows.v(), "v", &out.v, &out.v_memory)}) {
+    ASSIGN_OR_RETURN(const TensorView view, ViewTensor(*tensor, shape, regions, path + name));
+    RETURN_IF_ERROR(CheckDType(view.dtype, spec, absl::StrCat(path, name, ".dtype")));
+    const size_t rank = shape.size();
+    *source = {{view.data, view.strides[rank - 3], view.strides[rank - 2]},
+               rank == 4 ? view.strides[0] : 0};
+    *memory = view.region;
+    out.shared_source |= view.region != nullptr;
   }
   const auto& k_shape = rows.k().shape();
   if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
@@ -56,13 +65,27 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
     return InvalidField(path + "token_start",
                         absl::StrCat("value ", rows.token_start(), " is negative"));
   }
-  Chunk out;
   out.start = rows.token_start();
   out.count = k_shape[k_shape.size() - 2];
   out.generation = rows.generation();
-  out.k = BytesOf(rows.k());
-  out.v = BytesOf(rows.v());
   return out;
+}
+
+// Takes a chunk of one layer and few tokens into memory of ours.
+void TakeRows(const ModelSpec& spec, Chunk& chunk) {
+  if (!chunk.shared_source) return;
+  const std::array<int64_t, 3> shape = {spec.kv_head_count, chunk.count, spec.head_dim};
+  for (auto [source, memory] :
+       {std::pair(&chunk.k, &chunk.k_memory), std::pair(&chunk.v, &chunk.v_memory)}) {
+    TensorView view;
+    view.dtype = spec.dtype;
+    view.data = source->first.data;
+    view.strides = {source->first.head_stride, source->first.token_stride, DTypeBytes(spec.dtype)};
+    const std::shared_ptr<const std::byte[]> copy = CopyOf(view, shape);
+    *source = ChunkSource::Dense(copy.get(), spec.kv_head_count, chunk.count, spec.row_bytes() / 2);
+    *memory = copy;
+  }
+  chunk.shared_source = false;
 }
 
 }  // namespace
@@ -73,9 +96,10 @@ absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
                       absl::StrCat("value ", layer, " is not in [0, ", spec.layer_count, ")"));
 }
 
-absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec) {
-  absl::StatusOr<Chunk> out =
-      RowsFromProto(chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, "chunk.");
+absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
+                                     const RegionTable& regions) {
+  absl::StatusOr<Chunk> out = RowsFromProto(
+      chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions, "chunk.");
   if (!out.ok()) return out;
   const int64_t layer_count = chunk.k().shape(0);
   if (chunk.layer_start() < 0 || chunk.layer_start() >= spec.layer_count ||
@@ -86,13 +110,16 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
   }
   out->layer_start = chunk.layer_start();
   out->layer_count = static_cast<int>(layer_count);
-  RETURN_IF_ERROR(CheckFinite(*out, spec, "chunk."));
+  if (!out->shared_source) {
+    RETURN_IF_ERROR(CheckFinite(*out, spec, "chunk."));
+  }
   return out;
 }
 
-absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec) {
+absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
+                                     const RegionTable& regions) {
   absl::StatusOr<Chunk> out =
-      RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim}, spec, "append.");
+      RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions, "append.");
   if (!out.ok()) return out;
   if (out->count > kSparseQueryCountMax) {
     return InvalidField("append.k.shape", absl::StrCat(out->count, " tokens are not in [1, ",
@@ -100,20 +127,22 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
   }
   out->layer_start = layer;
   out->layer_count = 1;
+  TakeRows(spec, *out);
   RETURN_IF_ERROR(CheckFinite(*out, spec, "append."));
   return out;
 }
 
 template <typename Item>
-absl::StatusOr<AttendQuery> QueryFromProto(const Item& item, const Sequence& sequence,
-                                           const std::string& path) {
+absl::Status QueryFromProto(const Item& item, const RegionTable& regions, const std::string& path,
+                            AttendItem& out) {
+  const Sequence& sequence = *out.sequence;
   const ModelSpec& spec = sequence.model->spec;
-  AttendQuery attend;
-  const absl::StatusOr<DType> dtype =
-      CheckTensor(item.q(), {kAnyDim, spec.query_head_count, spec.head_dim}, path + "q");
-  if (!dtype.ok()) return dtype.status();
-  attend.q_dtype = *dtype;
-  attend.q = BytesOf(item.q());
+  AttendQuery& attend = out.attend;
+  ASSIGN_OR_RETURN(
+      const TensorView q,
+      ViewTensor(item.q(), {kAnyDim, spec.query_head_count, spec.head_dim}, regions, path + "q"));
+  attend.q_dtype = q.dtype;
+  attend.q = q.data;
   attend.query_count = item.q().shape(0);
   if (attend.query_count > kQueryCountMax) {
     return InvalidField(
@@ -133,16 +162,44 @@ absl::StatusOr<AttendQuery> QueryFromProto(const Item& item, const Sequence& seq
   } else {
     attend.policy = sequence.policy;
   }
-  RETURN_IF_ERROR(CheckFinite(attend, spec, path + "q"));
-  return attend;
+  if (q.region != nullptr) {
+    const std::shared_ptr<const std::byte[]> copy =
+        CopyOf(q, {item.q().shape().data(), static_cast<size_t>(item.q().shape_size())});
+    attend.q = copy.get();
+    out.q_memory = copy;
+  }
+  return CheckFinite(attend, spec, path + "q");
 }
 
-template absl::StatusOr<AttendQuery> QueryFromProto(const v1::AttendItem& item,
-                                                    const Sequence& sequence,
-                                                    const std::string& path);
-template absl::StatusOr<AttendQuery> QueryFromProto(const v1::DecodeRequest& request,
-                                                    const Sequence& sequence,
-                                                    const std::string& path);
+template absl::Status QueryFromProto(const v1::AttendItem& item, const RegionTable& regions,
+                                     const std::string& path, AttendItem& out);
+template absl::Status QueryFromProto(const v1::DecodeRequest& request, const RegionTable& regions,
+                                     const std::string& path, AttendItem& out);
+
+template <typename Item>
+absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dtype,
+                                             const AttendQuery& attend, const ModelSpec& spec,
+                                             const RegionTable& regions, const std::string& path) {
+  ResultPlaces places;
+  ASSIGN_OR_RETURN(places.out_dtype, OutDType(out_dtype, attend.q_dtype));
+  const int64_t heads = attend.query_count * spec.query_head_count;
+  if (item.has_out()) {
+    ASSIGN_OR_RETURN(places.out, PlaceTensor(item.out(), heads * spec.head_dim, places.out_dtype,
+                                             regions, path + "out"));
+  }
+  if (item.has_lse()) {
+    ASSIGN_OR_RETURN(places.lse,
+                     PlaceTensor(item.lse(), heads, DType::kF32, regions, path + "lse"));
+  }
+  return places;
+}
+
+template absl::StatusOr<ResultPlaces> PlacesFromProto(
+    const v1::AttendItem& item, v1::DType out_dtype, const AttendQuery& attend,
+    const ModelSpec& spec, const RegionTable& regions, const std::string& path);
+template absl::StatusOr<ResultPlaces> PlacesFromProto(
+    const v1::DecodeRequest& request, v1::DType out_dtype, const AttendQuery& attend,
+    const ModelSpec& spec, const RegionTable& regions, const std::string& path);
 
 absl::Status CheckSelectable(const AttendQuery& attend) {
   if (attend.query_count != 1) {
@@ -165,10 +222,11 @@ absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype) {
                                                 " is neither unset nor DTYPE_F32"));
 }
 
-int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, DType out_dtype) {
+int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const ResultPlaces& places) {
   const int64_t heads = attend.query_count * spec.query_head_count;
-  return kFrameBytes +
-         heads * (int64_t{spec.head_dim} * DTypeBytes(out_dtype) + 4 + kCertificateBytes) +
+  const int64_t out_bytes =
+      places.out.region == nullptr ? int64_t{spec.head_dim} * DTypeBytes(places.out_dtype) : 0;
+  return kFrameBytes + heads * (out_bytes + 4 + kCertificateBytes) +
          attend.query_count * spec.kv_head_count * 10;
 }
 
@@ -202,14 +260,15 @@ void FillCertificate(const JobItem& item, v1::Certificate& certificate) {
   for (const TailPolicy& tail : item.attend->tails) certificate.add_head_inflations(tail.inflation);
 }
 
-void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec, DType out_dtype,
-                v1::AttendResult& out) {
+void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec,
+                const ResultPlaces& places, v1::AttendResult& out) {
   const AttendResult& result = item.result;
   const int64_t query_count = item.attend->query_count;
   out.mutable_status();
-  FillTensor(result.out, out_dtype, {query_count, spec.query_head_count, spec.head_dim},
-             *out.mutable_out());
-  FillTensor(result.lse, DType::kF32, {query_count, spec.query_head_count}, *out.mutable_lse());
+  FillTensor(result.out, places.out_dtype, {query_count, spec.query_head_count, spec.head_dim},
+             places.out, *out.mutable_out());
+  FillTensor(result.lse, DType::kF32, {query_count, spec.query_head_count}, places.lse,
+             *out.mutable_lse());
   FillCertificate(item, *out.mutable_certificate());
   v1::AttendStatistics& statistics = *out.mutable_statistics();
   statistics.mutable_touched_row_counts()->Add(result.touched_row_counts.begin(),

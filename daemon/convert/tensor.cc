@@ -1,9 +1,15 @@
 #include "daemon/convert/tensor.h"
 
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "daemon/convert/names.h"
 #include "daemon/engine/errors.h"
 #include "host/base/elements.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -17,6 +23,105 @@ void FillRaw(std::span<const T> values, v1::DType dtype, v1::Tensor& tensor) {
   tensor.set_dtype(dtype);
   tensor.add_shape(static_cast<int64_t>(values.size()));
   tensor.set_data(values.data(), values.size_bytes());
+}
+
+// What dtype and shape come to.
+struct Checked {
+  DType dtype = DType::kF32;
+  int64_t bytes = 0;
+};
+
+absl::StatusOr<Checked> CheckShape(const v1::Tensor& tensor, std::initializer_list<int64_t> shape,
+                                   const std::string& field) {
+  const std::optional<DType> dtype = FromProto(tensor.dtype());
+  if (!dtype) {
+    return InvalidField(field + ".dtype", absl::StrCat("value ", static_cast<int>(tensor.dtype()),
+                                                       " is not DTYPE_F32, F16 or BF16"));
+  }
+  bool fits = tensor.shape_size() == static_cast<int>(shape.size());
+  int axis = 0;
+  int64_t bytes = DTypeBytes(*dtype);
+  for (const int64_t wanted : shape) {
+    if (!fits) break;
+    const int64_t size = tensor.shape(axis++);
+    fits = wanted == kAnyDim ? size >= 1 : size == wanted;
+    if (__builtin_mul_overflow(bytes, size, &bytes)) fits = false;
+  }
+  if (!fits) {
+    const std::string expected = absl::StrJoin(shape, ", ", [](std::string* out, int64_t size) {
+      absl::StrAppend(out, size == kAnyDim ? "any" : absl::StrCat(size));
+    });
+    return InvalidField(field + ".shape",
+                        absl::StrCat(ShapeText(tensor), " is not [", expected, "]"));
+  }
+  return Checked{*dtype, bytes};
+}
+
+absl::Status CheckData(const v1::Tensor& tensor, int64_t bytes, const std::string& field) {
+  if (static_cast<int64_t>(tensor.data().size()) == bytes) return absl::OkStatus();
+  return InvalidField(field + ".data", absl::StrCat(tensor.data().size(), " bytes, not the ", bytes,
+                                                    " of shape ", ShapeText(tensor)));
+}
+
+absl::StatusOr<std::shared_ptr<const Region>> RegionOf(const v1::RegionSlice& slice,
+                                                       const RegionTable& regions,
+                                                       const std::string& field) {
+  const absl::StatusOr<std::string> id = ParseName(slice.region(), "regions", field + ".region");
+  if (!id.ok()) return id.status();
+  return regions.Find(*id);
+}
+
+absl::Status CheckStrides(const v1::RegionSlice& slice, std::span<const int64_t> shape,
+                          int64_t element_bytes, const std::string& field) {
+  const auto wrong = [&](const std::string& what) {
+    return InvalidField(field + ".strides", what);
+  };
+  if (slice.strides_size() != static_cast<int>(shape.size())) {
+    return wrong(absl::StrCat(slice.strides_size(), " values for ", shape.size(), " dimensions"));
+  }
+  for (const int64_t stride : slice.strides()) {
+    if (stride < 0 || stride % element_bytes != 0) {
+      return wrong(absl::StrCat("value ", stride, " is not a multiple of the element's ",
+                                element_bytes, " bytes, 0 or more"));
+    }
+  }
+  if (const int64_t last = slice.strides(slice.strides_size() - 1); last != element_bytes) {
+    return wrong(absl::StrCat("value ", last, " of the last dimension is not ", element_bytes,
+                              ": rows lie side by side"));
+  }
+  return absl::OkStatus();
+}
+
+// Bytes from the first element's begin to the last's end.
+absl::StatusOr<int64_t> Reach(std::span<const int64_t> shape, std::span<const int64_t> strides,
+                              int64_t element_bytes, const std::string& field) {
+  int64_t reach = element_bytes;
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    int64_t step = 0;
+    if (__builtin_mul_overflow(shape[axis] - 1, strides[axis], &step) ||
+        __builtin_add_overflow(reach, step, &reach)) {
+      return InvalidField(field + ".strides", "the tensor would be larger than any memory");
+    }
+  }
+  return reach;
+}
+
+absl::Status CheckWithin(const v1::RegionSlice& slice, const Region& region, int64_t bytes,
+                         int64_t element_bytes, const std::string& field) {
+  const auto size = static_cast<int64_t>(region.bytes.size());
+  const int64_t offset = slice.offset();
+  if (offset < 0 || offset % element_bytes != 0) {
+    return InvalidField(field + ".offset",
+                        absl::StrCat("value ", offset, " is not a multiple of the element's ",
+                                     element_bytes, " bytes, 0 or more"));
+  }
+  // By subtraction: the sum may overflow.
+  if (bytes > size || offset > size - bytes) {
+    return InvalidField(field + ".offset",
+                        absl::StrCat(bytes, " bytes from ", offset, " on are not in the ", size,
+                                     " of regions/", region.id));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -48,32 +153,70 @@ v1::DType ToProto(DType dtype) {
 
 absl::StatusOr<DType> CheckTensor(const v1::Tensor& tensor, std::initializer_list<int64_t> shape,
                                   const std::string& field) {
-  const std::optional<DType> dtype = FromProto(tensor.dtype());
-  if (!dtype) {
-    return InvalidField(field + ".dtype", absl::StrCat("value ", static_cast<int>(tensor.dtype()),
-                                                       " is not DTYPE_F32, F16 or BF16"));
+  const absl::StatusOr<Checked> checked = CheckShape(tensor, shape, field);
+  if (!checked.ok()) return checked.status();
+  if (tensor.has_slice()) {
+    return InvalidField(field + ".slice", "this field takes data, not a slice of a region");
   }
-  bool fits = tensor.shape_size() == static_cast<int>(shape.size());
-  int axis = 0;
-  int64_t bytes = DTypeBytes(*dtype);
-  for (const int64_t wanted : shape) {
-    if (!fits) break;
-    const int64_t size = tensor.shape(axis++);
-    fits = wanted == kAnyDim ? size >= 1 : size == wanted;
-    if (__builtin_mul_overflow(bytes, size, &bytes)) fits = false;
+  RETURN_IF_ERROR(CheckData(tensor, checked->bytes, field));
+  return checked->dtype;
+}
+
+absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
+                                      std::initializer_list<int64_t> shape,
+                                      const RegionTable& regions, const std::string& field) {
+  const absl::StatusOr<Checked> checked = CheckShape(tensor, shape, field);
+  if (!checked.ok()) return checked.status();
+  TensorView view;
+  view.dtype = checked->dtype;
+  const std::span<const int64_t> sizes(tensor.shape().data(), shape.size());
+  int64_t stride = DTypeBytes(view.dtype);
+  for (size_t axis = sizes.size(); axis-- > 0; stride *= sizes[axis]) view.strides[axis] = stride;
+  if (!tensor.has_slice()) {
+    RETURN_IF_ERROR(CheckData(tensor, checked->bytes, field));
+    view.data = BytesOf(tensor);
+    return view;
   }
-  if (!fits) {
-    const std::string expected = absl::StrJoin(shape, ", ", [](std::string* out, int64_t size) {
-      absl::StrAppend(out, size == kAnyDim ? "any" : absl::StrCat(size));
-    });
-    return InvalidField(field + ".shape",
-                        absl::StrCat(ShapeText(tensor), " is not [", expected, "]"));
+  const v1::RegionSlice& slice = tensor.slice();
+  if (slice.strides_size() != 0) {
+    RETURN_IF_ERROR(CheckStrides(slice, sizes, DTypeBytes(view.dtype), field));
+    std::copy(slice.strides().begin(), slice.strides().end(), view.strides.begin());
   }
-  if (static_cast<int64_t>(tensor.data().size()) != bytes) {
-    return InvalidField(field + ".data", absl::StrCat(tensor.data().size(), " bytes, not the ",
-                                                      bytes, " of shape ", ShapeText(tensor)));
+  ASSIGN_OR_RETURN(view.region, RegionOf(slice, regions, field));
+  ASSIGN_OR_RETURN(const int64_t reach, Reach(sizes, view.strides, DTypeBytes(view.dtype), field));
+  RETURN_IF_ERROR(CheckWithin(slice, *view.region, reach, DTypeBytes(view.dtype), field));
+  view.data = view.region->bytes.data() + slice.offset();
+  return view;
+}
+
+std::shared_ptr<const std::byte[]> CopyOf(const TensorView& view, std::span<const int64_t> shape) {
+  int64_t rows = 1;
+  for (size_t axis = 0; axis + 1 < shape.size(); ++axis) rows *= shape[axis];
+  const int64_t row_bytes = shape.back() * DTypeBytes(view.dtype);
+  std::shared_ptr<std::byte[]> copy(new std::byte[static_cast<size_t>(rows * row_bytes)]);
+  for (int64_t row = 0; row < rows; ++row) {
+    const std::byte* from = view.data;
+    int64_t rest = row;
+    for (size_t axis = shape.size() - 1; axis-- > 0; rest /= shape[axis]) {
+      from += rest % shape[axis] * view.strides[axis];
+    }
+    std::memcpy(copy.get() + row * row_bytes, from, static_cast<size_t>(row_bytes));
   }
-  return *dtype;
+  return copy;
+}
+
+absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t count, DType dtype,
+                                        const RegionTable& regions, const std::string& field) {
+  if (slice.strides_size() != 0) {
+    return InvalidField(field + ".strides", "a result is written in C order");
+  }
+  TensorPlace place;
+  ASSIGN_OR_RETURN(std::shared_ptr<const Region> region, RegionOf(slice, regions, field));
+  RETURN_IF_ERROR(CheckWithin(slice, *region, count * DTypeBytes(dtype), DTypeBytes(dtype), field));
+  place.data = region->bytes.data() + slice.offset();
+  place.region = std::move(region);
+  place.slice = slice;
+  return place;
 }
 
 void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
@@ -84,6 +227,15 @@ void FillTensor(std::span<const float> values, DType dtype, std::initializer_lis
   data.resize(values.size() * DTypeBytes(dtype));
   FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()),
             reinterpret_cast<std::byte*>(data.data()));
+}
+
+void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
+                const TensorPlace& place, v1::Tensor& tensor) {
+  if (place.region == nullptr) return FillTensor(values, dtype, shape, tensor);
+  tensor.set_dtype(ToProto(dtype));
+  for (const int64_t size : shape) tensor.add_shape(size);
+  *tensor.mutable_slice() = place.slice;
+  FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()), place.data);
 }
 
 void FillTensor(std::span<const uint32_t> values, v1::Tensor& tensor) {

@@ -1,14 +1,18 @@
 // Tensors of the API and the engine's bytes.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/regions.h"
 #include "host/model/model_spec.h"
 #include "spillway/v1/tensor.pb.h"
 
@@ -20,19 +24,49 @@ inline constexpr int64_t kAnyDim = -1;
 std::optional<DType> FromProto(v1::DType dtype);
 v1::DType ToProto(DType dtype);
 
+// Where the elements of a tensor are: in its message, or in a region.
+struct TensorView {
+  DType dtype = DType::kF32;
+  const std::byte* data = nullptr;
+  // Between neighbours of each dimension, bytes.
+  std::array<int64_t, 4> strides = {};
+  // What is not in the message: others may write to it meanwhile.
+  std::shared_ptr<const Region> region;
+};
+
 // Checks an F32, F16 or BF16 tensor: rank, dimensions, and that its bytes are
-// exactly what dtype and shape say. INVALID_ARGUMENT names `field` and what in
-// it is wrong. Returns the element type.
+// exactly what dtype and shape say, or that all of them lie in a region. Errors
+// name `field` and what in it is wrong: INVALID_ARGUMENT, or NOT_FOUND for the
+// region, which is not looked at.
+absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
+                                      std::initializer_list<int64_t> shape,
+                                      const RegionTable& regions, const std::string& field);
+// The same for a tensor in its message. Returns the element type.
 absl::StatusOr<DType> CheckTensor(const v1::Tensor& tensor, std::initializer_list<int64_t> shape,
                                   const std::string& field);
 
 inline const std::byte* BytesOf(const v1::Tensor& tensor) {
   return reinterpret_cast<const std::byte*>(tensor.data().data());
 }
+// The elements of a view in C order, in memory that nobody else writes to.
+std::shared_ptr<const std::byte[]> CopyOf(const TensorView& view, std::span<const int64_t> shape);
+
+// Where a result shall be written: elements of a region, in C order.
+struct TensorPlace {
+  std::shared_ptr<const Region> region;  // null: into the answer
+  std::byte* data = nullptr;
+  v1::RegionSlice slice;
+};
+// INVALID_ARGUMENT or NOT_FOUND naming `field`.
+absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t count, DType dtype,
+                                        const RegionTable& regions, const std::string& field);
 
 // A tensor of values, rounded to nearest even where dtype is narrower.
 void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
                 v1::Tensor& tensor);
+// The same with the elements where they were wanted.
+void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
+                const TensorPlace& place, v1::Tensor& tensor);
 // One-dimensional tensors of raw elements.
 void FillTensor(std::span<const uint32_t> values, v1::Tensor& tensor);
 void FillTensor(std::span<const uint8_t> values, v1::Tensor& tensor);

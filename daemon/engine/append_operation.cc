@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
@@ -25,8 +26,7 @@ absl::Status Engine::AppendOperation::Check() {
   RETURN_IF_ERROR(CheckGeneration(chunk, sequence));
   for (int i = 0; i < chunk.layer_count; ++i) {
     const int layer = chunk.layer_start + i;
-    const absl::StatusOr<bool> append =
-        IsAppend(chunk, i, sequence.rows[layer], sequence.model->spec);
+    const absl::StatusOr<bool> append = IsAppend(chunk, i, sequence.rows[layer]);
     if (!append.ok()) return append.status();
     if (*append) layers_.push_back(layer);
   }
@@ -42,7 +42,6 @@ void Engine::AppendOperation::SubmitNext() {
   if (next_ == layers_.size()) return End(absl::OkStatus());
   Sequence& sequence = *request_.sequence;
   const Chunk& chunk = request_.chunk;
-  const ModelSpec& spec = sequence.model->spec;
   const int layer = layers_[next_];
   const int offset = layer - chunk.layer_start;
   auto job = std::make_unique<Job>();
@@ -51,16 +50,20 @@ void Engine::AppendOperation::SubmitNext() {
   // No cancellation: a chunk commits whole or not at all.
   JobItem& item = job->items.emplace_back();
   item.sequence = sequence.device.get();
-  item.append =
-      AppendWork{&sequence.rows[layer], chunk.start, chunk.count,
-                 LayerOf(chunk.k, offset, chunk, spec), LayerOf(chunk.v, offset, chunk, spec)};
+  item.append = AppendWork{&sequence.rows[layer], chunk.start,           chunk.count,
+                           chunk.k.Layer(offset), chunk.v.Layer(offset), chunk.shared_source};
   engine_->device_->Submit(std::move(job),
                            [this](std::unique_ptr<Job> done) { OnJobDone(std::move(done)); });
 }
 
 void Engine::AppendOperation::OnJobDone(std::unique_ptr<Job> job) {
   absl::Status status = std::move(job->items.front().status);
-  if (!status.ok()) return End(std::move(status));
+  if (!status.ok()) {
+    if (request_.chunk.shared_source && absl::IsOutOfRange(status)) {
+      status = NonFinite(status, absl::StartsWith(status.message(), "K ") ? "chunk.k" : "chunk.v");
+    }
+    return End(std::move(status));
+  }
   ++next_;
   RunStep([this] { SubmitNext(); });
 }

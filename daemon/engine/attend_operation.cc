@@ -37,7 +37,7 @@ absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
   }
   if (item.append) {
     RETURN_IF_ERROR(CheckGeneration(*item.append, sequence));
-    ASSIGN_OR_RETURN(const bool append, IsAppend(*item.append, 0, rows, sequence.model->spec));
+    ASSIGN_OR_RETURN(const bool append, IsAppend(*item.append, 0, rows));
     if (append) {
       length += item.append->count;
     } else {
@@ -90,8 +90,9 @@ void Engine::AttendOperation::Submit() {
     JobItem& job_item = job->items.emplace_back();
     job_item.sequence = item.sequence->device.get();
     if (item.append) {
-      job_item.append = AppendWork{&RowsOf(item), item.append->start, item.append->count,
-                                   item.append->k, item.append->v};
+      const Chunk& chunk = *item.append;
+      job_item.append = AppendWork{&RowsOf(item),    chunk.start,      chunk.count,
+                                   chunk.k.Layer(0), chunk.v.Layer(0), chunk.shared_source};
     }
     if (Auditor* const auditor = engine_->options_.auditor;
         auditor != nullptr && auditor->enabled()) {

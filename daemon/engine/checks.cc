@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
 #include "host/base/finite.h"
+#include "host/device/errors.h"
 
 namespace spillway {
 namespace {
@@ -15,18 +16,12 @@ namespace {
 // Token indices are 32 bits wide.
 constexpr int64_t kTokenCountMax = std::numeric_limits<uint32_t>::max();
 
-absl::Status NonFinite(std::string_view what, std::string_view field, const std::string& where) {
-  return WithFields(WithReason(absl::OutOfRangeError(
-                                   absl::StrCat(std::string(what), " is not finite at ", where)),
-                               "NON_FINITE"),
-                    {{std::string(field), absl::StrCat("not finite at ", where)}});
-}
-
-absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const std::byte* data,
-                       std::string_view what, std::string_view field) {
+absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const ChunkSource& source,
+                       const char* what, std::string_view field) {
   const int64_t bytes = int64_t{chunk.layer_count} * spec.kv_head_count * chunk.count *
                         spec.head_dim * DTypeBytes(spec.dtype);
-  const std::optional<int64_t> at = FindNonFinite({data, static_cast<size_t>(bytes)}, spec.dtype);
+  const std::optional<int64_t> at =
+      FindNonFinite({source.first.data, static_cast<size_t>(bytes)}, spec.dtype);
   if (!at) return absl::OkStatus();
   const int64_t element = *at % spec.head_dim;
   const int64_t row = *at / spec.head_dim;
@@ -34,9 +29,7 @@ absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const std::byt
   const uint64_t token = static_cast<uint64_t>(chunk.start) + row % chunk.count;
   const int64_t head = row / chunk.count % spec.kv_head_count;
   const int64_t layer = chunk.layer_start + row / chunk.count / spec.kv_head_count;
-  return NonFinite(
-      what, field,
-      absl::StrCat("layer ", layer, ", KV head ", head, ", token ", token, ", element ", element));
+  return NonFinite(NonFiniteRowError(what, layer, head, token, element), field);
 }
 
 std::vector<std::pair<std::string, std::string>> Length(int64_t layer, int64_t count) {
@@ -44,6 +37,11 @@ std::vector<std::pair<std::string, std::string>> Length(int64_t layer, int64_t c
 }
 
 }  // namespace
+
+absl::Status NonFinite(const absl::Status& error, std::string_view field) {
+  return WithFields(WithReason(error, "NON_FINITE"),
+                    {{std::string(field), std::string(error.message())}});
+}
 
 absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::string& path) {
   absl::Status k = CheckRows(chunk, spec, chunk.k, "K", path + "k");
@@ -57,13 +55,13 @@ absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::
       FindNonFinite({attend.q, static_cast<size_t>(bytes)}, attend.q_dtype);
   if (!at) return absl::OkStatus();
   const int64_t row = *at / spec.head_dim;
-  return NonFinite("q", field,
-                   absl::StrCat("query ", row / spec.query_head_count, ", query head ",
-                                row % spec.query_head_count, ", element ", *at % spec.head_dim));
+  return NonFinite(absl::OutOfRangeError(absl::StrCat(
+                       "q is not finite at query ", row / spec.query_head_count, ", query head ",
+                       row % spec.query_head_count, ", element ", *at % spec.head_dim)),
+                   field);
 }
 
-absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows,
-                              const ModelSpec& spec) {
+absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows) {
   const int64_t n = rows.token_count();
   const int layer = chunk.layer_start + offset;
   if (chunk.start == n) {
@@ -80,8 +78,7 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
                           chunk.count, " of them, neither follow them nor lie within")),
                       "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
   }
-  if (rows.Equals(chunk.start, chunk.count, LayerOf(chunk.k, offset, chunk, spec),
-                  LayerOf(chunk.v, offset, chunk, spec))) {
+  if (rows.Equals(chunk.start, chunk.count, chunk.k.Layer(offset), chunk.v.Layer(offset))) {
     return false;
   }
   return WithReason(

@@ -11,9 +11,11 @@
 
 namespace spillway {
 
+// The error with reason NON_FINITE and the field that it is of.
+absl::Status NonFinite(const absl::Status& error, std::string_view field);
 // OUT_OF_RANGE, reason NON_FINITE, naming layer, KV head, token position and
 // element of the first value of K or V that is infinite or NaN. path: of the
-// chunk in its request, "chunk.".
+// chunk in its request, "chunk.". REQUIRES: K and V in C order.
 absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::string& path);
 // The same for queries [T, H_q, d] of a field, naming query, head and element.
 absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::string_view field);
@@ -22,19 +24,12 @@ absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::
 // there with equal bytes (false). `offset`: which of the chunk's layers.
 // OUT_OF_RANGE for a gap or a straddle, ALREADY_EXISTS for other bytes, both
 // with the layer's length.
-absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows,
-                              const ModelSpec& spec);
+absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows);
 // ABORTED, reason STALE_GENERATION.
 absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence);
 
 // Fills in causal visibility, or checks what is given, against the layer's
 // length n after the append. OUT_OF_RANGE with the length.
 absl::Status ResolveVisible(int64_t layer_token_count, AttendQuery& attend);
-
-// K or V of one of the chunk's layers.
-inline const std::byte* LayerOf(const std::byte* tensor, int offset, const Chunk& chunk,
-                                const ModelSpec& spec) {
-  return tensor + int64_t{offset} * spec.kv_head_count * chunk.count * (spec.row_bytes() / 2);
-}
 
 }  // namespace spillway

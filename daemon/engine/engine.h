@@ -92,7 +92,8 @@ class Engine {
   // Deletes what has expired, and tells what that was.
   std::vector<ExpiredSequence> SweepExpired();
 
-  // --- K/V and attention. CheckFinite() is the caller's to do before.
+  // --- K/V and attention. CheckFinite() is the caller's to do before, for all
+  // but chunks with a shared source.
 
   void Append(AppendRequest request, Done<AppendOutcome> done);
   // All items are validated, then all are served as one job. An error of the

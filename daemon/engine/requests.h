@@ -13,16 +13,39 @@
 
 namespace spillway {
 
+// K or V of a chunk, [layer_count, H_kv, count, d] in the model's dtype: of the
+// first layer, and how far layers are apart, bytes.
+struct ChunkSource {
+  RowSource first;
+  int64_t layer_stride = 0;
+
+  // In C order. bytes: of one row's K or V.
+  static ChunkSource Dense(const void* data, int kv_head_count, int64_t count, int64_t bytes) {
+    return {RowSource::Dense(data, count, bytes), kv_head_count * count * bytes};
+  }
+  RowSource Layer(int offset) const {
+    RowSource layer = first;
+    layer.data += offset * layer_stride;
+    return layer;
+  }
+};
+
 // New K/V rows of consecutive tokens of consecutive layers. The bytes are not
 // owned: they stay until the request is answered.
 struct Chunk {
   int layer_start = 0;
   int layer_count = 0;
-  int64_t start = 0;             // position of the first token
-  int64_t count = 0;             // tokens, at least 1
-  int64_t generation = 0;        // of the sequence, as the caller knows it
-  const std::byte* k = nullptr;  // [layer_count, H_kv, count, d], the model's dtype
-  const std::byte* v = nullptr;  // the same
+  int64_t start = 0;       // position of the first token
+  int64_t count = 0;       // tokens, at least 1
+  int64_t generation = 0;  // of the sequence, as the caller knows it
+  ChunkSource k;
+  ChunkSource v;
+  // Others may change the bytes meanwhile: whether they are finite shows when
+  // they have been copied. Else CheckFinite() is the caller's to do before.
+  bool shared_source = false;
+  // What K and V lie in, where that is not the caller's to keep.
+  std::shared_ptr<const void> k_memory;
+  std::shared_ptr<const void> v_memory;
 };
 
 struct AppendRequest {
@@ -47,6 +70,8 @@ struct AttendItem {
   // policy, q_dtype, q, query_count and, unless the queries are causal over
   // the last tokens, visible. q stays until the request is answered.
   AttendQuery attend;
+  // What q lies in, where that is not the caller's to keep.
+  std::shared_ptr<const void> q_memory;
 };
 
 // One layer of sequences of one model, none twice.

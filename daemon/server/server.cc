@@ -1,6 +1,7 @@
 #include "daemon/server/server.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <optional>
 #include <utility>
 
@@ -9,10 +10,12 @@
 #include "daemon/convert/attend.h"
 #include "daemon/engine/holders.h"
 #include "daemon/server/event_log.h"
+#include "daemon/server/region_server.h"
 #include "daemon/server/sweeper.h"
 #include "daemon/services/admin_service.h"
 #include "daemon/services/attention_service.h"
 #include "daemon/services/context.h"
+#include "daemon/services/memory_service.h"
 #include "daemon/services/model_service.h"
 #include "daemon/services/sequence_service.h"
 #include "grpcpp/grpcpp.h"
@@ -28,6 +31,18 @@ constexpr int64_t kTransportBytesMax = int64_t{256} << 20;
 constexpr int kTransportShare = 8;  // of the memory limit, at most
 constexpr int kBackgroundThreadCount = 2;
 
+bool IsUnix(const Config& config) { return config.listen.starts_with("unix:"); }
+
+// REQUIRES: IsUnix(config).
+std::filesystem::path RegionSocket(const Config& config) {
+  return config.listen.substr(5) + ".regions";
+}
+
+RegionTable::Kind RegionsOf(const Config& config) {
+  if (config.listen.empty()) return RegionTable::Kind::kProcess;
+  return IsUnix(config) ? RegionTable::Kind::kSessions : RegionTable::Kind::kNone;
+}
+
 }  // namespace
 
 struct Server::Impl {
@@ -38,18 +53,22 @@ struct Server::Impl {
             [this](const absl::Status& error, const std::string& reason) {
               events.Refused(error, reason);
             }),
+        regions(RegionsOf(config), &engine.budget()),
         background(kBackgroundThreadCount, 0),
         context{
             engine,
             status,
             streams,
+            regions,
             background,
             SPILLWAY_VERSION,
             boot_id,
             absl::Now(),
             config.ttl_seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(config.ttl_seconds),
             config.sequence_count_max,
-            config.decode_in_flight_max},
+            config.decode_in_flight_max,
+            IsUnix(config) ? RegionSocket(config).filename().string() : ""},
+        memory(context),
         models(context),
         sequences(context),
         attention(context),
@@ -61,14 +80,17 @@ struct Server::Impl {
   EventLog events;
   const StatusConverter status;
   StreamSet streams;
+  RegionTable regions;
   tbb::task_arena background;
   const ServiceContext context;
+  MemoryService memory;
   ModelService models;
   SequenceService sequences;
   AttentionService attention;
   AdminService admin;
   Sweeper sweeper;
   std::optional<SocketPath> socket;
+  std::unique_ptr<RegionServer> region_server;
   std::string address;
   // Last: it goes first.
   std::unique_ptr<grpc::Server> server;
@@ -80,12 +102,14 @@ Server::~Server() = default;
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
   grpc::EnableDefaultHealthCheckService(true);
   auto impl = std::make_unique<Impl>(config, engine);
-  const bool is_unix = config.listen.starts_with("unix:");
+  const bool is_unix = IsUnix(config);
   const bool is_tcp = !is_unix && !config.listen.empty();
   if (is_unix) {
     ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5)));
     impl->socket.emplace(std::move(socket));
     impl->address = config.listen;
+    ASSIGN_OR_RETURN(impl->region_server,
+                     RegionServer::Start(RegionSocket(config), &impl->regions));
   } else if (is_tcp) {
     ASSIGN_OR_RETURN(impl->address, TcpAddress(config));
   }
@@ -94,6 +118,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   if (!impl->address.empty()) {
     builder.AddListeningPort(impl->address, grpc::InsecureServerCredentials(), &port);
   }
+  builder.RegisterService(&impl->memory);
   builder.RegisterService(&impl->models);
   builder.RegisterService(&impl->sequences);
   builder.RegisterService(&impl->attention);

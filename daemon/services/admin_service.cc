@@ -62,6 +62,7 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
   limits.set_attend_item_count_max(kAttendItemCountMax);
   limits.set_sequence_count_max(static_cast<int32_t>(services_.sequence_count_max));
   response->set_page_token_count(kPageTokenCount);
+  response->set_region_socket(services_.region_socket);
   return Answer(services_, context, absl::OkStatus());
 }
 

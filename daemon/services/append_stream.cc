@@ -19,7 +19,7 @@ absl::StatusOr<AppendRequest> AppendStream::Parse(const v1::AppendRequest& reque
   const v1::KvChunk& chunk = request.chunk();
   ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
                    FindSequence(services_.engine, chunk.sequence(), "chunk.sequence"));
-  ASSIGN_OR_RETURN(Chunk rows, ChunkFromProto(chunk, sequence->model->spec));
+  ASSIGN_OR_RETURN(Chunk rows, ChunkFromProto(chunk, sequence->model->spec, services_.regions));
   ASSIGN_OR_RETURN(reservation_,
                    services_.engine.budget().Reserve(
                        static_cast<int64_t>(chunk.k().data().size() + chunk.v().data().size()),

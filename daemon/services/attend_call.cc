@@ -42,7 +42,7 @@ class AttendCall final : public UnaryCall {
     int64_t held_bytes = 0;
     for (int i = 0; i < count; ++i) {
       const std::string path = absl::StrCat("items[", i, "].");
-      absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request_.items(i), path);
+      absl::StatusOr<AttendItem> item = ItemFromProto(services_, request_.items(i), path);
       if (!item.ok()) return item.status();
       const Model& model = *item->sequence->model;
       if (!seen.insert(item->sequence.get()).second) {
@@ -56,14 +56,16 @@ class AttendCall final : public UnaryCall {
                          work.items.front().sequence->model->name));
       }
       RETURN_IF_ERROR(CheckLayer(request_.layer(), model.spec));
-      ASSIGN_OR_RETURN(const DType dtype, OutDType(request_.out_dtype(), item->attend.q_dtype));
-      out_dtypes_.push_back(dtype);
+      ASSIGN_OR_RETURN(ResultPlaces places,
+                       PlacesFromProto(request_.items(i), request_.out_dtype(), item->attend,
+                                       model.spec, services_.regions, path));
       sequences_.push_back(item->sequence);
-      const int64_t bytes = ResultBytes(item->attend, model.spec, dtype);
+      const int64_t bytes = ResultBytes(item->attend, model.spec, places);
+      places_.push_back(std::move(places));
       response_bytes += bytes;
-      held_bytes += bytes + static_cast<int64_t>(request_.items(i).q().data().size()) +
-                    item->attend.query_count * model.spec.query_head_count * model.spec.head_dim *
-                        static_cast<int64_t>(sizeof(float));
+      held_bytes += bytes + item->attend.query_count * model.spec.query_head_count *
+                                model.spec.head_dim *
+                                (DTypeBytes(item->attend.q_dtype) + int64_t{sizeof(float)});
       work.items.push_back(*std::move(item));
     }
     if (response_bytes > kMessageBytesMax) {
@@ -81,7 +83,7 @@ class AttendCall final : public UnaryCall {
       const JobItem& item = outcome.job->items[i];
       v1::AttendResult& result = *response_->add_results();
       if (item.status.ok()) {
-        FillResult(*outcome.job, item, sequences_[i]->model->spec, out_dtypes_[i], result);
+        FillResult(*outcome.job, item, sequences_[i]->model->spec, places_[i], result);
       } else {
         *result.mutable_status() = services_.status.ToRpc(item.status);
       }
@@ -90,7 +92,7 @@ class AttendCall final : public UnaryCall {
 
   const v1::AttendRequest& request_;
   v1::AttendResponse* const response_;
-  std::vector<DType> out_dtypes_;
+  std::vector<ResultPlaces> places_;
   std::vector<std::shared_ptr<Sequence>> sequences_;
   MemoryReservation reservation_;
 };
@@ -100,7 +102,7 @@ class SelectCall final : public UnaryCall {
   using UnaryCall::UnaryCall;
 
   void Start(const v1::SelectRequest& request, v1::SelectResponse* response) {
-    absl::StatusOr<AttendItem> item = ItemFromProto(services_.engine, request.item(), "item.");
+    absl::StatusOr<AttendItem> item = ItemFromProto(services_, request.item(), "item.");
     if (!item.ok()) return End(item.status());
     if (absl::Status status = CheckSelectable(item->attend); !status.ok()) return End(status);
     absl::Status layer = CheckLayer(request.layer(), item->sequence->model->spec);
@@ -126,13 +128,11 @@ class SelectCall final : public UnaryCall {
 
 }  // namespace
 
-absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item,
+absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const v1::AttendItem& item,
                                          const std::string& path) {
-  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
-                   FindSequence(engine, item.sequence(), path + "sequence"));
   AttendItem out;
-  ASSIGN_OR_RETURN(out.attend, QueryFromProto(item, *sequence, path));
-  out.sequence = std::move(sequence);
+  ASSIGN_OR_RETURN(out.sequence, FindSequence(services.engine, item.sequence(), path + "sequence"));
+  RETURN_IF_ERROR(QueryFromProto(item, services.regions, path, out));
   return out;
 }
 

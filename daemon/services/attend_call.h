@@ -18,7 +18,7 @@ grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
 
 // One item of a request: its sequence found, its work checked. path: of the
 // item in the request.
-absl::StatusOr<AttendItem> ItemFromProto(const Engine& engine, const v1::AttendItem& item,
+absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const v1::AttendItem& item,
                                          const std::string& path);
 
 }  // namespace spillway

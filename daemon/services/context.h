@@ -6,6 +6,7 @@
 #include "absl/time/time.h"
 #include "daemon/convert/status.h"
 #include "daemon/engine/engine.h"
+#include "daemon/engine/regions.h"
 #include "daemon/services/stream_set.h"
 #include "oneapi/tbb/task_arena.h"
 
@@ -16,6 +17,7 @@ struct ServiceContext {
   Engine& engine;
   const StatusConverter& status;
   StreamSet& streams;
+  RegionTable& regions;
   // Runs what computes for long (rotations, hash weights), so that it does
   // not hold up the threads that serve calls.
   tbb::task_arena& background;
@@ -25,6 +27,7 @@ struct ServiceContext {
   absl::Duration ttl_default;
   int64_t sequence_count_max = 0;
   int decode_in_flight_max = 0;  // messages of one Decode stream
+  std::string region_socket;     // beside the server's own; empty: none
 };
 
 }  // namespace spillway

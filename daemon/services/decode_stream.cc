@@ -19,6 +19,7 @@ void DecodeStream::Message::Clear() {
   request.Clear();
   response.Clear();
   reservation = MemoryReservation();
+  places = ResultPlaces();
   answered = false;
 }
 
@@ -143,11 +144,13 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   const ModelSpec& spec = item.sequence->model->spec;
   RETURN_IF_ERROR(CheckLayer(request.layer(), spec));
   if (request.has_append()) {
-    ASSIGN_OR_RETURN(item.append, ChunkFromProto(request.append(), request.layer(), spec));
+    ASSIGN_OR_RETURN(item.append,
+                     ChunkFromProto(request.append(), request.layer(), spec, services_.regions));
   }
-  ASSIGN_OR_RETURN(item.attend, QueryFromProto(request, *item.sequence, ""));
-  ASSIGN_OR_RETURN(message.out_dtype, OutDType(request.out_dtype(), item.attend.q_dtype));
-  const int64_t bytes = ResultBytes(item.attend, spec, message.out_dtype);
+  RETURN_IF_ERROR(QueryFromProto(request, services_.regions, "", item));
+  ASSIGN_OR_RETURN(message.places, PlacesFromProto(request, request.out_dtype(), item.attend, spec,
+                                                   services_.regions, ""));
+  const int64_t bytes = ResultBytes(item.attend, spec, message.places);
   if (bytes > kMessageBytesMax) {
     return InvalidField("q.shape", absl::StrCat("the answer would take ", bytes,
                                                 " bytes, more than ", kMessageBytesMax));
@@ -220,7 +223,7 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
   } else if (const JobItem& item = outcome->job->items.front(); !item.status.ok()) {
     Fail(*message, item.status);
   } else {
-    FillResult(*outcome->job, item, sequence.model->spec, message->out_dtype,
+    FillResult(*outcome->job, item, sequence.model->spec, message->places,
                *message->response.mutable_result());
   }
   Answered(message);

@@ -8,6 +8,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
+#include "daemon/convert/attend.h"
 #include "daemon/services/call.h"
 #include "host/base/mutex.h"
 #include "spillway/v1/attention_service.pb.h"
@@ -33,7 +34,7 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
     v1::DecodeRequest request;
     v1::DecodeResponse response;
     MemoryReservation reservation;
-    DType out_dtype = DType::kF32;
+    ResultPlaces places;
     bool answered = false;
   };
 

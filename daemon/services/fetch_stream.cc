@@ -35,7 +35,7 @@ FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackSer
 }
 
 absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
-  ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_.engine, request.item(), "item."));
+  ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_, request.item(), "item."));
   model_ = item.sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
   RETURN_IF_ERROR(CheckSelectable(item.attend));

@@ -138,7 +138,8 @@ void AppendPipeline::FillStep() {
 absl::Status AppendPipeline::Enqueue(bool step_later) {
   std::vector<JobItem>& items = context_->job().items;
   for (JobItem& item : items) {
-    if (item.append.has_value()) AppendRows(*item.append);
+    if (!item.append.has_value()) continue;
+    RETURN_IF_ERROR(AppendRows(spec(), context_->layer(), *item.append));
   }
   std::vector<size_t> few, longer;
   bool reads_tables = false;

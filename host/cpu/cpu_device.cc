@@ -129,7 +129,8 @@ class CpuDevice final : public Device {
 
   static void Append(const CpuModel& model, int layer, JobItem& item) {
     const AppendWork& work = *item.append;
-    AppendRows(work);
+    item.status = AppendRows(model.spec(), layer, work);
+    if (!item.status.ok()) return;
     auto& sequence = static_cast<CpuSequence&>(*item.sequence);
     if (!sequence.layers.empty()) IndexAppended(model, layer, *work.rows, sequence.layers[layer]);
   }

@@ -57,8 +57,20 @@ struct AppendWork {
   LayerRows* rows = nullptr;
   int64_t start = 0;
   int64_t count = 0;
-  const std::byte* k = nullptr;  // [H_kv, count, d] in the model's dtype
-  const std::byte* v = nullptr;  // the same
+  RowSource k;  // [H_kv, count, d] in the model's dtype
+  RowSource v;  // the same
+  // The caller may still change the source: what was written is looked at, and
+  // an element that is not finite fails the item with OUT_OF_RANGE and commits
+  // nothing. Else the source is known to be finite.
+  bool shared_source = false;
+
+  // K and V in C order.
+  static AppendWork Dense(LayerRows* rows, int64_t start, int64_t count, const void* k,
+                          const void* v) {
+    const int64_t bytes = rows->row_bytes() / 2;
+    return {rows, start, count, RowSource::Dense(k, count, bytes),
+            RowSource::Dense(v, count, bytes)};
+  }
 };
 
 // Queries of one (sequence, layer). Devices only read it.

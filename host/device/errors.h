@@ -14,4 +14,11 @@ inline absl::Status NonFiniteLogitError(int64_t token, int layer, int kv_head) {
                                             " is not finite: q.k passes fp32's range"));
 }
 
+// Of a row that an append brings. what: "K" or "V".
+inline absl::Status NonFiniteRowError(const char* what, int64_t layer, int64_t kv_head,
+                                      uint64_t token, int64_t element) {
+  return absl::OutOfRangeError(absl::StrCat(what, " is not finite at layer ", layer, ", KV head ",
+                                            kv_head, ", token ", token, ", element ", element));
+}
+
 }  // namespace spillway

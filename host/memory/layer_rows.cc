@@ -42,20 +42,18 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
   return absl::OkStatus();
 }
 
-void LayerRows::WriteRows(int kv_head, int64_t start, int64_t count, int64_t from, int64_t to,
-                          const std::byte* k, const std::byte* v) {
-  assert(start >= 0 && 0 <= from && from <= to && to <= count);
+void LayerRows::WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowSource& k,
+                          const RowSource& v) {
+  assert(start >= 0 && 0 <= from && from <= to);
   const int64_t half = row_bytes_ / 2;
-  const std::byte* k_head = k + kv_head * count * half;
-  const std::byte* v_head = v + kv_head * count * half;
   for (int64_t t = from; t < to;) {
     const int64_t token = start + t;
     const int64_t place = token % kPageTokenCount;
     const int64_t run = std::min(to - t, kPageTokenCount - place);
     std::byte* row = heads_[kv_head].Page(token / kPageTokenCount) + place * row_bytes_;
     for (int64_t i = 0; i < run; ++i, ++t, row += row_bytes_) {
-      std::memcpy(row, k_head + t * half, static_cast<size_t>(half));
-      std::memcpy(row + half, v_head + t * half, static_cast<size_t>(half));
+      std::memcpy(row, k.Row(kv_head, t), static_cast<size_t>(half));
+      std::memcpy(row + half, v.Row(kv_head, t), static_cast<size_t>(half));
     }
   }
 }
@@ -79,14 +77,15 @@ LayerRows LayerRows::Share(int64_t token_count) const {
   return copy;
 }
 
-bool LayerRows::Equals(int64_t start, int64_t count, const std::byte* k, const std::byte* v) const {
+bool LayerRows::Equals(int64_t start, int64_t count, const RowSource& k, const RowSource& v) const {
   assert(start >= 0 && count >= 0 && start + count <= token_count_);
   const int64_t half = row_bytes_ / 2;
   const auto bytes = static_cast<size_t>(half);
   for (int h = 0; h < kv_head_count(); ++h) {
-    for (int64_t t = 0; t < count; ++t, k += half, v += half) {
+    for (int64_t t = 0; t < count; ++t) {
       const std::byte* row = Row(h, start + t);
-      if (std::memcmp(row, k, bytes) != 0 || std::memcmp(row + half, v, bytes) != 0) return false;
+      if (std::memcmp(row, k.Row(h, t), bytes) != 0) return false;
+      if (std::memcmp(row + half, v.Row(h, t), bytes) != 0) return false;
     }
   }
   return true;

@@ -11,6 +11,23 @@
 
 namespace spillway {
 
+// K or V of one layer that a caller has, [H_kv, count, d]: where its first
+// element is, and how far apart heads and tokens are, bytes. The elements of a
+// row lie side by side.
+struct RowSource {
+  const std::byte* data = nullptr;
+  int64_t head_stride = 0;
+  int64_t token_stride = 0;
+
+  // In C order. bytes: of one row's K or V.
+  static RowSource Dense(const void* data, int64_t count, int64_t bytes) {
+    return {static_cast<const std::byte*>(data), count * bytes, bytes};
+  }
+  const std::byte* Row(int kv_head, int64_t token) const {
+    return data + kv_head * head_stride + token * token_stride;
+  }
+};
+
 // The K/V rows of one (sequence, layer): per KV head a page table of rows
 // [K(d) | V(d)]. Shared by all devices. Not thread-safe for writes; reads of
 // committed rows from many threads are safe while no write runs.
@@ -27,11 +44,11 @@ class LayerRows {
   // Makes room for count tokens at token_count(). RESOURCE_EXHAUSTED changes
   // nothing that can be seen.
   absl::Status PrepareAppend(int64_t count);
-  // Copies tokens [from, to) of K and V, each [H_kv, count, d] in the row's
-  // dtype, into the rows of one KV head, prepared before: token t of the
-  // source goes to row start + t. Different (head, range) may run in parallel.
-  void WriteRows(int kv_head, int64_t start, int64_t count, int64_t from, int64_t to,
-                 const std::byte* k, const std::byte* v);
+  // Copies tokens [from, to) of K and V, in the row's dtype, into the rows of
+  // one KV head, prepared before: token t of the source goes to row start + t.
+  // Different (head, range) may run in parallel.
+  void WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowSource& k,
+                 const RowSource& v);
   // Makes the prepared rows visible: token_count() becomes `token_count`.
   void Commit(int64_t token_count) { token_count_ = token_count; }
   // Gives back what was prepared and not committed.
@@ -46,7 +63,7 @@ class LayerRows {
     return Page(kv_head, token / kPageTokenCount) + (token % kPageTokenCount) * row_bytes_;
   }
   // Whether tokens [start, start + count) hold exactly these bytes.
-  bool Equals(int64_t start, int64_t count, const std::byte* k, const std::byte* v) const;
+  bool Equals(int64_t start, int64_t count, const RowSource& k, const RowSource& v) const;
   int64_t bytes() const;
 
  private:

@@ -149,7 +149,7 @@ absl::Status BenchSequence::Append(const reference::Context& context, int64_t fr
     if (!status.ok()) return status;
     JobItem item;
     item.sequence = device_sequence_.get();
-    item.append = AppendWork{rows_[layer].get(), start, count, k.data(), v.data()};
+    item.append = AppendWork::Dense(rows_[layer].get(), start, count, k.data(), v.data());
     status = RunOne(std::move(item), layer).status;
     if (!status.ok()) return status;
   }
@@ -168,7 +168,7 @@ JobItem BenchSequence::Step(const reference::Context& context, const Policy& pol
   JobItem item = AttendItem(policy, q, /*select_only=*/false, std::move(visible));
   item.status = PrepareAppend(count, 0);
   if (!item.status.ok()) return item;
-  item.append = AppendWork{rows_[0].get(), start, count, k.data(), v.data()};
+  item.append = AppendWork::Dense(rows_[0].get(), start, count, k.data(), v.data());
   item = RunOne(std::move(item), 0);
   if (!item.status.ok()) rows_[0]->Truncate(start);
   return item;

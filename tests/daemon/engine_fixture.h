@@ -51,8 +51,8 @@ class EngineTest : public ::testing::Test {
   }
   static Chunk ChunkOf(const std::vector<float>& rows, int64_t start, int64_t count,
                        int layer_start = 0, int layer_count = 1, int64_t generation = 0) {
-    const auto* bytes = reinterpret_cast<const std::byte*>(rows.data());
-    return {layer_start, layer_count, start, count, generation, bytes, bytes};
+    const auto source = ChunkSource::Dense(rows.data(), 1, count, 16 * sizeof(float));
+    return {layer_start, layer_count, start, count, generation, source, source};
   }
   AttendItem Item(std::shared_ptr<Sequence> sequence) {
     AttendItem item;

@@ -56,8 +56,8 @@ class Memory {
     for (size_t i = 0; i < rows.size(); ++i) {
       rows[i] = static_cast<uint16_t>(0x3000 + i * 2654435761u % 4096);
     }
-    const auto* bytes = reinterpret_cast<const std::byte*>(rows.data());
-    const Chunk chunk{0, kLayers, sequence->snapshot().token_count, count, 0, bytes, bytes};
+    const auto source = ChunkSource::Dense(rows.data(), kKvHeads, count, 2 * kD);
+    const Chunk chunk{0, kLayers, sequence->snapshot().token_count, count, 0, source, source};
     absl::Status status = absl::UnknownError("not served yet");
     engine->Append({sequence, chunk, nullptr}, [&](const absl::StatusOr<AppendOutcome>& outcome) {
       status = outcome.status();

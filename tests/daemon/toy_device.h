@@ -153,7 +153,7 @@ class ToyDevice final : public Device {
     if (item.append && item.status.ok()) {
       AppendWork& work = *item.append;
       for (int h = 0; h < work.rows->kv_head_count(); ++h) {
-        work.rows->WriteRows(h, work.start, work.count, 0, work.count, work.k, work.v);
+        work.rows->WriteRows(h, work.start, 0, work.count, work.k, work.v);
       }
       work.rows->Commit(work.start + work.count);
     }

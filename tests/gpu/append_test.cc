@@ -105,7 +105,7 @@ class Sequence {
     }
     JobItem item;
     item.sequence = &on_gpu_;
-    item.append = AppendWork{&rows_, start, count, k_.data(), v_.data()};
+    item.append = AppendWork::Dense(&rows_, start, count, k_.data(), v_.data());
     return item;
   }
   void Append(int64_t count, std::mt19937& random) {

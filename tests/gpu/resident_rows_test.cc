@@ -69,9 +69,10 @@ class Layer {
     std::vector<float> k(size), v(size);
     for (float& x : k) x = static_cast<float>(random());
     for (float& x : v) x = static_cast<float>(random());
+    const int64_t bytes = rows_.row_bytes() / 2;
     for (int h = 0; h < memory_->spec.kv_head_count; ++h) {
-      rows_.WriteRows(h, start, count, 0, count, reinterpret_cast<const std::byte*>(k.data()),
-                      reinterpret_cast<const std::byte*>(v.data()));
+      rows_.WriteRows(h, start, 0, count, RowSource::Dense(k.data(), count, bytes),
+                      RowSource::Dense(v.data(), count, bytes));
     }
     rows_.Commit(start + count);
     std::vector<RowCopy> copies;

@@ -21,6 +21,8 @@ import spillway
 from daemon_process import binary, device_flags, running_daemon
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from spillway._proto import memory_service_pb2
+from spillway.errors import error_from_rpc
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -229,6 +231,11 @@ def test_tcp_on_loopback() -> None:
         assert port > 0
         with spillway.connect(f"tcp:127.0.0.1:{port}") as client:
             assert client.health()
+            with pytest.raises(ValueError, match="shares no regions"):
+                client.attach_region(4096)
+            with pytest.raises(grpc.RpcError) as caught:
+                client._stubs.memory.AttachRegion(memory_service_pb2.AttachRegionRequest())
+            assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
         assert run("--listen", f"tcp:127.0.0.1:{port}").returncode != 0
 
 

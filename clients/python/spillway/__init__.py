@@ -24,6 +24,7 @@ from spillway.errors import (
 )
 from spillway.indices import KeyIndices, MlpHash, RotationHash
 from spillway.policy import Adaptive, Candidates, Policy, TopK, TopP
+from spillway.regions import Region
 from spillway.results import (
     AppendResult,
     AttendResult,
@@ -66,6 +67,7 @@ __all__ = [
     "OutOfRange",
     "Pages",
     "Policy",
+    "Region",
     "ResourceExhausted",
     "RotationHash",
     "Selection",

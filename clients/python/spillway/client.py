@@ -19,6 +19,7 @@ from spillway._proto import (
     admin_service_pb2_grpc,
     attention_service_pb2,
     attention_service_pb2_grpc,
+    memory_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
     sequence_service_pb2,
@@ -35,6 +36,7 @@ from spillway.errors import (
 )
 from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway.policy import Policy
+from spillway.regions import Region, Regions
 from spillway.results import (
     AttendResult,
     Model,
@@ -65,6 +67,7 @@ class _Stubs:
         self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
         self.sequences: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel)
         self.attention: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
+        self.memory: Any = memory_service_pb2_grpc.MemoryServiceStub(channel)
         self.admin: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
 
@@ -92,6 +95,7 @@ class Client:
         self._native = None if library is None else NativeChannel(library, target, settings)
         self._channel: Any = self._native if embedded else _grpcio_channel(target)
         self._stubs = _Stubs(self._channel)
+        self._regions = Regions(self)
         try:
             self.server_info = self.get_server_info()
             major = self.server_info.version.split(".")[0]
@@ -132,6 +136,7 @@ class Client:
         Sequences stay in a daemon until their ttl; an embedded engine goes with
         everything it holds.
         """
+        self._regions.close()
         self._channel.close()
         if self._native is not None:
             self._native.close()
@@ -493,6 +498,26 @@ class Client:
             timeout: Seconds that the whole stream may last; None is no limit.
         """
         return DecodeStream(self, timeout)
+
+    # Memory.
+
+    def attach_region(self, byte_count: int) -> Region:
+        """Has the daemon allocate memory that this process sees too.
+
+        What is appended from arrays in it is not copied into messages. It takes
+        its part of the daemon's memory until `Region.detach`, or until this
+        client closes or its process ends. An embedded engine reads every array
+        in place and needs none.
+
+        Args:
+            byte_count: Its size.
+
+        Raises:
+            ResourceExhausted: The daemon's memory limit, or too many regions.
+            ValueError: The daemon is not reached by a unix socket.
+            Unavailable: The region cannot be handed over.
+        """
+        return self._regions.attach(byte_count)
 
     # The daemon.
 

@@ -64,6 +64,8 @@ class ServerInfo:
         devices: Devices that serve attends.
         limits: Limits that a client must keep.
         page_token_count: Tokens per page of rows.
+        region_socket: Name of the socket that hands over regions, beside the daemon's
+            own; empty: there is none.
     """
 
     version: str
@@ -72,6 +74,7 @@ class ServerInfo:
     devices: tuple[Device, ...]
     limits: Limits
     page_token_count: int
+    region_socket: str
 
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -94,6 +97,7 @@ class ServerInfo:
             ),
             limits=_read(Limits, message.limits),
             page_token_count=message.page_token_count,
+            region_socket=message.region_socket,
         )
 
 

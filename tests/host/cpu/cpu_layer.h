@@ -104,8 +104,10 @@ class CpuLayer {
     const std::vector<std::byte> k = slice(context.k), v = slice(context.v);
     ASSERT_TRUE(rows_.PrepareAppend(count).ok());
     ASSERT_TRUE(sequence_->PrepareAppend(0, start, count).ok());
+    const int64_t bytes = rows_.row_bytes() / 2;
     for (int h = 0; h < spec.kv_head_count; ++h) {
-      rows_.WriteRows(h, start, count, 0, count, k.data(), v.data());
+      rows_.WriteRows(h, start, 0, count, RowSource::Dense(k.data(), count, bytes),
+                      RowSource::Dense(v.data(), count, bytes));
     }
     rows_.Commit(start + count);
     IndexAppended(world_->model(), 0, rows_, sequence_->layers[0]);

@@ -31,6 +31,9 @@ class LayerRowsTest : public ::testing::Test {
     spec.head_dim = 64;
     return spec;
   }
+  RowSource Dense(const std::vector<std::byte>& rows, int64_t count) const {
+    return RowSource::Dense(rows.data(), count, spec_.row_bytes() / 2);
+  }
   // Appends `count` tokens of random bytes; K and V are returned.
   std::pair<std::vector<std::byte>, std::vector<std::byte>> Append(LayerRows& rows, int64_t count,
                                                                    uint32_t seed) {
@@ -40,8 +43,8 @@ class LayerRowsTest : public ::testing::Test {
     EXPECT_TRUE(rows.PrepareAppend(count).ok());
     const int64_t cut = count / 3;
     for (int h = 0; h < kHeads; ++h) {
-      rows.WriteRows(h, start, count, cut, count, k.data(), v.data());
-      rows.WriteRows(h, start, count, 0, cut, k.data(), v.data());
+      rows.WriteRows(h, start, cut, count, Dense(k, count), Dense(v, count));
+      rows.WriteRows(h, start, 0, cut, Dense(k, count), Dense(v, count));
     }
     rows.Commit(start + count);
     return {std::move(k), std::move(v)};
@@ -77,14 +80,14 @@ TEST_F(LayerRowsTest, EqualsSeesEveryByte) {
   LayerRows rows(&pool_, spec_);
   Append(rows, 130, 5);
   auto [k, v] = Append(rows, 20, 6);
-  EXPECT_TRUE(rows.Equals(130, 20, k.data(), v.data()));
-  EXPECT_FALSE(rows.Equals(129, 20, k.data(), v.data()));
-  EXPECT_TRUE(rows.Equals(130, 0, k.data(), v.data()));
+  EXPECT_TRUE(rows.Equals(130, 20, Dense(k, 20), Dense(v, 20)));
+  EXPECT_FALSE(rows.Equals(129, 20, Dense(k, 20), Dense(v, 20)));
+  EXPECT_TRUE(rows.Equals(130, 0, Dense(k, 0), Dense(v, 0)));
   k.back() ^= std::byte{1};
-  EXPECT_FALSE(rows.Equals(130, 20, k.data(), v.data()));
+  EXPECT_FALSE(rows.Equals(130, 20, Dense(k, 20), Dense(v, 20)));
   k.back() ^= std::byte{1};
   v.front() ^= std::byte{128};
-  EXPECT_FALSE(rows.Equals(130, 20, k.data(), v.data()));
+  EXPECT_FALSE(rows.Equals(130, 20, Dense(k, 20), Dense(v, 20)));
 }
 
 TEST_F(LayerRowsTest, RollbackGivesBackWhatWasPrepared) {
@@ -96,7 +99,7 @@ TEST_F(LayerRowsTest, RollbackGivesBackWhatWasPrepared) {
   rows.Rollback();
   EXPECT_EQ(pool_.used_page_count(), before);
   EXPECT_EQ(rows.token_count(), 10);
-  EXPECT_TRUE(rows.Equals(0, 10, k.data(), v.data()));
+  EXPECT_TRUE(rows.Equals(0, 10, Dense(k, 10), Dense(v, 10)));
 }
 
 TEST_F(LayerRowsTest, AnAppendThatFailsOnALaterHeadLeavesNothing) {
@@ -130,13 +133,13 @@ TEST_F(LayerRowsTest, ForksDivergeAndTruncateAlone) {
   const auto [k, v] = Append(rows, 140, 8);
   LayerRows fork = rows.Share(135);
   const auto [fork_k, fork_v] = Append(fork, 5, 9);
-  EXPECT_TRUE(rows.Equals(0, 140, k.data(), v.data()));
-  EXPECT_TRUE(fork.Equals(135, 5, fork_k.data(), fork_v.data()));
+  EXPECT_TRUE(rows.Equals(0, 140, Dense(k, 140), Dense(v, 140)));
+  EXPECT_TRUE(fork.Equals(135, 5, Dense(fork_k, 5), Dense(fork_v, 5)));
   rows.Truncate(3);
   EXPECT_EQ(rows.token_count(), 3);
   const auto [again_k, again_v] = Append(rows, 20, 10);
-  EXPECT_TRUE(rows.Equals(3, 20, again_k.data(), again_v.data()));
-  EXPECT_TRUE(fork.Equals(135, 5, fork_k.data(), fork_v.data()));
+  EXPECT_TRUE(rows.Equals(3, 20, Dense(again_k, 20), Dense(again_v, 20)));
+  EXPECT_TRUE(fork.Equals(135, 5, Dense(fork_k, 5), Dense(fork_v, 5)));
   rows.Truncate(0);
   fork.Truncate(0);
   EXPECT_EQ(arena_->statistics().used_bytes, 0);

@@ -1,0 +1,111 @@
+"""Bulk appends of the Python client: in messages, from a region, to an embedded engine.
+
+Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128 are appended
+whole, to a model without codes (rows alone) and with codes of 3 bits a
+dimension, in memory that the daemon has had before. What was appended is read back and compared. Beside it: one
+thread's copy of the same bytes. Ways take turns; medians.
+
+    python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import spillway
+from spillway import Client
+from spillway_lab import serving
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
+REPETITIONS = 5
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def append(client: Client, k: Any, v: Any, codes: bool) -> float:
+    """Seconds of one append to a sequence of its own."""
+    model = client.create_model(
+        layer_count=LAYERS,
+        query_head_count=KV_HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype="float16",
+        hash_weights=spillway.RotationHash() if codes else None,
+    )
+    # The first gets its memory from the system, the second from what that leaves.
+    first = client.create_sequence(model)
+    first.append(0, 0, k, v)
+    first.delete()
+    sequence = client.create_sequence(model)
+    took = seconds(lambda: sequence.append(0, 0, k, v))
+    chosen = spillway.Selection(
+        offsets=np.arange(KV_HEADS + 1) * 2,
+        indices=np.tile(np.array([0, k.shape[2] - 1], np.uint32), KV_HEADS),
+    )
+    for page in sequence.fetch_pages(LAYERS - 1, selection=chosen, like=k):
+        for row, token in zip(page.rows, (0, -1), strict=True):
+            assert (row[0] == k[-1, page.kv_head, token]).all()
+            assert (row[1] == v[-1, page.kv_head, token]).all()
+    sequence.delete()
+    client.delete_model(model)
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=16384)
+    arguments = parser.parse_args()
+    binary = serving.find_binary(ROOT)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((2, LAYERS, KV_HEADS, arguments.tokens, HEAD_DIM), np.float32)
+    source = rows.astype(np.float16)
+    del rows
+    copy = np.zeros_like(source)
+    gigabytes = source.nbytes / 1e9
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        flags = ("--device", arguments.device)
+        with serving.running_daemon(binary, log, *flags, timeout=60) as target:
+            with (
+                spillway.connect(target) as messages,
+                spillway.connect(target) as regions,
+                spillway.connect(
+                    "embedded:", settings={"device.name": arguments.device}
+                ) as embedded,
+            ):
+                shared = regions.attach_region(source.nbytes).array(source.shape, np.float16)
+                shared[:] = source
+                ways = {"messages": (messages, source), "region": (regions, shared)}
+                ways["embedded"] = (embedded, source)
+                times: dict[str, list[float]] = {}
+                for repetition in range(REPETITIONS + 1):
+                    took = {"memcpy": seconds(lambda: np.copyto(copy, source))}
+                    for name, (client, (k, v)) in ways.items():
+                        for codes in (False, True):
+                            told = f"{name}, {'with codes' if codes else 'rows alone'}"
+                            took[told] = append(client, k, v, codes)
+                    # The first warms up.
+                    for name, one in took.items() if repetition else ():
+                        times.setdefault(name, []).append(one)
+    memcpy = statistics.median(times["memcpy"])
+    print(f"{source.nbytes >> 20} MiB of rows, {arguments.device}, medians of {REPETITIONS}")
+    for name, many in times.items():
+        median = statistics.median(many)
+        print(f"{name:24} {gigabytes / median:6.2f} GB/s  {memcpy / median:5.2f} of memcpy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Memory that a client and its daemon share, so that K/V need not travel in messages."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from spillway._native import EMBEDDED
+from spillway._proto import memory_service_pb2, tensor_pb2
+from spillway.errors import Unavailable
+from spillway.tensors import Array, BFloat16, DTypeName, is_torch
+
+if TYPE_CHECKING:
+    import torch
+
+    from spillway.client import Client
+
+_PROCESS = "regions/process"
+_ALIGNMENT = 64
+_NAME_BYTES_MAX = 256
+_UNIX = "unix:"
+
+
+class _Place(NamedTuple):
+    address: int
+    strides: tuple[int, ...]
+
+
+def _place(array: Array) -> _Place | None:
+    """Where an array's elements are in this process; None where rows do not lie side by side."""
+    if isinstance(array, BFloat16):
+        array = array.bits
+    if is_torch(array):
+        tensor: torch.Tensor = array  # type: ignore[assignment]
+        if tensor.device.type != "cpu":
+            return None
+        size = tensor.element_size()
+        place = _Place(tensor.data_ptr(), tuple(size * stride for stride in tensor.stride()))
+    elif isinstance(array, np.ndarray):
+        if array.dtype.newbyteorder("<") != array.dtype:
+            return None
+        size = array.itemsize
+        place = _Place(array.__array_interface__["data"][0], array.strides)
+    else:
+        return None
+    aligned = place.address % size == 0 and min(place.strides, default=0) >= 0
+    return place if aligned and place.strides[-1:] == (size,) else None
+
+
+class Region:
+    """Memory shared with a daemon; `Client.attach_region` makes it.
+
+    What is appended from arrays in it goes to the daemon without being copied
+    into messages. `array` and `tensor` give out its memory piece by piece;
+    `reset` takes all of it back. Not thread-safe.
+
+    Attributes:
+        name: `regions/{id}`.
+        byte_count: Its size.
+    """
+
+    def __init__(self, regions: Regions, name: str, memory: mmap.mmap) -> None:
+        self._regions = regions
+        self._memory = memory
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._used = 0
+        self.name = name
+        self.byte_count = len(memory)
+        self.address: int = self._bytes.__array_interface__["data"][0]
+
+    def __repr__(self) -> str:
+        return f"Region({self.name!r}, byte_count={self.byte_count})"
+
+    def _take(self, byte_count: int) -> Any:
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + byte_count > self.byte_count:
+            raise ValueError(
+                f"{byte_count} bytes do not fit: {self.name} has {self.byte_count}, "
+                f"{self._used} of them given out"
+            )
+        self._used = start + byte_count
+        return self._bytes[start : self._used]
+
+    def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """Returns a numpy array in the region; what is in it is not defined.
+
+        Raises:
+            ValueError: So much is not left.
+        """
+        dtype = np.dtype(dtype)
+        return self._take(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+
+    def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:
+        """Returns a torch tensor in the region; what is in it is not defined.
+
+        Raises:
+            ValueError: So much is not left.
+        """
+        import torch
+
+        kind: torch.dtype = getattr(torch, dtype)
+        taken = torch.from_numpy(self._take(int(np.prod(shape)) * kind.itemsize))
+        return taken.view(kind).view(shape)
+
+    def reset(self) -> None:
+        """Takes back what was given out: arrays of before and after would overlap."""
+        self._used = 0
+
+    def detach(self) -> None:
+        """Gives the region back; the daemon frees it when no call uses it.
+
+        Arrays in it stay readable, and are this process's alone.
+        """
+        self._regions.detach(self)
+
+
+class Regions:
+    """The regions of one client. Thread-safe."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._process = client.target == EMBEDDED
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._session = ""
+        self._attached: dict[str, Region] = {}
+
+    @property
+    def available(self) -> bool:
+        """Whether the daemon hands out regions to this client."""
+        return self._client.target.startswith(_UNIX) and bool(
+            self._client.server_info.region_socket
+        )
+
+    def slice_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
+        """How the daemon finds the array in memory that both see; None where it does not."""
+        if not self._process and not self._attached:
+            return None
+        place = _place(array)
+        if place is None:
+            return None
+        reach = sum(
+            (size - 1) * step for size, step in zip(array.shape, place.strides, strict=True)
+        )
+        if self._process:
+            name, start = _PROCESS, 0
+        else:
+            for region in list(self._attached.values()):
+                if 0 <= place.address - region.address <= region.byte_count - reach:
+                    name, start = region.name, region.address
+                    break
+            else:
+                return None
+        return tensor_pb2.RegionSlice(
+            region=name, offset=place.address - start, strides=place.strides
+        )
+
+    def attach(self, byte_count: int) -> Region:
+        """Has the daemon allocate a region and maps it."""
+        stub = self._client._stubs.memory.AttachRegion
+        with self._lock:
+            connection = self._connected()
+            request = memory_service_pb2.AttachRegionRequest(
+                session=self._session, byte_count=byte_count
+            )
+            made = self._client._call(stub, request).region
+            connection.send(made.name.encode())
+            told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
+            if not descriptors:
+                raise Unavailable(f"{made.name} is not handed over: {told.decode()}")
+            try:
+                memory = mmap.mmap(descriptors[0], made.byte_count)
+            finally:
+                os.close(descriptors[0])
+            region = Region(self, made.name, memory)
+            self._attached[made.name] = region
+            return region
+
+    def detach(self, region: Region) -> None:
+        """Gives a region back."""
+        with self._lock:
+            if self._attached.pop(region.name, None) is None:
+                return
+            request = memory_service_pb2.DetachRegionRequest(
+                session=self._session, name=region.name
+            )
+            self._client._call(self._client._stubs.memory.DetachRegion, request)
+
+    def close(self) -> None:
+        """Ends the session; the daemon frees what it has of it."""
+        with self._lock:
+            self._attached.clear()
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+    def _connected(self) -> socket.socket:
+        """The session's socket, opened with the first region."""
+        if self._socket is not None:
+            return self._socket
+        if not self.available:
+            raise ValueError(
+                f"{self._client.target} shares no regions: that takes a unix socket of a daemon"
+            )
+        # The daemon may know its folder by another path.
+        folder = os.path.dirname(self._client.target.removeprefix(_UNIX))
+        path = os.path.join(folder, self._client.server_info.region_socket)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(path)
+            self._session = connection.recv(_NAME_BYTES_MAX).decode()
+        except OSError as error:
+            connection.close()
+            raise Unavailable(f"no regions at {path}: {error}") from None
+        if not self._session:
+            connection.close()
+            raise Unavailable(f"no regions at {path}: the daemon has too many sessions")
+        self._socket = connection
+        return connection

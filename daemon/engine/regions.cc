@@ -1,0 +1,128 @@
+#include "daemon/engine/regions.h"
+
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
+#include "daemon/engine/registry.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+namespace {
+
+absl::Status SessionNotFound() {
+  return WithReason(absl::NotFoundError("no such session: its socket is closed, or it never was"),
+                    "SESSION_NOT_FOUND");
+}
+
+absl::Status RegionNotFound(std::string_view id) {
+  return WithReason(absl::NotFoundError(absl::StrCat("no region regions/", std::string(id),
+                                                     ": it was detached, or its session ended")),
+                    "REGION_NOT_FOUND", {{"name", absl::StrCat("regions/", std::string(id))}});
+}
+
+std::shared_ptr<Region> ProcessRegion() {
+  auto region = std::make_shared<Region>();
+  region->id = RegionTable::kProcessRegion;
+  // From address 0 on.
+  region->bytes = {static_cast<std::byte*>(nullptr),
+                   static_cast<size_t>(std::numeric_limits<int64_t>::max())};
+  return region;
+}
+
+}  // namespace
+
+RegionTable::RegionTable(Kind kind, MemoryBudget* budget)
+    : kind_(kind), budget_(budget), process_(kind == Kind::kProcess ? ProcessRegion() : nullptr) {}
+
+absl::Status RegionTable::CheckSessions() const {
+  if (kind_ == Kind::kSessions) return absl::OkStatus();
+  return absl::UnimplementedError(
+      "regions are shared over a unix socket alone, by a daemon's clients on its host");
+}
+
+std::string RegionTable::OpenSession() {
+  std::string id = Registry::MakeId();
+  const MutexLock lock(mutex_);
+  sessions_.emplace(id, Session());
+  return id;
+}
+
+void RegionTable::CloseSession(const std::string& session) {
+  Session gone;  // freed without the lock
+  const MutexLock lock(mutex_);
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end()) return;
+  gone = std::move(found->second);
+  sessions_.erase(found);
+  for (const auto& [id, region] : gone) regions_.erase(id);
+}
+
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(const std::string& session,
+                                                            int64_t bytes) {
+  RETURN_IF_ERROR(CheckSessions());
+  if (bytes <= 0) {
+    return InvalidField("byte_count", absl::StrCat("value ", bytes, " is not positive"));
+  }
+  {
+    const MutexLock lock(mutex_);
+    const auto found = sessions_.find(session);
+    if (found == sessions_.end()) return SessionNotFound();
+    if (static_cast<int64_t>(found->second.size()) >= kRegionCountMax) {
+      return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                            "the session has ", kRegionCountMax, " regions, the most there are")),
+                        "REGION_COUNT_EXHAUSTED");
+    }
+  }
+  auto region = std::make_shared<Region>();
+  region->id = Registry::MakeId();
+  ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
+  ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
+  region->bytes = region->memory->bytes();
+  const MutexLock lock(mutex_);
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end()) return SessionNotFound();
+  found->second.emplace(region->id, region);
+  regions_.emplace(region->id, region);
+  return region;
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(
+    const std::string& session) const {
+  RETURN_IF_ERROR(CheckSessions());
+  const MutexLock lock(mutex_);
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end()) return SessionNotFound();
+  std::vector<std::shared_ptr<Region>> regions;
+  for (const auto& [id, region] : found->second) regions.push_back(region);
+  return regions;
+}
+
+absl::Status RegionTable::Detach(const std::string& session, std::string_view id) {
+  RETURN_IF_ERROR(CheckSessions());
+  std::shared_ptr<Region> gone;  // freed without the lock
+  const MutexLock lock(mutex_);
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end()) return SessionNotFound();
+  const auto region = found->second.find(id);
+  if (region == found->second.end()) return RegionNotFound(id);
+  gone = region->second;
+  found->second.erase(region);
+  regions_.erase(gone->id);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Find(std::string_view id) const {
+  if (process_ != nullptr && id == kProcessRegion) return process_;
+  if (kind_ != Kind::kSessions) {
+    if (kind_ == Kind::kProcess) return RegionNotFound(id);
+    RETURN_IF_ERROR(CheckSessions());
+  }
+  const MutexLock lock(mutex_);
+  const auto found = regions_.find(id);
+  if (found == regions_.end()) return RegionNotFound(id);
+  return found->second;
+}
+
+}  // namespace spillway

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "host/base/mutex.h"
+#include "host/memory/memory_budget.h"
+#include "host/memory/shared_memory.h"
+
+namespace spillway {
+
+// Memory that requests may name instead of carrying bytes. Its holder may write
+// to it at any time. Lives on while requests that use it hold it.
+struct Region {
+  std::string id;
+  std::span<std::byte> bytes;
+  // Null: not ours.
+  std::unique_ptr<SharedMemory> memory;
+  MemoryReservation reservation;
+};
+
+// The regions of all clients. A client's belong to its session, which ends with
+// its process; who knows a region's id, which cannot be guessed, may use it.
+// Thread-safe.
+class RegionTable {
+ public:
+  // Of one session.
+  static constexpr int64_t kRegionCountMax = 256;
+  // The name of the whole process's memory where kProcess allows it; offsets in
+  // it are addresses.
+  static constexpr char kProcessRegion[] = "process";
+
+  // kNone: every region is refused. kProcess: for an engine in its client's own
+  // process. kSessions: for clients that were handed descriptors.
+  enum class Kind { kNone, kProcess, kSessions };
+
+  // The budget outlives the table.
+  RegionTable(Kind kind, MemoryBudget* budget);
+
+  Kind kind() const { return kind_; }
+
+  // A new session's id.
+  std::string OpenSession() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Its regions go as Detach.
+  void CloseSession(const std::string& session) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // NOT_FOUND, reason SESSION_NOT_FOUND; RESOURCE_EXHAUSTED for memory or the
+  // most regions of a session; UNIMPLEMENTED without sessions.
+  // INVALID_ARGUMENT unless bytes is positive.
+  absl::StatusOr<std::shared_ptr<Region>> Attach(const std::string& session, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // The session's regions by id. Errors as Attach.
+  absl::StatusOr<std::vector<std::shared_ptr<Region>>> List(const std::string& session) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Nothing can name the region any more; its memory is free when no request
+  // uses it. NOT_FOUND, reason REGION_NOT_FOUND.
+  absl::Status Detach(const std::string& session, std::string_view id) ABSL_LOCKS_EXCLUDED(mutex_);
+  // NOT_FOUND, reason REGION_NOT_FOUND; UNIMPLEMENTED where there are none.
+  absl::StatusOr<std::shared_ptr<Region>> Find(std::string_view id) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  using Session = std::map<std::string, std::shared_ptr<Region>, std::less<>>;
+
+  absl::Status CheckSessions() const;
+
+  const Kind kind_;
+  MemoryBudget* const budget_;
+  const std::shared_ptr<Region> process_;
+  mutable Mutex mutex_;
+  std::map<std::string, Session> sessions_ ABSL_GUARDED_BY(mutex_);
+  Session regions_ ABSL_GUARDED_BY(mutex_);  // of all sessions
+};
+
+}  // namespace spillway

@@ -1,0 +1,215 @@
+#include "daemon/server/region_server.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+namespace {
+
+constexpr size_t kNameBytesMax = 256;
+constexpr std::string_view kCollection = "regions/";
+// Sessions at once: beyond it a process waits for others to end.
+constexpr size_t kSessionCountMax = 1024;
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+  bool valid() const { return fd_ >= 0; }
+
+ private:
+  int fd_;
+};
+
+absl::Status Failed(const std::string& what) {
+  return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
+}
+
+// Of the process at the other end; not valid where the kernel does not tell.
+Descriptor ProcessOf(int connection) {
+  ucred peer = {};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0) {
+    return Descriptor();
+  }
+  return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+}
+
+// One message, with a descriptor unless that is -1. A client that does not read
+// loses its answer.
+void Send(int connection, const std::string& text, int descriptor = -1) {
+  iovec part = {const_cast<char*>(text.data()), text.size()};
+  msghdr message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+  if (descriptor >= 0) {
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(header), &descriptor, sizeof(int));
+  }
+  (void)sendmsg(connection, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+}  // namespace
+
+class RegionServer::Loop {
+ public:
+  explicit Loop(RegionTable* regions) : regions_(regions) {}
+  ~Loop() {
+    for (const auto& [fd, session] : sessions_) regions_->CloseSession(session.id);
+  }
+
+  absl::Status Listen(const std::string& path) {
+    sockaddr_un address = {};
+    address.sun_family = AF_UNIX;
+    if (path.size() >= sizeof(address.sun_path)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ": longer than the ", sizeof(address.sun_path) - 1, " bytes of a socket's path"));
+    }
+    std::memcpy(address.sun_path, path.data(), path.size());
+    listener_ = Descriptor(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+    stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
+    if (!listener_.valid() || !epoll_.valid() || !stop_.valid()) return Failed("regions");
+    unlink(path.c_str());
+    if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
+        listen(listener_.get(), SOMAXCONN) != 0) {
+      return Failed(path);
+    }
+    Watch(listener_.get());
+    Watch(stop_.get());
+    return absl::OkStatus();
+  }
+
+  void Run() {
+    for (;;) {
+      std::array<epoll_event, 16> events;
+      const int count = epoll_wait(epoll_.get(), events.data(), events.size(), -1);
+      for (int i = 0; i < count; ++i) {
+        const int fd = events[i].data.fd;
+        if (fd == stop_.get()) return;
+        if (fd == listener_.get()) {
+          Accept();
+          continue;
+        }
+        const auto process = processes_.find(fd);
+        if (process == processes_.end() && Serve(fd)) continue;
+        Close(process == processes_.end() ? fd : process->second);
+        // Its descriptors may be others' by the next event.
+        break;
+      }
+    }
+  }
+
+  void Stop() {
+    const uint64_t one = 1;
+    (void)!write(stop_.get(), &one, sizeof(one));
+  }
+
+ private:
+  struct Session {
+    Descriptor connection;
+    Descriptor process;
+    std::string id;
+  };
+
+  void Watch(int fd) {
+    epoll_event event = {};
+    event.events = EPOLLIN;
+    event.data.fd = fd;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+  }
+
+  void Accept() {
+    Descriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!connection.valid() || sessions_.size() >= kSessionCountMax) return;
+    const int fd = connection.get();
+    Session session{std::move(connection), ProcessOf(fd), regions_->OpenSession()};
+    Send(fd, session.id);
+    Watch(fd);
+    if (session.process.valid()) {
+      Watch(session.process.get());
+      processes_.emplace(session.process.get(), fd);
+    }
+    sessions_.emplace(fd, std::move(session));
+  }
+
+  // Answers one message; false when the connection has ended.
+  bool Serve(int fd) {
+    std::array<char, kNameBytesMax> buffer;
+    const ssize_t size = recv(fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (size < 0) return errno == EAGAIN || errno == EINTR;
+    if (size == 0) return false;
+    const std::string name(buffer.data(), static_cast<size_t>(size));
+    const absl::StatusOr<std::vector<std::shared_ptr<Region>>> regions =
+        regions_->List(sessions_.at(fd).id);
+    if (regions.ok() && name.starts_with(kCollection)) {
+      for (const std::shared_ptr<Region>& region : *regions) {
+        if (region->id != name.substr(kCollection.size())) continue;
+        Send(fd, "ok", region->memory->descriptor());
+        return true;
+      }
+    }
+    Send(fd, "this session has no such region");
+    return true;
+  }
+
+  // Closing takes the descriptors out of epoll.
+  void Close(int fd) {
+    const auto session = sessions_.find(fd);
+    if (session == sessions_.end()) return;
+    regions_->CloseSession(session->second.id);
+    processes_.erase(session->second.process.get());
+    sessions_.erase(session);
+  }
+
+  RegionTable* const regions_;
+  Descriptor listener_, epoll_, stop_;
+  std::map<int, Session> sessions_;  // by connection
+  std::map<int, int> processes_;     // connections by their process
+};
+
+absl::StatusOr<std::unique_ptr<RegionServer>> RegionServer::Start(const std::string& path,
+                                                                  RegionTable* regions) {
+  auto loop = std::make_unique<Loop>(regions);
+  RETURN_IF_ERROR(loop->Listen(path));
+  return std::unique_ptr<RegionServer>(new RegionServer(path, std::move(loop)));
+}
+
+RegionServer::RegionServer(std::string path, std::unique_ptr<Loop> loop)
+    : path_(std::move(path)), loop_(std::move(loop)), thread_([this] { loop_->Run(); }) {}
+
+RegionServer::~RegionServer() {
+  unlink(path_.c_str());
+  loop_->Stop();
+  thread_.join();
+}
+
+}  // namespace spillway

@@ -1,0 +1,52 @@
+#include "daemon/services/memory_service.h"
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/names.h"
+#include "daemon/services/call.h"
+
+namespace spillway {
+namespace {
+
+void Fill(const Region& region, v1::Region& out) {
+  out.set_name(absl::StrCat("regions/", region.id));
+  out.set_byte_count(static_cast<int64_t>(region.bytes.size()));
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* MemoryService::AttachRegion(grpc::CallbackServerContext* context,
+                                                      const v1::AttachRegionRequest* request,
+                                                      v1::AttachRegionResponse* response) {
+  auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
+  // The system fills every page with zeros, which takes its time.
+  services_.background.enqueue([this, call, request, response] {
+    if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
+    const absl::StatusOr<std::shared_ptr<Region>> region =
+        services_.regions.Attach(request->session(), request->byte_count());
+    if (region.ok()) Fill(**region, *response->mutable_region());
+    call->End(region.status());
+  });
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* MemoryService::ListRegions(grpc::CallbackServerContext* context,
+                                                     const v1::ListRegionsRequest* request,
+                                                     v1::ListRegionsResponse* response) {
+  const absl::StatusOr<std::vector<std::shared_ptr<Region>>> regions =
+      services_.regions.List(request->session());
+  if (regions.ok()) {
+    for (const std::shared_ptr<Region>& region : *regions) Fill(*region, *response->add_regions());
+  }
+  return Answer(services_, context, regions.status());
+}
+
+grpc::ServerUnaryReactor* MemoryService::DetachRegion(grpc::CallbackServerContext* context,
+                                                      const v1::DetachRegionRequest* request,
+                                                      v1::DetachRegionResponse*) {
+  const absl::StatusOr<std::string> id = ParseName(request->name(), "regions", "name");
+  return Answer(services_, context,
+                id.ok() ? services_.regions.Detach(request->session(), *id) : id.status());
+}
+
+}  // namespace spillway

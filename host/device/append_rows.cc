@@ -1,0 +1,66 @@
+#include "host/device/append_rows.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "host/base/finite.h"
+#include "host/base/limits.h"
+#include "host/base/parallel.h"
+#include "host/device/errors.h"
+
+namespace spillway {
+namespace {
+
+// Rows [begin, end) of a KV head as they are in memory of ours.
+absl::Status CheckWritten(const ModelSpec& spec, int layer, const LayerRows& rows, int kv_head,
+                          int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end;) {
+    const int64_t run = std::min(end - token, kPageTokenCount - token % kPageTokenCount);
+    const auto bytes = static_cast<size_t>(run * rows.row_bytes());
+    const std::optional<int64_t> at = FindNonFinite({rows.Row(kv_head, token), bytes}, spec.dtype);
+    if (at.has_value()) {
+      const int64_t row_elements = 2 * int64_t{spec.head_dim};
+      const int64_t element = *at % row_elements;
+      return NonFiniteRowError(element < spec.head_dim ? "K" : "V", layer, kv_head,
+                               static_cast<uint64_t>(token + *at / row_elements),
+                               element % spec.head_dim);
+    }
+    token += run;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work) {
+  const int heads = work.rows->kv_head_count();
+  // A page's worth at a time; a few tokens are copied before a worker would wake.
+  const int64_t pages = (work.count + kPageTokenCount - 1) / kPageTokenCount;
+  std::vector<absl::Status> statuses(work.shared_source ? heads * pages : 0);
+  const auto copy = [&](int64_t task) {
+    const int head = static_cast<int>(task / pages);
+    const int64_t from = task % pages * kPageTokenCount;
+    const int64_t to = std::min<int64_t>(from + kPageTokenCount, work.count);
+    work.rows->WriteRows(head, work.start, from, to, work.k, work.v);
+    if (work.shared_source) {
+      statuses[task] =
+          CheckWritten(spec, layer, *work.rows, head, work.start + from, work.start + to);
+    }
+  };
+  if (pages == 1) {
+    for (int64_t task = 0; task < heads; ++task) copy(task);
+  } else {
+    ParallelFor(int64_t{0}, heads * pages, copy);
+  }
+  for (absl::Status& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  work.rows->Commit(work.start + work.count);
+  return absl::OkStatus();
+}
+
+}  // namespace spillway

@@ -1,0 +1,463 @@
+"""Memory that client and daemon share: used well, misused, and left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import spillway
+import torch
+from daemon_process import running_daemon
+from helpers import delete_model
+from spillway import Client, Model, Region, Sequence
+from spillway._proto import attention_service_pb2 as attention
+from spillway._proto import memory_service_pb2 as memory
+from spillway._proto import tensor_pb2 as tensors
+from spillway.errors import error_from_rpc
+
+MIB = 1 << 20
+HEADS, DIM = 2, 16  # of the model fixture, with two layers and four query heads
+INVALID, MISSING, RANGE = "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
+BOTH = pytest.mark.transports("libspillway", "embedded")
+
+
+@pytest.fixture
+def region(client: Client) -> Iterator[Region]:
+    region = client.attach_region(4 * MIB)
+    yield region
+    region.detach()
+
+
+def rows_of(sequence: Sequence, layer: int, count: int) -> Any:
+    """Every row [H_kv, T, 2, d] of a layer, as the daemon has them."""
+    everything = spillway.Selection(
+        offsets=np.arange(HEADS + 1) * count,
+        indices=np.tile(np.arange(count, dtype=np.uint32), HEADS),
+    )
+    heads: list[list[Any]] = [[] for _ in range(HEADS)]
+    for page in sequence.fetch_pages(layer, selection=everything):
+        heads[page.kv_head].append(page.rows)
+    return np.stack([np.concatenate(head) for head in heads])
+
+
+def expect_rows(sequence: Sequence, k: Any, v: Any) -> None:
+    """k, v: [layers, H_kv, T, d]."""
+    for layer in range(2):
+        expected = np.stack([k[layer], v[layer]], axis=2)
+        np.testing.assert_array_equal(rows_of(sequence, layer, k.shape[2]), expected)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.standard_normal(shape, np.float32)
+
+
+def test_appends_from_a_region(
+    client: Client, model: Model, region: Region, rng: np.random.Generator
+) -> None:
+    k, v = region.array((2, HEADS, 300, DIM)), region.array((2, HEADS, 300, DIM))
+    k[:], v[:] = normal(rng, *k.shape), normal(rng, *v.shape)
+    sequence = client.create_sequence(model)
+    # One message for both layers, which carries no rows.
+    assert sequence.append(0, 0, k, v).appended_chunk_count == 1
+    expect_rows(sequence, k, v)
+    assert sequence.append(0, 0, k, v).already_present_chunk_count == 1
+    assert client._regions.slice_of(k) is not None
+    assert client._regions.slice_of(k.copy()) is None
+
+
+def test_a_region_has_tensors(client: Client, region: Region) -> None:
+    half = region.tensor((3, 5), "bfloat16")
+    assert (half.dtype, half.shape) == (torch.bfloat16, (3, 5))
+    whole = region.tensor((2,), "float32")
+    half.fill_(1)
+    whole.fill_(2)
+    assert half.float().sum() == 15
+    assert client._regions.slice_of(half[1:]) is not None
+    with pytest.raises(ValueError, match="do not fit"):
+        region.tensor((4 * MIB,))
+    region.reset()
+    assert region.tensor((2 * MIB,)).nbytes == 4 * MIB
+
+
+@BOTH
+def test_views_are_read_as_they_lie(client: Client, model: Model, rng: np.random.Generator) -> None:
+    # As a model has them: [T, H, d], every second token.
+    held = normal(rng, 2, 400, 2, HEADS, DIM)
+    if client.transport != "embedded":
+        shared = client.attach_region(MIB).array(held.shape)
+        shared[:] = held
+        held = shared
+    k, v = (held[:, ::2, side].swapaxes(1, 2) for side in (0, 1))
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, k, v)
+    expect_rows(sequence, k, v)
+    as_torch = client.create_sequence(model)
+    as_torch.append(0, 0, torch.from_numpy(k), torch.from_numpy(v))
+    expect_rows(as_torch, k, v)
+
+
+@BOTH
+def test_what_cannot_be_read_in_place_is_sent(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    k, v = normal(rng, 2, HEADS, 50, DIM), normal(rng, 2, HEADS, 50, DIM)
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, k[..., ::-1][..., ::-1], np.asfortranarray(v))
+    expect_rows(sequence, k, v)
+
+
+@BOTH
+def test_what_is_not_finite_is_named_and_appends_nothing(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    k, v = normal(rng, 2, HEADS, 300, DIM), normal(rng, 2, HEADS, 300, DIM)
+    if client.transport != "embedded":
+        region = client.attach_region(MIB)
+        shared = region.array((2, *k.shape))
+        shared[0], shared[1] = k, v
+        k, v = shared
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
+    for bad, (layer, head, token, element), value in (
+        (k, (1, 1, 299, 15), np.nan),
+        (v, (0, 0, 130, 3), -np.inf),
+    ):
+        kept = bad[layer, head, token, element].copy()
+        bad[layer, head, token, element] = value
+        with pytest.raises(spillway.OutOfRange) as caught:
+            sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
+        error = caught.value
+        assert error.reason == "NON_FINITE"
+        what = "k" if bad is k else "v"
+        assert [violation.field for violation in error.fields] == [f"chunk.{what}"]
+        place = f"layer {layer}, KV head {head}, token {token}, element {element}"
+        assert f"{what.upper()} is not finite at {place}" in error.message
+        bad[layer, head, token, element] = kept
+    assert sequence.refresh().layer_token_counts == (10, 10)
+    sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
+    expect_rows(sequence, k, v)
+
+
+# Misuse.
+
+
+def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
+    with pytest.raises((grpc.RpcError, spillway.SpillwayError)) as caught:
+        call()
+    raised = caught.value
+    error = error_from_rpc(raised) if isinstance(raised, grpc.RpcError) else raised
+    assert isinstance(error, spillway.SpillwayError)
+    return error
+
+
+SIZE = HEADS * 10 * DIM * 4  # of ten tokens' K in one layer
+BAD_SLICES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no name": ({"region": ""}, INVALID, "chunk.k.region"),
+    "no such name": ({"region": "sequences/x"}, INVALID, "chunk.k.region"),
+    "unknown": ({"region": "regions/unknown"}, MISSING, ""),
+    "process": ({"region": "regions/process"}, MISSING, ""),
+    "beyond": ({"offset": 4 * MIB - SIZE + 4}, INVALID, "chunk.k.offset"),
+    "far beyond": ({"offset": 2**62}, INVALID, "chunk.k.offset"),
+    "negative": ({"offset": -4}, INVALID, "chunk.k.offset"),
+    "unaligned": ({"offset": 2}, INVALID, "chunk.k.offset"),
+    "three strides": ({"strides": [640, 64, 4]}, INVALID, "chunk.k.strides"),
+    "a last stride": ({"strides": [0, 640, 64, 8]}, INVALID, "chunk.k.strides"),
+    "a negative stride": ({"strides": [0, -640, 64, 4]}, INVALID, "chunk.k.strides"),
+    "an odd stride": ({"strides": [0, 642, 64, 4]}, INVALID, "chunk.k.strides"),
+    "strides beyond": ({"strides": [0, 4 * MIB, 64, 4]}, INVALID, "chunk.k.offset"),
+    "overflow": ({"strides": [0, 640, 2**62, 4]}, INVALID, "chunk.k.strides"),
+}
+
+
+@pytest.mark.parametrize(("change", "code", "field"), BAD_SLICES.values(), ids=BAD_SLICES)
+def test_bad_slices(
+    client: Client,
+    model: Model,
+    region: Region,
+    change: dict[str, Any],
+    code: str,
+    field: str,
+) -> None:
+    sequence = client.create_sequence(model)
+    good: dict[str, Any] = {"region": region.name, "offset": 0}
+    chunk = attention.KvChunk(sequence=sequence.name)
+    for tensor, place in ((chunk.k, {**good, **change}), (chunk.v, good)):
+        tensor.dtype = tensors.DTYPE_F32
+        tensor.shape.extend([1, HEADS, 10, DIM])
+        tensor.slice.CopyFrom(tensors.RegionSlice(**place))
+    request = attention.AppendRequest(chunk=chunk)
+    error = refused(lambda: client._stubs.attention.Append(iter([request])))
+    assert error.code == code, error
+    assert [violation.field for violation in error.fields] == ([field] if field else [])
+    assert sequence.refresh().token_count == 0
+
+
+def filled(client: Client, model: Model, rng: np.random.Generator) -> Sequence:
+    sequence = client.create_sequence(model)
+    k, v = normal(rng, 2, HEADS, 20, DIM), normal(rng, 2, HEADS, 20, DIM)
+    sequence.append(0, 0, k, v)
+    return sequence
+
+
+def tensor(region: str, offset: int, *shape: int, strides: tuple[int, ...] = ()) -> tensors.Tensor:
+    place = tensors.RegionSlice(region=region, offset=offset, strides=strides)
+    return tensors.Tensor(dtype=tensors.DTYPE_F32, shape=shape, slice=place)
+
+
+def test_queries_and_outputs_in_a_region(
+    client: Client, model: Model, region: Region, rng: np.random.Generator
+) -> None:
+    sequence = filled(client, model, rng)
+    q, out, lse = region.array((3, 4, DIM)), region.array((3, 4, DIM)), region.array((3, 4))
+    q[:] = normal(rng, 3, 4, DIM)
+    expected = sequence.attend(0, q.copy())
+    at = {id(a): a.__array_interface__["data"][0] - region.address for a in (q, out, lse)}
+    places: dict[str, Any] = {
+        "out": tensors.RegionSlice(region=region.name, offset=at[id(out)]),
+        "lse": tensors.RegionSlice(region=region.name, offset=at[id(lse)]),
+    }
+    item = attention.AttendItem(
+        sequence=sequence.name, q=tensor(region.name, at[id(q)], 3, 4, DIM), **places
+    )
+    (result,) = client._stubs.attention.Attend(attention.AttendRequest(items=[item])).results
+    assert result.out.slice.region == region.name
+    np.testing.assert_array_equal(out, expected.out)
+    np.testing.assert_array_equal(lse, expected.lse)
+    out[:], lse[:] = 0, 0
+    # Transposed queries, in a decode step.
+    turned = region.array((4, 3, DIM))
+    turned[:] = q.swapaxes(0, 1)
+    start = turned.__array_interface__["data"][0] - region.address
+    step = attention.DecodeRequest(
+        sequence=sequence.name,
+        q=tensor(region.name, start, 3, 4, DIM, strides=(DIM * 4, 3 * DIM * 4, 4)),
+        **places,
+    )
+    (answer,) = client._stubs.attention.Decode(iter([step]))
+    assert answer.result.status.code == 0
+    np.testing.assert_array_equal(out, expected.out)
+    np.testing.assert_array_equal(lse, expected.lse)
+
+
+def test_bad_queries_and_outputs(
+    client: Client, model: Model, region: Region, rng: np.random.Generator
+) -> None:
+    sequence = filled(client, model, rng)
+    region.array((4 * MIB // 4,))[:] = 0
+
+    def attend(**fields: Any) -> spillway.SpillwayError:
+        fields = {"q": tensor(region.name, 0, 1, 4, DIM), **fields}
+        item = attention.AttendItem(sequence=sequence.name, **fields)
+        return refused(
+            lambda: client._stubs.attention.Attend(attention.AttendRequest(items=[item]))
+        )
+
+    def fields_of(error: spillway.SpillwayError) -> list[str]:
+        return [violation.field for violation in error.fields]
+
+    # A thousand billion queries that all lie in one place.
+    many = attend(q=tensor(region.name, 0, 2**40, 4, DIM, strides=(0, DIM * 4, 4)))
+    assert (many.code, fields_of(many)) == (INVALID, ["items[0].q.shape"])
+    end = 4 * MIB - 4 * DIM * 4
+    for place, field in (
+        ({"offset": end + 4}, "items[0].out.offset"),
+        ({"offset": end, "strides": [256, 64, 4]}, "items[0].out.strides"),
+        ({"offset": -4}, "items[0].out.offset"),
+    ):
+        error = attend(out=tensors.RegionSlice(region=region.name, **place))
+        assert (error.code, fields_of(error)) == (INVALID, [field])
+    error = attend(lse=tensors.RegionSlice(region=region.name, offset=4 * MIB - 12))
+    assert (error.code, fields_of(error)) == (INVALID, ["items[0].lse.offset"])
+    assert attend(out=tensors.RegionSlice(region="regions/unknown")).code == MISSING
+    # What takes no slice.
+    request = attention.FetchPagesRequest(
+        item=attention.AttendItem(sequence=sequence.name),
+        selection=attention.Selection(offsets=[0, 1, 2], indices=tensor(region.name, 0, 2)),
+    )
+    assert refused(lambda: list(client._stubs.attention.FetchPages(request))).code == INVALID
+
+
+def test_sessions_and_regions_that_are_not_there(client: Client, region: Region) -> None:
+    stub, session = client._stubs.memory, client._regions._session
+    for call in (
+        lambda: stub.AttachRegion(memory.AttachRegionRequest(session="none", byte_count=1)),
+        lambda: stub.ListRegions(memory.ListRegionsRequest()),
+        lambda: stub.DetachRegion(memory.DetachRegionRequest(name=region.name)),
+    ):
+        assert refused(call).reason == "SESSION_NOT_FOUND"
+    for count in (0, -1, -(2**62)):
+        request = memory.AttachRegionRequest(session=session, byte_count=count)
+        error = refused(lambda request=request: stub.AttachRegion(request))  # type: ignore[misc]
+        assert (error.code, error.fields[0].field) == (INVALID, "byte_count")
+    request = memory.AttachRegionRequest(session=session, byte_count=2**62)
+    assert refused(lambda: stub.AttachRegion(request)).code == "RESOURCE_EXHAUSTED"
+    gone = memory.DetachRegionRequest(session=session, name="regions/none")
+    assert refused(lambda: stub.DetachRegion(gone)).reason == "REGION_NOT_FOUND"
+    listed = stub.ListRegions(memory.ListRegionsRequest(session=session)).regions
+    assert region.name in [one.name for one in listed]
+
+
+def test_a_session_has_its_own(client: Client, target: str, region: Region) -> None:
+    with spillway.connect(target) as other:
+        theirs = other.attach_region(4096)
+        stub, session = other._stubs.memory, other._regions._session
+        listed = stub.ListRegions(memory.ListRegionsRequest(session=session)).regions
+        assert [one.name for one in listed] == [theirs.name]
+        taken = memory.DetachRegionRequest(session=session, name=region.name)
+        assert refused(lambda: stub.DetachRegion(taken)).reason == "REGION_NOT_FOUND"
+        # Nor does its socket hand out another's.
+        connection = other._regions._socket
+        assert connection is not None
+        connection.send(region.name.encode())
+        assert connection.recv(256) == b"this session has no such region"
+
+
+def test_the_most_regions_of_a_session(target: str) -> None:
+    with spillway.connect(target) as client:
+        for _ in range(256):
+            client.attach_region(1)
+        with pytest.raises(spillway.ResourceExhausted, match="256 regions"):
+            client.attach_region(1)
+
+
+def other_bytes(client: Client) -> int:
+    """Memory that holds neither rows nor codes, regions among it."""
+    return client.statistics().memory.other_bytes
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert what()
+
+
+def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Generator) -> None:
+    region = client.attach_region(64 * MIB)
+    count = 100_000
+    k, v = region.array((1, HEADS, count, DIM)), region.array((1, HEADS, count, DIM))
+    k[:], v[:] = normal(rng, *k.shape), normal(rng, *v.shape)
+    k_sent, v_sent = k.copy(), v.copy()
+    sequence = client.create_sequence(model)
+    held = other_bytes(client)
+    outcome: list[Any] = []
+
+    def append() -> None:
+        try:
+            outcome.append(sequence.append(0, 0, k, v))
+        except spillway.NotFound as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    time.sleep(0.01)
+    region.detach()
+    k[:], v[:] = 7, 7  # of nobody else any more, or used in part
+    thread.join()
+    if isinstance(outcome[0], spillway.NotFound):
+        assert outcome[0].reason == "REGION_NOT_FOUND"
+        assert sequence.refresh().layer_token_counts == (0, 0)
+    else:
+        got = rows_of(sequence, 0, count)
+        sent = np.stack([k_sent[0], v_sent[0]], axis=2)
+        assert (got[got != sent] == 7).all()
+    # But for page tables of what was appended.
+    wait_for(lambda: other_bytes(client) < held - 60 * MIB)
+
+
+def test_changed_while_in_use(client: Client, model: Model, rng: np.random.Generator) -> None:
+    region = client.attach_region(16 * MIB)
+    count = 50_000
+    k, v = region.array((1, HEADS, count, DIM)), region.array((1, HEADS, count, DIM))
+    good = normal(rng, *k.shape)
+    k[:], v[:] = good, good
+    stop = threading.Event()
+
+    def scribble() -> None:
+        while not stop.is_set():
+            k[0, :, ::7] = np.nan
+            k[0, :, ::7] = good[0, :, ::7]
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    seen = set()
+    try:
+        for _ in range(20):
+            sequence = client.create_sequence(model)
+            try:
+                sequence.append(0, 0, k, v)
+                seen.add("appended")
+            except spillway.OutOfRange as error:
+                seen.add(error.reason)
+            length = sequence.refresh().layer_token_counts[0]
+            assert length in (0, count)
+            assert length == 0 or np.isfinite(rows_of(sequence, 0, count)).all()
+            sequence.delete()
+    finally:
+        stop.set()
+        thread.join()
+        region.detach()
+    assert "NON_FINITE" in seen
+    assert seen <= {"NON_FINITE", "appended"}
+
+
+def test_a_killed_client_leaves_nothing(client: Client, target: str) -> None:
+    before = other_bytes(client)
+    script = f"""
+        import spillway, sys, time
+        client = spillway.connect({target!r})
+        region = client.attach_region(64 << 20)
+        print(region.name, flush=True)
+        time.sleep(60)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("regions/")
+    assert other_bytes(client) >= before + 64 * MIB
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    wait_for(lambda: other_bytes(client) < before + MIB)
+
+
+def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as target:
+        client = spillway.connect(target)
+        region = client.attach_region(MIB)
+        k = region.array((HEADS, 10, DIM))
+        k[:] = 1
+    with running_daemon(tmp_path) as target:
+        wait_for(client.health)
+        model = client.create_model(
+            layer_count=1, query_head_count=4, kv_head_count=HEADS, head_dim=DIM, dtype="float32"
+        )
+        sequence = client.create_sequence(model)
+        with pytest.raises(spillway.NotFound, match=region.name):
+            sequence.append(0, 0, k, k)
+        with spillway.connect(target) as anew:
+            k = anew.attach_region(MIB).array((HEADS, 10, DIM))
+            k[:] = 1
+            anew.get_sequence(sequence.name).append(0, 0, k, k)
+        delete_model(client, model)
+        client.close()
+
+
+@pytest.mark.transports("embedded")
+def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None:
+    with pytest.raises(ValueError, match="shares no regions"):
+        client.attach_region(MIB)
+    request = memory.AttachRegionRequest(session="any", byte_count=1)
+    assert refused(lambda: client._stubs.memory.AttachRegion(request)).code == "UNIMPLEMENTED"
