@@ -5,12 +5,15 @@
 #include <deque>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "daemon/engine/step.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
@@ -41,6 +44,12 @@ std::shared_ptr<grpc::Channel> Connect(const char* target) {
 
 // What the last failure of this thread was.
 thread_local absl::Status last_error;
+thread_local std::string last_details;  // a serialised google.rpc.Status, or nothing
+
+void SetError(absl::Status status, std::string details = "") {
+  last_error = std::move(status);
+  last_details = std::move(details);
+}
 
 // What f returns; nullptr, and the error kept, where it throws.
 template <typename F>
@@ -48,19 +57,69 @@ auto OrNull(F f) -> decltype(f()) {
   try {
     return f();
   } catch (const std::bad_alloc&) {
-    last_error = absl::ResourceExhaustedError("out of memory");
+    SetError(absl::ResourceExhaustedError("out of memory"));
   } catch (const std::exception& error) {
-    last_error = absl::InternalError(error.what());
+    SetError(absl::InternalError(error.what()));
   }
   return nullptr;
+}
+
+// Of a number of spillway.v1.DType.
+std::optional<spillway::DType> DTypeOf(int32_t number) {
+  switch (number) {
+    case SPILLWAY_F32:
+      return spillway::DType::kF32;
+    case SPILLWAY_F16:
+      return spillway::DType::kF16;
+    case SPILLWAY_BF16:
+      return spillway::DType::kBF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+template <typename Byte>
+spillway::Step::Place<Byte> PlaceOf(const spillway_tensor& tensor) {
+  return {static_cast<Byte*>(tensor.data), tensor.sequence_stride, tensor.token_stride,
+          tensor.head_stride};
+}
+
+absl::Status Attend(spillway::Step& step, int layer, const spillway_step_tensors& from) {
+  const std::optional<spillway::DType> q_dtype = DTypeOf(from.q_dtype);
+  const std::optional<spillway::DType> out_dtype = DTypeOf(from.out_dtype);
+  if (!q_dtype || !out_dtype || (*out_dtype != *q_dtype && *out_dtype != spillway::DType::kF32)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("q_dtype ", from.q_dtype, ", out_dtype ", from.out_dtype,
+                     ": not a float type, and the same or SPILLWAY_F32"));
+  }
+  for (const auto& [data, name] : {std::pair(from.q.data, "q"), std::pair(from.k.data, "k"),
+                                   std::pair(from.v.data, "v"), std::pair(from.out.data, "out")}) {
+    if (data == nullptr) return absl::InvalidArgumentError(absl::StrCat(name, ": is NULL"));
+  }
+  spillway::Step::Tensors tensors;
+  tensors.q_dtype = *q_dtype;
+  tensors.q = PlaceOf<const std::byte>(from.q);
+  tensors.k = PlaceOf<const std::byte>(from.k);
+  tensors.v = PlaceOf<const std::byte>(from.v);
+  tensors.out_dtype = *out_dtype;
+  tensors.out = PlaceOf<std::byte>(from.out);
+  tensors.lse = from.lse;
+  return step.Attend(layer, tensors);
 }
 
 }  // namespace
 
 struct spillway_channel {
   // First: it goes last.
-  std::unique_ptr<spillway::Embedded> embedded;  // null: a daemon's
+  std::shared_ptr<spillway::Embedded> embedded;  // null: a daemon's
   std::shared_ptr<grpc::Channel> channel;
+};
+
+struct spillway_step {
+  // First: it goes last.
+  std::shared_ptr<spillway::Embedded> embedded;
+  std::unique_ptr<spillway::Step> step;
+  std::string results;
 };
 
 // gRPC's asynchronous call on a completion queue of its own. Whoever waits is
@@ -242,11 +301,13 @@ struct spillway_call {
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
 
-int spillway_error(const char** message) {
+int spillway_error(const char** message, const void** details, size_t* details_size) {
   // Its own copy: a status's text need not end with NUL.
   thread_local std::string text;
   text = std::string(last_error.message());
   *message = text.c_str();
+  *details = last_details.data();
+  *details_size = last_details.size();
   return static_cast<int>(last_error.code());
 }
 
@@ -262,7 +323,7 @@ spillway_channel* spillway_channel_embed(const char* const* settings, size_t set
     }
     absl::StatusOr<std::unique_ptr<spillway::Embedded>> embedded = spillway::Embedded::Open(named);
     if (!embedded.ok()) {
-      last_error = embedded.status();
+      SetError(embedded.status());
       return nullptr;
     }
     const std::shared_ptr<grpc::Channel> channel = (*embedded)->channel();
@@ -299,3 +360,40 @@ int spillway_call_status(spillway_call* call, const char** message, const void**
 void spillway_call_cancel(spillway_call* call) { call->Cancel(); }
 
 void spillway_call_close(spillway_call* call) { delete call; }
+
+spillway_step* spillway_step_begin(spillway_channel* channel, const void* description,
+                                   size_t size) {
+  return OrNull([&]() -> spillway_step* {
+    if (channel->embedded == nullptr) {
+      SetError(absl::UnimplementedError("steps are for an engine in this process"));
+      return nullptr;
+    }
+    absl::StatusOr<std::unique_ptr<spillway::Step>> step =
+        channel->embedded->BeginStep({static_cast<const char*>(description), size});
+    if (!step.ok()) {
+      SetError(step.status(), channel->embedded->DetailsOf(step.status()));
+      return nullptr;
+    }
+    return new spillway_step{channel->embedded, *std::move(step), ""};
+  });
+}
+
+int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
+  const bool* const done = OrNull([&]() -> const bool* {
+    static constexpr bool kDone = true;
+    absl::Status status = Attend(*step->step, layer, *tensors);
+    if (status.ok()) return &kDone;
+    std::string details = step->embedded->DetailsOf(status);
+    SetError(std::move(status), std::move(details));
+    return nullptr;
+  });
+  return done != nullptr ? 0 : static_cast<int>(last_error.code());
+}
+
+void spillway_step_results(spillway_step* step, const void** message, size_t* size) {
+  step->results = step->embedded->ResultsOf(*step->step);
+  *message = step->results.data();
+  *size = step->results.size();
+}
+
+void spillway_step_end(spillway_step* step) { delete step; }

@@ -13,6 +13,7 @@
 #define SPILLWAY_SPILLWAY_H_
 
 #include <stddef.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,9 +25,11 @@ extern "C" {
 #define SPILLWAY_INTERFACE 1
 SPILLWAY_EXPORT int spillway_interface(void);
 
-/* Why the last function that returned NULL in this thread did so: a gRPC
- * status code, and text, valid until the thread's next such failure. */
-SPILLWAY_EXPORT int spillway_error(const char** message);
+/* Why the last function that failed in this thread did so: a gRPC status code,
+ * and text. details: a serialised google.rpc.Status, or nothing. Both are valid
+ * until the thread's next failure. */
+SPILLWAY_EXPORT int spillway_error(const char** message, const void** details,
+                                   size_t* details_size);
 
 typedef struct spillway_channel spillway_channel;
 
@@ -97,6 +100,55 @@ SPILLWAY_EXPORT void spillway_call_cancel(spillway_call* call);
 
 /* Cancels and frees the call, which no other thread may be using. */
 SPILLWAY_EXPORT void spillway_call_close(spillway_call* call);
+
+/* --- Decode steps on an engine in this process, without messages. */
+
+typedef struct spillway_step spillway_step;
+
+/* Announces a step: a serialised spillway.v1.DecodeStep. One thread at a time
+ * uses it. An engine whose channel is closed goes with its last step.
+ *
+ * NULL where the description is refused, or the channel is to a daemon
+ * (UNIMPLEMENTED). */
+SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
+                                                   const void* description, size_t size);
+
+/* Element types, numbered as spillway.v1.DType. */
+enum { SPILLWAY_F32 = 1, SPILLWAY_F16 = 2, SPILLWAY_BF16 = 3 };
+
+/* Elements of sequences, tokens and heads: how far each of these is from the
+ * next, bytes. The elements of a head lie side by side. */
+typedef struct {
+  void* data;
+  int64_t sequence_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+} spillway_tensor;
+
+typedef struct {
+  int32_t q_dtype;
+  int32_t out_dtype;   /* q's or SPILLWAY_F32 */
+  spillway_tensor q;   /* [B, T, H_q, d], after the positional encoding */
+  spillway_tensor k;   /* [B, T, H_kv, d] in the model's dtype, likewise */
+  spillway_tensor v;   /* the same */
+  spillway_tensor out; /* [B, T, H_q, d], written */
+  float* lse;          /* [B, T, H_q] in C order, written; may be NULL */
+} spillway_step_tensors;
+
+/* Appends the step's new tokens at a layer and attends, in this thread. Inputs
+ * are read and outputs written in place.
+ *
+ * Returns 0, or a gRPC status code that spillway_error tells of: the first
+ * part's that failed. The outputs of the others are written. */
+SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
+                                         const spillway_step_tensors* tensors);
+
+/* Certificates and counts of the step's last attend: a serialised
+ * spillway.v1.AttendResponse without tensors, a result for each part. Valid
+ * until the step's next function. */
+SPILLWAY_EXPORT void spillway_step_results(spillway_step* step, const void** message, size_t* size);
+
+SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
 #ifdef __cplusplus
 }

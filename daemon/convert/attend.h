@@ -14,7 +14,6 @@ namespace spillway {
 
 inline constexpr int64_t kMessageBytesMax = int64_t{4} << 20;
 inline constexpr int kQueryCountMax = 1024;
-inline constexpr int kAttendItemCountMax = 256;
 
 // Requests to the engine's; shapes, ranges and finiteness are checked and
 // INVALID_ARGUMENT or OUT_OF_RANGE names the field. The results point into the
@@ -54,6 +53,8 @@ int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const Resu
 // The result of an item that succeeded.
 void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec,
                 const ResultPlaces& places, v1::AttendResult& out);
+// The same without its tensors.
+void FillFacts(const Job& job, const JobItem& item, v1::AttendResult& out);
 void FillCertificate(const JobItem& item, v1::Certificate& certificate);
 // The selection of an item with one query. RESOURCE_EXHAUSTED, reason
 // RESPONSE_TOO_LARGE, when it does not fit in a message.

@@ -85,6 +85,7 @@ void Engine::AttendOperation::Submit() {
   job->model = request_.items.front().sequence->model->device();
   job->layer = request_.layer;
   job->cancel = request_.cancel;
+  job->waited_for = request_.waited_for;
   job->items.reserve(request_.items.size());
   for (AttendItem& item : request_.items) {
     JobItem& job_item = job->items.emplace_back();

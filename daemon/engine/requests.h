@@ -44,8 +44,8 @@ struct Chunk {
   // they have been copied. Else CheckFinite() is the caller's to do before.
   bool shared_source = false;
   // What K and V lie in, where that is not the caller's to keep.
-  std::shared_ptr<const void> k_memory;
-  std::shared_ptr<const void> v_memory;
+  std::shared_ptr<const void> k_memory = nullptr;
+  std::shared_ptr<const void> v_memory = nullptr;
 };
 
 struct AppendRequest {
@@ -71,7 +71,7 @@ struct AttendItem {
   // the last tokens, visible. q stays until the request is answered.
   AttendQuery attend;
   // What q lies in, where that is not the caller's to keep.
-  std::shared_ptr<const void> q_memory;
+  std::shared_ptr<const void> q_memory = nullptr;
 };
 
 // One layer of sequences of one model, none twice.
@@ -82,6 +82,8 @@ struct AttendRequest {
   bool select_only = false;
   // The outcome shall share each item's rows as they were attended.
   bool share_rows = false;
+  // The calling thread waits for the outcome (Job::waited_for).
+  bool waited_for = false;
 };
 
 struct AttendOutcome {

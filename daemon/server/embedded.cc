@@ -7,6 +7,7 @@
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/server.h"
+#include "daemon/services/decode_step.h"
 #include "host/base/status_macros.h"
 #include "host/memory/topology.h"
 
@@ -25,6 +26,22 @@ absl::StatusOr<std::unique_ptr<Embedded>> Embedded::Open(
 
 Embedded::Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server)
     : home_(std::move(home)), server_(std::move(server)), channel_(server_->InProcessChannel()) {}
+
+absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(std::string_view description) {
+  v1::DecodeStep step;
+  if (!step.ParseFromArray(description.data(), static_cast<int>(description.size()))) {
+    return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
+  }
+  return StepFromProto(home_->engine(), step);
+}
+
+std::string Embedded::ResultsOf(const Step& step) const {
+  return spillway::ResultsOf(step, server_->status()).SerializeAsString();
+}
+
+std::string Embedded::DetailsOf(const absl::Status& status) const {
+  return server_->status().ToRpc(status).SerializeAsString();
+}
 
 Embedded::~Embedded() {
   server_->Drain(absl::ZeroDuration());

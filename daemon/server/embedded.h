@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@ namespace spillway {
 
 class Home;
 class Server;
+class Step;
 
 // An engine in this process, which no other reaches: the daemon's services
 // without a socket. Thread-safe.
@@ -29,6 +31,14 @@ class Embedded {
 
   // For any number of clients.
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
+
+  // A decode step that skips messages: a serialised v1::DecodeStep announces it.
+  // It goes before this.
+  absl::StatusOr<std::unique_ptr<Step>> BeginStep(std::string_view description);
+  // A serialised v1::AttendResponse without tensors, of a step's last attend.
+  std::string ResultsOf(const Step& step) const;
+  // A serialised google.rpc.Status.
+  std::string DetailsOf(const absl::Status& status) const;
 
  private:
   Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server);

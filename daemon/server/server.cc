@@ -146,6 +146,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
 std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
   return impl_->server->InProcessChannel(grpc::ChannelArguments());
 }
+const StatusConverter& Server::status() const { return impl_->status; }
 const std::string& Server::address() const { return impl_->address; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
 

@@ -6,6 +6,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "daemon/config/config.h"
+#include "daemon/convert/status.h"
 #include "daemon/engine/engine.h"
 #include "grpcpp/channel.h"
 
@@ -21,6 +22,7 @@ class Server {
 
   // A channel to this server within the process.
   std::shared_ptr<grpc::Channel> InProcessChannel();
+  const StatusConverter& status() const;
   // What clients connect to: unix:/path or host:port with the port in use;
   // empty where the server listens nowhere.
   const std::string& address() const;

@@ -14,6 +14,8 @@ inline constexpr int kPageTokenCount = 128;
 inline constexpr int64_t kCentreTokenCount = 1024;
 // Queries of one attend that are served sparsely; more are served densely.
 inline constexpr int kSparseQueryCountMax = 16;
+// Most sequences of one attend.
+inline constexpr int kAttendItemCountMax = 256;
 // Strata of a tail, at most.
 inline constexpr int kTailStrataMax = 48;
 // Fewest rows a stratum's variance is estimated from.

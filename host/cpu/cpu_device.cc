@@ -72,11 +72,12 @@ class CpuDevice final : public Device {
     return spec.kv_head_count * ((IndexPageBytes(spec) + kPageTokenCount - 1) / kPageTokenCount);
   }
 
-  // A job of a moment is served before Submit returns, one of less in the
-  // caller's thread alone: to wake a worker and be told costs more.
+  // A job of a moment, or one that is waited for, is served before Submit
+  // returns, one of less in the caller's thread alone: to wake a worker and be
+  // told costs more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const int64_t bytes = RowBytes(*job);
-    if (bytes <= kMomentBytes) {
+    if (bytes <= kMomentBytes || job->waited_for) {
       if (bytes <= kSerialBytes) {
         const SerialScope serial;
         Run(*job);

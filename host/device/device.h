@@ -130,7 +130,10 @@ struct Job {
   int layer = 0;
   std::vector<JobItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
-  double device_time_us = 0;            // filled
+  // The thread that submits it waits for it: a device that computes on the CPU
+  // had better do so there.
+  bool waited_for = false;
+  double device_time_us = 0;  // filled
   // For benchmarks: the time of each stage, which makes a job slower. A device
   // that cannot tell leaves it empty.
   bool trace = false;

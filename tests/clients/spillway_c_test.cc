@@ -248,6 +248,9 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
 }
 
 TEST(EmbedInCTest, RefusesWhatItCannotBe) {
+  const char* message = nullptr;
+  const void* details = nullptr;
+  size_t size = 0;
   struct Case {
     const char* setting;
     grpc::StatusCode code;
@@ -262,14 +265,12 @@ TEST(EmbedInCTest, RefusesWhatItCannotBe) {
                 "server.listen: an embedded engine listens nowhere"},
        }) {
     EXPECT_EQ(spillway_channel_embed(&refused.setting, 1), nullptr);
-    const char* message = nullptr;
-    EXPECT_EQ(spillway_error(&message), refused.code);
+    EXPECT_EQ(spillway_error(&message, &details, &size), refused.code);
     EXPECT_THAT(message, HasSubstr(refused.told));
   }
   const char* const twice[] = {"device.name=cpu", "device.name=auto"};
   EXPECT_EQ(spillway_channel_embed(twice, 2), nullptr);
-  const char* message = nullptr;
-  EXPECT_EQ(spillway_error(&message), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(spillway_error(&message, &details, &size), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_STREQ(message, "device.name: named twice");
 }
 

@@ -143,7 +143,7 @@ def test_streams_go_through_the_wheel_own_library(
         tmp_path,
         f"import spillway\n"
         f"with spillway.connect({target!r}, native=True) as client, client.decode() as stream:\n"
-        f"    print(stream.transport, client._native._library._name)",
+        f"    print(stream.transport, client._native.library._name)",
     )
     assert used == f"libspillway {tmp_path}/spillway/_lib/libspillway.so.1"
 

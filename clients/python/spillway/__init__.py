@@ -36,6 +36,7 @@ from spillway.results import (
 )
 from spillway.sequence import Sequence
 from spillway.server import AuditStatistics, HeadAudit, ServerInfo, Statistics
+from spillway.step import DecodeStep
 from spillway.target import default_target
 from spillway.tensors import BFloat16
 
@@ -55,6 +56,7 @@ __all__ = [
     "Client",
     "DaemonRestarted",
     "DeadlineExceeded",
+    "DecodeStep",
     "DecodeStream",
     "FailedPrecondition",
     "FieldViolation",

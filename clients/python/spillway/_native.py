@@ -80,7 +80,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
     number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (
-        ("error", number, (pointer,)),
+        ("error", number, (pointer, pointer, pointer)),
         ("channel_open", pointer, (text,)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
@@ -91,6 +91,10 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("call_status", number, (pointer, pointer, pointer, pointer)),
         ("call_cancel", None, (pointer,)),
         ("call_close", None, (pointer,)),
+        ("step_begin", pointer, (pointer, text, size)),
+        ("step_attend", number, (pointer, number, pointer)),
+        ("step_results", None, (pointer, pointer, pointer)),
+        ("step_end", None, (pointer,)),
     ):
         function = getattr(loaded, f"spillway_{name}")
         function.restype, function.argtypes = result, arguments
@@ -114,7 +118,7 @@ class NativeChannel:
         Raises:
             SpillwayError: The engine was refused.
         """
-        self._library = loaded
+        self.library = loaded
         embedded = target == EMBEDDED
         if embedded:
             texts = [f"{name}={value}".encode() for name, value in settings.items()]
@@ -133,10 +137,13 @@ class NativeChannel:
     def _checked(self, handle: int | None) -> int:
         if handle:
             return handle
-        message = ctypes.c_char_p()
-        code = self._library.spillway_error(ctypes.byref(message))
-        status = status_pb2.Status(code=code, message=(message.value or b"").decode())
-        raise error_from_status(status)
+        raise self._error()
+
+    def _error(self) -> SpillwayError:
+        """Why this thread's last function failed."""
+        message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        code = self.library.spillway_error(*map(ctypes.byref, (message, data, size)))
+        return _error_of(code, message, data, size)
 
     def open(self, method: str, timeout: float | None) -> NativeCall:
         """Starts a call of a method, "/package.Service/Method".
@@ -149,8 +156,34 @@ class NativeChannel:
         with self._lock:
             if not self._finalizer.alive:
                 raise ValueError("the client is closed")
-            handle = self._library.spillway_call_open(self._handle, method.encode(), seconds)
-        return NativeCall(self._library, self._checked(handle))
+            handle = self.library.spillway_call_open(self._handle, method.encode(), seconds)
+        return NativeCall(self.library, self._checked(handle))
+
+    def begin_step(self, description: bytes) -> int:
+        """Announces a step of the engine: a serialised `DecodeStep`. Returns its handle.
+
+        Raises:
+            SpillwayError: It is refused.
+            ValueError: The channel is closed.
+        """
+        with self._lock:
+            if not self._finalizer.alive:
+                raise ValueError("the client is closed")
+            handle = self.library.spillway_step_begin(self._handle, description, len(description))
+        return self._checked(handle)
+
+    def attend_step(self, step: int, layer: int, tensors: Any) -> None:
+        """Attends at a layer of a step; tensors: by reference, a spillway_step_tensors."""
+        if not self._finalizer.alive:
+            raise ValueError("the client is closed")
+        if self.library.spillway_step_attend(step, layer, tensors):
+            raise self._error()
+
+    def step_results(self, step: int) -> bytes:
+        """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        self.library.spillway_step_results(step, ctypes.byref(data), ctypes.byref(size))
+        return ctypes.string_at(data, size.value) if size.value else b""
 
     def close(self) -> None:
         """Closes the channel; an engine goes with all it holds."""
@@ -231,6 +264,19 @@ class NativeChannel:
         return of(response)
 
 
+def _error_of(
+    code: int, message: ctypes.c_char_p, data: ctypes.c_void_p, size: ctypes.c_size_t
+) -> SpillwayError:
+    """The exception of a status: code, text, and its serialised details where there are any."""
+    status = status_pb2.Status()
+    if size.value:
+        status.ParseFromString(ctypes.string_at(data, size.value))
+    if not status.code:
+        status.code = code
+        status.message = (message.value or b"").decode(errors="replace")
+    return error_from_status(status)
+
+
 class _Responses:
     """The responses of a call, and the way to give them up."""
 
@@ -283,15 +329,8 @@ class NativeCall:
         """Raises what the call ended with, unless that was OK."""
         message = ctypes.c_char_p()
         code = self._library.spillway_call_status(self._handle, ctypes.byref(message), *self._out)
-        if code == 0:
-            return
-        status = status_pb2.Status()
-        if self._size.value:
-            status.ParseFromString(ctypes.string_at(self._data, self._size.value))
-        if not status.code:
-            status.code = code
-            status.message = (message.value or b"").decode(errors="replace")
-        raise error_from_status(status)
+        if code != 0:
+            raise _error_of(code, message, self._data, self._size)
 
     def cancel(self) -> None:
         """Ends the call; a `receive` that waits returns."""

@@ -44,6 +44,7 @@ from spillway.results import (
 )
 from spillway.sequence import Sequence
 from spillway.server import ServerInfo, Statistics
+from spillway.step import DecodeStep
 from spillway.target import default_target, normalize_target
 from spillway.tensors import (
     Array,
@@ -498,6 +499,30 @@ class Client:
             timeout: Seconds that the whole stream may last; None is no limit.
         """
         return DecodeStream(self, timeout)
+
+    def begin_step(
+        self,
+        sequences: SequenceABC[Sequence],
+        *,
+        token_count: int = 1,
+        policy: Policy | None = None,
+    ) -> DecodeStep:
+        """Announces a decode step of several sequences of one model.
+
+        Its new tokens follow what each sequence has in every layer.
+
+        Args:
+            sequences: 1 to 256, none twice.
+            token_count: New tokens of each, [1, 16], which are its queries too.
+            policy: Overrides every sequence's policy for this step.
+
+        Raises:
+            ValueError: The sequences are not of one model, one is named twice, or
+                a count is out of range.
+            NotFound: One was deleted or has expired; at the latest the first
+                attend says so.
+        """
+        return DecodeStep(self, sequences, token_count, policy)
 
     # Memory.
 

@@ -26,12 +26,14 @@ _NAME_BYTES_MAX = 256
 _UNIX = "unix:"
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Address and distances between neighbours, bytes."""
+
     address: int
     strides: tuple[int, ...]
 
 
-def _place(array: Array) -> _Place | None:
+def place_of(array: Array) -> Place | None:
     """Where an array's elements are in this process; None where rows do not lie side by side."""
     if isinstance(array, BFloat16):
         array = array.bits
@@ -39,13 +41,13 @@ def _place(array: Array) -> _Place | None:
         tensor: torch.Tensor = array  # type: ignore[assignment]
         if tensor.device.type != "cpu":
             return None
-        size = tensor.element_size()
-        place = _Place(tensor.data_ptr(), tuple(size * stride for stride in tensor.stride()))
+        size = tensor.itemsize
+        place = Place(tensor.data_ptr(), tuple([size * stride for stride in tensor.stride()]))
     elif isinstance(array, np.ndarray):
         if array.dtype.newbyteorder("<") != array.dtype:
             return None
         size = array.itemsize
-        place = _Place(array.__array_interface__["data"][0], array.strides)
+        place = Place(array.__array_interface__["data"][0], array.strides)
     else:
         return None
     aligned = place.address % size == 0 and min(place.strides, default=0) >= 0
@@ -141,7 +143,7 @@ class Regions:
         """How the daemon finds the array in memory that both see; None where it does not."""
         if not self._process and not self._attached:
             return None
-        place = _place(array)
+        place = place_of(array)
         if place is None:
             return None
         reach = sum(

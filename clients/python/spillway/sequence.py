@@ -12,7 +12,15 @@ from spillway import _split
 from spillway._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
 from spillway.errors import NotFound, SpillwayError, tell_restart
 from spillway.policy import Policy
-from spillway.results import AppendResult, AttendResult, Certificate, Pages, Selection, SequenceInfo
+from spillway.results import (
+    AppendResult,
+    AttendResult,
+    Certificate,
+    Model,
+    Pages,
+    Selection,
+    SequenceInfo,
+)
 from spillway.tensors import (
     Array,
     OutDType,
@@ -53,6 +61,7 @@ class Sequence:
         self.model = message.model
         self._layer_token_counts: list[int] | None = None
         self._generation = 0
+        self._described_model: Model | None = None
         self._learn(message)
 
     def __repr__(self) -> str:
@@ -80,14 +89,22 @@ class Sequence:
         except NotFound as error:
             raise self._explain(error) from None
 
+    def _described(self) -> Model:
+        """The model, which stays as it is while it has sequences."""
+        if self._described_model is None:
+            self._described_model = self._client.get_model(self.model)
+        return self._described_model
+
     def _forget(self) -> None:
         """Makes the next use of a length ask the daemon."""
         self._layer_token_counts = None
 
     def _expect(self, layer: int, token_count: int) -> None:
         """Notes a length that a step in flight will make."""
-        if self._layer_token_counts is not None:
-            self._layer_token_counts[layer] = max(self._layer_token_counts[layer], token_count)
+        counts = self._layer_token_counts
+        # A layer that does not exist is the daemon's to refuse.
+        if counts is not None and 0 <= layer < len(counts):
+            counts[layer] = max(counts[layer], token_count)
 
     @property
     def generation(self) -> int:

@@ -25,6 +25,8 @@ _DTYPES: dict[str, int] = {
     "float16": tensor_pb2.DTYPE_F16,
     "bfloat16": tensor_pb2.DTYPE_BF16,
 }
+# By numpy's and torch's own dtypes, as they are met.
+_BY_DTYPE: dict[Any, int] = {}
 _NAMES = {number: name for name, number in _DTYPES.items()}
 _STORAGE: dict[int, Any] = {
     tensor_pb2.DTYPE_F32: np.dtype("<f4"),
@@ -96,13 +98,15 @@ def dtype_of(array: Array, what: str) -> int:
     """
     if isinstance(array, BFloat16):
         return tensor_pb2.DTYPE_BF16
+    if (known := _BY_DTYPE.get(getattr(array, "dtype", None))) is not None:
+        return known
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(f"{what} is a {type(array).__name__}, not an array of numpy or torch")
     # numpy names a dtype without its byte order, torch with its own name.
     name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype)[len("torch.") :]
     if name not in _DTYPES:
         raise TypeError(f"{what} has elements of {array.dtype}, not float32, float16 or bfloat16")
-    return _DTYPES[name]
+    return _BY_DTYPE.setdefault(array.dtype, _DTYPES[name])
 
 
 def dtype_number(name: DTypeName) -> int:

@@ -1,0 +1,324 @@
+"""Decode steps of several sequences: announced once, then layer by layer."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Sequence as SequenceABC
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spillway._native import NativeChannel
+from spillway._proto import attention_service_pb2
+from spillway.errors import SpillwayError
+from spillway.policy import Policy
+from spillway.regions import place_of
+from spillway.results import AttendResult, Model
+from spillway.sequence import Sequence
+from spillway.tensors import (
+    Array,
+    BFloat16,
+    OutDType,
+    decoder_like,
+    dtype_number,
+    dtype_of,
+    is_torch,
+)
+
+if TYPE_CHECKING:
+    from spillway.client import Client
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sequence_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class _Tensors(ctypes.Structure):
+    _fields_ = (
+        ("q_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("q", _Tensor),
+        ("k", _Tensor),
+        ("v", _Tensor),
+        ("out", _Tensor),
+        ("lse", ctypes.c_void_p),
+    )
+
+
+def _empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
+    """An array of q's kind, on the CPU."""
+    if is_torch(q):
+        torch = sys.modules["torch"]
+        kind = q.dtype if dtype == dtype_of(q, "q") else torch.float32  # type: ignore[union-attr]
+        return torch.empty(shape, dtype=kind)
+    if isinstance(q, BFloat16) and dtype == dtype_of(q, "q"):
+        return BFloat16(np.empty(shape, np.uint16))
+    numpy_dtype = q.dtype if isinstance(q, np.ndarray) else np.float32
+    return np.empty(shape, numpy_dtype if dtype == dtype_of(q, "q") else np.float32)
+
+
+class _NativeStep:
+    """Steps of an engine in this process, which reads and writes arrays in place."""
+
+    def __init__(
+        self, channel: NativeChannel, message: attention_service_pb2.DecodeStep, model: Model
+    ) -> None:
+        self._channel = channel
+        self._shape = (message.token_count, model.query_head_count, model.head_dim)
+        self._handle = channel.begin_step(message.SerializeToString())
+        finalizer: Any = weakref.finalize(self, channel.library.spillway_step_end, self._handle)
+        # Its engine may have gone by then.
+        finalizer.atexit = False
+        self.end = finalizer
+        self._tensors = _Tensors()
+        self._at = ctypes.byref(self._tensors)
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
+        tensors = self._tensors
+        shape = tuple(q.shape)
+        out, lse = _empty_like(q, out_dtype, shape), _empty_like(q, _F32, shape[:3])
+        tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), out_dtype
+        # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
+        # `kept`: copies, where there had to be some, until the call is over.
+        kept = (
+            _put(tensors.q, q, 1, 2),
+            _put(tensors.k, k, 2, 1),
+            _put(tensors.v, v, 2, 1),
+            _put(tensors.out, out, 1, 2),
+        )
+        place = place_of(lse)
+        assert place is not None
+        tensors.lse = place.address
+        self._channel.attend_step(self._handle, layer, self._at)
+        del kept
+        return _back(out, q), _back(lse, q)
+
+    def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:
+        message = self._channel.step_results(self._handle)
+        results = attention_service_pb2.AttendResponse.FromString(message).results
+        for result in results:
+            # Of the output that is elsewhere.
+            result.out.shape.extend(self._shape)
+        return results
+
+
+_F32 = dtype_number("float32")
+
+
+def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
+    """Says where an array is, or a copy of it on the CPU whose rows lie side by side.
+
+    Args:
+        tensor: What says it.
+        array: [B, ...].
+        token: The dimension of tokens.
+        head: The dimension of heads.
+
+    Returns:
+        What must live as long as the place is used.
+    """
+    place = place_of(array)
+    if place is None:
+        if is_torch(array):
+            array = array.detach().cpu().contiguous()
+        elif isinstance(array, BFloat16):
+            array = BFloat16(np.ascontiguousarray(array.bits))
+        else:
+            array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        place = place_of(array)
+        assert place is not None
+    strides = place.strides
+    tensor.data, tensor.sequence_stride = place.address, strides[0]
+    tensor.token_stride, tensor.head_stride = strides[token], strides[head]
+    return array
+
+
+def _back(array: Any, q: Any) -> Any:
+    """An output on q's device."""
+    return array.to(q.device) if is_torch(q) and q.device.type != "cpu" else array
+
+
+class _StreamStep:
+    """The same over a daemon's Decode stream: a message for each sequence."""
+
+    def __init__(
+        self,
+        client: Client,
+        sequences: SequenceABC[Sequence],
+        starts: SequenceABC[int],
+        policy: Policy | None,
+    ) -> None:
+        self._stream = client.decode()
+        self._sequences, self._starts, self._policy = sequences, starts, policy
+        self._last: list[AttendResult] = []
+        self.end = self._stream.close
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
+        same = out_dtype == dtype_of(q, "q")
+        ids = {
+            self._stream.send(
+                sequence,
+                layer,
+                q[i],
+                k[i],
+                v[i],
+                start=start,
+                policy=self._policy,
+                out_dtype=None if same else "float32",
+            ): i
+            for i, (sequence, start) in enumerate(zip(self._sequences, self._starts, strict=True))
+        }
+        answers: dict[int, AttendResult] = {}
+        failed: SpillwayError | None = None
+        for _ in ids:
+            try:
+                number, result = self._stream.recv()
+                answers[ids[number]] = result
+            except SpillwayError as error:
+                if error.correlation_id is None:
+                    raise
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        self._last = [answers[i] for i in range(len(ids))]
+        return _stack([r.out for r in self._last]), _stack([r.lse for r in self._last])
+
+    def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:
+        return [result.message for result in self._last]
+
+
+def _stack(arrays: list[Any]) -> Any:
+    if is_torch(arrays[0]):
+        return sys.modules["torch"].stack(arrays)
+    if isinstance(arrays[0], BFloat16):
+        return BFloat16(np.stack([array.bits for array in arrays]))
+    return np.stack(arrays)
+
+
+class DecodeStep:
+    """One decode step of several sequences; `Client.begin_step` makes it.
+
+    Positions and policy are the same in all layers and are said once. Layers
+    may come in any order; each is attended once its new tokens are appended.
+    With an embedded engine nothing is copied: it reads q, k and v where they
+    are, and writes the outputs into new arrays. Not thread-safe.
+
+    Attributes:
+        sequences: The sequences, in the order of the arrays.
+        starts: Position of each one's first new token.
+        token_count: New tokens of each.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sequences: SequenceABC[Sequence],
+        token_count: int,
+        policy: Policy | None,
+    ) -> None:
+        limits = client.server_info.limits
+        if not 1 <= len(sequences) <= limits.attend_item_count_max:
+            raise ValueError(
+                f"{len(sequences)} sequences are not in [1, {limits.attend_item_count_max}]"
+            )
+        if not 1 <= token_count <= limits.sparse_query_token_count_max:
+            raise ValueError(
+                f"token_count {token_count} is not in [1, {limits.sparse_query_token_count_max}]"
+            )
+        seen = set()
+        for sequence in sequences:
+            if sequence.name in seen:
+                raise ValueError(f"{sequence.name} is named twice")
+            if sequence.model != sequences[0].model:
+                raise ValueError(
+                    f"{sequence.name} is of {sequence.model}, {sequences[0].name} of "
+                    f"{sequences[0].model}"
+                )
+            seen.add(sequence.name)
+        self.sequences = tuple(sequences)
+        self.token_count = token_count
+        self._model = self.sequences[0]._described()
+        self.starts = tuple(sequence.token_count for sequence in sequences)
+        self._kind: _NativeStep | _StreamStep
+        if client.transport == "embedded":
+            assert client._native is not None
+            message = attention_service_pb2.DecodeStep(
+                token_count=token_count, policy=None if policy is None else policy.to_proto()
+            )
+            for sequence, start in zip(self.sequences, self.starts, strict=True):
+                message.parts.add(
+                    sequence=sequence.name, token_start=start, generation=sequence.generation
+                )
+            self._kind = _NativeStep(client._native, message, self._model)
+        else:
+            self._kind = _StreamStep(client, self.sequences, self.starts, policy)
+
+    def __enter__(self) -> DecodeStep:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def attend(
+        self, layer: int, q: Array, k: Array, v: Array, *, out_dtype: OutDType | None = None
+    ) -> tuple[Any, Any]:
+        """Appends the new tokens' K and V at a layer and attends.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            q: Queries [B, T, H_q, d] after the positional encoding; query t of
+                a sequence sees what was there and its new tokens up to t.
+            k: Keys of the new tokens [B, H_kv, T, d] in the model's dtype.
+            v: Values, the same shape.
+            out_dtype: Element type of the output; None is q's.
+
+        Returns:
+            Output [B, T, H_q, d] and log-sum-exp [B, T, H_q], of q's kind and device.
+
+        Raises:
+            SpillwayError: The first sequence's failure. Its layer has no new
+                tokens then; the others' may have.
+            ValueError: A shape that does not fit the step.
+        """
+        model, batch, tokens = self._model, len(self.sequences), self.token_count
+        rows = (batch, model.kv_head_count, tokens, model.head_dim)
+        queries = (batch, tokens, model.query_head_count, model.head_dim)
+        for array, shape, what in ((q, queries, "q"), (k, rows, "k"), (v, rows, "v")):
+            if tuple(array.shape) != shape:
+                raise ValueError(f"{what} has shape {list(array.shape)}, not {list(shape)}")
+            if what != "q" and dtype_of(array, what) != dtype_number(model.dtype):
+                raise ValueError(f"{what} has other elements than the model's, {model.dtype}")
+        asked = dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
+        try:
+            answer = self._kind.attend(layer, q, k, v, asked)
+        except SpillwayError:
+            for sequence in self.sequences:
+                sequence._forget()
+            raise
+        for sequence, start in zip(self.sequences, self.starts, strict=True):
+            sequence._expect(layer, start + tokens)
+        return answer
+
+    def results(self) -> list[AttendResult]:
+        """Returns certificate and counts of the last attend, one for each sequence.
+
+        Outputs are not among them.
+        """
+        return [AttendResult(message, decoder_like(None)) for message in self._kind.results()]
+
+    def close(self) -> None:
+        """Ends the step."""
+        self._kind.end()

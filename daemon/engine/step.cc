@@ -1,0 +1,188 @@
+#include "daemon/engine/step.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/checks.h"
+#include "daemon/engine/errors.h"
+#include "host/base/elements.h"
+#include "host/base/finite.h"
+#include "host/base/limits.h"
+#include "host/base/mutex.h"
+#include "host/base/status_macros.h"
+#include "host/device/errors.h"
+
+namespace spillway {
+namespace {
+
+// The first of a part's rows [T, H, d] that is not finite, as f(token, head, element) tells it.
+template <typename F>
+absl::Status CheckHeads(const Step::Place<const std::byte>& place, int64_t part, int64_t tokens,
+                        int64_t heads, int64_t head_dim, DType dtype, F f) {
+  const auto bytes = static_cast<size_t>(head_dim * DTypeBytes(dtype));
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const std::byte* head = place.At(part) + t * place.token_stride + h * place.head_stride;
+      const std::optional<int64_t> at = FindNonFinite({head, bytes}, dtype);
+      if (at.has_value()) return f(t, h, *at);
+    }
+  }
+  return absl::OkStatus();
+}
+
+// What others are told of an outcome that was waited for.
+class Waiter {
+ public:
+  void Set(absl::StatusOr<AttendOutcome> outcome) ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    outcome_.emplace(std::move(outcome));
+    // Under the lock: who waits may be gone as soon as it is released.
+    set_.NotifyOne();
+  }
+  absl::StatusOr<AttendOutcome> Wait() ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    while (!outcome_.has_value()) set_.Wait(mutex_);
+    return *std::move(outcome_);
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar set_;
+  std::optional<absl::StatusOr<AttendOutcome>> outcome_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Step>> Step::Create(Engine* engine, std::vector<Part> parts,
+                                                   int64_t token_count) {
+  if (parts.empty() || parts.size() > kAttendItemCountMax) {
+    return InvalidField("parts", absl::StrCat(parts.size(), " sequences are not in [1, ",
+                                              kAttendItemCountMax, "]"));
+  }
+  if (token_count < 1 || token_count > kSparseQueryCountMax) {
+    return InvalidField("token_count", absl::StrCat("value ", token_count, " is not in [1, ",
+                                                    kSparseQueryCountMax, "]"));
+  }
+  std::unordered_set<const Sequence*> seen;
+  const Model& model = *parts.front().sequence->model;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Sequence& sequence = *parts[i].sequence;
+    const std::string field = absl::StrCat("parts[", i, "].sequence");
+    if (!seen.insert(&sequence).second) {
+      return InvalidField(field, absl::StrCat(sequence.name, " is named twice"));
+    }
+    if (sequence.model.get() != &model) {
+      return InvalidField(field, absl::StrCat(sequence.name, " is of ", sequence.model->name,
+                                              ", the first one's of ", model.name));
+    }
+  }
+  return std::unique_ptr<Step>(new Step(engine, std::move(parts), token_count));
+}
+
+absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const Tensors& tensors) {
+  const ModelSpec& spec = model().spec;
+  if (layer < 0 || layer >= spec.layer_count) {
+    return InvalidField("layer",
+                        absl::StrCat("value ", layer, " is not in [0, ", spec.layer_count, ")"));
+  }
+  const int64_t q_bytes = spec.head_dim * DTypeBytes(tensors.q_dtype);
+  const bool q_dense =
+      tensors.q.head_stride == q_bytes &&
+      (token_count_ == 1 || tensors.q.token_stride == spec.query_head_count * q_bytes);
+  const int64_t q_part_bytes = token_count_ * spec.query_head_count * q_bytes;
+  if (!q_dense) q_.resize(parts_.size() * static_cast<size_t>(q_part_bytes));
+  AttendRequest request;
+  request.layer = layer;
+  request.waited_for = true;
+  request.items.reserve(parts_.size());
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const Part& part = parts_[i];
+    const auto at = static_cast<int64_t>(i);
+    RETURN_IF_ERROR(CheckHeads(tensors.q, at, token_count_, spec.query_head_count, spec.head_dim,
+                               tensors.q_dtype, [&](int64_t t, int64_t h, int64_t element) {
+                                 return NonFinite(
+                                     absl::OutOfRangeError(absl::StrCat(
+                                         "q of ", part.sequence->name, " is not finite at query ",
+                                         t, ", query head ", h, ", element ", element)),
+                                     "q");
+                               }));
+    for (const auto& [place, what, field] :
+         {std::tuple(&tensors.k, "K", "k"), std::tuple(&tensors.v, "V", "v")}) {
+      RETURN_IF_ERROR(CheckHeads(
+          *place, at, token_count_, spec.kv_head_count, spec.head_dim, spec.dtype,
+          [&, what = what, field = field](int64_t t, int64_t h, int64_t element) {
+            return NonFinite(
+                NonFiniteRowError(what, layer, h, static_cast<uint64_t>(part.start) + t, element),
+                field);
+          }));
+    }
+    AttendItem& item = request.items.emplace_back();
+    item.sequence = part.sequence;
+    Chunk& chunk = item.append.emplace();
+    chunk.layer_start = layer;
+    chunk.layer_count = 1;
+    chunk.start = part.start;
+    chunk.count = token_count_;
+    chunk.generation = part.generation;
+    chunk.k.first = {tensors.k.At(at), tensors.k.head_stride, tensors.k.token_stride};
+    chunk.v.first = {tensors.v.At(at), tensors.v.head_stride, tensors.v.token_stride};
+    item.attend.policy = part.policy;
+    item.attend.q_dtype = tensors.q_dtype;
+    item.attend.query_count = token_count_;
+    item.attend.q = tensors.q.At(at);
+    if (!q_dense) {
+      std::byte* to = q_.data() + at * q_part_bytes;
+      item.attend.q = to;
+      for (int64_t t = 0; t < token_count_; ++t) {
+        for (int64_t h = 0; h < spec.query_head_count; ++h, to += q_bytes) {
+          std::memcpy(to, tensors.q.At(at) + t * tensors.q.token_stride + h * tensors.q.head_stride,
+                      static_cast<size_t>(q_bytes));
+        }
+      }
+    }
+  }
+  return request;
+}
+
+absl::Status Step::Attend(int layer, const Tensors& tensors) {
+  ASSIGN_OR_RETURN(AttendRequest request, RequestOf(layer, tensors));
+  Waiter waiter;
+  engine_->Attend(std::move(request), [&waiter](absl::StatusOr<AttendOutcome> outcome) {
+    waiter.Set(std::move(outcome));
+  });
+  ASSIGN_OR_RETURN(outcome_, waiter.Wait());
+  const ModelSpec& spec = model().spec;
+  absl::Status first;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const JobItem& item = outcome_.job->items[i];
+    if (!item.status.ok()) {
+      if (first.ok()) {
+        first = parts_.size() == 1
+                    ? item.status
+                    : WithMessage(item.status, absl::StrCat(parts_[i].sequence->name, ": ",
+                                                            item.status.message()));
+      }
+      continue;
+    }
+    const AttendResult& result = item.result;
+    const float* head = result.out.data();
+    for (int64_t t = 0; t < token_count_; ++t) {
+      for (int64_t h = 0; h < spec.query_head_count; ++h, head += spec.head_dim) {
+        FromFloat(tensors.out_dtype, head, spec.head_dim,
+                  tensors.out.At(static_cast<int64_t>(i)) + t * tensors.out.token_stride +
+                      h * tensors.out.head_stride);
+      }
+    }
+    if (tensors.lse != nullptr) {
+      std::copy(result.lse.begin(), result.lse.end(), tensors.lse + i * result.lse.size());
+    }
+  }
+  return first;
+}
+
+}  // namespace spillway

@@ -1,0 +1,50 @@
+#include "daemon/services/decode_step.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/convert/attend.h"
+#include "daemon/convert/policy.h"
+#include "daemon/engine/errors.h"
+#include "daemon/services/lookup.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+
+absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step) {
+  std::vector<Step::Part> parts;
+  for (int i = 0; i < step.parts_size() && i <= kAttendItemCountMax; ++i) {
+    const std::string path = absl::StrCat("parts[", i, "].");
+    const v1::DecodeStep::Part& named = step.parts(i);
+    Step::Part& part = parts.emplace_back();
+    ASSIGN_OR_RETURN(part.sequence, FindSequence(engine, named.sequence(), path + "sequence"));
+    part.start = named.token_start();
+    part.generation = named.generation();
+    part.policy = part.sequence->policy;
+    if (part.start < 0) {
+      return InvalidField(path + "token_start", absl::StrCat("value ", part.start, " is negative"));
+    }
+    if (step.has_policy()) {
+      ASSIGN_OR_RETURN(part.policy, ApplyPolicy(step.policy(), part.policy,
+                                                part.sequence->model->spec, "policy."));
+    }
+  }
+  return Step::Create(&engine, std::move(parts), step.token_count());
+}
+
+v1::AttendResponse ResultsOf(const Step& step, const StatusConverter& status) {
+  v1::AttendResponse response;
+  if (step.last() == nullptr) return response;
+  for (const JobItem& item : step.last()->items) {
+    v1::AttendResult& result = *response.add_results();
+    if (item.status.ok()) {
+      FillFacts(*step.last(), item, result);
+    } else {
+      *result.mutable_status() = status.ToRpc(item.status);
+    }
+  }
+  return response;
+}
+
+}  // namespace spillway

@@ -1,0 +1,213 @@
+"""Decode steps of several sequences, announced once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+import torch
+from spillway import Client, Model, Policy, Sequence
+
+pytestmark = pytest.mark.transports("grpcio", "libspillway", "embedded")
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # of the model fixture
+LENGTHS = (1500, 40, 7)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.standard_normal(shape, np.float32)
+
+
+def filled(client: Client, model: Model, rng: np.random.Generator) -> list[Sequence]:
+    """Sequences of the lengths, one long enough to be sparse."""
+    sequences = []
+    for length in LENGTHS:
+        sequence = client.create_sequence(model)
+        k, v = normal(rng, 2, LAYERS, KV_HEADS, length, DIM)
+        sequence.append(0, 0, k, v)
+        sequences.append(sequence)
+    return sequences
+
+
+def tensors(rng: np.random.Generator, tokens: int = 1, count: int = len(LENGTHS)) -> Any:
+    q = normal(rng, count, tokens, HEADS, DIM)
+    k, v = normal(rng, 2, count, KV_HEADS, tokens, DIM)
+    return q, k, v
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_gives_what_single_steps_give(
+    client: Client, model: Model, rng: np.random.Generator, tokens: int
+) -> None:
+    together = filled(client, model, rng)
+    alone = [sequence.fork() for sequence in together]
+    for _ in range(2):
+        with client.begin_step(together, token_count=tokens) as step, client.decode() as stream:
+            assert step.starts == tuple(sequence.token_count for sequence in alone)
+            for layer in (1, 0):  # in any order
+                q, k, v = tensors(rng, tokens)
+                out, lse = step.attend(layer, q, k, v)
+                assert (out.shape, out.dtype) == (q.shape, q.dtype)
+                assert (lse.shape, lse.dtype) == (q.shape[:3], np.float32)
+                results = step.results()
+                for i, sequence in enumerate(alone):
+                    one = stream.step(sequence, layer, q[i], k[i], v[i])
+                    np.testing.assert_array_equal(out[i], one.out)
+                    np.testing.assert_array_equal(lse[i], one.lse)
+                    mine, theirs = results[i].certificate, one.certificate
+                    np.testing.assert_array_equal(mine.relative_errors, theirs.relative_errors)
+                    np.testing.assert_array_equal(mine.promises, theirs.promises)
+                    np.testing.assert_array_equal(
+                        results[i].touched_row_counts, one.touched_row_counts
+                    )
+    for sequence, length in zip(together, LENGTHS, strict=True):
+        assert sequence.token_count == sequence.refresh().token_count == length + 2 * tokens
+
+
+def test_equals_attention_computed_here(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequence = client.create_sequence(model)
+    k, v = normal(rng, 2, LAYERS, KV_HEADS, 30, DIM)
+    sequence.append(0, 0, k[:, :, :28], v[:, :, :28])
+    q = normal(rng, 1, 2, HEADS, DIM)
+    with client.begin_step([sequence], token_count=2) as step:
+        out, lse = step.attend(1, q, k[1:, :, 28:], v[1:, :, 28:])
+    for t in range(2):
+        for h in range(HEADS):
+            seen = slice(0, 29 + t)
+            logits = (k[1, h // 2, seen].astype(np.float64) @ q[0, t, h]) / np.sqrt(DIM)
+            weights = np.exp(logits)
+            np.testing.assert_allclose(lse[0, t, h], np.log(weights.sum()), rtol=1e-5)
+            np.testing.assert_allclose(
+                out[0, t, h], weights @ v[1, h // 2, seen] / weights.sum(), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_torch_of_any_strides(client: Client, rng: np.random.Generator) -> None:
+    model = client.create_model(
+        layer_count=1, query_head_count=HEADS, kv_head_count=KV_HEADS, head_dim=DIM
+    )
+    sequences = [client.create_sequence(model) for _ in range(2)]
+    # As a model has them: of one projection, [B, T, heads, d].
+    projected = torch.randn(2, 3, HEADS + 2 * KV_HEADS, DIM).bfloat16()
+    q, k, v = projected.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
+    with client.begin_step(sequences, token_count=3) as step:
+        out, lse = step.attend(0, q, k.transpose(1, 2), v.transpose(1, 2))
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    turned = [x.transpose(1, 2).float() for x in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        turned[0], turned[1], turned[2], is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out.float(), wanted.transpose(1, 2), rtol=0.01, atol=0.01)
+    with client.begin_step(sequences) as step:
+        every = q[:, ::3], k[:, ::3].transpose(1, 2), v[:, ::3].transpose(1, 2)
+        whole, _ = step.attend(0, *every, out_dtype="float32")
+        assert whole.dtype == torch.float32
+    for sequence in sequences:
+        sequence.delete()
+    client.delete_model(model)
+
+
+def test_a_policy_holds_for_the_step(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequences = filled(client, model, rng)
+    q, k, v = tensors(rng)
+    with client.begin_step(sequences, policy=Policy(selector="all")) as step:
+        step.attend(0, q, k, v)
+        for result, length in zip(step.results(), LENGTHS, strict=True):
+            assert (result.touched_row_counts == length + 1).all()
+            assert set(result.certificate.promises.ravel()) == {"exact"}
+
+
+# Misuse.
+
+
+def test_bad_steps(client: Client, model: Model, rng: np.random.Generator) -> None:
+    one, two, _ = filled(client, model, rng)
+    other = client.create_model(
+        layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+    )
+    stranger = client.create_sequence(other)
+    q, k, v = tensors(rng, count=2)
+    with pytest.raises(ValueError, match=r"0 sequences are not in \[1, 256\]"):
+        client.begin_step([])
+    for bad, told in (((one, one), "named twice"), ((one, stranger), other.name)):
+        with pytest.raises(ValueError, match=told):
+            client.begin_step(bad)
+    for count in (0, 17, -1):
+        with pytest.raises(ValueError, match=r"not in \[1, 16\]"):
+            client.begin_step([one, two], token_count=count)
+    two.delete()
+    with pytest.raises(spillway.NotFound, match=two.name):
+        client.begin_step([one, two]).attend(0, q, k, v)
+    stranger.delete()
+    client.delete_model(other)
+
+
+def test_bad_tensors_append_nothing(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequences = filled(client, model, rng)
+    q, k, v = tensors(rng)
+    with client.begin_step(sequences) as step:
+        for bad, what in (
+            ((q[:2], k, v), "q has shape"),
+            ((q, k[:, :1], v), "k has shape"),
+            ((q, k, v[..., :8]), "v has shape"),
+            ((q, k.astype(np.float16), v), "k has other elements"),
+        ):
+            with pytest.raises(ValueError, match=what):
+                step.attend(0, *bad)
+        for layer in (-1, 2):
+            with pytest.raises(spillway.InvalidArgument, match=f"value {layer} is not in"):
+                step.attend(layer, q, k, v)
+    for name, index in (("q", (1, 0, 3, 5)), ("k", (0, 1, 0, 5)), ("v", (2, 0, 0, 15))):
+        bad_tensors = {"q": q.copy(), "k": k.copy(), "v": v.copy()}
+        bad_tensors[name][index] = np.nan
+        with client.begin_step(sequences) as step:
+            with pytest.raises(spillway.OutOfRange, match="(?i)" + name + ".* is not finite") as e:
+                step.attend(0, **bad_tensors)
+            assert e.value.reason == "NON_FINITE"
+    # Over a stream those whose rows were fine have them.
+    lengths = [sequence.refresh().layer_token_counts for sequence in sequences]
+    if client.transport == "embedded":
+        assert lengths == [(length, length) for length in LENGTHS]
+
+
+def test_what_went_on_meanwhile_is_said(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequence, *_ = filled(client, model, rng)
+    q, k, v = tensors(rng, count=1)
+    step = client.begin_step([sequence])
+    client.get_sequence(sequence.name).truncate(1000)
+    with pytest.raises(spillway.Aborted, match="generation"):
+        step.attend(0, q, k, v)
+    sequence.refresh()
+    with client.begin_step([sequence]) as step:
+        step.attend(0, q, k, v)
+        # The same again is there already; other rows are not.
+        step.attend(0, q, k, v)
+        with pytest.raises(spillway.AlreadyExists, match="other rows"):
+            step.attend(0, q, k + 1, v)
+    assert sequence.refresh().layer_token_counts == (1001, 1000)
+
+
+def test_a_step_outlives_no_client(model: Model, client: Client, target: str) -> None:
+    embedded = client.transport == "embedded"
+    own = spillway.connect("embedded:" if embedded else target)
+    made = own.create_model(
+        layer_count=1, query_head_count=HEADS, kv_head_count=KV_HEADS, head_dim=DIM, dtype="float32"
+    )
+    sequence = own.create_sequence(made)
+    step = own.begin_step([sequence])
+    if not embedded:
+        sequence.delete()
+        own.delete_model(made)
+    own.close()
+    rng = np.random.default_rng(0)
+    with pytest.raises((ValueError, spillway.SpillwayError)):
+        step.attend(0, *tensors(rng, count=1))
+    step.close()
