@@ -2,8 +2,9 @@
 
 Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128 are appended
 whole, to a model without codes (rows alone) and with codes of 3 bits a
-dimension, in memory that the daemon has had before. What was appended is read back and compared. Beside it: one
-thread's copy of the same bytes. Ways take turns; medians.
+dimension, in memory that the daemon has had before. Some of what was appended
+is read back and compared. Beside it: one thread's copy of the same bytes. Ways
+take turns; medians.
 
     python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
 """

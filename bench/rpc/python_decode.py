@@ -1,10 +1,12 @@
-"""Decode steps of the Python client beyond device time, through grpcio and through libspillway.
+"""What a decode step of the Python client takes beyond the device's time, by each way there is.
 
-Starts a daemon. A step appends a token to a short sequence and attends, 32
-query heads over 8 KV heads of 128, bf16, torch tensors in and out. Blocks of
-steps go through either in turn, with and without a pause before each step;
-before anything is timed, both must answer what attention computed here gives.
-Prints a table, in microseconds, medians.
+A step appends a token to a short sequence and attends, 32 query heads over 8
+KV heads of 128, bf16, torch tensors of the CPU in and out. The ways: a Decode
+stream to a daemon through grpcio and through libspillway, the same to an
+engine in this process, and that engine's own steps (`Client.begin_step`),
+announced for each token. Blocks of steps go by each in turn, with and without
+a pause before each step; before anything is timed, all must answer what
+attention computed here gives. Prints a table, in microseconds, medians.
 
     python bench/rpc/python_decode.py [--device cuda:0]
 """
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 import spillway
 import torch
-from spillway import DecodeStream, Sequence
+from spillway import Client, DecodeStream, Sequence
 from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +33,10 @@ TOKENS, STEPS = 64, 100
 PAUSES = (0.0, 0.001)
 
 
-class Step(NamedTuple):
+class Taken(NamedTuple):
     """What a step took, microseconds."""
 
-    send: float
-    wait: float
-    unpack: float
+    total: float
     device: float
     beyond: float
 
@@ -45,88 +45,109 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).bfloat16()
 
 
-def timed_step(stream: DecodeStream, sequence: Sequence, start: int) -> Step:
-    q, k, v = (
-        random(1, HEADS, HEAD_DIM),
-        random(KV_HEADS, 1, HEAD_DIM),
-        random(KV_HEADS, 1, HEAD_DIM),
-    )
-    begin = time.perf_counter()
-    stream.send(sequence, 0, q, k, v, start=start)
-    sent = time.perf_counter()
-    _, result = stream.recv()
-    received = time.perf_counter()
-    _ = result.out
-    end = time.perf_counter()
-    device = result.device_time_us
-    micro = 1e6
-    return Step(
-        (sent - begin) * micro,
-        (received - sent) * micro,
-        (end - received) * micro,
-        device,
-        (end - begin) * micro - device,
-    )
+class Way:
+    """A way to the engine, and a sequence that it decodes."""
 
+    def __init__(self, name: str, client: Client, sequence: Sequence, stream: DecodeStream | None):
+        self.name, self.client, self.sequence = name, client, sequence
+        # None: the engine's own steps.
+        self.stream = stream
 
-def check(stream: DecodeStream, sequence: Sequence) -> None:
-    """Raises unless a step gives what torch computes."""
-    k, v = random(KV_HEADS, TOKENS, HEAD_DIM), random(KV_HEADS, TOKENS, HEAD_DIM)
-    q = random(1, HEADS, HEAD_DIM)
-    sequence.append(0, 0, k[:, :-1], v[:, :-1])
-    out = stream.step(sequence, 0, q, k[:, -1:], v[:, -1:]).out
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1).float(), k.float(), v.float(), enable_gqa=True
-    )
-    difference = (out.float() - wanted.transpose(0, 1)).norm() / wanted.norm()
-    if difference > 0.01:
-        raise RuntimeError(f"{stream.transport} answers what differs by {difference:.3f}")
+    def step(
+        self, start: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, Taken]:
+        """One timed step: q [1, H_q, d], k and v [H_kv, 1, d]."""
+        if self.stream is None:
+            with self.client.begin_step([self.sequence]) as step:
+                begin = time.perf_counter()
+                outs, _ = step.attend(0, q[None], k[None], v[None])
+                end = time.perf_counter()
+                out, (result,) = outs[0], step.results()
+        else:
+            begin = time.perf_counter()
+            result = self.stream.step(self.sequence, 0, q, k, v, start=start)
+            out = result.out
+            end = time.perf_counter()
+        total, device = (end - begin) * 1e6, result.device_time_us
+        return out, Taken(total, device, total - device)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu", help="of the daemon")
-    parser.add_argument("--blocks", type=int, default=20, help=f"of {STEPS} steps, of each kind")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    binary = serving.find_binary(ROOT)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
-        target = stack.enter_context(
-            serving.running_daemon(binary, folder / "log", "--device", arguments.device, timeout=60)
+    def check(self) -> None:
+        """Raises unless a step gives what torch computes."""
+        k, v = random(KV_HEADS, TOKENS, HEAD_DIM), random(KV_HEADS, TOKENS, HEAD_DIM)
+        q = random(1, HEADS, HEAD_DIM)
+        self.sequence.append(0, 0, k[:, :-1], v[:, :-1])
+        out, _ = self.step(TOKENS - 1, q, k[:, -1:], v[:, -1:])
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1).float(), k.float(), v.float(), enable_gqa=True
         )
-        clients = [stack.enter_context(spillway.connect(target, native=n)) for n in (False, True)]
-        model = clients[0].create_model(
+        difference = (out.float() - wanted.transpose(0, 1)).norm() / wanted.norm()
+        if difference > 0.01:
+            raise RuntimeError(f"{self.name} answers what differs by {difference:.3f}")
+
+    def block(self, pause: float) -> list[Taken]:
+        """Steps one after the other."""
+        self.sequence.truncate(TOKENS)
+        taken = []
+        for step in range(STEPS):
+            tensors = random(1, HEADS, HEAD_DIM), *random(2, KV_HEADS, 1, HEAD_DIM)
+            if pause:
+                time.sleep(pause)
+            taken.append(self.step(TOKENS + step, *tensors)[1])
+        return taken
+
+
+def ways(stack: ExitStack, clients: list[Client]) -> list[Way]:
+    made = []
+    for client in clients:
+        model = client.create_model(
             layer_count=1,
             query_head_count=HEADS,
             kv_head_count=KV_HEADS,
             head_dim=HEAD_DIM,
             dtype="bfloat16",
         )
-        sides = []
-        for client in clients:
-            sequence = client.create_sequence(model)
-            stream = stack.enter_context(client.decode())
-            check(stream, sequence)
-            sides.append((stream, sequence))
+        embedded = client.transport == "embedded"
+        for own in (False, True) if embedded else (False,):
+            stream = None if own else stack.enter_context(client.decode())
+            name = client.transport + (" step" if own else " stream" if embedded else "")
+            made.append(Way(name, client, client.create_sequence(model), stream))
+            made[-1].check()
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu", help="of the daemon and the engine")
+    parser.add_argument("--blocks", type=int, default=20, help=f"of {STEPS} steps, of each kind")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    binary = serving.find_binary(ROOT)
+    # Two engines share the machine.
+    limit = "4GiB"
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spillway-bench-")))
+        flags = ("--device", arguments.device, "--memory-limit", limit)
+        target = stack.enter_context(
+            serving.running_daemon(binary, folder / "log", *flags, timeout=60)
+        )
+        clients = [stack.enter_context(spillway.connect(target, native=n)) for n in (False, True)]
+        settings = {"device.name": arguments.device, "memory.limit": limit}
+        clients.append(stack.enter_context(spillway.connect("embedded:", settings=settings)))
+        sides = ways(stack, clients)
         print(clients[0].server_info.devices[0].description)
-        print(f"{'':24}" + "".join(f"{name:>9}" for name in Step._fields))
+        print(f"{'':28}" + "".join(f"{name:>9}" for name in Taken._fields))
         for pause in PAUSES:
-            steps: dict[str, list[Step]] = {stream.transport: [] for stream, _ in sides}
+            steps: dict[str, list[Taken]] = {way.name: [] for way in sides}
             # The first block of each warms up.
             for block in range(arguments.blocks + 1):
-                for stream, sequence in sides:
-                    sequence.truncate(TOKENS)
-                    for step in range(STEPS):
-                        if pause:
-                            time.sleep(pause)
-                        taken = timed_step(stream, sequence, TOKENS + step)
-                        if block > 0:
-                            steps[stream.transport].append(taken)
+                for way in sides:
+                    taken = way.block(pause)
+                    if block > 0:
+                        steps[way.name] += taken
             for name, taken_all in steps.items():
                 label = f"{name}, {pause * 1000:.0f} ms apart" if pause else f"{name}, at once"
                 medians = (statistics.median(column) for column in zip(*taken_all, strict=True))
-                print(f"{label:24}" + "".join(f"{median:9.1f}" for median in medians), flush=True)
+                print(f"{label:28}" + "".join(f"{median:9.1f}" for median in medians), flush=True)
 
 
 if __name__ == "__main__":

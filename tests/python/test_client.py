@@ -308,14 +308,18 @@ def test_result_type_follows_the_query(
 
 
 def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Generator) -> None:
-    # Rows of 12 MiB and queries of 8 MiB go through messages of at most 4 MiB.
+    # Rows of 12 MiB and queries of 8 MiB go through messages of at most 4 MiB;
+    # an embedded engine reads the rows where they are.
     model = client.create_model(
         layer_count=2, query_head_count=16, kv_head_count=8, head_dim=128, dtype="float32"
     )
     sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 8, 700, 128)
     result = sequence.append(0, 0, k, v)
-    assert result.appended_chunk_count >= 3
+    if client.transport == "embedded":
+        assert result.appended_chunk_count == 1
+    else:
+        assert result.appended_chunk_count >= 3
     assert result.layer_token_counts == (700, 700)
     repeated = sequence.append(0, 0, k, v)
     assert repeated.appended_chunk_count == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,8 +144,14 @@ def test_closing_ends_what_runs(rng: np.random.Generator) -> None:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
+    # A copy of libspillway finds what lies with the original.
+    folder = str(Path(os.environ["SPILLWAY_LIBRARY"]).parent)
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "LD_LIBRARY_PATH": folder},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
