@@ -168,6 +168,8 @@ def test_a_program_may_end_with_it_open() -> None:
         sequence.append(0, 0, rows, rows)
         stream = client.decode()
         print(stream.step(sequence, 0, np.ones((1, 1, 16), np.float32)).out.mean())
+        step = client.begin_step([sequence])
+        step.attend(0, np.ones((1, 1, 1, 16), np.float32), rows[None, :, :1], rows[None, :, :1])
         # Waits for an answer that never comes.
         def wait():
             try:

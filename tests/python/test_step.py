@@ -195,6 +195,16 @@ def test_what_went_on_meanwhile_is_said(
     assert sequence.refresh().layer_token_counts == (1001, 1000)
 
 
+def test_a_closed_step(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequence = client.create_sequence(model)
+    step = client.begin_step([sequence])
+    step.close()
+    step.close()
+    with pytest.raises(ValueError, match="is closed"):
+        step.attend(0, *tensors(rng, count=1))
+    assert sequence.refresh().token_count == 0
+
+
 def test_a_step_outlives_no_client(model: Model, client: Client, target: str) -> None:
     embedded = client.transport == "embedded"
     own = spillway.connect("embedded:" if embedded else target)

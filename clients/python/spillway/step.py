@@ -74,14 +74,14 @@ class _NativeStep:
         self._channel = channel
         self._shape = (message.token_count, model.query_head_count, model.head_dim)
         self._handle = channel.begin_step(message.SerializeToString())
-        finalizer: Any = weakref.finalize(self, channel.library.spillway_step_end, self._handle)
-        # Its engine may have gone by then.
-        finalizer.atexit = False
-        self.end = finalizer
+        # At exit too, before the channel's, which was made earlier: the engine
+        # goes with the last of both.
+        self.end: Any = weakref.finalize(self, channel.library.spillway_step_end, self._handle)
         self._tensors = _Tensors()
         self._at = ctypes.byref(self._tensors)
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
+        self._check_open()
         tensors = self._tensors
         shape = tuple(q.shape)
         out, lse = _empty_like(q, out_dtype, shape), _empty_like(q, _F32, shape[:3])
@@ -101,7 +101,12 @@ class _NativeStep:
         del kept
         return _back(out, q), _back(lse, q)
 
+    def _check_open(self) -> None:
+        if not self.end.alive:
+            raise ValueError("the step is closed")
+
     def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:
+        self._check_open()
         message = self._channel.step_results(self._handle)
         results = attention_service_pb2.AttendResponse.FromString(message).results
         for result in results:
