@@ -253,6 +253,7 @@ class DecodeStep:
         self._model = self.sequences[0]._described()
         self.starts = tuple(sequence.token_count for sequence in sequences)
         self._kind: _NativeStep | _StreamStep
+        self._last: tuple[Any, Any] = (None, None)
         if client.transport == "embedded":
             assert client._native is not None
             message = attention_service_pb2.DecodeStep(
@@ -315,14 +316,17 @@ class DecodeStep:
             raise
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             sequence._expect(layer, start + tokens)
+        self._last = answer
         return answer
 
     def results(self) -> list[AttendResult]:
-        """Returns certificate and counts of the last attend, one for each sequence.
-
-        Outputs are not among them.
-        """
-        return [AttendResult(message, decoder_like(None)) for message in self._kind.results()]
+        """Returns all of the last attend, one for each sequence: certificate and counts too."""
+        made = []
+        for i, message in enumerate(self._kind.results()):
+            result = AttendResult(message, decoder_like(None))
+            result.__dict__.update(out=self._last[0][i], lse=self._last[1][i])
+            made.append(result)
+        return made
 
     def close(self) -> None:
         """Ends the step."""

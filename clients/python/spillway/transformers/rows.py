@@ -20,6 +20,7 @@ from spillway.indices import HashWeights
 from spillway.policy import Policy
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
+from spillway.step import DecodeStep
 from spillway.tensors import DTypeName
 from spillway.transformers.support import Shapes
 from spillway.transformers.transfer import to_host
@@ -83,6 +84,8 @@ class RowStore:
         self._hash_weights = hash_weights
         self._ttl = ttl
         self._stream: DecodeStream | None = None
+        # The step whose layers are being attended, with an embedded engine.
+        self._announced: DecodeStep | None = None
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
         """Makes the model known to the daemon and an empty sequence per row."""
@@ -168,7 +171,9 @@ class RowStore:
         policy = _EXACT if exact else self.request_policy
         # Of more queries the daemon's stream takes no append.
         limit = self.client.server_info.limits.sparse_query_token_count_max
-        if all(counts[row] <= limit for row in active):
+        if self._steps_together(counts, limit):
+            results = self._step_together(layer, q, k, v, counts[0], policy)
+        elif all(counts[row] <= limit for row in active):
             results = self._step_stream(layer, queries, news, starts, policy)
         else:
             for row in active:
@@ -180,6 +185,33 @@ class RowStore:
             )
             results = {row: answers[self.rows[row].sequence] for row in active}
         return [(row, queries[row], results[row]) for row in active]
+
+    def _steps_together(self, counts: SequenceABC[int], limit: int) -> bool:
+        """Whether a step of the engine serves all rows: it is in this process."""
+        alike = len(set(counts)) == 1 and 1 <= counts[0] <= limit
+        return alike and self.client.transport == "embedded"
+
+    def _step_together(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        count: int,
+        policy: Policy | None,
+    ) -> dict[int, AttendResult]:
+        """Attends for all rows at once, where they are in memory; announced at the first layer."""
+        if self._announced is None or layer == 0:
+            sequences = [row.sequence for row in self.rows]
+            self._announced = self.client.begin_step(sequences, token_count=count, policy=policy)
+        length = q.shape[2]
+        new = slice(length - count, length)
+        try:
+            self._announced.attend(layer, q[:, :, new].transpose(1, 2), k[:, :, new], v[:, :, new])
+            return dict(enumerate(self._announced.results()))
+        except BaseException:
+            self._announced = None
+            raise
 
     def _step_stream(
         self,
@@ -273,5 +305,6 @@ class RowStore:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        self._announced = None
         rows, self.rows = self.rows, []
         _delete(rows)
