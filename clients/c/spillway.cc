@@ -23,6 +23,7 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/channel_arguments.h"
 #include "host/base/mutex.h"
+#include "host/base/status_macros.h"
 
 namespace {
 
@@ -46,21 +47,31 @@ std::shared_ptr<grpc::Channel> Connect(const char* target) {
 thread_local absl::Status last_error;
 thread_local std::string last_details;  // a serialised google.rpc.Status, or nothing
 
-void SetError(absl::Status status, std::string details = "") {
-  last_error = std::move(status);
-  last_details = std::move(details);
+// Keeps an error; `engine` knows its details. Returns its code.
+int SetError(const absl::Status& status, const spillway::Embedded* engine = nullptr) {
+  last_details = engine != nullptr ? engine->DetailsOf(status) : "";
+  last_error = status;
+  return static_cast<int>(status.code());
 }
 
-// What f returns; nullptr, and the error kept, where it throws.
+// What f returns, a status with or without a value; one where it throws.
 template <typename F>
-auto OrNull(F f) -> decltype(f()) {
+auto Caught(F f) -> decltype(f()) {
   try {
     return f();
   } catch (const std::bad_alloc&) {
-    SetError(absl::ResourceExhaustedError("out of memory"));
+    return absl::ResourceExhaustedError("out of memory");
   } catch (const std::exception& error) {
-    SetError(absl::InternalError(error.what()));
+    return absl::InternalError(error.what());
   }
+}
+
+// What f makes; nullptr, and the error kept, where it does not.
+template <typename T, typename F>
+T* OrNull(F f, const spillway::Embedded* engine = nullptr) {
+  const absl::StatusOr<T*> made = Caught([&]() -> absl::StatusOr<T*> { return f(); });
+  if (made.ok()) return *made;
+  SetError(made.status(), engine);
   return nullptr;
 }
 
@@ -143,12 +154,11 @@ struct spillway_call {
     }
   }
 
-  int Send(const void* message, size_t size, bool last) {
+  int Send(const void* message, size_t size) {
     grpc::Slice slice(message, size);
     const spillway::MutexLock lock(mutex_);
     if (broken_) return -1;
     to_write_.emplace_back(&slice, 1);
-    last_ = last_ || last;
     WriteNext();
     // Mostly it is written already, and the next message need not wait.
     if (!driven_) Drive(/*deadline=*/Clock::time_point());
@@ -202,12 +212,7 @@ struct spillway_call {
       return call_->WritesDone(Tag(Event::kWritten));
     }
     writing_ = true;
-    if (last_ && to_write_.size() == 1) {
-      said_last_ = true;
-      call_->WriteLast(to_write_.front(), grpc::WriteOptions(), Tag(Event::kWritten));
-    } else {
-      call_->Write(to_write_.front(), Tag(Event::kWritten));
-    }
+    call_->Write(to_write_.front(), Tag(Event::kWritten));
     to_write_.pop_front();
   }
 
@@ -312,22 +317,17 @@ int spillway_error(const char** message, const void** details, size_t* details_s
 }
 
 spillway_channel* spillway_channel_open(const char* target) {
-  return OrNull([&] { return new spillway_channel{nullptr, Connect(target)}; });
+  return OrNull<spillway_channel>([&] { return new spillway_channel{nullptr, Connect(target)}; });
 }
 
 spillway_channel* spillway_channel_embed(const char* const* settings, size_t setting_count) {
-  return OrNull([&]() -> spillway_channel* {
+  return OrNull<spillway_channel>([&]() -> absl::StatusOr<spillway_channel*> {
     std::vector<std::pair<std::string, std::string>> named;
     for (size_t i = 0; i < setting_count; ++i) {
       named.push_back(absl::StrSplit(settings[i], absl::MaxSplits('=', 1)));
     }
-    absl::StatusOr<std::unique_ptr<spillway::Embedded>> embedded = spillway::Embedded::Open(named);
-    if (!embedded.ok()) {
-      SetError(embedded.status());
-      return nullptr;
-    }
-    const std::shared_ptr<grpc::Channel> channel = (*embedded)->channel();
-    return new spillway_channel{*std::move(embedded), channel};
+    ASSIGN_OR_RETURN(std::shared_ptr<spillway::Embedded> embedded, spillway::Embedded::Open(named));
+    return new spillway_channel{embedded, embedded->channel()};
   });
 }
 
@@ -335,11 +335,12 @@ void spillway_channel_close(spillway_channel* channel) { delete channel; }
 
 spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                   double timeout_seconds) {
-  return OrNull([&] { return new spillway_call(channel->channel, method, timeout_seconds); });
+  return OrNull<spillway_call>(
+      [&] { return new spillway_call(channel->channel, method, timeout_seconds); });
 }
 
-int spillway_call_send(spillway_call* call, const void* message, size_t size, int last) {
-  return call->Send(message, size, last != 0);
+int spillway_call_send(spillway_call* call, const void* message, size_t size) {
+  return call->Send(message, size);
 }
 
 void spillway_call_send_end(spillway_call* call) { call->SendEnd(); }
@@ -363,31 +364,22 @@ void spillway_call_close(spillway_call* call) { delete call; }
 
 spillway_step* spillway_step_begin(spillway_channel* channel, const void* description,
                                    size_t size) {
-  return OrNull([&]() -> spillway_step* {
-    if (channel->embedded == nullptr) {
-      SetError(absl::UnimplementedError("steps are for an engine in this process"));
-      return nullptr;
-    }
-    absl::StatusOr<std::unique_ptr<spillway::Step>> step =
-        channel->embedded->BeginStep({static_cast<const char*>(description), size});
-    if (!step.ok()) {
-      SetError(step.status(), channel->embedded->DetailsOf(step.status()));
-      return nullptr;
-    }
-    return new spillway_step{channel->embedded, *std::move(step), ""};
-  });
+  spillway::Embedded* const engine = channel->embedded.get();
+  return OrNull<spillway_step>(
+      [&]() -> absl::StatusOr<spillway_step*> {
+        if (engine == nullptr) {
+          return absl::UnimplementedError("steps are for an engine in this process");
+        }
+        ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> step,
+                         engine->BeginStep({static_cast<const char*>(description), size}));
+        return new spillway_step{channel->embedded, std::move(step), ""};
+      },
+      engine);
 }
 
 int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
-  const bool* const done = OrNull([&]() -> const bool* {
-    static constexpr bool kDone = true;
-    absl::Status status = Attend(*step->step, layer, *tensors);
-    if (status.ok()) return &kDone;
-    std::string details = step->embedded->DetailsOf(status);
-    SetError(std::move(status), std::move(details));
-    return nullptr;
-  });
-  return done != nullptr ? 0 : static_cast<int>(last_error.code());
+  const absl::Status status = Caught([&] { return Attend(*step->step, layer, *tensors); });
+  return status.ok() ? 0 : SetError(status, step->embedded.get());
 }
 
 void spillway_step_results(spillway_step* step, const void** message, size_t* size) {

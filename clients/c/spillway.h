@@ -69,13 +69,12 @@ SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, con
 
 /* Sends a copy of a message, in order, without waiting. What cannot be written
  * yet is kept, without a bound, and goes out while a later function sends or
- * receives. last: not 0 if none follows; a call of a method that takes one
- * message starts with that. Returns 0, or -1 when the call is known to have
- * ended: receive tells how. */
-SPILLWAY_EXPORT int spillway_call_send(spillway_call* call, const void* message, size_t size,
-                                       int last);
+ * receives. Returns 0, or -1 when the call is known to have ended: receive tells
+ * how. */
+SPILLWAY_EXPORT int spillway_call_send(spillway_call* call, const void* message, size_t size);
 
-/* Says that no message follows those that were sent. */
+/* Says that no message follows those that were sent: a call of a method that
+ * takes one message is answered then. */
 SPILLWAY_EXPORT void spillway_call_send_end(spillway_call* call);
 
 enum {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -151,17 +150,6 @@ v1::DType ToProto(DType dtype) {
   return v1::DTYPE_UNSPECIFIED;
 }
 
-absl::StatusOr<DType> CheckTensor(const v1::Tensor& tensor, std::initializer_list<int64_t> shape,
-                                  const std::string& field) {
-  const absl::StatusOr<Checked> checked = CheckShape(tensor, shape, field);
-  if (!checked.ok()) return checked.status();
-  if (tensor.has_slice()) {
-    return InvalidField(field + ".slice", "this field takes data, not a slice of a region");
-  }
-  RETURN_IF_ERROR(CheckData(tensor, checked->bytes, field));
-  return checked->dtype;
-}
-
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
                                       const RegionTable& regions, const std::string& field) {
@@ -211,10 +199,9 @@ absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t co
     return InvalidField(field + ".strides", "a result is written in C order");
   }
   TensorPlace place;
-  ASSIGN_OR_RETURN(std::shared_ptr<const Region> region, RegionOf(slice, regions, field));
-  RETURN_IF_ERROR(CheckWithin(slice, *region, count * DTypeBytes(dtype), DTypeBytes(dtype), field));
-  place.data = region->bytes.data() + slice.offset();
-  place.region = std::move(region);
+  ASSIGN_OR_RETURN(place.region, RegionOf(slice, regions, field));
+  RETURN_IF_ERROR(
+      CheckWithin(slice, *place.region, count * DTypeBytes(dtype), DTypeBytes(dtype), field));
   place.slice = slice;
   return place;
 }
@@ -235,7 +222,8 @@ void FillTensor(std::span<const float> values, DType dtype, std::initializer_lis
   tensor.set_dtype(ToProto(dtype));
   for (const int64_t size : shape) tensor.add_shape(size);
   *tensor.mutable_slice() = place.slice;
-  FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()), place.data);
+  FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()),
+            place.region->bytes.data() + place.slice.offset());
 }
 
 void FillTensor(std::span<const uint32_t> values, v1::Tensor& tensor) {

@@ -41,10 +41,6 @@ struct TensorView {
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
                                       const RegionTable& regions, const std::string& field);
-// The same for a tensor in its message. Returns the element type.
-absl::StatusOr<DType> CheckTensor(const v1::Tensor& tensor, std::initializer_list<int64_t> shape,
-                                  const std::string& field);
-
 inline const std::byte* BytesOf(const v1::Tensor& tensor) {
   return reinterpret_cast<const std::byte*>(tensor.data().data());
 }
@@ -54,7 +50,6 @@ std::shared_ptr<const std::byte[]> CopyOf(const TensorView& view, std::span<cons
 // Where a result shall be written: elements of a region, in C order.
 struct TensorPlace {
   std::shared_ptr<const Region> region;  // null: into the answer
-  std::byte* data = nullptr;
   v1::RegionSlice slice;
 };
 // INVALID_ARGUMENT or NOT_FOUND naming `field`.

@@ -16,20 +16,37 @@ namespace {
 // Token indices are 32 bits wide.
 constexpr int64_t kTokenCountMax = std::numeric_limits<uint32_t>::max();
 
+// Which element of one layer's K or V is the first that is not finite, counted in C order.
+std::optional<int64_t> FindInLayer(const RowSource& rows, const Chunk& chunk,
+                                   const ModelSpec& spec) {
+  const int64_t bytes = spec.row_bytes() / 2;
+  const int64_t row_count = spec.kv_head_count * chunk.count;
+  const auto row_at = [&](int64_t row) { return rows.Row(row / chunk.count, row % chunk.count); };
+  // At once where they lie together, for that is much faster.
+  const bool dense = row_at(row_count - 1) == rows.data + (row_count - 1) * bytes &&
+                     (chunk.count == 1 || rows.token_stride == bytes);
+  const int64_t step = dense ? row_count : 1;
+  for (int64_t row = 0; row < row_count; row += step) {
+    const std::optional<int64_t> at =
+        FindNonFinite({row_at(row), static_cast<size_t>(step * bytes)}, spec.dtype);
+    if (at) return row * spec.head_dim + *at;
+  }
+  return std::nullopt;
+}
+
 absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const ChunkSource& source,
                        const char* what, std::string_view field) {
-  const int64_t bytes = int64_t{chunk.layer_count} * spec.kv_head_count * chunk.count *
-                        spec.head_dim * DTypeBytes(spec.dtype);
-  const std::optional<int64_t> at =
-      FindNonFinite({source.first.data, static_cast<size_t>(bytes)}, spec.dtype);
-  if (!at) return absl::OkStatus();
-  const int64_t element = *at % spec.head_dim;
-  const int64_t row = *at / spec.head_dim;
-  // Unsigned: the start is still whatever the client said.
-  const uint64_t token = static_cast<uint64_t>(chunk.start) + row % chunk.count;
-  const int64_t head = row / chunk.count % spec.kv_head_count;
-  const int64_t layer = chunk.layer_start + row / chunk.count / spec.kv_head_count;
-  return NonFinite(NonFiniteRowError(what, layer, head, token, element), field);
+  for (int offset = 0; offset < chunk.layer_count; ++offset) {
+    const std::optional<int64_t> at = FindInLayer(source.Layer(offset), chunk, spec);
+    if (!at) continue;
+    const int64_t row = *at / spec.head_dim;
+    // Unsigned: the start is still whatever the client said.
+    const uint64_t token = static_cast<uint64_t>(chunk.start) + row % chunk.count;
+    return NonFinite(NonFiniteRowError(what, chunk.layer_start + offset, row / chunk.count, token,
+                                       *at % spec.head_dim),
+                     field);
+  }
+  return absl::OkStatus();
 }
 
 std::vector<std::pair<std::string, std::string>> Length(int64_t layer, int64_t count) {
@@ -59,6 +76,16 @@ absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::
                        "q is not finite at query ", row / spec.query_head_count, ", query head ",
                        row % spec.query_head_count, ", element ", *at % spec.head_dim)),
                    field);
+}
+
+absl::Status OneModel::Add(const Sequence& sequence, const std::string& field) {
+  if (!seen_.insert(&sequence).second) {
+    return InvalidField(field, absl::StrCat(sequence.name, " is named twice"));
+  }
+  if (model_ == nullptr) model_ = sequence.model.get();
+  if (model_ == sequence.model.get()) return absl::OkStatus();
+  return InvalidField(field, absl::StrCat(sequence.name, " is of ", sequence.model->name,
+                                          ", the first one's of ", model_->name));
 }
 
 absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows) {

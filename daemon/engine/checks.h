@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,7 +17,7 @@ namespace spillway {
 absl::Status NonFinite(const absl::Status& error, std::string_view field);
 // OUT_OF_RANGE, reason NON_FINITE, naming layer, KV head, token position and
 // element of the first value of K or V that is infinite or NaN. path: of the
-// chunk in its request, "chunk.". REQUIRES: K and V in C order.
+// chunk in its request, "chunk.".
 absl::Status CheckFinite(const Chunk& chunk, const ModelSpec& spec, const std::string& path);
 // The same for queries [T, H_q, d] of a field, naming query, head and element.
 absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::string_view field);
@@ -25,6 +27,18 @@ absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::
 // OUT_OF_RANGE for a gap or a straddle, ALREADY_EXISTS for other bytes, both
 // with the layer's length.
 absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows);
+// What the sequences of one request are to each other.
+class OneModel {
+ public:
+  // INVALID_ARGUMENT, naming the field, for a sequence of another model than the
+  // first, or one that came before.
+  absl::Status Add(const Sequence& sequence, const std::string& field);
+
+ private:
+  const Model* model_ = nullptr;
+  std::unordered_set<const Sequence*> seen_;
+};
+
 // ABORTED, reason STALE_GENERATION.
 absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence);
 

@@ -115,10 +115,7 @@ absl::Status RegionTable::Detach(const std::string& session, std::string_view id
 
 absl::StatusOr<std::shared_ptr<Region>> RegionTable::Find(std::string_view id) const {
   if (process_ != nullptr && id == kProcessRegion) return process_;
-  if (kind_ != Kind::kSessions) {
-    if (kind_ == Kind::kProcess) return RegionNotFound(id);
-    RETURN_IF_ERROR(CheckSessions());
-  }
+  if (kind_ == Kind::kNone) RETURN_IF_ERROR(CheckSessions());
   const MutexLock lock(mutex_);
   const auto found = regions_.find(id);
   if (found == regions_.end()) return RegionNotFound(id);

@@ -46,8 +46,6 @@ class RegionTable {
   // The budget outlives the table.
   RegionTable(Kind kind, MemoryBudget* budget);
 
-  Kind kind() const { return kind_; }
-
   // A new session's id.
   std::string OpenSession() ABSL_LOCKS_EXCLUDED(mutex_);
   // Its regions go as Detach.

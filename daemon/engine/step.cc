@@ -3,37 +3,18 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <tuple>
-#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "host/base/elements.h"
-#include "host/base/finite.h"
 #include "host/base/limits.h"
 #include "host/base/mutex.h"
 #include "host/base/status_macros.h"
-#include "host/device/errors.h"
 
 namespace spillway {
 namespace {
-
-// The first of a part's rows [T, H, d] that is not finite, as f(token, head, element) tells it.
-template <typename F>
-absl::Status CheckHeads(const Step::Place<const std::byte>& place, int64_t part, int64_t tokens,
-                        int64_t heads, int64_t head_dim, DType dtype, F f) {
-  const auto bytes = static_cast<size_t>(head_dim * DTypeBytes(dtype));
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int64_t h = 0; h < heads; ++h) {
-      const std::byte* head = place.At(part) + t * place.token_stride + h * place.head_stride;
-      const std::optional<int64_t> at = FindNonFinite({head, bytes}, dtype);
-      if (at.has_value()) return f(t, h, *at);
-    }
-  }
-  return absl::OkStatus();
-}
 
 // What others are told of an outcome that was waited for.
 class Waiter {
@@ -68,18 +49,9 @@ absl::StatusOr<std::unique_ptr<Step>> Step::Create(Engine* engine, std::vector<P
     return InvalidField("token_count", absl::StrCat("value ", token_count, " is not in [1, ",
                                                     kSparseQueryCountMax, "]"));
   }
-  std::unordered_set<const Sequence*> seen;
-  const Model& model = *parts.front().sequence->model;
+  OneModel together;
   for (size_t i = 0; i < parts.size(); ++i) {
-    const Sequence& sequence = *parts[i].sequence;
-    const std::string field = absl::StrCat("parts[", i, "].sequence");
-    if (!seen.insert(&sequence).second) {
-      return InvalidField(field, absl::StrCat(sequence.name, " is named twice"));
-    }
-    if (sequence.model.get() != &model) {
-      return InvalidField(field, absl::StrCat(sequence.name, " is of ", sequence.model->name,
-                                              ", the first one's of ", model.name));
-    }
+    RETURN_IF_ERROR(together.Add(*parts[i].sequence, absl::StrCat("parts[", i, "].sequence")));
   }
   return std::unique_ptr<Step>(new Step(engine, std::move(parts), token_count));
 }
@@ -103,24 +75,6 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const Tensors& tensors)
   for (size_t i = 0; i < parts_.size(); ++i) {
     const Part& part = parts_[i];
     const auto at = static_cast<int64_t>(i);
-    RETURN_IF_ERROR(CheckHeads(tensors.q, at, token_count_, spec.query_head_count, spec.head_dim,
-                               tensors.q_dtype, [&](int64_t t, int64_t h, int64_t element) {
-                                 return NonFinite(
-                                     absl::OutOfRangeError(absl::StrCat(
-                                         "q of ", part.sequence->name, " is not finite at query ",
-                                         t, ", query head ", h, ", element ", element)),
-                                     "q");
-                               }));
-    for (const auto& [place, what, field] :
-         {std::tuple(&tensors.k, "K", "k"), std::tuple(&tensors.v, "V", "v")}) {
-      RETURN_IF_ERROR(CheckHeads(
-          *place, at, token_count_, spec.kv_head_count, spec.head_dim, spec.dtype,
-          [&, what = what, field = field](int64_t t, int64_t h, int64_t element) {
-            return NonFinite(
-                NonFiniteRowError(what, layer, h, static_cast<uint64_t>(part.start) + t, element),
-                field);
-          }));
-    }
     AttendItem& item = request.items.emplace_back();
     item.sequence = part.sequence;
     Chunk& chunk = item.append.emplace();
@@ -131,6 +85,7 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const Tensors& tensors)
     chunk.generation = part.generation;
     chunk.k.first = {tensors.k.At(at), tensors.k.head_stride, tensors.k.token_stride};
     chunk.v.first = {tensors.v.At(at), tensors.v.head_stride, tensors.v.token_stride};
+    RETURN_IF_ERROR(CheckFinite(chunk, spec, ""));
     item.attend.policy = part.policy;
     item.attend.q_dtype = tensors.q_dtype;
     item.attend.query_count = token_count_;
@@ -145,6 +100,7 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const Tensors& tensors)
         }
       }
     }
+    RETURN_IF_ERROR(CheckFinite(item.attend, spec, "q"));
   }
   return request;
 }

@@ -52,8 +52,6 @@ class Step {
                                                       int64_t token_count);
 
   const Model& model() const { return *parts_.front().sequence->model; }
-  const std::vector<Part>& parts() const { return parts_; }
-  int64_t token_count() const { return token_count_; }
 
   // Appends the new tokens' K and V of a layer and attends, and waits for it:
   // in this thread, where the device computes on the CPU. An element that is

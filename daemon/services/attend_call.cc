@@ -1,11 +1,11 @@
 #include "daemon/services/attend_call.h"
 
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
+#include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
@@ -37,7 +37,7 @@ class AttendCall final : public UnaryCall {
       return InvalidField("items",
                           absl::StrCat(count, " items are not in [1, ", kAttendItemCountMax, "]"));
     }
-    std::unordered_set<const Sequence*> seen;
+    OneModel together;
     int64_t response_bytes = 0;
     int64_t held_bytes = 0;
     for (int i = 0; i < count; ++i) {
@@ -45,16 +45,7 @@ class AttendCall final : public UnaryCall {
       absl::StatusOr<AttendItem> item = ItemFromProto(services_, request_.items(i), path);
       if (!item.ok()) return item.status();
       const Model& model = *item->sequence->model;
-      if (!seen.insert(item->sequence.get()).second) {
-        return InvalidField(path + "sequence",
-                            absl::StrCat(item->sequence->name, " is named twice"));
-      }
-      if (&model != (i == 0 ? &model : work.items.front().sequence->model.get())) {
-        return InvalidField(
-            path + "sequence",
-            absl::StrCat(item->sequence->name, " is of ", model.name, ", the first item's of ",
-                         work.items.front().sequence->model->name));
-      }
+      RETURN_IF_ERROR(together.Add(*item->sequence, path + "sequence"));
       RETURN_IF_ERROR(CheckLayer(request_.layer(), model.spec));
       ASSIGN_OR_RETURN(ResultPlaces places,
                        PlacesFromProto(request_.items(i), request_.out_dtype(), item->attend,

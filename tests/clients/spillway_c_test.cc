@@ -39,7 +39,7 @@ class DecodeInCTest : public ::testing::Test {
     request.set_correlation_id(id);
     request.mutable_q()->set_data(std::string(padding, 'q'));
     const std::string message = request.SerializeAsString();
-    return spillway_call_send(call_, message.data(), message.size(), 0);
+    return spillway_call_send(call_, message.data(), message.size());
   }
 
   int Receive(double timeout_seconds = kForEver) {
@@ -206,7 +206,8 @@ TEST_F(DecodeInCTest, EndsWhenAllWasSent) {
 std::string Unary(spillway_channel* channel, const char* method, const std::string& request,
                   int& code) {
   spillway_call* const call = spillway_call_open(channel, method, kNoLimit);
-  EXPECT_EQ(spillway_call_send(call, request.data(), request.size(), /*last=*/1), 0);
+  EXPECT_EQ(spillway_call_send(call, request.data(), request.size()), 0);
+  spillway_call_send_end(call);
   const void* data = nullptr;
   size_t size = 0;
   std::string response;

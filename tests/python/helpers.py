@@ -1,9 +1,16 @@
-"""What the daemon holds, and how to make it hold less; tensor messages."""
+"""What the daemon holds, and how to make it hold less; refusals, waiting, tensor messages."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
 import spillway
 from spillway._proto import tensor_pb2
+from spillway.errors import error_from_rpc
 from spillway.server import MemoryStatistics
 from spillway.tensors import Array, fill
 
@@ -26,3 +33,28 @@ def delete_model(client: spillway.Client, model: spillway.Model) -> None:
     for info in list(client.list_sequences(model)):
         client.get_sequence(info.name).delete()
     client.delete_model(model)
+
+
+def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
+    """Runs the call, of a client or of its stubs, and returns what it fails with."""
+    with pytest.raises((grpc.RpcError, spillway.SpillwayError)) as caught:
+        call()
+    raised = caught.value
+    error = error_from_rpc(raised) if isinstance(raised, grpc.RpcError) else raised
+    assert isinstance(error, spillway.SpillwayError)
+    return error
+
+
+def settles(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Asserts that it comes true within ten seconds."""
+    assert settles(condition)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, encode, held
+from helpers import delete_model, encode, held, settles, wait_for
 from spillway import Client, Model, Policy, Sequence, _split
 from spillway._proto import attention_service_pb2 as attention
 
@@ -280,20 +280,6 @@ def receive_for_ever(stream: spillway.DecodeStream) -> None:
 def append_for_ever(sequence: Sequence, rows: Any) -> None:
     for start in itertools.count(0, rows.shape[2]):
         sequence.append(0, start, rows, rows)
-
-
-def settles(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within ten seconds."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    assert settles(condition)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import spillway
 from google.rpc import code_pb2
-from helpers import held
+from helpers import held, refused
 from spillway import Client, Model, Sequence
 from spillway._proto import (
     admin_service_pb2 as admin,
@@ -82,11 +82,7 @@ def scene(client: Client, model: Model, rng: np.random.Generator) -> Iterator[Sc
 
 def refuse(call: Callable[[], Any], codes: str | tuple[str, ...]) -> spillway.SpillwayError:
     """Runs the call, which must fail with one of the codes and say something."""
-    with pytest.raises((grpc.RpcError, spillway.SpillwayError)) as caught:
-        call()
-    raised = caught.value
-    error = error_from_rpc(raised) if isinstance(raised, grpc.RpcError) else raised
-    assert isinstance(error, spillway.SpillwayError)
+    error = refused(call)
     assert error.code in codes, str(error)
     assert len(error.message) > 8, str(error)
     return error

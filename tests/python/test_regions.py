@@ -9,22 +9,20 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import spillway
 import torch
 from daemon_process import running_daemon
-from helpers import delete_model
+from helpers import delete_model, refused, wait_for
 from spillway import Client, Model, Region, Sequence
 from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import memory_service_pb2 as memory
 from spillway._proto import tensor_pb2 as tensors
-from spillway.errors import error_from_rpc
 
 MIB = 1 << 20
 HEADS, DIM = 2, 16  # of the model fixture, with two layers and four query heads
@@ -150,15 +148,6 @@ def test_what_is_not_finite_is_named_and_appends_nothing(
 
 
 # Misuse.
-
-
-def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
-    with pytest.raises((grpc.RpcError, spillway.SpillwayError)) as caught:
-        call()
-    raised = caught.value
-    error = error_from_rpc(raised) if isinstance(raised, grpc.RpcError) else raised
-    assert isinstance(error, spillway.SpillwayError)
-    return error
 
 
 SIZE = HEADS * 10 * DIM * 4  # of ten tokens' K in one layer
@@ -334,13 +323,6 @@ def test_the_most_regions_of_a_session(target: str) -> None:
 def other_bytes(client: Client) -> int:
     """Memory that holds neither rows nor codes, regions among it."""
     return client.statistics().memory.other_bytes
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert what()
 
 
 def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Generator) -> None:

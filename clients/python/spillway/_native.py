@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
         ("call_open", pointer, (pointer, text, seconds)),
-        ("call_send", number, (pointer, text, size, number)),
+        ("call_send", number, (pointer, text, size)),
         ("call_send_end", None, (pointer,)),
         ("call_receive", number, (pointer, seconds, pointer, pointer)),
         ("call_status", number, (pointer, pointer, pointer, pointer)),
@@ -139,6 +139,10 @@ class NativeChannel:
             return handle
         raise self._error()
 
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise ValueError("the client is closed")
+
     def _error(self) -> SpillwayError:
         """Why this thread's last function failed."""
         message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
@@ -154,8 +158,7 @@ class NativeChannel:
         # 0 is no limit there.
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
         with self._lock:
-            if not self._finalizer.alive:
-                raise ValueError("the client is closed")
+            self._check_open()
             handle = self.library.spillway_call_open(self._handle, method.encode(), seconds)
         return NativeCall(self.library, self._checked(handle))
 
@@ -167,15 +170,13 @@ class NativeChannel:
             ValueError: The channel is closed.
         """
         with self._lock:
-            if not self._finalizer.alive:
-                raise ValueError("the client is closed")
+            self._check_open()
             handle = self.library.spillway_step_begin(self._handle, description, len(description))
         return self._checked(handle)
 
     def attend_step(self, step: int, layer: int, tensors: Any) -> None:
         """Attends at a layer of a step; tensors: by reference, a spillway_step_tensors."""
-        if not self._finalizer.alive:
-            raise ValueError("the client is closed")
+        self._check_open()
         if self.library.spillway_step_attend(step, layer, tensors):
             raise self._error()
 
@@ -183,7 +184,7 @@ class NativeChannel:
         """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
         self.library.spillway_step_results(step, ctypes.byref(data), ctypes.byref(size))
-        return ctypes.string_at(data, size.value) if size.value else b""
+        return _bytes(data, size)
 
     def close(self) -> None:
         """Closes the channel; an engine goes with all it holds."""
@@ -210,13 +211,9 @@ class NativeChannel:
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Any:
         """Returns a method's callable, as `grpc.Channel` does."""
-
-        def start(request: Any, timeout: float | None = None) -> _Responses:
-            return _Responses(
-                self._send(method, request_serializer, [request], timeout), response_deserializer
-            )
-
-        return start
+        return functools.partial(
+            self._stream, method, request_serializer, response_deserializer, single=True
+        )
 
     def stream_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
@@ -225,24 +222,33 @@ class NativeChannel:
 
         `open` is for calls that go back and forth.
         """
-
-        def start(requests: Any, timeout: float | None = None) -> _Responses:
-            return _Responses(
-                self._send(method, request_serializer, requests, timeout), response_deserializer
-            )
-
-        return start
+        return functools.partial(
+            self._stream, method, request_serializer, response_deserializer, single=False
+        )
 
     def _send(
-        self, method: str, to: Any, requests: Iterable[Any], timeout: float | None
+        self, method: str, to: Any, requests: Any, timeout: float | None, single: bool
     ) -> NativeCall:
-        """Starts a call with all its requests."""
+        """Starts a call with its one request, or all of them."""
         call = self.open(method, timeout)
-        for request in requests:
+        for request in [requests] if single else requests:
             if not call.send(to(request)):
                 break
         call.send_end()
         return call
+
+    def _stream(
+        self,
+        method: str,
+        to: Any,
+        of: Any,
+        requests: Any,
+        timeout: float | None = None,
+        *,
+        single: bool,
+    ) -> _Responses:
+        """Makes a call with a stream of responses."""
+        return _Responses(self._send(method, to, requests, timeout, single), of)
 
     def _answer(
         self,
@@ -255,7 +261,7 @@ class NativeChannel:
         single: bool,
     ) -> Any:
         """Makes a call with one response."""
-        call = self._send(method, to, [requests] if single else requests, timeout)
+        call = self._send(method, to, requests, timeout, single)
         response = call.receive()
         if response is None:
             raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
@@ -264,13 +270,16 @@ class NativeChannel:
         return of(response)
 
 
+def _bytes(data: ctypes.c_void_p, size: ctypes.c_size_t) -> bytes:
+    """What a function gave out by reference."""
+    return ctypes.string_at(data, size.value) if size.value else b""
+
+
 def _error_of(
     code: int, message: ctypes.c_char_p, data: ctypes.c_void_p, size: ctypes.c_size_t
 ) -> SpillwayError:
     """The exception of a status: code, text, and its serialised details where there are any."""
-    status = status_pb2.Status()
-    if size.value:
-        status.ParseFromString(ctypes.string_at(data, size.value))
+    status = status_pb2.Status.FromString(_bytes(data, size))
     if not status.code:
         status.code = code
         status.message = (message.value or b"").decode(errors="replace")
@@ -304,7 +313,7 @@ class NativeCall:
 
     def send(self, message: bytes) -> bool:
         """Sends a message; False where the call is known to have ended."""
-        sent: int = self._library.spillway_call_send(self._handle, message, len(message), False)
+        sent: int = self._library.spillway_call_send(self._handle, message, len(message))
         return sent == 0
 
     def send_end(self) -> None:
@@ -320,7 +329,7 @@ class NativeCall:
         while True:
             result = self._library.spillway_call_receive(self._handle, _WAIT_SECONDS, *self._out)
             if result == _RECEIVED:
-                return ctypes.string_at(self._data, self._size.value) if self._size.value else b""
+                return _bytes(self._data, self._size)
             if result == _ENDED:
                 self._check_end()
                 return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spillway._proto import attention_service_pb2
+from spillway._proto import attention_service_pb2, tensor_pb2
 from spillway.tensors import Array, fill, itemsize
 
 # Room for everything in a message that is not the elements of its tensors.
@@ -113,8 +113,9 @@ def fill_chunk(
     start: int,
     k: Array,
     v: Array,
+    places: tuple[tensor_pb2.RegionSlice, tensor_pb2.RegionSlice] | None = None,
 ) -> None:
-    """Makes an empty message the chunk of K and V [layers, H_kv, T, d].
+    """Makes an empty message the chunk of K and V [layers, H_kv, T, d], which may lie at places.
 
     In place: a message that is put into another is copied, rows and all.
     """
@@ -122,8 +123,9 @@ def fill_chunk(
     chunk.generation = generation
     chunk.layer_start = layer
     chunk.token_start = start
-    fill(chunk.k, k, "k")
-    fill(chunk.v, v, "v")
+    k_place, v_place = places or (None, None)
+    fill(chunk.k, k, "k", k_place)
+    fill(chunk.v, v, "v", v_place)
 
 
 def check_shape(array: Any, dimensions: Sequence[str], what: str) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ class Regions:
         place = place_of(array)
         if place is None:
             return None
-        reach = sum(
+        reach = place.strides[-1] + sum(
             (size - 1) * step for size, step in zip(array.shape, place.strides, strict=True)
         )
         if self._process:

@@ -174,24 +174,16 @@ class Sequence:
             start = self.layer_token_counts[layer]
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
         budget = self._client._budget_bytes
-        k_slice, v_slice = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
+        k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
+        if k_place is not None and v_place is not None:
+            places = k_place, v_place
+            pieces = iter([(0, layers, 0, token_count)])
+        else:
+            places = None
+            pieces = _split.kv_pieces(layers, token_count, token_bytes, budget)
 
         def requests() -> Iterator[attention_service_pb2.AppendRequest]:
-            if k_slice is not None and v_slice is not None:
-                request = attention_service_pb2.AppendRequest()
-                chunk = request.chunk
-                chunk.sequence, chunk.generation = self.name, self._generation
-                chunk.layer_start, chunk.token_start = layer, start
-                for tensor, array, place, what in (
-                    (chunk.k, k, k_slice, "k"),
-                    (chunk.v, v, v_slice, "v"),
-                ):
-                    tensor.dtype = dtype_of(array, what)  # type: ignore[assignment]
-                    tensor.shape.extend(array.shape)
-                    tensor.slice.CopyFrom(place)
-                yield request
-                return
-            for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, budget):
+            for l0, l1, t0, t1 in pieces:
                 request = attention_service_pb2.AppendRequest()
                 _split.fill_chunk(
                     request.chunk,
@@ -201,6 +193,7 @@ class Sequence:
                     start + t0,
                     k[l0:l1, :, t0:t1],
                     v[l0:l1, :, t0:t1],
+                    places,
                 )
                 yield request
 

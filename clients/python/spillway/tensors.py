@@ -137,11 +137,19 @@ def to_bytes(array: Array) -> bytes:
     return ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
 
 
-def fill(tensor: tensor_pb2.Tensor, array: Array, what: str) -> None:
-    """Makes an empty message the tensor of an array of floats."""
+def fill(
+    tensor: tensor_pb2.Tensor,
+    array: Array,
+    what: str,
+    place: tensor_pb2.RegionSlice | None = None,
+) -> None:
+    """Makes an empty message the tensor of an array of floats, copied unless it has a place."""
     tensor.dtype = dtype_of(array, what)  # type: ignore[assignment]
     tensor.shape.extend(array.shape)
-    tensor.data = to_bytes(array)
+    if place is None:
+        tensor.data = to_bytes(array)
+    else:
+        tensor.slice.CopyFrom(place)
 
 
 def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:
