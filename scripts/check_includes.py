@@ -41,7 +41,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "daemon/services": (*HOST, "daemon/engine", "daemon/convert", "spillway/v1"),
     "daemon/server": (*HOST, "daemon", "host/cpu/cpu_device.h", "gpu/device/cuda_device.h"),
     "daemon": ("daemon/config", "daemon/server", "host/base", "host/memory"),
-    "clients/c": ("host/base", "daemon/engine/step.h", "daemon/server/embedded.h", "spillway.h"),
+    "clients/c": ("host/base", "daemon/engine/step.h", "daemon/engine/stream_decoder.h", "daemon/server/embedded.h", "spillway.h"),
     "clients/cpp": ("host/base", "host/core/half.h", "spillway", "cli", "google/rpc"),
     "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
     "bench/gpu": (*HOST, "host/cpu", "gpu", "bench"),

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "daemon/engine/step.h"
+#include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
@@ -90,12 +91,12 @@ std::optional<spillway::DType> DTypeOf(int32_t number) {
 }
 
 template <typename Byte>
-spillway::Step::Place<Byte> PlaceOf(const spillway_tensor& tensor) {
+spillway::StepPlace<Byte> PlaceOf(const spillway_tensor& tensor) {
   return {static_cast<Byte*>(tensor.data), tensor.sequence_stride, tensor.token_stride,
           tensor.head_stride};
 }
 
-absl::Status Attend(spillway::Step& step, int layer, const spillway_step_tensors& from) {
+absl::StatusOr<spillway::StepTensors> TensorsOf(const spillway_step_tensors& from) {
   const std::optional<spillway::DType> q_dtype = DTypeOf(from.q_dtype);
   const std::optional<spillway::DType> out_dtype = DTypeOf(from.out_dtype);
   if (!q_dtype || !out_dtype || (*out_dtype != *q_dtype && *out_dtype != spillway::DType::kF32)) {
@@ -107,7 +108,7 @@ absl::Status Attend(spillway::Step& step, int layer, const spillway_step_tensors
                                    std::pair(from.v.data, "v"), std::pair(from.out.data, "out")}) {
     if (data == nullptr) return absl::InvalidArgumentError(absl::StrCat(name, ": is NULL"));
   }
-  spillway::Step::Tensors tensors;
+  spillway::StepTensors tensors;
   tensors.q_dtype = *q_dtype;
   tensors.q = PlaceOf<const std::byte>(from.q);
   tensors.k = PlaceOf<const std::byte>(from.k);
@@ -115,7 +116,7 @@ absl::Status Attend(spillway::Step& step, int layer, const spillway_step_tensors
   tensors.out_dtype = *out_dtype;
   tensors.out = PlaceOf<std::byte>(from.out);
   tensors.lse = from.lse;
-  return step.Attend(layer, tensors);
+  return tensors;
 }
 
 }  // namespace
@@ -131,6 +132,18 @@ struct spillway_step {
   std::shared_ptr<spillway::Embedded> embedded;
   std::unique_ptr<spillway::Step> step;
   std::string results;
+};
+
+struct spillway_decoder {
+  // First: it goes last.
+  std::shared_ptr<spillway::Embedded> embedded;
+  std::unique_ptr<spillway::StreamDecoder> decoder;
+  std::string results;
+
+  // 0, or the error's code, which is this thread's last.
+  int Code(const absl::Status& status) const {
+    return status.ok() ? 0 : SetError(status, embedded.get());
+  }
 };
 
 // gRPC's asynchronous call on a completion queue of its own. Whoever waits is
@@ -378,14 +391,60 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
 }
 
 int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
-  const absl::Status status = Caught([&] { return Attend(*step->step, layer, *tensors); });
+  const absl::Status status = Caught([&]() -> absl::Status {
+    ASSIGN_OR_RETURN(const spillway::StepTensors places, TensorsOf(*tensors));
+    return step->step->Attend(layer, places);
+  });
   return status.ok() ? 0 : SetError(status, step->embedded.get());
 }
 
 void spillway_step_results(spillway_step* step, const void** message, size_t* size) {
-  step->results = step->embedded->ResultsOf(*step->step);
+  step->results = step->embedded->ResultsOf(step->step->last());
   *message = step->results.data();
   *size = step->results.size();
 }
 
 void spillway_step_end(spillway_step* step) { delete step; }
+
+spillway_decoder* spillway_decoder_open(spillway_channel* channel, const void* description,
+                                        size_t size, int64_t token_count_max) {
+  spillway::Embedded* const engine = channel->embedded.get();
+  return OrNull<spillway_decoder>(
+      [&]() -> absl::StatusOr<spillway_decoder*> {
+        if (engine == nullptr) {
+          return absl::UnimplementedError("decoders on streams are of an engine in this process");
+        }
+        ASSIGN_OR_RETURN(
+            std::unique_ptr<spillway::StreamDecoder> decoder,
+            engine->OpenDecoder({static_cast<const char*>(description), size}, token_count_max));
+        return new spillway_decoder{channel->embedded, std::move(decoder), ""};
+      },
+      engine);
+}
+
+int spillway_decoder_next(spillway_decoder* decoder, void* stream, uint64_t* version) {
+  const absl::Status status = Caught([&] { return decoder->decoder->Next(stream); });
+  *version = decoder->decoder->version();
+  return decoder->Code(status);
+}
+
+int spillway_decoder_attend(spillway_decoder* decoder, int layer,
+                            const spillway_step_tensors* tensors, void* stream) {
+  return decoder->Code(Caught([&]() -> absl::Status {
+    ASSIGN_OR_RETURN(const spillway::StepTensors places, TensorsOf(*tensors));
+    return decoder->decoder->Attend(layer, places, stream);
+  }));
+}
+
+int spillway_decoder_finish(spillway_decoder* decoder, void* stream) {
+  return decoder->Code(Caught([&] { return decoder->decoder->Finish(stream); }));
+}
+
+void spillway_decoder_results(spillway_decoder* decoder, int layer, const void** message,
+                              size_t* size) {
+  decoder->results = decoder->embedded->ResultsOf(decoder->decoder->ended(layer));
+  *message = decoder->results.data();
+  *size = decoder->results.size();
+}
+
+void spillway_decoder_close(spillway_decoder* decoder) { delete decoder; }

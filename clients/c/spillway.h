@@ -149,6 +149,53 @@ SPILLWAY_EXPORT void spillway_step_results(spillway_step* step, const void** mes
 
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
+/* --- Decoding on CUDA streams, by an engine in this process on a GPU: tensors in
+ * the GPU's memory, attends that are enqueued and can be captured into a CUDA
+ * graph. */
+
+typedef struct spillway_decoder spillway_decoder;
+
+/* Opens a decoder of the sequences that a serialised spillway.v1.DecodeStep
+ * describes, and holds them: until it is closed, other requests for them are
+ * refused. token_count_max: tokens that a sequence may come to, for which memory
+ * is made. One thread at a time uses a decoder.
+ *
+ * NULL where it is refused, or the channel is to a daemon or the device is no GPU
+ * (UNIMPLEMENTED). */
+SPILLWAY_EXPORT spillway_decoder* spillway_decoder_open(spillway_channel* channel,
+                                                        const void* description, size_t size,
+                                                        int64_t token_count_max);
+
+/* Begins a step: announces the next tokens of every sequence on a cudaStream_t,
+ * behind all that the step before has put there. Not while it is captured. Returns
+ * without waiting for the GPU, unless two steps are on their way.
+ *
+ * version: of the launches. A graph that was captured at another version must not
+ * be launched for this step; where it is, outputs are NaN and the step fails.
+ *
+ * Returns 0, or a gRPC status code that spillway_error tells of: also of an earlier
+ * step that has failed on the GPU. Its tokens, and those after them, are gone then
+ * from the sequences that it is of. */
+SPILLWAY_EXPORT int spillway_decoder_next(spillway_decoder* decoder, void* stream,
+                                          uint64_t* version);
+
+/* Enqueues a layer of the step: appends its K and V and attends. All tensors lie in
+ * the GPU's memory; rows of q, k and v are aligned to 16 bytes. lse may be NULL. The
+ * stream may be one that is captured. */
+SPILLWAY_EXPORT int spillway_decoder_attend(spillway_decoder* decoder, int layer,
+                                            const spillway_step_tensors* tensors, void* stream);
+
+/* Ends the step and waits for the GPU. Errors as of spillway_decoder_next. */
+SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* stream);
+
+/* Certificates and counts of a layer of the last step that has ended: as
+ * spillway_step_results. */
+SPILLWAY_EXPORT void spillway_decoder_results(spillway_decoder* decoder, int layer,
+                                              const void** message, size_t* size);
+
+/* Ends the step, waits for the GPU, and lets the sequences go. */
+SPILLWAY_EXPORT void spillway_decoder_close(spillway_decoder* decoder);
+
 #ifdef __cplusplus
 }
 #endif

@@ -11,6 +11,7 @@
 namespace spillway {
 
 void Engine::Append(AppendRequest request, Done<AppendOutcome> done) {
+  if (request.sequence->held) return done(SequenceHeld(request.sequence->name));
   OrderedQueues::Queue* const queue = &request.sequence->queue;
   queues_.Enqueue({&queue, 1},
                   std::make_shared<AppendOperation>(this, std::move(request), std::move(done)));
@@ -23,7 +24,7 @@ absl::Status Engine::AppendOperation::Check() {
   if (request_.cancel != nullptr) {
     RETURN_IF_ERROR(request_.cancel->Check());
   }
-  RETURN_IF_ERROR(CheckGeneration(chunk, sequence));
+  RETURN_IF_ERROR(CheckGeneration(chunk.generation, sequence));
   for (int i = 0; i < chunk.layer_count; ++i) {
     const int layer = chunk.layer_start + i;
     const absl::StatusOr<bool> append = IsAppend(chunk, i, sequence.rows[layer]);

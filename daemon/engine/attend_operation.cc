@@ -22,7 +22,10 @@ absl::Status AtItem(const absl::Status& status, size_t index) {
 void Engine::Attend(AttendRequest request, Done<AttendOutcome> done) {
   std::vector<OrderedQueues::Queue*> queues;
   queues.reserve(request.items.size());
-  for (const AttendItem& item : request.items) queues.push_back(&item.sequence->queue);
+  for (const AttendItem& item : request.items) {
+    if (item.sequence->held) return done(SequenceHeld(item.sequence->name));
+    queues.push_back(&item.sequence->queue);
+  }
   queues_.Enqueue(queues,
                   std::make_shared<AttendOperation>(this, std::move(request), std::move(done)));
 }
@@ -36,7 +39,7 @@ absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
     RETURN_IF_ERROR(item.gate(length));
   }
   if (item.append) {
-    RETURN_IF_ERROR(CheckGeneration(*item.append, sequence));
+    RETURN_IF_ERROR(CheckGeneration(item.append->generation, sequence));
     ASSIGN_OR_RETURN(const bool append, IsAppend(*item.append, 0, rows));
     if (append) {
       length += item.append->count;

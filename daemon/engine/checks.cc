@@ -14,7 +14,6 @@ namespace spillway {
 namespace {
 
 // Token indices are 32 bits wide.
-constexpr int64_t kTokenCountMax = std::numeric_limits<uint32_t>::max();
 
 // Which element of one layer's K or V is the first that is not finite, counted in C order.
 std::optional<int64_t> FindInLayer(const RowSource& rows, const Chunk& chunk,
@@ -88,6 +87,18 @@ absl::Status OneModel::Add(const Sequence& sequence, const std::string& field) {
                                           ", the first one's of ", model_->name));
 }
 
+absl::Status CheckStep(size_t part_count, int64_t token_count) {
+  if (part_count == 0 || part_count > kAttendItemCountMax) {
+    return InvalidField(
+        "parts", absl::StrCat(part_count, " sequences are not in [1, ", kAttendItemCountMax, "]"));
+  }
+  if (token_count < 1 || token_count > kSparseQueryCountMax) {
+    return InvalidField("token_count", absl::StrCat("value ", token_count, " is not in [1, ",
+                                                    kSparseQueryCountMax, "]"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows) {
   const int64_t n = rows.token_count();
   const int layer = chunk.layer_start + offset;
@@ -114,12 +125,12 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
       "ROWS_DIFFER", Length(layer, n));
 }
 
-absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence) {
-  if (chunk.generation == sequence.generation) return absl::OkStatus();
-  return WithReason(absl::AbortedError(absl::StrCat(sequence.name, " is at generation ",
-                                                    sequence.generation, ", the chunk at ",
-                                                    chunk.generation, ": it was truncated since")),
-                    "STALE_GENERATION", {{"generation", absl::StrCat(sequence.generation)}});
+absl::Status CheckGeneration(int64_t generation, const Sequence& sequence) {
+  if (generation == sequence.generation) return absl::OkStatus();
+  return WithReason(
+      absl::AbortedError(absl::StrCat(sequence.name, " is at generation ", sequence.generation,
+                                      ", the request at ", generation, ": it was truncated since")),
+      "STALE_GENERATION", {{"generation", absl::StrCat(sequence.generation)}});
 }
 
 absl::Status ResolveVisible(int64_t layer_token_count, AttendQuery& attend) {

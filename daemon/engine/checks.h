@@ -1,6 +1,7 @@
 // What a request must keep; nothing here changes any state.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -27,6 +28,10 @@ absl::Status CheckFinite(const AttendQuery& attend, const ModelSpec& spec, std::
 // OUT_OF_RANGE for a gap or a straddle, ALREADY_EXISTS for other bytes, both
 // with the layer's length.
 absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& rows);
+// INVALID_ARGUMENT for a decode step of no sequences or too many, or of too many
+// new tokens.
+absl::Status CheckStep(size_t part_count, int64_t token_count);
+
 // What the sequences of one request are to each other.
 class OneModel {
  public:
@@ -40,7 +45,7 @@ class OneModel {
 };
 
 // ABORTED, reason STALE_GENERATION.
-absl::Status CheckGeneration(const Chunk& chunk, const Sequence& sequence);
+absl::Status CheckGeneration(int64_t generation, const Sequence& sequence);
 
 // Fills in causal visibility, or checks what is given, against the layer's
 // length n after the append. OUT_OF_RANGE with the length.

@@ -1,6 +1,7 @@
 #include "daemon/engine/engine.h"
 
 #include <algorithm>
+#include <future>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -122,6 +123,41 @@ void Engine::RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Se
                   std::make_shared<SimpleOperation>(this, std::move(sequence), std::move(run)));
 }
 
+// Heads the queues of sequences for as long as a decoder holds them.
+class Engine::HoldOperation : public OrderedQueues::Operation {
+ public:
+  explicit HoldOperation(std::vector<std::shared_ptr<Sequence>> sequences)
+      : sequences_(std::move(sequences)) {}
+  void Start() override { started_.set_value(); }
+  void Wait() { started_.get_future().wait(); }
+  const std::vector<std::shared_ptr<Sequence>>& sequences() const { return sequences_; }
+
+ private:
+  const std::vector<std::shared_ptr<Sequence>> sequences_;
+  std::promise<void> started_;
+};
+
+absl::StatusOr<std::shared_ptr<Engine::HoldOperation>> Engine::Hold(
+    std::vector<std::shared_ptr<Sequence>> sequences) {
+  std::vector<OrderedQueues::Queue*> queues;
+  for (const std::shared_ptr<Sequence>& sequence : sequences) {
+    if (sequence->held.exchange(true)) {
+      for (size_t i = 0; i < queues.size(); ++i) sequences[i]->held = false;
+      return SequenceHeld(sequence->name);
+    }
+    queues.push_back(&sequence->queue);
+  }
+  auto hold = std::make_shared<HoldOperation>(std::move(sequences));
+  queues_.Enqueue(queues, hold);
+  hold->Wait();
+  return hold;
+}
+
+void Engine::Release(HoldOperation& hold) {
+  for (const std::shared_ptr<Sequence>& sequence : hold.sequences()) sequence->held = false;
+  queues_.Finish(hold);
+}
+
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, const std::string& id) {
   const std::shared_ptr<Model>& model = source.model;
   const int64_t length = source.token_count();
@@ -137,6 +173,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
 
 void Engine::Fork(std::shared_ptr<Sequence> source, const std::string& id,
                   Done<std::shared_ptr<Sequence>> done) {
+  if (source->held) return done(SequenceHeld(source->name));
   RunInTurn(std::move(source), [this, id, done = std::move(done)](Sequence& sequence) {
     if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
     done(ForkNow(sequence, id));
@@ -145,6 +182,7 @@ void Engine::Fork(std::shared_ptr<Sequence> source, const std::string& id,
 
 void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                       std::function<void(absl::Status)> done) {
+  if (sequence->held) return done(SequenceHeld(sequence->name));
   RunInTurn(std::move(sequence), [this, token_count, done = std::move(done)](Sequence& sequence) {
     if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
     const int64_t length = sequence.token_count();
@@ -165,7 +203,9 @@ void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
 }
 
 void Engine::Delete(std::string_view id, std::function<void(absl::Status)> done) {
-  absl::StatusOr<std::shared_ptr<Sequence>> sequence = registry_.TakeSequence(id);
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence = registry_.FindSequence(id);
+  if (sequence.ok() && (*sequence)->held) return done(SequenceHeld((*sequence)->name));
+  sequence = registry_.TakeSequence(id);
   if (!sequence.ok()) return done(sequence.status());
   RunInTurn(*std::move(sequence), [done = std::move(done)](Sequence& sequence) {
     sequence.Clear();
@@ -186,6 +226,7 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
 }
 
 void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<LayerRows> done) {
+  if (sequence->held) return done(SequenceHeld(sequence->name));
   RunInTurn(std::move(sequence), [layer, done = std::move(done)](Sequence& sequence) {
     if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
     const LayerRows& rows = sequence.rows[layer];

@@ -106,9 +106,16 @@ class Engine {
   class AppendOperation;
   class AttendOperation;
   class SimpleOperation;
+  class HoldOperation;
+  friend class StreamDecoder;
 
   // Runs `run` when the sequence's turn comes; it must not wait.
   void RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Sequence&)> run);
+  // Waits until the sequences' turn comes; no request of theirs is taken until
+  // Release(). FAILED_PRECONDITION if one is held already.
+  absl::StatusOr<std::shared_ptr<HoldOperation>> Hold(
+      std::vector<std::shared_ptr<Sequence>> sequences);
+  void Release(HoldOperation& hold);
   absl::StatusOr<std::shared_ptr<Sequence>> ForkNow(Sequence& source, const std::string& id);
   // Makes room for `count` tokens at each layer's length; on failure nothing
   // is left of it.

@@ -77,6 +77,14 @@ absl::Status SequenceNotFound(std::string_view name) {
                     "SEQUENCE_NOT_FOUND", {{"name", std::string(name)}});
 }
 
+absl::Status SequenceHeld(std::string_view name) {
+  return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                        View(name),
+                        " is held by a decoder on a stream, which takes no other requests for it: "
+                        "close the decoder first")),
+                    "SEQUENCE_HELD", {{"name", std::string(name)}});
+}
+
 ErrorDetails DetailsOf(const absl::Status& status) {
   ErrorDetails details;
   std::vector<std::pair<std::string, FieldError>> fields;

@@ -37,6 +37,9 @@ absl::Status InvalidField(std::string field, std::string description);
 // NOT_FOUND, reasons MODEL_NOT_FOUND and SEQUENCE_NOT_FOUND.
 absl::Status ModelNotFound(std::string_view name);
 absl::Status SequenceNotFound(std::string_view name);
+// FAILED_PRECONDITION, reason SEQUENCE_HELD, of a request for a sequence that a
+// decoder on a stream holds.
+absl::Status SequenceHeld(std::string_view name);
 
 ErrorDetails DetailsOf(const absl::Status& status);
 

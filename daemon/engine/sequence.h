@@ -59,6 +59,9 @@ class Sequence {
 
   SequenceSnapshot snapshot() const;
 
+  // Whether a decoder on a stream holds it: no request is taken then. Thread-safe.
+  std::atomic<bool> held = false;
+
   // --- Contents: for the operation at the head of `queue`.
   OrderedQueues::Queue queue;
   std::vector<LayerRows> rows;  // per layer; empty once deleted

@@ -41,14 +41,7 @@ class Waiter {
 
 absl::StatusOr<std::unique_ptr<Step>> Step::Create(Engine* engine, std::vector<Part> parts,
                                                    int64_t token_count) {
-  if (parts.empty() || parts.size() > kAttendItemCountMax) {
-    return InvalidField("parts", absl::StrCat(parts.size(), " sequences are not in [1, ",
-                                              kAttendItemCountMax, "]"));
-  }
-  if (token_count < 1 || token_count > kSparseQueryCountMax) {
-    return InvalidField("token_count", absl::StrCat("value ", token_count, " is not in [1, ",
-                                                    kSparseQueryCountMax, "]"));
-  }
+  RETURN_IF_ERROR(CheckStep(parts.size(), token_count));
   OneModel together;
   for (size_t i = 0; i < parts.size(); ++i) {
     RETURN_IF_ERROR(together.Add(*parts[i].sequence, absl::StrCat("parts[", i, "].sequence")));
@@ -56,7 +49,7 @@ absl::StatusOr<std::unique_ptr<Step>> Step::Create(Engine* engine, std::vector<P
   return std::unique_ptr<Step>(new Step(engine, std::move(parts), token_count));
 }
 
-absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const Tensors& tensors) {
+absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tensors) {
   const ModelSpec& spec = model().spec;
   if (layer < 0 || layer >= spec.layer_count) {
     return InvalidField("layer",
@@ -105,7 +98,7 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const Tensors& tensors)
   return request;
 }
 
-absl::Status Step::Attend(int layer, const Tensors& tensors) {
+absl::Status Step::Attend(int layer, const StepTensors& tensors) {
   ASSIGN_OR_RETURN(AttendRequest request, RequestOf(layer, tensors));
   Waiter waiter;
   engine_->Attend(std::move(request), [&waiter](absl::StatusOr<AttendOutcome> outcome) {

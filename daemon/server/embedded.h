@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -14,6 +15,8 @@ namespace spillway {
 class Home;
 class Server;
 class Step;
+class StreamDecoder;
+struct Job;
 
 // An engine in this process, which no other reaches: the daemon's services
 // without a socket. Thread-safe.
@@ -35,8 +38,12 @@ class Embedded {
   // A decode step that skips messages: a serialised v1::DecodeStep announces it.
   // It goes before this.
   absl::StatusOr<std::unique_ptr<Step>> BeginStep(std::string_view description);
-  // A serialised v1::AttendResponse without tensors, of a step's last attend.
-  std::string ResultsOf(const Step& step) const;
+  // A decoder of the sequences that a serialised v1::DecodeStep describes, on streams of
+  // the caller's. It goes before this.
+  absl::StatusOr<std::unique_ptr<StreamDecoder>> OpenDecoder(std::string_view description,
+                                                             int64_t token_count_max);
+  // A serialised v1::AttendResponse without tensors, of a step's attend; empty of null.
+  std::string ResultsOf(const Job* job) const;
   // A serialised google.rpc.Status.
   std::string DetailsOf(const absl::Status& status) const;
 

@@ -12,7 +12,9 @@
 
 namespace spillway {
 
-absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step) {
+namespace {
+
+absl::StatusOr<std::vector<Step::Part>> PartsFromProto(Engine& engine, const v1::DecodeStep& step) {
   std::vector<Step::Part> parts;
   for (int i = 0; i < step.parts_size() && i <= kAttendItemCountMax; ++i) {
     const std::string path = absl::StrCat("parts[", i, "].");
@@ -30,16 +32,30 @@ absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::De
                                                 part.sequence->model->spec, "policy."));
     }
   }
+  return parts;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step) {
+  ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, step));
   return Step::Create(&engine, std::move(parts), step.token_count());
 }
 
-v1::AttendResponse ResultsOf(const Step& step, const StatusConverter& status) {
+absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,
+                                                                const v1::DecodeStep& step,
+                                                                int64_t token_count_max) {
+  ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, step));
+  return StreamDecoder::Create(&engine, std::move(parts), step.token_count(), token_count_max);
+}
+
+v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status) {
   v1::AttendResponse response;
-  if (step.last() == nullptr) return response;
-  for (const JobItem& item : step.last()->items) {
+  if (job == nullptr) return response;
+  for (const JobItem& item : job->items) {
     v1::AttendResult& result = *response.add_results();
     if (item.status.ok()) {
-      FillFacts(*step.last(), item, result);
+      FillFacts(*job, item, result);
     } else {
       *result.mutable_status() = status.ToRpc(item.status);
     }

@@ -5,6 +5,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/convert/status.h"
 #include "daemon/engine/step.h"
+#include "daemon/engine/stream_decoder.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
@@ -13,8 +14,13 @@ namespace spillway {
 // the sequence.
 absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step);
 
-// What a step's last attend said beside its outputs: for each part status,
-// certificate and statistics. Nothing before the first.
-v1::AttendResponse ResultsOf(const Step& step, const StatusConverter& status);
+// A decoder of the sequences that are described, token by token.
+absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,
+                                                                const v1::DecodeStep& step,
+                                                                int64_t token_count_max);
+
+// What a step's attend said beside its outputs: for each part status, certificate and
+// statistics. Nothing of a null one.
+v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status);
 
 }  // namespace spillway

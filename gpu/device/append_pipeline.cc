@@ -61,20 +61,7 @@ absl::Status AppendPipeline::UpdateTables() {
 
 EncodeWork AppendPipeline::Work(size_t item) const {
   const LayerIndex& index = context_->index(item);
-  EncodeWork work;
-  work.dtype = spec().dtype;
-  work.head_dim = spec().head_dim;
-  work.kv_head_count = spec().kv_head_count;
-  work.row_bytes = spec().row_bytes();
-  work.begin = index.indexed_token_count();
-  work.end = context_->item(item).append->rows->token_count();
-  work.row_pages = index.row_pages(0);
-  work.row_page_capacity = index.page_capacity();
-  work.code_pages = index.code_pages(0);
-  work.code_page_capacity = index.page_capacity();
-  work.tiling = context_->model().tiling();
-  work.centre = index.centres();
-  return work;
+  return index.Work(index.indexed_token_count(), context_->item(item).append->rows->token_count());
 }
 
 absl::Status AppendPipeline::EncodePages(size_t item) {

@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/device/job_run.h"
+#include "gpu/device/stream_step.h"
 #include "host/base/elements.h"
 #include "host/base/mutex.h"
 #include "host/base/status_macros.h"
@@ -116,6 +117,13 @@ class CudaDevice final : public Device {
     return DeviceMemory{budget_.limit_bytes(), budget_.limit_bytes() - arena_->free_bytes()};
   }
 
+  absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
+                                                               StreamStepOptions options) override {
+    return cuda::CreateStreamStep({ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &budget_,
+                                   host_budget_, slots_.front()->wave_bytes()},
+                                  std::move(options));
+  }
+
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     StreamSlot* slot = nullptr;
     {
@@ -142,8 +150,9 @@ class CudaDevice final : public Device {
     absl::Status status;  // of enqueuing
   };
 
-  CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count)
+  CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count, MemoryBudget* host_budget)
       : ordinal_(ordinal),
+        host_budget_(host_budget),
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
         arena_limit_bytes_(memory_limit_bytes - std::min(memory_limit_bytes / 4, kWorkspaceBytes)),
         workers_(thread_count) {}
@@ -154,6 +163,7 @@ class CudaDevice final : public Device {
   void End(Running running);
 
   const int ordinal_;
+  MemoryBudget* const host_budget_;
   cuda::Gpu gpu_;
   DeviceInfo info_;
   MemoryBudget budget_;  // GPU memory
@@ -197,7 +207,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
                                                        : static_cast<int64_t>(free / 10 * 9);
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
-  std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads));
+  std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads, host_budget));
   device->gpu_ = {properties.multiProcessorCount,
                   static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9};
   absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =

@@ -16,11 +16,21 @@ constexpr int64_t kStagedSplitRows = 2048;
 constexpr int64_t kSplitRowsLeast = 256;
 constexpr int64_t kDenseSplitsWanted = 256;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;
+// Of a step, grids are rounded up to so many splits.
+constexpr int64_t kSplitStep = 64;
 
 }  // namespace
 
 int64_t DensePipeline::StageBytes() const {
   return kStagePages * kPageTokenCount * spec().row_bytes();
+}
+
+std::pair<int64_t, int64_t> DensePipeline::SplitsOf(int64_t n, bool staged) {
+  const int64_t rows =
+      staged ? kStagedSplitRows
+             : std::max(kSplitRowsLeast,
+                        RoundUp((n + kDenseSplitsWanted - 1) / kDenseSplitsWanted, 32));
+  return {rows, (n + rows - 1) / rows};
 }
 
 void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
@@ -30,22 +40,19 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   if (w.select_only) return;
   const int group = spec().group();
   const int64_t queries = std::max<int64_t>(1, kDenseQueryRows / group);
-  const bool staged = end - begin > queries;
+  // A step's launches do not depend on how many rows there are.
+  const bool staged = end - begin > queries && context_->step() == nullptr;
   for (int64_t t = begin; t < end; t += queries) {
     const int64_t block_end = std::min(t + queries, end);
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + block_end);
-    const int64_t split_rows =
-        staged ? kStagedSplitRows
-               : std::max(kSplitRowsLeast,
-                          RoundUp((n + kDenseSplitsWanted - 1) / kDenseSplitsWanted, 32));
-    const int64_t splits = (n + split_rows - 1) / split_rows;
+    const auto [split_rows, splits] = SplitsOf(n, staged);
     const int64_t bytes =
         splits * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
     // Runs that read their rows in place share parts; one that stages them has
     // parts of its own, each of which brings the rows over anew.
-    const bool fits = !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
-                      parts_.back().partial_bytes + bytes <=
-                          std::min(kPartialBytes, context_->slot().wave_bytes());
+    const bool fits =
+        !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
+        parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->wave_bytes());
     if (!fits) parts_.emplace_back().staged = staged;
     if (!fits || !staged) result.moved_row_count += n * spec().kv_head_count;
     Part& part = parts_.back();
@@ -67,111 +74,140 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   }
 }
 
-DensePipeline::PartMemory DensePipeline::LayOut(Part& part, Carver& pinned,
-                                                Carver& workspace) const {
+void DensePipeline::LayOut(Part& part, Carver& requests, Carver& results, Carver& workspace) const {
   const int d = spec().head_dim;
   const auto count = static_cast<int64_t>(part.blocks.size());
+  const bool of_step = context_->step() != nullptr;
   const int64_t stage_pages = part.staged ? spec().kv_head_count * kStagePages : 0;
-  PartMemory memory;
-  const int64_t before = pinned.bytes();
-  part.units = pinned.Take<DenseUnit>(count);
-  part.q = pinned.Take<float>(count * kDenseQueryRows * d);
-  part.stage_table = pinned.Take<const std::byte*>(stage_pages);
-  memory.request_bytes = pinned.bytes() - before;
-  part.out = pinned.Take<float>(count * kDenseQueryRows * d);
-  part.lse = pinned.Take<float>(count * kDenseQueryRows);
-  part.errors = pinned.Take<uint32_t>(count);
+  const int64_t q_floats = count * kDenseQueryRows * d;
+  const int64_t before = requests.bytes();
+  part.units = requests.Take<DenseUnit>(count);
+  if (!of_step) part.q = requests.Take<float>(q_floats);
+  part.stage_table = requests.Take<const std::byte*>(stage_pages);
+  part.request_bytes = requests.bytes() - before;
+  if (!of_step) part.out = results.Take<float>(q_floats);
+  part.lse = results.Take<float>(count * kDenseQueryRows);
+  part.results = results.Take<DenseResult>(count);
 
-  memory.units = workspace.Take<DenseUnit>(count);
-  memory.q = workspace.Take<float>(count * kDenseQueryRows * d);
-  memory.stage_table = workspace.Take<const std::byte*>(stage_pages);
-  memory.stage = workspace.Take<std::byte>(part.staged ? spec().kv_head_count * StageBytes() : 0);
-  memory.errors = workspace.Take<uint32_t>(count);
+  part.device_units = workspace.Take<DenseUnit>(of_step ? 0 : count);
+  part.device_q = workspace.Take<float>(of_step ? 0 : q_floats);
+  part.device_stage_table = workspace.Take<const std::byte*>(stage_pages);
+  part.stage = workspace.Take<std::byte>(part.staged ? spec().kv_head_count * StageBytes() : 0);
+  part.errors = workspace.Take<uint32_t>(count);
   for (Block& block : part.blocks) {
     DenseUnit& unit = block.unit;
-    unit.partials = workspace.Take<float>(unit.split_count * unit.query_rows * (2 + d));
+    const int64_t splits =
+        of_step ? SplitsOf(context_->TokenCapacity(unit.n), false).second : unit.split_count;
+    // Fewer tokens may have one split more, for rows are rounded up.
+    unit.partials =
+        workspace.Take<float>(std::max(splits + 1, unit.split_count) * unit.query_rows * (2 + d));
   }
-  return memory;
 }
 
-int64_t DensePipeline::Reserve(Carver& pinned) {
+int64_t DensePipeline::Reserve(Carver& requests, Carver& results) {
   int64_t bytes = 0;
   for (Part& part : parts_) {
     Carver workspace;
-    LayOut(part, pinned, workspace);
+    LayOut(part, requests, results, workspace);
     bytes = std::max(bytes, workspace.bytes());
   }
   return bytes;
 }
 
-void DensePipeline::Fill(Part& part, const PartMemory& memory) const {
+void DensePipeline::Fill(Part& part) const {
   const int d = spec().head_dim;
+  const bool of_step = context_->step() != nullptr;
   for (size_t i = 0; i < part.blocks.size(); ++i) {
     Block& block = part.blocks[i];
     DenseUnit& unit = block.unit;
-    unit.q = memory.q + i * kDenseQueryRows * d;
-    unit.row_pages = part.staged ? memory.stage_table + block.kv_head * kStagePages
+    unit.place = {static_cast<int32_t>(block.item), static_cast<int16_t>(block.begin),
+                  static_cast<int16_t>(block.kv_head)};
+    unit.row_pages = part.staged ? part.device_stage_table + block.kv_head * kStagePages
                                  : context_->index(block.item).row_pages(block.kv_head);
-    unit.error_token = memory.errors + i;
-    unit.out = part.out + i * kDenseQueryRows * d;
+    unit.error_token = part.errors + i;
+    unit.result = part.results + i;
     unit.lse = part.lse + i * kDenseQueryRows;
-    unit.result_error = part.errors + i;
+    if (!of_step) {
+      unit.q = part.device_q + i * kDenseQueryRows * d;
+      unit.out = part.out + i * kDenseQueryRows * d;
+    }
     part.units[i] = unit;
-    for (int64_t t = block.begin; t < block.end; ++t) {
+    for (int64_t t = block.begin; t < block.end && !of_step; ++t) {
       context_->ToFloats(block.item, t, block.kv_head,
                          part.q + (i * kDenseQueryRows + (t - block.begin) * spec().group()) * d);
     }
   }
   if (!part.staged) return;
   for (int64_t p = 0; p < spec().kv_head_count * kStagePages; ++p) {
-    part.stage_table[p] = memory.stage + p * kPageTokenCount * spec().row_bytes();
+    part.stage_table[p] = part.stage + p * kPageTokenCount * spec().row_bytes();
   }
 }
 
-absl::Status DensePipeline::Enqueue(Carver& pinned, std::byte* workspace) {
+void DensePipeline::Prepare(Carver& requests, Carver& results, std::byte* workspace) {
   for (Part& part : parts_) {
     Carver carver(workspace);
-    const PartMemory memory = LayOut(part, pinned, carver);
-    Fill(part, memory);
-    RETURN_IF_ERROR(Launch(part, memory));
+    LayOut(part, requests, results, carver);
+    Fill(part);
   }
+}
+
+absl::Status DensePipeline::Launch() {
+  for (const Part& part : parts_) RETURN_IF_ERROR(Launch(part));
   return absl::OkStatus();
 }
 
-absl::Status DensePipeline::Launch(const Part& part, const PartMemory& memory) {
+std::vector<DenseWave> DensePipeline::Views() const {
+  std::vector<DenseWave> views;
+  views.reserve(parts_.size());
+  for (const Part& part : parts_) views.push_back(View(part));
+  return views;
+}
+
+DenseWave DensePipeline::View(const Part& part) const {
   DenseWave wave;
   wave.dtype = spec().dtype;
   wave.head_dim = spec().head_dim;
+  wave.group = spec().group();
   wave.row_bytes = spec().row_bytes();
   wave.scale = static_cast<float>(spec().softmax_scale);
-  wave.units = memory.units;
+  wave.units = part.device_units;
   wave.unit_count = static_cast<int>(part.blocks.size());
-  wave.cancel = context_->slot().cancel();
+  wave.cancel = context_->cancel();
+  wave.limit = INT64_MAX;
+  for (const Block& block : part.blocks) {
+    wave.split_count_max = std::max(wave.split_count_max, block.unit.split_count);
+  }
+  if (const StepContext* step = context_->step(); step != nullptr) {
+    wave.units = context_->Uploaded(part.units);
+    wave.split_count_max = RoundUp(wave.split_count_max, kSplitStep);
+    wave.step = step->tensors;
+  }
+  return wave;
+}
+
+absl::Status DensePipeline::Launch(const Part& part) {
+  const DenseWave wave = View(part);
   cudaStream_t stream = context_->stream();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(memory.units, part.units,
-                                                static_cast<size_t>(memory.request_bytes),
-                                                cudaMemcpyHostToDevice, stream));
+  if (context_->step() == nullptr) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(part.device_units, part.units,
+                                                  static_cast<size_t>(part.request_bytes),
+                                                  cudaMemcpyHostToDevice, stream));
+  }
   // 0xFF in every byte: no token.
   SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemsetAsync(memory.errors, 0xFF, sizeof(uint32_t) * part.blocks.size(), stream));
-  RETURN_IF_ERROR(Fold(part, memory, wave));
+      cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * part.blocks.size(), stream));
+  RETURN_IF_ERROR(Fold(part, wave));
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(wave, stream));
   return context_->Mark("dense");
 }
 
-absl::Status DensePipeline::Fold(const Part& part, const PartMemory& memory, DenseWave wave) {
+absl::Status DensePipeline::Fold(const Part& part, DenseWave wave) {
   cudaStream_t stream = context_->stream();
-  int64_t n = 0;
-  for (const Block& block : part.blocks) {
-    n = std::max(n, block.unit.n);
-    wave.split_count_max = std::max(wave.split_count_max, block.unit.split_count);
-  }
   // Cancelled, no fold: finishing says that no token was bad.
   if (context_->Cancelled()) return absl::OkStatus();
-  if (!part.staged) {
-    wave.limit = n;
-    return ToStatus(LaunchDenseFold(wave, stream), "LaunchDenseFold");
-  }
+  if (!part.staged) return ToStatus(LaunchDenseFold(wave, stream), "LaunchDenseFold");
+  int64_t n = 0;
+  for (const Block& block : part.blocks) n = std::max(n, block.unit.n);
   const LayerIndex& layer = context_->index(part.blocks.front().item);
   constexpr int64_t kStageTokens = kStagePages * kPageTokenCount;
   wave.split_count_max = kStageTokens / kStagedSplitRows;
@@ -183,7 +219,7 @@ absl::Status DensePipeline::Fold(const Part& part, const PartMemory& memory, Den
     for (int h = 0; h < spec().kv_head_count; ++h) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStagePages(layer.row_pages(h) + first_page, 0, 1, pages,
                                                      kPageTokenCount * spec().row_bytes(),
-                                                     memory.stage + h * StageBytes(), stream));
+                                                     part.stage + h * StageBytes(), stream));
     }
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFold(wave, stream));
   }
@@ -201,14 +237,18 @@ void DensePipeline::Collect(const Part& part) const {
     const Block& block = part.blocks[i];
     JobItem& item = context_->item(block.item);
     AttendResult& result = item.result;
-    if (part.errors[i] != kNoToken) {
-      item.status.Update(NonFiniteLogitError(part.errors[i], context_->layer(), block.kv_head));
+    const DenseResult& r = part.results[i];
+    item.status.Update(context_->CheckReport(r.report, block.item, block.begin, block.kv_head));
+    if (!item.status.ok()) continue;
+    if (r.error_token != kNoToken) {
+      item.status.Update(NonFiniteLogitError(r.error_token, context_->layer(), block.kv_head));
       continue;
     }
-    for (int r = 0; r < block.unit.query_rows; ++r) {
-      const int64_t at =
-          (block.begin + r / group) * spec().query_head_count + block.kv_head * group + r % group;
-      const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + r;
+    if (part.out == nullptr) continue;
+    for (int row = 0; row < block.unit.query_rows; ++row) {
+      const int64_t at = (block.begin + row / group) * spec().query_head_count +
+                         block.kv_head * group + row % group;
+      const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + row;
       std::copy_n(part.out + from * d, d, result.out.data() + at * d);
       result.lse[at] = part.lse[from];
     }

@@ -1,7 +1,10 @@
 #include "gpu/device/job_context.h"
 
+#include "absl/strings/str_cat.h"
 #include "host/base/elements.h"
 #include "host/base/status_macros.h"
+#include "host/device/errors.h"
+#include "host/device/results.h"
 
 namespace spillway::cuda {
 
@@ -17,6 +20,7 @@ void JobContext::ToFloats(size_t item, int64_t query, int kv_head, float* q) con
 }
 
 bool JobContext::Cancelled() const {
+  if (step_ != nullptr) return false;
   // A stream slot takes so many launches: enqueuing may wait for the GPU.
   if (job_->cancel != nullptr && !job_->cancel->Check().ok()) *slot_->cancel() = 1;
   return *slot_->cancel() != 0;
@@ -41,6 +45,38 @@ void JobContext::CollectTimes() {
     job_->stages.push_back({name, 1000.0 * milliseconds});
     before = event.get();
   }
+}
+
+absl::Status JobContext::CheckReport(const StepReport& report, size_t item, int64_t query,
+                                     int kv_head) const {
+  if (step_ == nullptr) return absl::OkStatus();
+  if (report.number != step_->number) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("layer ", layer(), " was not attended in the step"));
+  }
+  step_->ran = true;
+  if (report.version != step_->tensors.check.version) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "layer ", layer(), " ran a graph of version ", report.version, " of the step, which is at ",
+        step_->tensors.check.version, ": capture it again where the version changes"));
+  }
+  if (report.bad != 0) {
+    const BadElementPlace bad = PlaceOf(report.bad);
+    if (bad.input == StepInput::kQ) {
+      return absl::OutOfRangeError(absl::StrCat("q is not finite at layer ", layer(), ", query ",
+                                                bad.token, ", query head ", bad.head, ", element ",
+                                                bad.element));
+    }
+    const int64_t first = job_->items[item].append->start;
+    return NonFiniteRowError(bad.input == StepInput::kK ? "K" : "V", layer(), bad.head,
+                             static_cast<uint64_t>(first + bad.token), bad.element);
+  }
+  for (int row = 0; row < kStepReportHeads; ++row) {
+    if (report.overflow[row] == 0) continue;
+    return NonFiniteOutputError(query + row / spec().group(),
+                                kv_head * spec().group() + row % spec().group(), layer());
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace spillway::cuda

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -9,6 +11,7 @@
 #include "gpu/cuda/stream.h"
 #include "gpu/device/sequence.h"
 #include "gpu/device/stream_slot.h"
+#include "gpu/kernels/step.h"
 
 namespace spillway::cuda {
 
@@ -23,15 +26,46 @@ struct Gpu {
 
 inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-// A job on a stream slot: what its pipelines share. Used by one thread at a
-// time.
+// What differs where a job is a layer of a step on a caller's stream: its requests
+// are uploaded before, its tensors lie in GPU memory, and its launches may run
+// again for later announcements.
+struct StepContext {
+  // Tokens that memory is made for; a sequence has no more.
+  int64_t token_count_max = 0;
+  int64_t wave_bytes = 0;
+  // From requests in pinned memory to where they are uploaded to, bytes.
+  std::ptrdiff_t upload_offset = 0;
+  uint32_t number = 0;  // of the announcement
+  bool ran = false;     // whether any unit has reported this number
+  // Of the launch that is next.
+  cudaStream_t stream = nullptr;
+  CallerTensors tensors;
+  const int32_t* cancel = nullptr;  // 0
+};
+
+// A job on a stream slot, or a layer of a step: what its pipelines share. Used by
+// one thread at a time.
 class JobContext {
  public:
   JobContext(Job* job, StreamSlot* slot, const Gpu& gpu) : job_(job), slot_(slot), gpu_(gpu) {}
+  JobContext(Job* job, StepContext* step, const Gpu& gpu) : job_(job), step_(step), gpu_(gpu) {}
 
   Job& job() const { return *job_; }
+  // REQUIRES: no step.
   StreamSlot& slot() const { return *slot_; }
-  cudaStream_t stream() const { return slot_->stream(); }
+  // Null for a job.
+  StepContext* step() const { return step_; }
+  cudaStream_t stream() const { return step_ != nullptr ? step_->stream : slot_->stream(); }
+  int64_t wave_bytes() const { return step_ != nullptr ? step_->wave_bytes : slot_->wave_bytes(); }
+  const int32_t* cancel() const { return step_ != nullptr ? step_->cancel : slot_->cancel(); }
+  // Tokens that a unit of n has memory for.
+  int64_t TokenCapacity(int64_t n) const { return step_ != nullptr ? step_->token_count_max : n; }
+  // Where kernels read what was written to pinned memory.
+  template <typename T>
+  T* Uploaded(T* pinned) const {
+    if (step_ == nullptr || pinned == nullptr) return pinned;
+    return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(pinned) + step_->upload_offset);
+  }
   const Gpu& gpu() const { return gpu_; }
   const CudaModel& model() const { return static_cast<const CudaModel&>(*job_->model); }
   const ModelSpec& spec() const { return model().spec(); }
@@ -50,10 +84,14 @@ class JobContext {
   absl::Status Mark(std::string_view stage);
   // Fills in the job's times, once the GPU is done.
   void CollectTimes();
+  // What a unit of an item says of the announcement that it served; OK for a job.
+  // query, kv_head: the unit's first.
+  absl::Status CheckReport(const StepReport& report, size_t item, int64_t query, int kv_head) const;
 
  private:
   Job* const job_;
-  StreamSlot* const slot_;
+  StreamSlot* const slot_ = nullptr;
+  StepContext* const step_ = nullptr;
   const Gpu gpu_;
   std::vector<std::pair<std::string, Event>> marks_;
 };

@@ -26,8 +26,8 @@ absl::Status JobRun::Reserve() {
   // Pinned memory of all, and the largest workspace: waves and parts follow
   // each other.
   Carver pinned;
-  const int64_t sparse_bytes = sparse_.Reserve(pinned);
-  const int64_t dense_bytes = dense_.Reserve(pinned);
+  const int64_t sparse_bytes = sparse_.Reserve(pinned, pinned);
+  const int64_t dense_bytes = dense_.Reserve(pinned, pinned);
   if (pinned.bytes() == 0) return absl::OkStatus();
   StreamSlot& slot = context_.slot();
   ASSIGN_OR_RETURN(pinned_, slot.Pinned(pinned.bytes()));
@@ -39,8 +39,10 @@ absl::Status JobRun::EnqueuePipelines() {
   // Sparse attends take a step's append into their graph.
   RETURN_IF_ERROR(append_.Enqueue(/*step_later=*/!sparse_.empty()));
   Carver pinned(pinned_);
-  RETURN_IF_ERROR(sparse_.Enqueue(pinned, workspace_, append_.TakeStep()));
-  return dense_.Enqueue(pinned, workspace_);
+  sparse_.Prepare(pinned, pinned, workspace_);
+  dense_.Prepare(pinned, pinned, workspace_);
+  RETURN_IF_ERROR(sparse_.Launch(append_.TakeStep()));
+  return dense_.Launch();
 }
 
 absl::Status JobRun::Enqueue() {

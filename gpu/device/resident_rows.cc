@@ -122,8 +122,7 @@ std::byte* ResidentRowsOfLayer::RecentRow(int kv_head, int64_t token) const {
   return recent_.data() + (kv_head * kRecentRows + token % kRecentRows) * spec_.row_bytes();
 }
 
-void ResidentRowsOfLayer::Fill(const LayerRows& rows, int64_t begin, int64_t end,
-                               std::vector<RowCopy>& copies) {
+void ResidentRowsOfLayer::Fill(int64_t begin, int64_t end, Place place) {
   if (heads_.empty()) return;
   const int64_t recent = std::max(begin, end - kRecentRows);
   for (int h = 0; h < static_cast<int>(heads_.size()); ++h) {
@@ -135,12 +134,12 @@ void ResidentRowsOfLayer::Fill(const LayerRows& rows, int64_t begin, int64_t end
         for (uint32_t mask = page.mask[w]; mask != 0; mask &= mask - 1, ++rank) {
           const int64_t token = p * kPageTokenCount + w * 32 + std::countr_zero(mask);
           if (token < begin || token >= end) continue;
-          copies.push_back({rows.Row(h, token), Row(head, rank)});
+          place(h, token, Row(head, rank), /*recent=*/false);
         }
       }
     }
     for (int64_t token = recent; token < end; ++token) {
-      copies.push_back({rows.Row(h, token), RecentRow(h, token)});
+      place(h, token, RecentRow(h, token), /*recent=*/true);
     }
   }
   // Tokens between are lost from the ring, and so are those before.

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "gpu/device/block.h"
 #include "gpu/kernels/attend.h"
@@ -32,9 +33,12 @@ class ResidentRowsOfLayer {
   absl::Status Prepare(int64_t token_count);
   void Truncate(int64_t token_count);
 
-  // Adds the copies that bring the rows of tokens [begin, end) here.
+  // Is told where a token's row goes: of the first tokens and the sample, or to
+  // the ring of recent ones.
+  using Place = absl::FunctionRef<void(int kv_head, int64_t token, std::byte* to, bool recent)>;
+  // Says where the rows of tokens [begin, end) go, which are here from then on.
   // REQUIRES: they are prepared.
-  void Fill(const LayerRows& rows, int64_t begin, int64_t end, std::vector<RowCopy>& copies);
+  void Fill(int64_t begin, int64_t end, Place place);
 
   // Words of GPU memory that Sync() fills, for page_capacity pages of tokens.
   int64_t TableWords(int64_t page_capacity) const;

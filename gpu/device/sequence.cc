@@ -57,6 +57,26 @@ void LayerIndex::Truncate(int64_t token_count) {
   synced_code_pages_ = std::min(synced_code_pages_, indexed_token_count_ / kPageTokenCount);
 }
 
+absl::Status LayerIndex::Reserve(int64_t token_count) { return Grow(PagesFor(token_count)); }
+
+EncodeWork LayerIndex::Work(int64_t begin, int64_t end) const {
+  const ModelSpec& spec = model_->spec();
+  EncodeWork work;
+  work.dtype = spec.dtype;
+  work.head_dim = spec.head_dim;
+  work.kv_head_count = spec.kv_head_count;
+  work.row_bytes = spec.row_bytes();
+  work.begin = begin;
+  work.end = end;
+  work.row_pages = row_pages(0);
+  work.row_page_capacity = capacity_;
+  work.code_pages = code_pages(0);
+  work.code_page_capacity = capacity_;
+  work.tiling = model_->tiling();
+  work.centre = centres();
+  return work;
+}
+
 absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
   // Of an append that was undone; nothing in the ordinary case.
   Truncate(start);

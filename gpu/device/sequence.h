@@ -29,6 +29,9 @@ class LayerIndex {
   // Of index pages and rows in GPU memory.
   int64_t bytes() const;
 
+  // Addresses of so many tokens at least stay where they are from now on.
+  // RESOURCE_EXHAUSTED.
+  absl::Status Reserve(int64_t token_count);
   // Room for the index, rows and addresses of tokens up to start + count; see
   // Device::PrepareAppend. RESOURCE_EXHAUSTED.
   absl::Status Prepare(int64_t start, int64_t count);
@@ -39,11 +42,19 @@ class LayerIndex {
   absl::Status Update(const LayerRows& rows, std::vector<TableUpdate>& updates);
   // Says that updates were handed out in vain.
   void ForgetTables();
-  // Adds the copies of rows that the GPU is to hold, of tokens that are to be
-  // indexed up to token_count.
-  void FillResident(const LayerRows& rows, int64_t token_count, std::vector<RowCopy>& copies) {
-    resident_.Fill(rows, indexed_token_count_, token_count, copies);
+  // Where the rows go that the GPU is to hold, of tokens that are to be indexed up
+  // to token_count.
+  void FillResident(int64_t token_count, ResidentRowsOfLayer::Place place) {
+    resident_.Fill(indexed_token_count_, token_count, place);
   }
+  // The same as copies.
+  void FillResident(const LayerRows& rows, int64_t token_count, std::vector<RowCopy>& copies) {
+    FillResident(token_count, [&](int kv_head, int64_t token, std::byte* to, bool) {
+      copies.push_back({rows.Row(kv_head, token), to});
+    });
+  }
+  // The keys of tokens [begin, end) to encode.
+  EncodeWork Work(int64_t begin, int64_t end) const;
   // Says that tokens up to token_count are indexed, and what is known of heads
   // is there.
   void SetIndexed(int64_t token_count) { indexed_token_count_ = token_count; }

@@ -19,6 +19,7 @@ namespace {
 // Rows that a unit gathers to GPU memory before it folds them; more are read
 // where they lie.
 constexpr int64_t kStagingBytes = int64_t{32} << 20;
+constexpr int64_t kStagingRowsMin = 8192;
 // Blocks that gather rows; see docs/link.md: more SMs hold more addresses in
 // flight than are translated.
 constexpr int kGatherBlocks = 8;
@@ -28,6 +29,14 @@ constexpr int64_t kReferencePagesStep = 16;
 int64_t GridTokens(int64_t n) {
   const auto sixteenth = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 16);
   return RoundUp(n, std::max<int64_t>(kSegmentTokens, sixteenth));
+}
+
+// Tokens of the reference pages of a unit of up to n, at most: fewer pages are taken of
+// a longer one only where it takes them further apart.
+int64_t ReferenceTokensMax(int64_t n) {
+  const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount;
+  constexpr int64_t kAtLeast = 32;  // see ReferencePages
+  return std::min(pages, std::max(kAtLeast, pages / 64 + 2)) * kPageTokenCount;
 }
 
 }  // namespace
@@ -66,16 +75,18 @@ SparsePipeline::UnitWave SparsePipeline::WaveFor(size_t item) const {
 }
 
 void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave,
-                                Carver& pinned, Carver& workspace) const {
+                                Carver& requests, Carver& results, Carver& workspace) const {
   const int64_t width = int64_t{spec().group()} * spec().head_dim;
-  wave.requests = pinned.Take<UnitRequest>(unit_count);
-  wave.q = pinned.Take<float>(unit_count * width);
-  wave.results = pinned.Take<UnitResult>(unit_count);
-  wave.out = pinned.Take<float>(unit_count * width);
+  wave.requests = requests.Take<UnitRequest>(unit_count);
+  wave.results = results.Take<UnitResult>(unit_count);
+  if (context_->step() == nullptr) {
+    wave.q = requests.Take<float>(unit_count * width);
+    wave.out = results.Take<float>(unit_count * width);
+  }
   wave.device_requests = workspace.Take<UnitRequest>(unit_count);
   wave.device_q = workspace.Take<float>(unit_count * width);
   if (const ModelMethods* methods = context_->model().methods(); methods != nullptr) {
-    wave.methods = methods->LayOut(policy, unit_count, pinned, workspace);
+    wave.methods = methods->LayOut(policy, unit_count, requests, workspace);
   }
 }
 
@@ -84,21 +95,23 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   const AttendShape& shape = wave.shape;
   const int group = shape.group;
   const int bins_max = std::max(shape.bin_count, wave.first ? wave.first->bin_count : 0);
-  const int64_t padded = r.segments() * kSegmentTokens;
+  const int64_t n = context_->TokenCapacity(r.n);
+  const int64_t segments = (n + kSegmentTokens - 1) / kSegmentTokens;
+  const int64_t padded = segments * kSegmentTokens;
   r.q = wave.device_q + i * group * shape.head_dim;
   r.bins = workspace.Take<uint16_t>(padded);
   r.histogram = workspace.Take<uint32_t>(bins_max);
   r.class_of_bin = workspace.Take<uint8_t>(bins_max + 2);
   if (shape.by_mass) {
-    r.head_bins = workspace.Take<uint16_t>(group * r.n);
+    r.head_bins = workspace.Take<uint16_t>(group * n);
     r.head_histograms = workspace.Take<uint32_t>(int64_t{group} * kScoreBinCount);
-    r.head_ties = workspace.Take<uint32_t>((group + 1) * r.segments());
+    r.head_ties = workspace.Take<uint32_t>((group + 1) * segments);
   }
   const auto is_asymmetric = [](const AttendShape& s) {
     return s.selector == Selector::kAsymmetric;
   };
   if (is_asymmetric(shape) || (wave.first && is_asymmetric(*wave.first))) {
-    const int64_t pages = (r.n + kPageTokenCount - 1) / kPageTokenCount;
+    const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount;
     r.centre_logits = workspace.Take<float>(pages * group);
     r.rank_sums = workspace.Take<RankSums<float>>(pages * group);
   }
@@ -106,15 +119,17 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.query_planes =
       workspace.Take<uint32_t>(int64_t{quartets} * 16 * std::max(1, shape.tiling.words));
   r.reference_token_count = ReferencePages::Of(r.begin, r.end).count * kPageTokenCount;
-  r.reference_logits = workspace.Take<float>(group * r.reference_token_count);
+  r.reference_logits = workspace.Take<float>(group * ReferenceTokensMax(n));
   r.filtered = workspace.Take<uint32_t>(padded);
-  r.segment_counts = workspace.Take<uint32_t>(r.segments());
-  r.segment_ties = workspace.Take<SegmentTies>(r.segments());
-  r.segment_table = workspace.Take<uint32_t>(r.segments() * kSegmentColumns);
-  r.list = workspace.Take<uint32_t>(r.n);
-  r.sources = workspace.Take<const std::byte*>(r.n);
-  const int64_t staging_bytes = std::min(kStagingBytes, context_->slot().wave_bytes() / 4);
-  r.staging_rows = std::min(r.n, staging_bytes / shape.row_bytes);
+  r.segment_counts = workspace.Take<uint32_t>(segments);
+  r.segment_ties = workspace.Take<SegmentTies>(segments);
+  r.segment_table = workspace.Take<uint32_t>(segments * kSegmentColumns);
+  r.list = workspace.Take<uint32_t>(n);
+  r.sources = workspace.Take<const std::byte*>(n);
+  const int64_t staging_bytes = std::min(kStagingBytes, context_->wave_bytes() / 4);
+  // A step keeps its memory: as much as a quarter of the rows.
+  const int64_t rows_max = context_->step() != nullptr ? std::max(n / 4, kStagingRowsMin) : n;
+  r.staging_rows = std::min(rows_max, staging_bytes / shape.row_bytes);
   r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
   r.gather = workspace.Take<const std::byte*>(r.staging_rows);
   r.partials = workspace.Take<float>(kPhases * kSplitMax * PartialFloats(group, shape.head_dim));
@@ -150,7 +165,7 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   // All units of a query have as much memory of their own.
   UnitWave alone = WaveFor(item);
   Carver pinned, shared, own;
-  LayOutWave(policy, 1, alone, pinned, shared);
+  LayOutWave(policy, 1, alone, pinned, pinned, shared);
   UnitRequest request = Request(item, query);
   LayOutUnit(alone, 0, {item, query, 0}, request, own);
   const int64_t bytes = shared.bytes() + own.bytes();
@@ -161,7 +176,7 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const auto fits = [&](const UnitWave& wave, int units) {
     return wave.shape == alone.shape && wave.first == alone.first &&
            wave.tail_kernels == alone.tail_kernels && wave.select_only == alone.select_only &&
-           wave.bytes_max + units * bytes <= context_->slot().wave_bytes();
+           wave.bytes_max + units * bytes <= context_->wave_bytes();
   };
   for (int h = 0; h < heads; ++h) {
     const bool may_split = !whole || h == 0;
@@ -176,11 +191,12 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   }
 }
 
-int64_t SparsePipeline::Reserve(Carver& pinned) {
+int64_t SparsePipeline::Reserve(Carver& requests, Carver& results) {
   int64_t bytes = 0;
   for (UnitWave& wave : waves_) {
     Carver workspace;
-    LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, pinned, workspace);
+    LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, requests, results,
+               workspace);
     bytes = std::max(bytes, workspace.bytes() + wave.unit_bytes);
   }
   return bytes;
@@ -216,32 +232,47 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
       terms = TermsOf(w.policy, w.TailOf(unit.kv_head), /*may_promise=*/false);
     }
     UnitRequest r = of_query;
+    r.place = {static_cast<int32_t>(unit.item), static_cast<int16_t>(unit.query),
+               static_cast<int16_t>(unit.kv_head)};
     r.terms = terms;
     r.terms.may_promise = w.MayPromise(spec(), unit.kv_head, unit.query);
     Address(unit, r);
     LayOutUnit(wave, static_cast<int64_t>(i), unit, r, workspace);
     r.result = wave.results + i;
-    r.out = wave.select_only ? nullptr : wave.out + i * width;
+    r.out = wave.select_only || wave.out == nullptr ? nullptr : wave.out + i * width;
     wave.requests[i] = r;
-    context_->ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * width);
+    if (wave.q != nullptr) {
+      context_->ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * width);
+    }
   }
 }
 
-absl::Status SparsePipeline::Enqueue(Carver& pinned, std::byte* workspace, StepAppend step) {
+void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* workspace) {
   for (UnitWave& wave : waves_) {
     Carver carver(workspace);
-    LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, pinned, carver);
+    LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, requests, results,
+               carver);
     Fill(wave, carver);
-    RETURN_IF_ERROR(Launch(wave, std::exchange(step, {})));
   }
+}
+
+absl::Status SparsePipeline::Launch(StepAppend append) {
+  for (const UnitWave& wave : waves_) RETURN_IF_ERROR(Launch(wave, std::exchange(append, {})));
   return absl::OkStatus();
 }
 
-Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
+std::vector<Wave> SparsePipeline::Views() const {
+  std::vector<Wave> views;
+  views.reserve(waves_.size());
+  for (const UnitWave& wave : waves_) views.push_back(View(wave, {}));
+  return views;
+}
+
+Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const {
   Wave w;
   w.shape = wave.shape;
   w.first = wave.first;
-  w.host_units = wave.requests;
+  w.host_units = context_->Uploaded(wave.requests);
   w.host_q = wave.q;
   w.units = wave.device_requests;
   w.unit_count = static_cast<int>(wave.units.size());
@@ -249,14 +280,17 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
     const UnitRequest& r = wave.requests[i];
     // Rounded up, so that the wave of the next step is the same.
     w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
+    const int64_t reference_pages = r.reference_token_count / kPageTokenCount;
     w.reference_pages_max =
-        std::max(w.reference_pages_max,
-                 RoundUp(r.reference_token_count / kPageTokenCount, kReferencePagesStep));
+        std::max(w.reference_pages_max, context_->step() != nullptr
+                                            ? ReferenceTokensMax(GridTokens(r.n)) / kPageTokenCount
+                                            : RoundUp(reference_pages, kReferencePagesStep));
     w.has_tail |= r.terms.tail != Tail::kNone;
   }
   w.tail_kernels = wave.tail_kernels;
   w.methods = wave.methods;
-  w.append = step;
+  w.append = append;
+  if (context_->step() != nullptr) w.step = context_->step()->tensors;
   w.sm_count = context_->gpu().sm_count;
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
@@ -264,8 +298,8 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& step) const {
   return w;
 }
 
-absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& step) {
-  const Wave w = View(wave, step);
+absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& append) {
+  const Wave w = View(wave, append);
   cudaStream_t stream = context_->stream();
   if (w.methods.shape != nullptr) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(context_->model().methods()->LaunchAhead(
@@ -278,6 +312,7 @@ absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& step
                                                     cudaMemcpyHostToDevice, stream));
     }
   }
+  if (context_->step() != nullptr) return LaunchWave(w, *context_);
   // Events between the kernels are of one job alone.
   RETURN_IF_ERROR(context_->job().trace ? LaunchWave(w, *context_)
                                         : context_->slot().graphs().Run(
@@ -331,6 +366,8 @@ void SparsePipeline::Collect(const UnitWave& wave) const {
     JobItem& item = context_->item(index);
     AttendResult& result = item.result;
     const UnitResult& r = wave.results[i];
+    item.status.Update(context_->CheckReport(r.report, index, query, kv_head));
+    if (!item.status.ok()) continue;
     if (r.error_token != kNoToken) {
       item.status.Update(NonFiniteLogitError(r.error_token, context_->layer(), kv_head));
       continue;
@@ -346,7 +383,7 @@ void SparsePipeline::Collect(const UnitWave& wave) const {
       c.relative_error = r.certificates[g].relative_error;
       c.tail_mass = r.certificates[g].tail_mass;
       c.promise = r.certificates[g].promise;
-      if (item.attend->select_only) continue;
+      if (item.attend->select_only || wave.out == nullptr) continue;
       std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d,
                   result.out.data() + at * d);
       result.lse[at] = r.lse[g];

@@ -11,7 +11,7 @@
 namespace spillway::cuda {
 
 // A job's queries that choose their rows: one after the other planned by Add(),
-// measured by Reserve(), enqueued and, once the GPU is done, collected.
+// measured by Reserve(), prepared, launched and, once the GPU is done, collected.
 class SparsePipeline {
  public:
   explicit SparsePipeline(JobContext* context) : context_(context) {}
@@ -19,11 +19,16 @@ class SparsePipeline {
   // A query of an item whose policy CheckServed() takes.
   void Add(size_t item, int64_t query);
   bool empty() const { return waves_.empty(); }
-  // Takes the pinned memory of all from a carver that only measures. Returns the
-  // bytes of the workspace, which waves have one after the other.
-  int64_t Reserve(Carver& pinned);
-  // step: what is appended before the first wave, as a part of its graph.
-  absl::Status Enqueue(Carver& pinned, std::byte* workspace, StepAppend step);
+  // Takes the pinned memory of all from carvers that only measure: what the GPU
+  // reads, and what it writes. Returns the bytes of the workspace, which waves
+  // have one after the other.
+  int64_t Reserve(Carver& requests, Carver& results);
+  // Lays everything out and writes the requests.
+  void Prepare(Carver& requests, Carver& results, std::byte* workspace);
+  // append: what is appended before the first wave, as a part of its graph.
+  absl::Status Launch(StepAppend append);
+  // The waves as they are launched: what can be captured depends on them alone.
+  std::vector<Wave> Views() const;
   // Results and statuses of the items.
   void Collect() const;
 
@@ -68,8 +73,8 @@ class SparsePipeline {
 
   // Memory; empty carvers only measure. What a wave of unit_count units has
   // beside the units' own:
-  void LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave, Carver& pinned,
-                  Carver& workspace) const;
+  void LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave, Carver& requests,
+                  Carver& results, Carver& workspace) const;
   // What unit i has of its own; the request's n, begin and end are known.
   void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
                   Carver& workspace) const;
@@ -82,8 +87,8 @@ class SparsePipeline {
   void Fill(const UnitWave& wave, Carver& workspace) const;
 
   // The kernels' view of a wave that is filled.
-  Wave View(const UnitWave& wave, const StepAppend& step) const;
-  absl::Status Launch(const UnitWave& wave, const StepAppend& step);
+  Wave View(const UnitWave& wave, const StepAppend& append) const;
+  absl::Status Launch(const UnitWave& wave, const StepAppend& append);
   // Reads the lists of a wave that only selects. Waits for the GPU.
   absl::Status CollectSelections(const UnitWave& wave) const;
   void Collect(const UnitWave& wave) const;

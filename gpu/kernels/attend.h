@@ -8,6 +8,7 @@
 
 #include "gpu/kernels/append.h"
 #include "gpu/kernels/code_tiling.h"
+#include "gpu/kernels/step.h"
 #include "host/base/limits.h"
 #include "host/core/degrees.h"
 #include "host/core/estimate.h"
@@ -187,11 +188,14 @@ struct UnitResult {
   int64_t moved_count = 0;  // of those, rows that came over the link
   float lse[kGroupMax] = {};
   HeadCertificate certificates[kGroupMax] = {};
+  StepReport report;
 };
+static_assert(kGroupMax <= kStepReportHeads);
 
 // What the host asks of a unit. Pointers are device addresses but where they
 // say otherwise. Made with {}, so that what is not set is 0.
 struct UnitRequest {
+  UnitPlace place;
   const std::byte* const* row_pages;
   const std::byte* const* code_pages;
   ResidentRows resident;
@@ -240,7 +244,7 @@ struct UnitRequest {
   float* partials;           // [kPhases][kSplitMax] of PartialFloats()
   UnitState* state;
   UnitResult* result;  // pinned
-  float* out;          // pinned, [G][d]; null: selection only
+  float* out;          // pinned, [G][d]; null: selection only, or to a tensor
 
   SPILLWAY_HOST_DEVICE int64_t segments() const {
     return (n + kSegmentTokens - 1) / kSegmentTokens;
@@ -290,7 +294,7 @@ struct Wave {
   // Of the first selection, if there is one: differs in what concerns scores.
   std::optional<AttendShape> first;
   const UnitRequest* host_units = nullptr;  // pinned
-  const float* host_q = nullptr;            // pinned, [units][G][d]
+  const float* host_q = nullptr;            // pinned, [units][G][d]; null: step.q
   UnitRequest* units = nullptr;             // device, filled by LaunchPrepareQuery
   int unit_count = 0;
   int64_t token_count_max = 0;      // the largest n
@@ -311,6 +315,8 @@ struct Wave {
   WaveMethods methods;
   // What is appended before the attends; no row: nothing.
   StepAppend append;
+  // Where queries come from and outputs go, for a step on a caller's stream.
+  CallerTensors step;
 
   bool operator==(const Wave&) const = default;
 };
@@ -338,10 +344,18 @@ cudaError_t LaunchFinishAgain(const Wave& wave, cudaStream_t stream);
 
 inline constexpr int kDenseQueryRows = 16;  // (query, head of the group) pairs
 
+// What the host reads of a dense unit; lies in pinned memory.
+struct DenseResult {
+  uint32_t error_token = kNoToken;
+  StepReport report;  // its heads are query rows
+};
+static_assert(kDenseQueryRows <= kStepReportHeads);
+
 // Up to kDenseQueryRows query rows of one KV head over all their rows.
 struct DenseUnit {
+  UnitPlace place{};  // of the first query
   const std::byte* const* row_pages = nullptr;
-  const float* q = nullptr;  // [rows][d], rows = queries * G
+  const float* q = nullptr;  // [rows][d], rows = queries * G; null: the wave's step.q
   int32_t query_rows = 0;
   int64_t visible[kDenseQueryRows] = {};  // per query row
   int64_t n = 0;                          // the largest
@@ -349,14 +363,15 @@ struct DenseUnit {
   int64_t split_count = 0;
   float* partials = nullptr;  // [split_count] of query_rows * (2 + d) floats
   uint32_t* error_token = nullptr;
-  float* out = nullptr;              // pinned, [query_rows][d]
-  float* lse = nullptr;              // pinned, [query_rows]
-  uint32_t* result_error = nullptr;  // pinned
+  float* out = nullptr;           // pinned, [query_rows][d]; null: to the wave's step.out
+  float* lse = nullptr;           // pinned, [query_rows]
+  DenseResult* result = nullptr;  // pinned
 };
 
 struct DenseWave {
   DType dtype = DType::kBF16;
   int head_dim = 0;
+  int group = 0;
   int64_t row_bytes = 0;
   float scale = 1;
   const DenseUnit* units = nullptr;  // device
@@ -368,6 +383,9 @@ struct DenseWave {
   int64_t split_count_max = 0;  // of one launch
   // Not 0 stops the work; pinned.
   const int32_t* cancel = nullptr;
+  CallerTensors step;
+
+  bool operator==(const DenseWave&) const = default;
 };
 
 // Copies pages of rows next to each other: page p of head h from

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/fold.cuh"
+#include "gpu/kernels/step.cuh"
 
 // Exact attention over all rows.
 namespace spillway::cuda {
@@ -19,7 +20,8 @@ __global__ void DenseFoldKernel(DenseWave wave) {
   float* queries = memory;
   float* rest = queries + kDenseQueryRows * d;
   for (int i = threadIdx.x; i < u.query_rows * d; i += blockDim.x) {
-    queries[i] = u.q[i] * wave.scale;
+    const float q = u.q != nullptr ? u.q[i] : TensorQuery(wave.step, u.place, wave.group, d, i);
+    queries[i] = q * wave.scale;
   }
   const FoldShape fold = {wave.dtype, d, u.query_rows};
   for (int64_t s = first_split + blockIdx.x; s < split_end; s += gridDim.x) {
@@ -57,7 +59,7 @@ __global__ void DenseFinishKernel(DenseWave wave) {
   const DenseUnit& u = wave.units[blockIdx.y];
   const int r = blockIdx.x;
   const int d = wave.head_dim;
-  if (r == 0 && threadIdx.x == 0) *u.result_error = *u.error_token;
+  if (r == 0 && threadIdx.x == 0) u.result->error_token = *u.error_token;
   if (r >= u.query_rows) return;
   const int64_t stride = u.query_rows * (2 + d);
   float max = -INFINITY;
@@ -67,15 +69,21 @@ __global__ void DenseFinishKernel(DenseWave wave) {
     const float* part = u.partials + s * stride;
     sum += double{SoftmaxFactor(part[2 * r], max)} * part[2 * r + 1];
   }
-  for (int i = threadIdx.x; i < d; i += blockDim.x) {
+  const auto element = [&](int i) {
     double value = 0;
     for (int64_t s = 0; s < u.split_count; ++s) {
       const float* part = u.partials + s * stride;
       value += double{SoftmaxFactor(part[2 * r], max)} * part[2 * u.query_rows + r * d + i];
     }
-    u.out[r * d + i] = static_cast<float>(value / sum);
+    return static_cast<float>(value / sum);
+  };
+  const auto lse = static_cast<float>(max + log(sum));
+  if (wave.step.check.header != nullptr) {
+    return WriteToTensors(wave.step, u.place, wave.group, d, r, *u.error_token == kNoToken, element,
+                          lse, u.result->report);
   }
-  if (threadIdx.x == 0) u.lse[r] = static_cast<float>(max + log(sum));
+  for (int i = threadIdx.x; i < d; i += blockDim.x) u.out[r * d + i] = element(i);
+  if (threadIdx.x == 0) u.lse[r] = lse;
 }
 
 }  // namespace spillway::cuda

@@ -4,6 +4,7 @@
 #include "gpu/kernels/encode_page.cuh"
 #include "gpu/kernels/first_pages.cuh"
 #include "gpu/kernels/launch.cuh"
+#include "gpu/kernels/step_append.cuh"
 
 namespace spillway::cuda {
 namespace {
@@ -16,6 +17,14 @@ void RunCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream)
   CentreKernel<T><<<grid, kThreads, 0, stream>>>(work, token_count);
 }
 
+// As much shared memory as an SM has. Every call: the attribute is a device's own, and
+// setting it is cheap.
+template <typename Kernel>
+cudaError_t PreferShared(Kernel kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 // radii: null, or [H][pages][kPageTokenCount] in place of norms.
 cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, const HeadIndex& heads,
                      float* radii, cudaStream_t stream) {
@@ -23,11 +32,7 @@ cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, con
   const auto pages = static_cast<unsigned>((work.end - work.begin) / kPageTokenCount);
   const auto kv_heads = static_cast<unsigned>(work.kv_head_count);
   const auto shared = static_cast<size_t>(EncodePageSharedBytes(work.head_dim));
-  // Every call: the attribute is a device's own, and setting it is cheap.
-  const cudaError_t error =
-      cudaFuncSetAttribute(EncodePageKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                           cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
+  if (const cudaError_t error = PreferShared(EncodePageKernel); error != cudaSuccess) return error;
   return Launch<EncodePageKernel>({{pages, kv_heads}, kPageThreads, shared}, stream, work, weights,
                                   Quantiser::Of(work.head_dim, weights.bits_per_dim), heads, radii);
 }
@@ -78,6 +83,23 @@ cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream
 cudaError_t LaunchEncodePages(const EncodeWork& work, const RotationWeights& weights,
                               const HeadIndex& heads, cudaStream_t stream) {
   return RunPages(work, weights, heads, /*radii=*/nullptr, stream);
+}
+
+cudaError_t LaunchTensorAppend(const TensorAppend& append, cudaStream_t stream) {
+  constexpr int kWarps = 4;
+  const int64_t heads = append.kv_head_count + append.step.query_head_count;
+  const int64_t tasks = heads * append.item_count * append.step.token_count;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>((tasks + kWarps - 1) / kWarps, 512));
+  return Launch<TensorAppendKernel>({{blocks}, kWarps * 32}, stream, append);
+}
+
+cudaError_t LaunchStepEncode(const StepEncode* encodes, int item_count, const EncodeWork& shape,
+                             const RotationWeights& weights, bool overlap, cudaStream_t stream) {
+  if (const cudaError_t error = PreferShared(StepEncodeKernel); error != cudaSuccess) return error;
+  const dim3 grid(static_cast<unsigned>(shape.kv_head_count), static_cast<unsigned>(item_count));
+  const auto shared = static_cast<size_t>(EncodePageSharedBytes(shape.head_dim));
+  return Launch<StepEncodeKernel>({grid, kPageThreads, shared, overlap}, stream, encodes, weights,
+                                  Quantiser::Of(shape.head_dim, weights.bits_per_dim));
 }
 
 cudaError_t LaunchEncodeFirstPages(const EncodeWork& work, const RotationWeights& weights,

@@ -13,11 +13,11 @@ inline constexpr int EncodePageSharedBytes(int head_dim) {
   return (2 * kSliceFloats + head_dim * kPageTokenCount) * static_cast<int>(sizeof(float));
 }
 
-// blockIdx.x: page from that of work.begin on; blockIdx.y: KV head. With radii
-// [H][pages][128] the radii go there, else norms to the page.
-__global__ void __launch_bounds__(kPageThreads, 2)
-    EncodePageKernel(EncodeWork work, RotationWeights weights, Quantiser quantiser, HeadIndex heads,
-                     float* radii) {
+// A page of a KV head. With `radii` [128] the radii go there, else norms to the page.
+// All threads of a block of kPageThreads. Shared memory: EncodePageSharedBytes().
+__device__ inline void EncodePage(const EncodeWork& work, const RotationWeights& weights,
+                                  const Quantiser& quantiser, const HeadIndex& heads, float* radii,
+                                  int64_t page_index, int head) {
   extern __shared__ float4 shared[];
   __shared__ __align__(16) float radius[kPageTokenCount];
   float* slices = reinterpret_cast<float*>(shared);
@@ -26,8 +26,6 @@ __global__ void __launch_bounds__(kPageThreads, 2)
   auto& scratch = *reinterpret_cast<PageScratch*>(slices + kSliceFloats);
   float* x = slices + 2 * kSliceFloats;
   const int dim = work.head_dim;
-  const int head = blockIdx.y;
-  const int64_t page_index = work.begin / kPageTokenCount + blockIdx.x;
   const std::byte* rows = work.row_pages[head * work.row_page_capacity + page_index];
   std::byte* page = work.code_pages[head * work.code_page_capacity + page_index];
   const float* value_centre = heads.value_centres + head * dim;
@@ -57,11 +55,22 @@ __global__ void __launch_bounds__(kPageThreads, 2)
       StoreNorms(work, heads.statistics[head], value_centre, rows, scratch.square, radius, uneven,
                  page);
     } else {
-      radii[(int64_t{head} * gridDim.x + blockIdx.x) * kPageTokenCount + threadIdx.x] =
-          radius[threadIdx.x];
+      radii[threadIdx.x] = radius[threadIdx.x];
     }
   }
   StoreCodes(work, weights.transposed, quantiser, slices, x, radius, page);
+}
+
+// blockIdx.x: page from that of work.begin on; blockIdx.y: KV head. With radii
+// [H][pages][128] the radii go there, else norms to the page.
+__global__ void __launch_bounds__(kPageThreads, 2)
+    EncodePageKernel(EncodeWork work, RotationWeights weights, Quantiser quantiser, HeadIndex heads,
+                     float* radii) {
+  const int head = blockIdx.y;
+  const int64_t at = int64_t{head} * gridDim.x + blockIdx.x;
+  EncodePage(work, weights, quantiser, heads,
+             radii == nullptr ? nullptr : radii + at * kPageTokenCount,
+             work.begin / kPageTokenCount + blockIdx.x, head);
 }
 
 }  // namespace spillway::cuda

@@ -18,11 +18,11 @@ cudaError_t LaunchBudget(const Wave& wave, cudaStream_t stream) {
 
 cudaError_t LaunchFinish(const Wave& wave, cudaStream_t stream) {
   const bool draws_again = wave.has_tail && wave.tail_kernels == nullptr;
-  return Launch<FinishKernel>(ByHead(wave), stream, wave.shape, draws_again, wave.units);
+  return Launch<FinishKernel>(ByHead(wave), stream, wave.shape, draws_again, wave.step, wave.units);
 }
 
 cudaError_t LaunchFinishAgain(const Wave& wave, cudaStream_t stream) {
-  return Launch<FinishAgainKernel>(ByHead(wave), stream, wave.shape, wave.units);
+  return Launch<FinishAgainKernel>(ByHead(wave), stream, wave.shape, wave.step, wave.units);
 }
 
 }  // namespace spillway::cuda

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/head_sums.cuh"
+#include "gpu/kernels/step.cuh"
 #include "host/core/page_index.h"
 #include "host/core/rank_error.h"
 #include "host/core/sample_limit.h"
@@ -142,12 +143,17 @@ __device__ inline bool HeadRanksHold(const UnitRequest& u, int g) {
 
 // Writes a head's output and certificate, and with the first head what the unit
 // says. Returns the certificate, in thread 0 alone. All threads.
-__device__ inline HeadCertificate WriteHead(const AttendShape& shape, const UnitRequest& u, int g,
+__device__ inline HeadCertificate WriteHead(const AttendShape& shape, const UnitRequest& u,
+                                            const CallerTensors& step, int g,
                                             const HeadSums& head) {
   const UnitState& s = *u.state;
   const int d = shape.head_dim;
-  if (u.out != nullptr && threadIdx.x < d) {
-    u.out[g * d + threadIdx.x] = static_cast<float>(head.outputs[threadIdx.x] * ValueUnit(u));
+  const auto value = [&](int i) { return static_cast<float>(head.outputs[i] * ValueUnit(u)); };
+  const auto lse = [&] { return static_cast<float>(head.max + log(head.denominator)); };
+  if (u.out != nullptr && threadIdx.x < d) u.out[g * d + threadIdx.x] = value(threadIdx.x);
+  if (step.check.header != nullptr) {
+    WriteToTensors(step, u.place, shape.group, d, g, s.error_token == kNoToken, value,
+                   threadIdx.x == 0 ? lse() : 0.0f, u.result->report);
   }
   if (threadIdx.x >= 32) return {};
   const int64_t drawn = DrawnRows(s);
@@ -155,7 +161,7 @@ __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const Unit
   UnitResult& result = *u.result;
   const HeadCertificate certificate =
       Certify(u.terms, s.limited != 0, HeadRanksHold(u, g), drawn, s.tail_count, head);
-  result.lse[g] = static_cast<float>(head.max + log(head.denominator));
+  result.lse[g] = lse();
   result.certificates[g] = certificate;
   if (g == 0) {
     result.error_token = s.error_token;
@@ -171,7 +177,8 @@ __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const Unit
 // out too large set budgets of phase 2, which the unit's last block settles.
 // Shared memory: HeadSumsBytes().
 __global__ void __launch_bounds__(kEstimateThreads)
-    FinishKernel(AttendShape shape, bool draws_again, const UnitRequest* units) {
+    FinishKernel(AttendShape shape, bool draws_again, CallerTensors step,
+                 const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
@@ -180,7 +187,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   UnitState& s = *u.state;
   const int g = blockIdx.x;
   EstimateHead(shape, u, g, u.terms.tail == Tail::kNone ? 1 : 2, totals, head);
-  const HeadCertificate certificate = WriteHead(shape, u, g, head);
+  const HeadCertificate certificate = WriteHead(shape, u, step, g, head);
   if (!draws_again) return;
   if (threadIdx.x == 0) {
     wants = s.error_token == kNoToken && WantsMoreRows(u.terms, s.limited != 0, certificate);
@@ -199,14 +206,14 @@ __global__ void __launch_bounds__(kEstimateThreads)
 
 // The same after the third draw, of units that had one.
 __global__ void __launch_bounds__(kEstimateThreads)
-    FinishAgainKernel(AttendShape shape, const UnitRequest* units) {
+    FinishAgainKernel(AttendShape shape, CallerTensors step, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   if (!u.state->drawing) return;
   EstimateHead(shape, u, blockIdx.x, kPhases, totals, head);
-  WriteHead(shape, u, blockIdx.x, head);
+  WriteHead(shape, u, step, blockIdx.x, head);
 }
 
 }  // namespace spillway::cuda

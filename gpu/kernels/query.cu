@@ -6,7 +6,8 @@
 namespace spillway::cuda {
 
 bool PrepareOverlaps(const Wave& wave) {
-  return wave.overlap && wave.append.row_count > 0 && !wave.first;
+  const bool appends = wave.append.row_count > 0 || wave.step.check.header != nullptr;
+  return wave.overlap && appends && !wave.first;
 }
 
 cudaError_t LaunchClearUnits(const Wave& wave, cudaStream_t stream) {

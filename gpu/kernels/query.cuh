@@ -16,7 +16,8 @@ __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   ClearUnit(shape, u);
   const int size = shape.group * shape.head_dim;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
-    u.q[i] = requests.q[int64_t{blockIdx.y} * size + i];
+    u.q[i] =
+        QueryOf(requests, u.place, shape.group, shape.head_dim, i, PinnedQuery(requests, size, i));
   }
   EndFirst();
 }
@@ -39,7 +40,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   TriggerDependents();
   // Asked for together with the request.
   float own = 0;
-  if (g < shape.group && j < d) own = requests.q[(int64_t{blockIdx.y} * shape.group + g) * d + j];
+  if (g < shape.group && j < d) own = PinnedQuery(requests, shape.group * d, g * d + j);
   FetchRequest(requests, u);
   const int lane = j % 32;
   const int word = j / 32;
@@ -47,6 +48,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   const bool present = g < shape.group && j < d;
   float y = 0;
   if (present) {
+    own = QueryOf(requests, u.place, shape.group, d, g * d + j, own);
     x[j] = own;
     u.q[g * d + j] = own;
   }

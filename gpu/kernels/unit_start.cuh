@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/device_math.cuh"
+#include "gpu/kernels/step.cuh"
 
 // What a wave's first kernel does for every selector.
 namespace spillway::cuda {
@@ -35,12 +36,27 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
 
 // What a wave's first kernel has of its requests.
 struct PinnedRequests {
-  const UnitRequest* units;  // pinned
-  const float* q;            // pinned, [units][G][d]
+  const UnitRequest* units;  // pinned, or of a step
+  const float* q;            // pinned, [units][G][d]; null: step.q
   UnitRequest* copies;       // device
+  CallerTensors step;
 
-  static PinnedRequests Of(const Wave& wave) { return {wave.host_units, wave.host_q, wave.units}; }
+  static PinnedRequests Of(const Wave& wave) {
+    return {wave.host_units, wave.host_q, wave.units, wave.step};
+  }
 };
+
+// Element i of a unit's queries [G][d]. Of pinned ones before the request is there;
+// of a step's afterwards, 0 in place of what is not finite.
+__device__ inline float PinnedQuery(const PinnedRequests& requests, int width, int i) {
+  return requests.q == nullptr ? 0 : requests.q[int64_t{blockIdx.y} * width + i];
+}
+__device__ inline float QueryOf(const PinnedRequests& requests, const UnitPlace& place, int group,
+                                int head_dim, int i, float pinned) {
+  if (requests.q != nullptr) return pinned;
+  const float x = TensorQuery(requests.step, place, group, head_dim, i);
+  return isfinite(x) ? x : 0.0f;
+}
 
 // A wave's first kernel may run beside a step's append, and ends after it.
 __device__ inline void EndFirst() { GridDependencyWait(); }

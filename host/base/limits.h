@@ -12,6 +12,8 @@ inline constexpr int kPageTokenCount = 128;
 // Positions whose mean is the centre of a KV head's keys. Codes exist from the
 // moment a layer holds this many tokens.
 inline constexpr int64_t kCentreTokenCount = 1024;
+// Tokens of one sequence.
+inline constexpr int64_t kTokenCountMax = 0xFFFFFFFF;
 // Queries of one attend that are served sparsely; more are served densely.
 inline constexpr int kSparseQueryCountMax = 16;
 // Most sequences of one attend.

@@ -20,6 +20,9 @@
 
 namespace spillway {
 
+class StreamStep;
+struct StreamStepOptions;
+
 struct DeviceInfo {
   std::string name;         // "cpu:0"
   std::string description;  // for people
@@ -192,6 +195,11 @@ class Device {
   virtual int64_t WeightBytes(const ModelSpec& spec) const = 0;
   // Device bytes of codes per token of one layer, all KV heads.
   virtual int64_t IndexBytesPerToken(const ModelSpec& spec) const = 0;
+
+  // Decode steps on streams of the caller's. The model and the sequences outlive
+  // them. UNIMPLEMENTED where the device has no streams.
+  virtual absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
+                                                                       StreamStepOptions options);
 
   // Starts a job; done is called exactly once, with the job.
   virtual void Submit(std::unique_ptr<Job> job, Completion done) = 0;

@@ -14,6 +14,12 @@ inline absl::Status NonFiniteLogitError(int64_t token, int layer, int kv_head) {
                                             " is not finite: q.k passes fp32's range"));
 }
 
+inline absl::Status NonFiniteOutputError(int64_t query, int64_t query_head, int layer) {
+  return absl::OutOfRangeError(
+      absl::StrCat("the output of query ", query, ", query head ", query_head, " at layer ", layer,
+                   " is not finite: sums of its values pass fp32's range"));
+}
+
 // Of a row that an append brings. what: "K" or "V".
 inline absl::Status NonFiniteRowError(const char* what, int64_t layer, int64_t kv_head,
                                       uint64_t token, int64_t element) {

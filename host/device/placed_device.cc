@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "host/base/mutex.h"
+#include "host/device/stream_step.h"
 
 namespace spillway {
 namespace {
@@ -322,6 +323,22 @@ class PlacedDevice final : public Device {
 
   int64_t IndexBytesPerToken(const ModelSpec& spec) const override {
     return devices_.front()->IndexBytesPerToken(spec);
+  }
+
+  absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
+                                                               StreamStepOptions options) override {
+    size_t device = 0;
+    for (size_t i = 0; i < options.parts.size(); ++i) {
+      PlacedSequence& placed = Placed(*options.parts[i].sequence);
+      if (i > 0 && placed.device() != device) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "parts[", i, "] lives on ", devices_[placed.device()]->info().name, ", parts[0] on ",
+            devices_[device]->info().name, ": a step on a stream is of one device's"));
+      }
+      device = placed.device();
+      options.parts[i].sequence = &placed.inner();
+    }
+    return devices_[device]->CreateStreamStep(Placed(model).On(device), std::move(options));
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {

@@ -6,9 +6,9 @@
 #include <optional>
 #include <span>
 
-#include "absl/strings/str_cat.h"
 #include "host/base/finite.h"
 #include "host/core/estimate.h"
+#include "host/device/errors.h"
 
 namespace spillway {
 namespace {
@@ -69,10 +69,7 @@ absl::Status CheckOutput(const ModelSpec& spec, int layer, const AttendResult& r
       FindNonFinite(std::as_bytes(std::span(result.out)), DType::kF32);
   if (!at.has_value()) return absl::OkStatus();
   const int64_t head = *at / spec.head_dim;
-  return absl::OutOfRangeError(
-      absl::StrCat("the output of query ", head / spec.query_head_count, ", query head ",
-                   head % spec.query_head_count, " at layer ", layer,
-                   " is not finite: sums of its values pass fp32's range"));
+  return NonFiniteOutputError(head / spec.query_head_count, head % spec.query_head_count, layer);
 }
 
 void FillDenseResult(const ModelSpec& spec, const AttendQuery& attend, int64_t begin, int64_t end,

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "host/device/device.h"
+#include "host/device/stream_step.h"
 
 namespace spillway {
 
@@ -68,6 +70,8 @@ class ToyDevice final : public Device {
   // What the next append of any job fails with, before it writes.
   void FailAppend(absl::Status status) { append_error_ = std::move(status); }
   void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
+  // What steps on streams are made by; without it there are none.
+  std::function<std::unique_ptr<StreamStep>(StreamStepOptions)> make_stream_step;
   // Says that codes live in memory of its own.
   void SetMemory(DeviceMemory memory, int64_t index_bytes_per_token) {
     memory_ = memory;
@@ -98,6 +102,11 @@ class ToyDevice final : public Device {
   std::optional<DeviceMemory> memory() const override { return memory_; }
   int64_t WeightBytes(const ModelSpec&) const override { return 0; }
   int64_t IndexBytesPerToken(const ModelSpec&) const override { return index_bytes_per_token_; }
+  absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
+                                                               StreamStepOptions options) override {
+    if (make_stream_step == nullptr) return Device::CreateStreamStep(model, std::move(options));
+    return make_stream_step(std::move(options));
+  }
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     running_max_ = std::max(running_max_, ++running_);

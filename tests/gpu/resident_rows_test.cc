@@ -75,11 +75,9 @@ class Layer {
                       RowSource::Dense(v.data(), count, bytes));
     }
     rows_.Commit(start + count);
-    std::vector<RowCopy> copies;
-    held_.Fill(rows_, start, start + count, copies);
-    for (const RowCopy& copy : copies) {
-      std::memcpy(copy.to, copy.from, static_cast<size_t>(memory_->spec.row_bytes()));
-    }
+    held_.Fill(start, start + count, [&](int kv_head, int64_t token, std::byte* to, bool) {
+      std::memcpy(to, rows_.Row(kv_head, token), static_cast<size_t>(memory_->spec.row_bytes()));
+    });
   }
   // Room that no append takes.
   void PrepareOnly(int64_t count) { ASSERT_TRUE(held_.Prepare(token_count() + count).ok()); }

@@ -95,6 +95,12 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("step_attend", number, (pointer, number, pointer)),
         ("step_results", None, (pointer, pointer, pointer)),
         ("step_end", None, (pointer,)),
+        ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
+        ("decoder_next", number, (pointer, pointer, pointer)),
+        ("decoder_attend", number, (pointer, number, pointer, pointer)),
+        ("decoder_finish", number, (pointer, pointer)),
+        ("decoder_results", None, (pointer, number, pointer, pointer)),
+        ("decoder_close", None, (pointer,)),
     ):
         function = getattr(loaded, f"spillway_{name}")
         function.restype, function.argtypes = result, arguments
@@ -184,6 +190,48 @@ class NativeChannel:
         """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
         self.library.spillway_step_results(step, ctypes.byref(data), ctypes.byref(size))
+        return _bytes(data, size)
+
+    def open_decoder(self, description: bytes, token_count_max: int) -> int:
+        """Opens a decoder on streams of the engine's GPU: a serialised `DecodeStep`.
+
+        Returns its handle.
+
+        Raises:
+            SpillwayError: It is refused.
+            ValueError: The channel is closed.
+        """
+        with self._lock:
+            self._check_open()
+            handle = self.library.spillway_decoder_open(
+                self._handle, description, len(description), token_count_max
+            )
+        return self._checked(handle)
+
+    def next_step(self, decoder: int, stream: int) -> int:
+        """Begins a decoder's next step on a stream; returns the version of its launches."""
+        self._check_open()
+        version = ctypes.c_uint64()
+        if self.library.spillway_decoder_next(decoder, stream, ctypes.byref(version)):
+            raise self._error()
+        return version.value
+
+    def enqueue_attend(self, decoder: int, layer: int, tensors: Any, stream: int) -> None:
+        """Enqueues a layer; tensors: by reference, a spillway_step_tensors."""
+        self._check_open()
+        if self.library.spillway_decoder_attend(decoder, layer, tensors, stream):
+            raise self._error()
+
+    def finish_step(self, decoder: int, stream: int) -> None:
+        """Ends a decoder's step and waits for the GPU."""
+        self._check_open()
+        if self.library.spillway_decoder_finish(decoder, stream):
+            raise self._error()
+
+    def decoder_results(self, decoder: int, layer: int) -> bytes:
+        """As `step_results`, of a layer of the last step that has ended."""
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        self.library.spillway_decoder_results(decoder, layer, *map(ctypes.byref, (data, size)))
         return _bytes(data, size)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -54,6 +54,9 @@ from spillway.tensors import (
     dtype_number,
     dtype_of,
 )
+
+if TYPE_CHECKING:
+    from spillway.stream import StreamDecoder
 
 # The daemon's bound; a message beyond it is refused on either side.
 MESSAGE_BYTES_MAX = 4 << 20
@@ -523,6 +526,39 @@ class Client:
                 attend says so.
         """
         return DecodeStep(self, sequences, token_count, policy)
+
+    def open_decoder(
+        self,
+        sequences: SequenceABC[Sequence],
+        *,
+        token_count: int = 1,
+        token_count_max: int | None = None,
+        policy: Policy | None = None,
+    ) -> StreamDecoder:
+        """Opens a decoder of sequences of one model on CUDA streams.
+
+        For an embedded engine on a GPU: attends are enqueued on torch's current
+        stream, with CUDA tensors, and can be captured into a CUDA graph.
+
+        Args:
+            sequences: 1 to 256, none twice, each with as many tokens in all layers.
+            token_count: New tokens of each in a step, [1, 16].
+            token_count_max: Tokens that a sequence may come to while the decoder is
+                open, for which it takes GPU memory; None is between as many again
+                and four times as many, 8,192 at least.
+            policy: Overrides every sequence's policy. Selectors all, asymmetric and
+                oracle.
+
+        Raises:
+            SpillwayError: UNIMPLEMENTED where the engine's device is no GPU, or the
+                policy's methods are not served on streams.
+            FailedPrecondition: A sequence is held by another decoder.
+            ResourceExhausted: The GPU's memory limit.
+            ValueError: As of `begin_step`, or the client is not of an embedded engine.
+        """
+        from spillway.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
+
+        return StreamDecoder(self, sequences, token_count, token_count_max, policy)
 
     # Memory.
 

@@ -208,27 +208,10 @@ def _stack(arrays: list[Any]) -> Any:
     return np.stack(arrays)
 
 
-class DecodeStep:
-    """One decode step of several sequences; `Client.begin_step` makes it.
+class _Together:
+    """Sequences of one model that take steps together, and what their tensors look like."""
 
-    Positions and policy are the same in all layers and are said once. Layers
-    may come in any order; each is attended once its new tokens are appended.
-    With an embedded engine nothing is copied: it reads q, k and v where they
-    are, and writes the outputs into new arrays. Not thread-safe.
-
-    Attributes:
-        sequences: The sequences, in the order of the arrays.
-        starts: Position of each one's first new token.
-        token_count: New tokens of each.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        sequences: SequenceABC[Sequence],
-        token_count: int,
-        policy: Policy | None,
-    ) -> None:
+    def __init__(self, client: Client, sequences: SequenceABC[Sequence], token_count: int) -> None:
         limits = client.server_info.limits
         if not 1 <= len(sequences) <= limits.attend_item_count_max:
             raise ValueError(
@@ -251,18 +234,60 @@ class DecodeStep:
         self.sequences = tuple(sequences)
         self.token_count = token_count
         self._model = self.sequences[0]._described()
+
+    def _description(
+        self, starts: SequenceABC[int], policy: Policy | None
+    ) -> attention_service_pb2.DecodeStep:
+        message = attention_service_pb2.DecodeStep(
+            token_count=self.token_count, policy=None if policy is None else policy.to_proto()
+        )
+        for sequence, start in zip(self.sequences, starts, strict=True):
+            message.parts.add(
+                sequence=sequence.name, token_start=start, generation=sequence.generation
+            )
+        return message
+
+    def _check(self, q: Any, k: Any, v: Any, out_dtype: OutDType | None) -> int:
+        """Checks the tensors of a layer; returns the output's element type."""
+        model, batch, tokens = self._model, len(self.sequences), self.token_count
+        rows = (batch, model.kv_head_count, tokens, model.head_dim)
+        queries = (batch, tokens, model.query_head_count, model.head_dim)
+        for array, shape, what in ((q, queries, "q"), (k, rows, "k"), (v, rows, "v")):
+            if tuple(array.shape) != shape:
+                raise ValueError(f"{what} has shape {list(array.shape)}, not {list(shape)}")
+            if what != "q" and dtype_of(array, what) != dtype_number(model.dtype):
+                raise ValueError(f"{what} has other elements than the model's, {model.dtype}")
+        return dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
+
+
+class DecodeStep(_Together):
+    """One decode step of several sequences; `Client.begin_step` makes it.
+
+    Positions and policy are the same in all layers and are said once. Layers
+    may come in any order; each is attended once its new tokens are appended.
+    With an embedded engine nothing is copied: it reads q, k and v where they
+    are, and writes the outputs into new arrays. Not thread-safe.
+
+    Attributes:
+        sequences: The sequences, in the order of the arrays.
+        starts: Position of each one's first new token.
+        token_count: New tokens of each.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sequences: SequenceABC[Sequence],
+        token_count: int,
+        policy: Policy | None,
+    ) -> None:
+        super().__init__(client, sequences, token_count)
         self.starts = tuple(sequence.token_count for sequence in sequences)
         self._kind: _NativeStep | _StreamStep
         self._last: tuple[Any, Any] = (None, None)
         if client.transport == "embedded":
             assert client._native is not None
-            message = attention_service_pb2.DecodeStep(
-                token_count=token_count, policy=None if policy is None else policy.to_proto()
-            )
-            for sequence, start in zip(self.sequences, self.starts, strict=True):
-                message.parts.add(
-                    sequence=sequence.name, token_start=start, generation=sequence.generation
-                )
+            message = self._description(self.starts, policy)
             self._kind = _NativeStep(client._native, message, self._model)
         else:
             self._kind = _StreamStep(client, self.sequences, self.starts, policy)
@@ -299,15 +324,7 @@ class DecodeStep:
                 tokens then; the others' may have.
             ValueError: A shape that does not fit the step.
         """
-        model, batch, tokens = self._model, len(self.sequences), self.token_count
-        rows = (batch, model.kv_head_count, tokens, model.head_dim)
-        queries = (batch, tokens, model.query_head_count, model.head_dim)
-        for array, shape, what in ((q, queries, "q"), (k, rows, "k"), (v, rows, "v")):
-            if tuple(array.shape) != shape:
-                raise ValueError(f"{what} has shape {list(array.shape)}, not {list(shape)}")
-            if what != "q" and dtype_of(array, what) != dtype_number(model.dtype):
-                raise ValueError(f"{what} has other elements than the model's, {model.dtype}")
-        asked = dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
+        asked = self._check(q, k, v, out_dtype)
         try:
             answer = self._kind.attend(layer, q, k, v, asked)
         except SpillwayError:
@@ -315,7 +332,7 @@ class DecodeStep:
                 sequence._forget()
             raise
         for sequence, start in zip(self.sequences, self.starts, strict=True):
-            sequence._expect(layer, start + tokens)
+            sequence._expect(layer, start + self.token_count)
         self._last = answer
         return answer
 

@@ -1,0 +1,270 @@
+"""What decoding on a stream takes beyond the device's own time, eagerly and captured in a graph.
+
+Four layers of 32 query heads over 8 KV heads of 128, bf16, over K/V like a real
+model's (bench/trace_data.py), one sequence, the default policy. Ways, in turn in
+each round, over sequences with the same rows:
+
+- job: `Client.begin_step` with tensors in host memory; its device time is what
+  the engine's kernels take between two events on a stream of its own;
+- eager: `Client.open_decoder`, attends enqueued one by one;
+- graph: the same, captured once and replayed for each token;
+- sdpa: torch's attention (cuDNN's, else flash) with K/V in GPU memory, in a graph.
+
+Times are of the GPU, between events around the attends of all layers, for a layer;
+`next` is the host's. Before anything is timed, outputs of the first three must be
+equal, and their error against sdpa's is printed beside the times. One JSON object a line.
+
+    python bench/trace_data.py --tokens 131072 --output FOLDER
+    python bench/gpu/decoder.py FOLDER --tokens 131072
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import spillway
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LAYERS, HEADS, KV_HEADS, DIM = 4, 32, 8, 128
+STEPS = 24
+ROUNDS = 5
+
+
+class Trace:
+    """K, V and a query of a length; each layer has the KV heads in another order."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        meta = json.loads((folder / "meta.json").read_text())
+        shape = (KV_HEADS, meta["token_count"], DIM)
+        rows = [
+            torch.from_numpy(np.fromfile(folder / name, np.int16).reshape(shape)[:, :tokens].copy())
+            for name in ("k.bf16", "v.bf16")
+        ]
+        self.k, self.v = (x.view(torch.bfloat16) for x in rows)
+        queries = np.fromfile(folder / "queries.f32", np.float32)
+        of_length = queries.reshape(-1, meta["queries_per_length"], HEADS, DIM)
+        q = of_length[meta["lengths"].index(tokens), 0]
+        self.q = torch.from_numpy(q.copy()).bfloat16()
+        self.tokens = tokens
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [H_q, d], k and v [H_kv, N, d]."""
+        q = self.q.view(KV_HEADS, HEADS // KV_HEADS, DIM).roll(layer, 0).reshape(HEADS, DIM)
+        return q, self.k.roll(layer, 0), self.v.roll(layer, 0)
+
+
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Microseconds on the GPU of what is enqueued."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1000 * begin.elapsed_time(end)
+
+
+class Way:
+    """A sequence that decodes, all layers a step."""
+
+    def __init__(self, client: spillway.Client, model: spillway.Model, trace: Trace) -> None:
+        self.client = client
+        self.sequence = client.create_sequence(model)
+        self.new: list[tuple[torch.Tensor, ...]] = []  # of each layer: q, k and v of all steps
+        start = trace.tokens - STEPS * (ROUNDS + 2)
+        for layer in range(LAYERS):
+            q, k, v = trace.layer(layer)
+            self.sequence.append(layer, 0, k[:, :start], v[:, :start])
+            self.new.append((q[None, None], k[None, :, start:], v[None, :, start:]))
+        self.step_count = 0
+        self.host_us: list[float] = []
+
+    def inputs(self, layer: int, device: str) -> tuple[torch.Tensor, ...]:
+        q, k, v = self.new[layer]
+        now = slice(self.step_count, self.step_count + 1)
+        return q.to(device), k[:, :, now].to(device), v[:, :, now].to(device)
+
+
+class Job(Way):
+    def step(self) -> tuple[list[torch.Tensor], float]:
+        outs, times = [], []
+        with self.client.begin_step([self.sequence]) as step:
+            for layer in range(LAYERS):
+                out, _ = step.attend(layer, *self.inputs(layer, "cpu"))
+                outs.append(out)
+                times.append(step.results()[0].device_time_us)
+        self.step_count += 1
+        return outs, sum(times) / LAYERS
+
+
+class Eager(Way):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.decoder = self.client.open_decoder([self.sequence])
+
+    def step(self) -> tuple[list[torch.Tensor], float]:
+        inputs = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        self.decoder.next()
+        self.host_us.append((time.perf_counter() - begin) * 1e6)
+        outs: list[torch.Tensor] = []
+        # The host is ahead, as it is in a model.
+        torch.cuda._sleep(1_000_000)
+        taken = timed(
+            lambda: outs.extend(
+                self.decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS)
+            )
+        )
+        self.step_count += 1
+        return outs, taken / LAYERS
+
+
+class Captured(Way):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.decoder = self.client.open_decoder([self.sequence])
+        self.held = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
+        self.graph = torch.cuda.CUDAGraph()
+        self.outs: list[torch.Tensor] = []
+
+    def step(self) -> tuple[list[torch.Tensor], float]:
+        begin = time.perf_counter()
+        changed = self.decoder.next()
+        self.host_us.append((time.perf_counter() - begin) * 1e6)
+        if changed:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outs = [
+                    self.decoder.attend(layer, *self.held[layer])[0] for layer in range(LAYERS)
+                ]
+        for layer in range(LAYERS):
+            for to, new in zip(self.held[layer], self.inputs(layer, "cuda"), strict=True):
+                to.copy_(new)
+        torch.cuda.synchronize()
+        taken = timed(self.graph.replay)
+        self.step_count += 1
+        return [out.clone() for out in self.outs], taken / LAYERS
+
+
+class Sdpa:
+    """torch's attention over all rows in GPU memory."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.layers = [tuple(x.cuda() for x in trace.layer(i)) for i in range(LAYERS)]
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        for self.backend in backends:
+            try:
+                self.run()
+                break
+            except RuntimeError:
+                continue
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self) -> list[torch.Tensor]:
+        with sdpa_kernel(self.backend):
+            return [
+                torch.nn.functional.scaled_dot_product_attention(
+                    q[None, :, None], k[None], v[None], enable_gqa=True
+                )
+                for q, k, v in self.layers
+            ]
+
+    def step(self) -> float:
+        return timed(self.graph.replay) / LAYERS
+
+
+def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
+    """Attention [H_q, d] of the layer's query over the first tokens, float32."""
+    q, k, v = (x.cuda() for x in trace.layer(layer))
+    outs = []
+    for h in range(KV_HEADS):
+        of_head = q.view(KV_HEADS, -1, DIM)[h].float()
+        logits = of_head @ k[h, :tokens].float().T / DIM**0.5
+        outs.append(logits.softmax(-1) @ v[h, :tokens].float())
+    return torch.cat(outs)
+
+
+def measure(client: spillway.Client, trace: Trace) -> None:
+    model = client.create_model(
+        layer_count=LAYERS,
+        query_head_count=HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=DIM,
+        dtype="bfloat16",
+    )
+    ways = {
+        "job": Job(client, model, trace),
+        "eager": Eager(client, model, trace),
+        "graph": Captured(client, model, trace),
+    }
+    start = trace.tokens - STEPS * (ROUNDS + 2)
+    for step in range(2 * STEPS):  # checked, and warmed up
+        outs = {name: way.step()[0] for name, way in ways.items()}
+        for layer in range(LAYERS):
+            wanted = outs["job"][layer].cuda()
+            for name in ("eager", "graph"):
+                assert torch.equal(outs[name][layer], wanted), (step, layer, name)
+    errors = []
+    for layer in range(LAYERS):
+        right = exact(trace, layer, start + 2 * STEPS)
+        mine = outs["graph"][layer].reshape(HEADS, DIM).float()
+        errors += ((mine - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
+    sdpa = Sdpa(trace)
+    for way in ways.values():
+        way.host_us.clear()
+    times: dict[str, list[float]] = {name: [] for name in (*ways, "sdpa")}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            times[name] += [way.step()[1] for _ in range(STEPS)]
+        times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
+    job = statistics.median(times["job"])
+    for name, all_of in times.items():
+        host = ways[name].host_us if name in ways else []
+        report(
+            tokens=trace.tokens,
+            way=name if name != "sdpa" else f"sdpa {sdpa.backend.name}",
+            layer_us=round(statistics.median(all_of), 1),
+            p90_us=round(float(np.percentile(all_of, 90)), 1),
+            beyond_job_us=round(statistics.median(all_of) - job, 1),
+            next_host_us=round(statistics.median(host), 1) if host else None,
+            error_median=round(statistics.median(errors), 4),
+            error_max=round(max(errors), 4),
+            rounds=ROUNDS,
+            steps=STEPS,
+        )
+    for name in ("eager", "graph"):
+        ways[name].decoder.close()  # type: ignore[attr-defined]
+    for way in ways.values():
+        way.sequence.delete()
+    client.delete_model(model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of bench/trace_data.py")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
+    parser.add_argument("--device", default="cuda:0")
+    arguments = parser.parse_args()
+    report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    for tokens in arguments.tokens:
+        settings = {"memory.limit": "100GiB", "device.name": arguments.device}
+        with spillway.connect("embedded:", settings=settings) as client:
+            measure(client, Trace(arguments.folder, tokens))
+
+
+if __name__ == "__main__":
+    main()

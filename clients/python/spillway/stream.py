@@ -1,0 +1,223 @@
+"""Decoding on CUDA streams: steps that are enqueued, and captured into CUDA graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence as SequenceABC
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spillway._proto import attention_service_pb2
+from spillway.policy import Policy
+from spillway.results import AttendResult
+from spillway.sequence import Sequence
+from spillway.step import _F32, _Tensor, _Tensors, _Together
+from spillway.tensors import OutDType, decoder_like, dtype_of
+
+if TYPE_CHECKING:
+    from spillway.client import Client
+
+_ALIGNMENT = 16
+
+
+class StreamDecoder(_Together):
+    """Decodes sequences on a GPU's streams; `Client.open_decoder` makes it.
+
+    Each step is begun by `next` and then attended layer by layer. Attends are
+    enqueued on torch's current stream, read and write tensors in the GPU's
+    memory, and return at once. They can be captured:
+
+        decoder.next()
+        with torch.cuda.graph(graph):
+            logits = model(...)  # calls decoder.attend() for every layer
+        graph.replay()
+        while ...:
+            if decoder.next():
+                ...  # capture anew: the sequences have outgrown the launches
+            graph.replay()
+        decoder.finish()
+
+    What goes wrong on the GPU, an element that is not finite above all, makes
+    the layer's outputs NaN, and is raised by a later `next`, by `finish` or by
+    `results`. The tokens of that step and of those after it are gone then from
+    the sequence.
+
+    While the decoder is open, other requests for its sequences are refused. Not
+    thread-safe.
+
+    Attributes:
+        sequences: The sequences, in the order of the tensors.
+        token_count: New tokens of each in a step.
+        version: Of the launches of the step: a graph serves the steps of the
+            version that it was captured at.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sequences: SequenceABC[Sequence],
+        token_count: int,
+        token_count_max: int | None,
+        policy: Policy | None,
+    ) -> None:
+        super().__init__(client, sequences, token_count)
+        if client.transport != "embedded":
+            raise ValueError(f"decoders are of an embedded engine, not of {client.target}")
+        assert client._native is not None
+        starts = [sequence.token_count for sequence in sequences]
+        if token_count_max is None:
+            # The next power of two that leaves room for as much again.
+            token_count_max = max(1 << (2 * max(starts)).bit_length() - 1, 1 << 13)
+        self.version = 0
+        self._channel = client._native
+        message = self._description(starts, policy)
+        self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
+        self._end: Any = weakref.finalize(
+            self, self._channel.library.spillway_decoder_close, self._handle
+        )
+        self._tensors = _Tensors()
+        self._at = ctypes.byref(self._tensors)
+
+    def __enter__(self) -> StreamDecoder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def next(self) -> bool:
+        """Begins the next step: on the current stream, which is not captured.
+
+        Returns:
+            Whether the launches differ from those of the step before: graphs are
+            captured again then. True for the first step.
+
+        Raises:
+            SpillwayError: An earlier step has failed on the GPU, or there is no
+                memory; nothing is begun.
+        """
+        self._check_open()
+        before = self.version
+        try:
+            self.version = self._channel.next_step(self._handle, _stream())
+        finally:
+            self._forget()
+        return self.version != before
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out_dtype: OutDType | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueues a layer of the step: appends the new tokens' K and V, and attends.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            q: Queries [B, T, H_q, d] after the positional encoding, on the engine's
+                GPU; query t sees what was there and the new tokens up to t.
+            k: Keys of the new tokens [B, H_kv, T, d] in the model's dtype.
+            v: Values, the same shape.
+            out_dtype: Element type of the output; None is q's.
+
+        Returns:
+            Output [B, T, H_q, d] and log-sum-exp [B, T, H_q], float32.
+
+        Raises:
+            SpillwayError: No step is begun, or a tensor is not on the engine's GPU.
+            ValueError: A shape that does not fit.
+        """
+        asked = self._check(q, k, v, out_dtype)
+        self._check_open()
+        dtype = torch.float32 if asked == _F32 else q.dtype
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        tensors = self._tensors
+        tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), asked
+        # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
+        kept = (
+            _put(tensors.q, q, 1, 2),
+            _put(tensors.k, k, 2, 1),
+            _put(tensors.v, v, 2, 1),
+            _put(tensors.out, out, 1, 2),
+        )
+        tensors.lse = lse.data_ptr()
+        self._channel.enqueue_attend(self._handle, layer, self._at, _stream())
+        del kept
+        return out, lse
+
+    def finish(self) -> None:
+        """Ends the step and waits for the GPU: its tokens belong to the sequences now.
+
+        Raises:
+            SpillwayError: The first error that the GPU has found.
+        """
+        self._check_open()
+        try:
+            self._channel.finish_step(self._handle, _stream())
+        finally:
+            self._forget()
+
+    def results(self, layer: int) -> list[AttendResult]:
+        """Ends the step and returns certificates and counts of a layer, one a sequence.
+
+        The outputs are where `attend` has put them, and not in the results.
+
+        Raises:
+            SpillwayError: The first error that the GPU has found.
+        """
+        self.finish()
+        message = self._channel.decoder_results(self._handle, layer)
+        results = attention_service_pb2.AttendResponse.FromString(message).results
+        shape = (self.token_count, self._model.query_head_count, self._model.head_dim)
+        for result in results:
+            result.out.shape.extend(shape)
+        return [AttendResult(result, decoder_like(None)) for result in results]
+
+    def close(self) -> None:
+        """Ends the step as `finish`, without its errors, and lets the sequences go."""
+        self._end()
+        self._forget()
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise ValueError("the decoder is closed")
+
+    def _forget(self) -> None:
+        for sequence in self.sequences:
+            sequence._forget()
+
+
+def _stream() -> int:
+    """Handle of torch's current stream."""
+    handle: int = torch.cuda.current_stream().cuda_stream
+    return handle
+
+
+def _put(tensor: _Tensor, array: torch.Tensor, token: int, head: int) -> torch.Tensor:
+    """Says where a tensor is, or a copy whose rows are aligned; returns what must live.
+
+    Args:
+        tensor: What says it.
+        array: [B, ...].
+        token: The dimension of tokens.
+        head: The dimension of heads.
+    """
+    bytes_of = [stride * array.element_size() for stride in array.stride()]
+    aligned = all(x % _ALIGNMENT == 0 for x in (array.data_ptr(), *bytes_of[:3]))
+    if array.stride(3) != 1 or not aligned:
+        array = array.contiguous()
+        bytes_of = [stride * array.element_size() for stride in array.stride()]
+    tensor.data, tensor.sequence_stride = array.data_ptr(), bytes_of[0]
+    tensor.token_stride, tensor.head_stride = bytes_of[token], bytes_of[head]
+    return array

@@ -1,0 +1,185 @@
+#include "daemon/engine/stream_decoder.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/checks.h"
+#include "daemon/engine/errors.h"
+#include "host/base/limits.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+namespace {
+
+// Steps on their way.
+constexpr int kPendingMax = 2;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* engine,
+                                                                     std::vector<Part> parts,
+                                                                     int64_t token_count,
+                                                                     int64_t token_count_max) {
+  RETURN_IF_ERROR(CheckStep(parts.size(), token_count));
+  OneModel together;
+  std::vector<std::shared_ptr<Sequence>> sequences;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    RETURN_IF_ERROR(together.Add(*parts[i].sequence, absl::StrCat("parts[", i, "].sequence")));
+    sequences.push_back(parts[i].sequence);
+  }
+  if (token_count_max < token_count || token_count_max > kTokenCountMax) {
+    return InvalidField("token_count_max", absl::StrCat("value ", token_count_max, " is not in [",
+                                                        token_count, ", ", kTokenCountMax, "]"));
+  }
+  std::unique_ptr<StreamDecoder> decoder(new StreamDecoder(engine, std::move(parts), token_count));
+  ASSIGN_OR_RETURN(decoder->hold_, engine->Hold(std::move(sequences)));
+  StreamStepOptions options;
+  options.token_count = token_count;
+  options.token_count_max = token_count_max;
+  for (const Part& part : decoder->parts_) {
+    if (part.sequence->deleted()) return SequenceNotFound(part.sequence->name);
+    RETURN_IF_ERROR(CheckGeneration(part.generation, *part.sequence));
+    if (const int64_t length = part.sequence->token_count(); part.start != length) {
+      return absl::OutOfRangeError(absl::StrCat(part.sequence->name, " has ", length,
+                                                " tokens; a step from ", part.start,
+                                                " does not follow them"));
+    }
+    options.parts.push_back({part.sequence->device.get(), &part.sequence->rows, part.policy});
+  }
+  ASSIGN_OR_RETURN(decoder->step_, engine->device_->CreateStreamStep(*decoder->model().device(),
+                                                                     std::move(options)));
+  return decoder;
+}
+
+StreamDecoder::~StreamDecoder() {
+  while (step_ != nullptr && step_->pending_count() > 0) {
+    if (!Finish(last_stream_).ok() && !starts_.empty()) {
+      // The device does not answer: what is not known to be there is not there.
+      step_.reset();
+      for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, starts_.front()[i]);
+    }
+  }
+  step_.reset();
+  if (hold_ != nullptr) engine_->Release(*hold_);
+}
+
+absl::Status StreamDecoder::CheckLayers() const {
+  for (const Part& part : parts_) {
+    for (const LayerRows& rows : part.sequence->rows) {
+      if (rows.token_count() == part.sequence->rows.front().token_count()) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          part.sequence->name, " has layers of ", part.sequence->rows.front().token_count(),
+          " and of ", rows.token_count(), " tokens: a step appends to all at once"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StreamDecoder::Prepare() {
+  std::vector<int> layers(model().spec.layer_count);
+  std::iota(layers.begin(), layers.end(), 0);
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    absl::Status status = engine_->PrepareAppend(*parts_[i].sequence, layers, token_count_);
+    if (status.ok()) continue;
+    for (size_t j = 0; j < i; ++j) Truncate(j, parts_[j].sequence->token_count());
+    return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StreamDecoder::Next(void* stream) {
+  RETURN_IF_ERROR(step_->Conclude(stream));
+  last_stream_ = stream;
+  if (step_->pending_count() == kPendingMax) RETURN_IF_ERROR(Settle());
+  RETURN_IF_ERROR(CheckLayers());
+  RETURN_IF_ERROR(Prepare());
+  std::vector<int64_t> starts;
+  for (const Part& part : parts_) {
+    starts.push_back(part.sequence->token_count());
+    engine_->Renew(*part.sequence);
+  }
+  if (absl::Status status = step_->Announce(stream); !status.ok()) {
+    for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, starts[i]);
+    return status;
+  }
+  starts_.push_back(std::move(starts));
+  return absl::OkStatus();
+}
+
+absl::Status StreamDecoder::Attend(int layer, const StepTensors& tensors, void* stream) {
+  if (layer < 0 || layer >= model().spec.layer_count) {
+    return InvalidField(
+        "layer", absl::StrCat("value ", layer, " is not in [0, ", model().spec.layer_count, ")"));
+  }
+  return step_->Attend(layer, tensors, stream);
+}
+
+absl::Status StreamDecoder::Finish(void* stream) {
+  RETURN_IF_ERROR(step_->Conclude(stream));
+  while (step_->pending_count() > 0) RETURN_IF_ERROR(Settle());
+  return absl::OkStatus();
+}
+
+absl::Status StreamDecoder::Settle() {
+  ASSIGN_OR_RETURN(const StreamStep::Outcome outcome, step_->Settle());
+  const std::vector<int64_t> starts = std::move(starts_.front());
+  starts_.pop_front();
+  has_ended_ = true;
+  absl::Status first;
+  for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
+    if (outcome.parts[i].ok()) {
+      Count(i);
+      continue;
+    }
+    if (!first.ok()) continue;
+    const std::string& name = parts_[i].sequence->name;
+    first = WithMessage(outcome.parts[i], absl::StrCat(name, ": ", outcome.parts[i].message()));
+  }
+  if (outcome.ran && first.ok()) return first;
+  // Later steps saw the tokens that go now.
+  bool later_ran = false;
+  while (step_->pending_count() > 0) {
+    ASSIGN_OR_RETURN(const StreamStep::Outcome later, step_->Settle());
+    starts_.pop_front();
+    later_ran |= later.ran;
+  }
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const bool kept = outcome.ran && outcome.parts[i].ok();
+    Truncate(i, kept ? starts[i] + token_count_ : starts[i]);
+  }
+  if (!outcome.ran && later_ran) {
+    return absl::FailedPreconditionError(
+        "a step was begun and none of its layers attended, but those of the next were");
+  }
+  return first;
+}
+
+void StreamDecoder::Truncate(size_t part, int64_t token_count) {
+  Sequence& sequence = *parts_[part].sequence;
+  for (LayerRows& rows : sequence.rows) {
+    rows.Rollback();
+    if (rows.token_count() > token_count) rows.Truncate(token_count);
+  }
+  engine_->device_->TruncateSequence(*sequence.model->device(), *sequence.device, token_count);
+  sequence.Publish();
+}
+
+void StreamDecoder::Count(size_t part) {
+  Sequence& sequence = *parts_[part].sequence;
+  const ModelSpec& spec = model().spec;
+  engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
+  for (int layer = 0; layer < spec.layer_count; ++layer) {
+    const Job& job = step_->settled(layer);
+    engine_->CountAttend(job, job.items[part], sequence);
+  }
+  sequence.Publish();
+}
+
+const Job* StreamDecoder::ended(int layer) const {
+  return has_ended_ && layer >= 0 && layer < model().spec.layer_count ? &step_->settled(layer)
+                                                                      : nullptr;
+}
+
+}  // namespace spillway

@@ -1,0 +1,570 @@
+#include "gpu/device/stream_step.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <future>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "gpu/cuda/buffer.h"
+#include "gpu/device/carver.h"
+#include "gpu/device/dense_pipeline.h"
+#include "gpu/device/sparse_pipeline.h"
+#include "gpu/device/wave_kernels.h"
+#include "gpu/kernels/step_append.h"
+#include "host/base/status_macros.h"
+#include "host/device/results.h"
+
+namespace spillway::cuda {
+namespace {
+
+// Announcements on their way.
+constexpr int kSlotCount = 2;
+// Changes of page tables that a slot takes at a time.
+constexpr int64_t kUpdatesMax = 1 << 16;
+// Row pointers of tensors.
+constexpr int64_t kAlignment = 16;
+
+// Makes a GPU the calling thread's while it lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int ordinal) {
+    SPILLWAY_CUDA_REPORT(cudaGetDevice(&before_));
+    if (before_ != ordinal) SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal));
+    changed_ = before_ != ordinal;
+  }
+  ~CurrentDevice() {
+    if (changed_) SPILLWAY_CUDA_REPORT(cudaSetDevice(before_));
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// One layer of an announcement.
+struct LayerRun {
+  LayerRun(Gpu gpu, StepContext step_context)
+      : step(step_context), context(&job, &step, gpu), sparse(&context), dense(&context) {}
+
+  Job job;
+  StepContext step;
+  JobContext context;
+  SparsePipeline sparse;
+  DensePipeline dense;
+  RowTarget* targets = nullptr;   // pinned, [B][T][H]
+  StepEncode* encodes = nullptr;  // pinned, [B]
+};
+
+// An announcement, and the pinned memory that it is written to.
+struct Slot {
+  PinnedBuffer memory;
+  Event done;
+  bool concluded = false;
+  StepHeader* header = nullptr;
+  std::byte* results = nullptr;
+  TableUpdate* updates = nullptr;
+  std::vector<std::unique_ptr<LayerRun>> layers;
+};
+
+// Bytes of one layer: what is uploaded, and what comes back.
+struct LayerBytes {
+  int64_t requests = 0;
+  int64_t results = 0;
+};
+
+class CudaStreamStep final : public StreamStep {
+ public:
+  CudaStreamStep(const StreamStepHome& home, StreamStepOptions options)
+      : home_(home), options_(std::move(options)) {}
+  ~CudaStreamStep() override {
+    const CurrentDevice current(home_.ordinal);
+    // Of what was not concluded, launches may be on their way on any stream.
+    for (; pending_count_ > 0; --pending_count_) {
+      Slot& slot = oldest();
+      SPILLWAY_CUDA_REPORT(slot.concluded ? cudaEventSynchronize(slot.done.get())
+                                          : cudaDeviceSynchronize());
+    }
+    slots_ = {};
+    memory_ = {};
+    stop_ = {};
+  }
+
+  absl::Status Open();
+  absl::Status Announce(void* stream) override;
+  uint64_t version() const override { return version_; }
+  absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override;
+  absl::Status Conclude(void* stream) override;
+  int pending_count() const override { return pending_count_; }
+  absl::StatusOr<Outcome> Settle() override;
+  const Job& settled(int layer) const override { return settled_->layers[layer]->job; }
+
+ private:
+  const ModelSpec& spec() const { return home_.model->spec(); }
+  int64_t item_count() const { return static_cast<int64_t>(options_.parts.size()); }
+  LayerIndex& index(const StreamStepPart& part, int layer) const {
+    return static_cast<CudaSequence&>(*part.sequence).layers[layer];
+  }
+  Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
+  Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
+
+  // A layer whose attends see up to `lengths` tokens of each part, planned.
+  std::unique_ptr<LayerRun> Plan(int layer, const std::vector<int64_t>& lengths,
+                                 const StepContext& step, std::optional<Selector> selector) const;
+  // What a layer takes at most, and the workspace of all.
+  LayerBytes Measure(std::optional<Selector> selector, int64_t& workspace_bytes) const;
+  absl::Status CheckLengths() const;
+  // Indexes what parts have that no step has: their first pages.
+  absl::Status IndexNow(cudaStream_t stream);
+  // Whether the layer's new rows are indexed as they come.
+  bool Indexes(const StreamStepPart& part, int layer) const;
+  // What is announced in a slot, and its tables.
+  absl::Status Fill(Slot& slot, cudaStream_t stream);
+  absl::Status AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates);
+  absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
+                            cudaStream_t stream) const;
+  absl::Status CheckTensors(const StepTensors& tensors) const;
+
+  const StreamStepHome home_;
+  const StreamStepOptions options_;
+  LayerBytes layer_bytes_;
+  int64_t upload_bytes_ = 0;
+  DeviceBuffer memory_;  // what is uploaded, bad elements [L][B], the workspace
+  PinnedBuffer stop_;    // 0: nothing stops a step's kernels
+  BadElement* bad_ = nullptr;
+  std::byte* workspace_ = nullptr;
+  std::array<Slot, kSlotCount> slots_;
+  uint64_t announced_count_ = 0;
+  int pending_count_ = 0;
+  uint64_t version_ = 0;
+  // As the newest announcement launches them, all layers.
+  std::vector<Wave> waves_;
+  std::vector<DenseWave> dense_waves_;
+  const Slot* settled_ = nullptr;
+};
+
+std::unique_ptr<LayerRun> CudaStreamStep::Plan(int layer, const std::vector<int64_t>& lengths,
+                                               const StepContext& step,
+                                               std::optional<Selector> selector) const {
+  auto run = std::make_unique<LayerRun>(home_.gpu, step);
+  Job& job = run->job;
+  job.model = home_.model;
+  job.layer = layer;
+  job.items.resize(options_.parts.size());
+  const int64_t count = options_.token_count;
+  for (size_t i = 0; i < job.items.size(); ++i) {
+    const StreamStepPart& part = options_.parts[i];
+    JobItem& item = job.items[i];
+    item.sequence = part.sequence;
+    item.append.emplace();
+    item.append->rows = &(*part.rows)[layer];
+    item.append->start = lengths[i] - count;
+    item.append->count = count;
+    AttendQuery& attend = item.attend.emplace();
+    attend.rows = item.append->rows;
+    attend.policy = part.policy;
+    if (selector) attend.policy.selector = *selector;
+    attend.query_count = count;
+    for (int64_t t = 1; t <= count; ++t) attend.visible.push_back(lengths[i] - count + t);
+    item.result.certificates.resize(static_cast<size_t>(count * spec().query_head_count));
+    item.result.touched_row_counts.resize(static_cast<size_t>(count * spec().kv_head_count));
+    CutQueries(
+        spec(), attend, layer, [&](int64_t begin, int64_t end) { run->dense.Add(i, begin, end); },
+        [&](int64_t query) { run->sparse.Add(i, query); });
+  }
+  return run;
+}
+
+LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
+                                   int64_t& workspace_bytes) const {
+  StepContext step;
+  step.token_count_max = options_.token_count_max;
+  step.wave_bytes = home_.wave_bytes;
+  const std::vector<int64_t> lengths(options_.parts.size(), options_.token_count_max);
+  LayerBytes most;
+  for (int layer = 0; layer < spec().layer_count; ++layer) {
+    const std::unique_ptr<LayerRun> run = Plan(layer, lengths, step, selector);
+    Carver requests, results;
+    workspace_bytes = std::max({workspace_bytes, run->sparse.Reserve(requests, results),
+                                run->dense.Reserve(requests, results)});
+    most.requests = std::max(most.requests, requests.bytes());
+    most.results = std::max(most.results, results.bytes());
+    // Layers differ in whether they are dense by the policy's word.
+    if (options_.parts.front().policy.dense_layers.empty()) break;
+  }
+  return most;
+}
+
+absl::Status CudaStreamStep::Open() {
+  const CurrentDevice current(home_.ordinal);
+  if (home_.model->methods_encode()) {
+    return absl::UnimplementedError(
+        absl::StrCat("steps on a stream of ", std::string(home_.gpu.name),
+                     ": codes of this model's hash are made by jobs alone"));
+  }
+  for (const StreamStepPart& part : options_.parts) {
+    const Policy& policy = part.policy;
+    RETURN_IF_ERROR(CheckServed(policy, home_.gpu.name));
+    const bool of_core = policy.selector == Selector::kAll ||
+                         policy.selector == Selector::kOracle ||
+                         policy.selector == Selector::kAsymmetric;
+    if (!of_core || policy.candidate_selector.has_value() || !IsPlanned(policy.tail)) {
+      return absl::UnimplementedError(
+          absl::StrCat("steps on a stream of ", std::string(home_.gpu.name),
+                       " serve the selectors all, asymmetric and oracle, without a first "
+                       "selection, and the tails none, uniform and stratified"));
+    }
+  }
+  // A step's layers may be attended exactly or not, as their sequences grow.
+  int64_t workspace_bytes = 0;
+  const LayerBytes sparse = Measure(std::nullopt, workspace_bytes);
+  const LayerBytes dense = Measure(Selector::kAll, workspace_bytes);
+  Carver requests, uploaded, pinned, device;
+  requests.Take<std::byte>(sparse.requests);
+  requests.Take<std::byte>(dense.requests);
+  requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
+  requests.Take<StepEncode>(item_count());
+  layer_bytes_ = {requests.bytes(), RoundUp(sparse.results, 256) + RoundUp(dense.results, 256)};
+  uploaded.Take<StepHeader>(1);
+  uploaded.Take<std::byte>(layer_bytes_.requests * spec().layer_count);
+  upload_bytes_ = uploaded.bytes();
+  pinned.Take<std::byte>(upload_bytes_);
+  const int64_t results_at = pinned.bytes();
+  pinned.Take<std::byte>(layer_bytes_.results * spec().layer_count);
+  const int64_t updates_at = pinned.bytes();
+  pinned.Take<TableUpdate>(kUpdatesMax);
+  constexpr std::string_view kWhat = "a step on a stream";
+  for (Slot& slot : slots_) {
+    ASSIGN_OR_RETURN(slot.memory, PinnedBuffer::Create(pinned.bytes(), home_.host_budget, kWhat));
+    std::memset(slot.memory.data(), 0, static_cast<size_t>(pinned.bytes()));
+    ASSIGN_OR_RETURN(slot.done, Event::Create(/*timing=*/false));
+    slot.header = reinterpret_cast<StepHeader*>(slot.memory.data());
+    slot.results = slot.memory.data() + results_at;
+    slot.updates = reinterpret_cast<TableUpdate*>(slot.memory.data() + updates_at);
+  }
+  ASSIGN_OR_RETURN(stop_, PinnedBuffer::Create(64, home_.host_budget, kWhat));
+  std::memset(stop_.data(), 0, 64);
+  device.Take<std::byte>(upload_bytes_);
+  const int64_t bad_at = device.bytes();
+  device.Take<BadElement>(spec().layer_count * item_count());
+  const int64_t workspace_at = device.bytes();
+  device.Take<std::byte>(workspace_bytes);
+  ASSIGN_OR_RETURN(memory_, DeviceBuffer::Create(device.bytes(), home_.device_budget, kWhat));
+  bad_ = reinterpret_cast<BadElement*>(memory_.data() + bad_at);
+  workspace_ = memory_.data() + workspace_at;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemset(memory_.data(), 0, static_cast<size_t>(workspace_at)));
+  for (const StreamStepPart& part : options_.parts) {
+    for (LayerIndex& layer : static_cast<CudaSequence&>(*part.sequence).layers) {
+      RETURN_IF_ERROR(layer.Reserve(options_.token_count_max));
+    }
+  }
+  return absl::OkStatus();
+}
+
+bool CudaStreamStep::Indexes(const StreamStepPart& part, int layer) const {
+  return spec().has_index() && index(part, layer).indexed_token_count() > 0;
+}
+
+// What announces tokens, or waits, is no part of a graph.
+absl::Status CheckNotCaptured(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamIsCapturing(stream, &capture));
+  if (capture == cudaStreamCaptureStatusNone) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "the stream is being captured: only attends can be, and tokens are announced before each "
+      "replay");
+}
+
+absl::Status CudaStreamStep::CheckLengths() const {
+  for (size_t i = 0; i < options_.parts.size(); ++i) {
+    const StreamStepPart& part = options_.parts[i];
+    const int64_t start = part.rows->front().token_count();
+    const int64_t end = start + options_.token_count;
+    if (end > options_.token_count_max) {
+      return absl::OutOfRangeError(absl::StrCat("parts[", i, "]: ", end,
+                                                " tokens are beyond token_count_max ",
+                                                options_.token_count_max, " of the step"));
+    }
+    // The step that completes the first pages has no index yet.
+    if (!spec().has_index() || start >= kCentreTokenCount || end < kCentreTokenCount) continue;
+    for (int layer = 0; layer < spec().layer_count; ++layer) {
+      if (part.policy.IsDense(spec(), layer, options_.token_count, end)) continue;
+      return absl::UnimplementedError(
+          absl::StrCat("parts[", i, "]: the step to ", kCentreTokenCount,
+                       " tokens is sparse by its policy: "
+                       "append them by a request, or let dense_token_count be at least ",
+                       kCentreTokenCount + kSparseQueryCountMax));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::IndexNow(cudaStream_t stream) {
+  for (int layer = 0; layer < spec().layer_count && spec().has_index(); ++layer) {
+    auto job = std::make_unique<Job>();
+    job->model = home_.model;
+    job->layer = layer;
+    for (const StreamStepPart& part : options_.parts) {
+      LayerRows& rows = (*part.rows)[layer];
+      if (rows.token_count() < kCentreTokenCount || Indexes(part, layer)) continue;
+      JobItem& item = job->items.emplace_back();
+      item.sequence = part.sequence;
+      item.append.emplace();
+      item.append->rows = &rows;
+      item.append->start = rows.token_count();
+    }
+    if (job->items.empty()) continue;
+    // Their rows may be on their way.
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
+    std::promise<absl::Status> done;
+    home_.device->Submit(std::move(job), [&done](std::unique_ptr<Job> ended) {
+      absl::Status status;
+      for (const JobItem& item : ended->items) status.Update(item.status);
+      done.set_value(std::move(status));
+    });
+    RETURN_IF_ERROR(done.get_future().get());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates) {
+  const int64_t count = options_.token_count;
+  const int heads = spec().kv_head_count;
+  for (size_t i = 0; i < run.job.items.size(); ++i) {
+    const AppendWork& append = *run.job.items[i].append;
+    const LayerRows& rows = *append.rows;
+    LayerIndex& index = run.context.index(i);
+    RETURN_IF_ERROR(index.Update(rows, updates));
+    RowTarget* const targets = run.targets + static_cast<int64_t>(i) * count * heads;
+    for (int64_t t = 0; t < count; ++t) {
+      for (int h = 0; h < heads; ++h) {
+        targets[t * heads + h] = {const_cast<std::byte*>(rows.Row(h, append.start + t)), nullptr,
+                                  nullptr};
+      }
+    }
+    StepEncode& encode = run.encodes[i];
+    encode = {};
+    if (!spec().has_index() || index.indexed_token_count() == 0) continue;
+    if (home_.model->has_rotation()) {
+      encode.work = index.Work(index.coded_page_count() * kPageTokenCount,
+                               ClosedPages(append.start + count) * kPageTokenCount);
+      encode.heads = index.heads();
+    }
+    index.FillResident(append.start + count,
+                       [&](int kv_head, int64_t token, std::byte* to, bool recent) {
+                         RowTarget& target = targets[(token - append.start) * heads + kv_head];
+                         (recent ? target.recent : target.resident) = to;
+                       });
+    index.SetIndexed(append.start + count);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
+                                          cudaStream_t stream) const {
+  for (size_t at = 0; at < updates.size(); at += kUpdatesMax) {
+    // Many only where tables are new.
+    if (at > 0) SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
+    const auto count = std::min<size_t>(updates.size() - at, kUpdatesMax);
+    std::copy_n(updates.begin() + static_cast<int64_t>(at), count, slot.updates);
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        LaunchTableUpdates(slot.updates, static_cast<int64_t>(count), stream));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::Announce(void* on) {
+  const CurrentDevice current(home_.ordinal);
+  auto* const stream = static_cast<cudaStream_t>(on);
+  RETURN_IF_ERROR(CheckNotCaptured(stream));
+  RETURN_IF_ERROR(CheckLengths());
+  RETURN_IF_ERROR(IndexNow(stream));
+  Slot& slot = slots_[announced_count_ % kSlotCount];
+  if (absl::Status status = Fill(slot, stream); !status.ok()) {
+    for (const StreamStepPart& part : options_.parts) {
+      for (int layer = 0; layer < spec().layer_count; ++layer) {
+        LayerRows& rows = (*part.rows)[layer];
+        rows.Truncate(rows.token_count() - options_.token_count);
+        index(part, layer).Truncate(rows.token_count());
+        index(part, layer).ForgetTables();
+      }
+    }
+    return status;
+  }
+  slot.concluded = false;
+  ++announced_count_;
+  ++pending_count_;
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
+  const auto number = static_cast<uint32_t>(announced_count_ + 1);
+  StepContext step;
+  step.token_count_max = options_.token_count_max;
+  step.wave_bytes = home_.wave_bytes;
+  step.upload_offset = memory_.data() - slot.memory.data();
+  step.number = number;
+  step.cancel = reinterpret_cast<const int32_t*>(stop_.data());
+  std::vector<int64_t> lengths;
+  for (const StreamStepPart& part : options_.parts) {
+    lengths.push_back(part.rows->front().token_count() + options_.token_count);
+    for (LayerRows& rows : *part.rows) rows.Commit(lengths.back());
+  }
+  std::vector<TableUpdate> updates;
+  std::vector<Wave> waves;
+  std::vector<DenseWave> dense_waves;
+  slot.layers.clear();
+  for (int layer = 0; layer < spec().layer_count; ++layer) {
+    std::unique_ptr<LayerRun> run = Plan(layer, lengths, step, std::nullopt);
+    Carver requests(reinterpret_cast<std::byte*>(slot.header) + 256 +
+                    layer * layer_bytes_.requests);
+    Carver results(slot.results + layer * layer_bytes_.results);
+    run->targets =
+        requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
+    run->encodes = requests.Take<StepEncode>(item_count());
+    RETURN_IF_ERROR(AppendLayer(*run, updates));
+    run->sparse.Prepare(requests, results, workspace_);
+    run->dense.Prepare(requests, results, workspace_);
+    if (requests.bytes() > layer_bytes_.requests || results.bytes() > layer_bytes_.results) {
+      return absl::InternalError("a layer of a step takes more than was measured");
+    }
+    for (Wave& wave : run->sparse.Views()) waves.push_back(std::move(wave));
+    for (DenseWave& wave : run->dense.Views()) dense_waves.push_back(wave);
+    slot.layers.push_back(std::move(run));
+  }
+  if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) ++version_;
+  waves_ = std::move(waves);
+  dense_waves_ = std::move(dense_waves);
+  *slot.header = {version_, number, 0};
+  for (int layer = 0; layer < spec().layer_count; ++layer) {
+    StepCheck& check = slot.layers[layer]->step.tensors.check;
+    check.header = reinterpret_cast<const StepHeader*>(memory_.data());
+    check.version = version_;
+    check.bad = bad_ + layer * item_count();
+  }
+  RETURN_IF_ERROR(UpdateTables(slot, updates, stream));
+  return ToStatus(
+      cudaMemcpyAsync(memory_.data(), slot.memory.data(), static_cast<size_t>(upload_bytes_),
+                      cudaMemcpyHostToDevice, stream),
+      "cudaMemcpyAsync");
+}
+
+absl::Status CudaStreamStep::CheckTensors(const StepTensors& tensors) const {
+  const auto check = [&](const char* name, const auto& place, bool rows) -> absl::Status {
+    cudaPointerAttributes attributes{};
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaPointerGetAttributes(&attributes, place.data));
+    if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": is not in the memory of ", std::string(home_.gpu.name)));
+    }
+    if (attributes.type == cudaMemoryTypeDevice && attributes.device != home_.ordinal) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": is in the memory of cuda:", attributes.device, ", not of ",
+                       std::string(home_.gpu.name)));
+    }
+    const int64_t together = reinterpret_cast<intptr_t>(place.data) | place.sequence_stride |
+                             place.token_stride | place.head_stride;
+    if (rows && together % kAlignment != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": rows are not aligned to ", kAlignment, " bytes"));
+    }
+    return absl::OkStatus();
+  };
+  RETURN_IF_ERROR(check("q", tensors.q, true));
+  RETURN_IF_ERROR(check("k", tensors.k, true));
+  RETURN_IF_ERROR(check("v", tensors.v, true));
+  RETURN_IF_ERROR(check("out", tensors.out, false));
+  if (tensors.lse == nullptr) return absl::OkStatus();
+  return check("lse", StepPlace<float>{tensors.lse, 0, 0, 0}, false);
+}
+
+template <typename Byte>
+CallerTensor<Byte> TensorOf(const StepPlace<Byte>& place) {
+  return {place.data, place.sequence_stride, place.token_stride, place.head_stride};
+}
+
+absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void* on) {
+  if (pending_count_ == 0 || newest().concluded) {
+    return absl::FailedPreconditionError("no tokens are announced: begin the next step first");
+  }
+  const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(CheckTensors(tensors));
+  LayerRun& run = *newest().layers[layer];
+  auto* const stream = static_cast<cudaStream_t>(on);
+  run.step.stream = stream;
+  CallerTensors& of_step = run.step.tensors;
+  of_step.q_dtype = tensors.q_dtype;
+  of_step.q = TensorOf(tensors.q);
+  of_step.out_dtype = tensors.out_dtype;
+  of_step.out = TensorOf(tensors.out);
+  of_step.lse = tensors.lse;
+  of_step.token_count = static_cast<int32_t>(options_.token_count);
+  of_step.query_head_count = spec().query_head_count;
+  TensorAppend append;
+  append.dtype = spec().dtype;
+  append.head_dim = spec().head_dim;
+  append.item_count = static_cast<int32_t>(item_count());
+  append.kv_head_count = spec().kv_head_count;
+  append.k = TensorOf(tensors.k);
+  append.v = TensorOf(tensors.v);
+  append.targets = run.context.Uploaded(run.targets);
+  append.bad = bad_ + layer * item_count();
+  append.step = of_step;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTensorAppend(append, stream));
+  if (home_.model->has_rotation()) {
+    EncodeWork shape;
+    shape.head_dim = spec().head_dim;
+    shape.kv_head_count = spec().kv_head_count;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        LaunchStepEncode(run.context.Uploaded(run.encodes), append.item_count, shape,
+                         home_.model->rotation(layer), home_.gpu.hopper, stream));
+  }
+  RETURN_IF_ERROR(run.sparse.Launch({}));
+  return run.dense.Launch();
+}
+
+absl::Status CudaStreamStep::Conclude(void* stream) {
+  if (pending_count_ == 0 || newest().concluded) return absl::OkStatus();
+  const CurrentDevice current(home_.ordinal);
+  auto* const of_caller = static_cast<cudaStream_t>(stream);
+  RETURN_IF_ERROR(CheckNotCaptured(of_caller));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(newest().done.get(), of_caller));
+  newest().concluded = true;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
+  const CurrentDevice current(home_.ordinal);
+  Slot& slot = oldest();
+  --pending_count_;
+  settled_ = &slot;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventSynchronize(slot.done.get()));
+  Outcome outcome;
+  outcome.parts.resize(options_.parts.size());
+  for (const std::unique_ptr<LayerRun>& run : slot.layers) {
+    run->sparse.Collect();
+    run->dense.Collect();
+    outcome.ran |= run->step.ran;
+    for (size_t i = 0; i < outcome.parts.size(); ++i) {
+      outcome.parts[i].Update(run->job.items[i].status);
+    }
+  }
+  return outcome;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(const StreamStepHome& home,
+                                                             StreamStepOptions options) {
+  auto step = std::make_unique<CudaStreamStep>(home, std::move(options));
+  RETURN_IF_ERROR(step->Open());
+  return step;
+}
+
+}  // namespace spillway::cuda

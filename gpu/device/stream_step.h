@@ -1,0 +1,27 @@
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "gpu/device/job_context.h"
+#include "host/device/stream_step.h"
+
+namespace spillway::cuda {
+
+// What a step of one GPU is made of; all outlive it.
+struct StreamStepHome {
+  int ordinal = 0;
+  Gpu gpu;
+  Device* device = nullptr;  // for jobs that index what is there
+  CudaModel* model = nullptr;
+  MemoryBudget* device_budget = nullptr;
+  MemoryBudget* host_budget = nullptr;
+  int64_t wave_bytes = 0;
+};
+
+// RESOURCE_EXHAUSTED; UNIMPLEMENTED for a policy or a model whose methods lie beside
+// the core: they read queries on the host.
+absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(const StreamStepHome& home,
+                                                             StreamStepOptions options);
+
+}  // namespace spillway::cuda

@@ -1,0 +1,90 @@
+#pragma once
+
+#include "gpu/kernels/encode_page.cuh"
+#include "gpu/kernels/step.cuh"
+#include "gpu/kernels/step_append.h"
+
+// Kernels of what a step appends from GPU memory.
+namespace spillway::cuda {
+
+// The first element of 16 bytes that is not finite; -1: none.
+__device__ inline int FirstBad(DType dtype, const uint4& bytes) {
+  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  for (int i = 0; i < 4; ++i) {
+    if (dtype == DType::kF32) {
+      if ((words[i] & 0x7F800000u) == 0x7F800000u) return i;
+      continue;
+    }
+    const uint32_t exponent = dtype == DType::kF16 ? 0x7C00u : 0x7F80u;
+    if ((words[i] & exponent) == exponent) return 2 * i;
+    if ((words[i] >> 16 & exponent) == exponent) return 2 * i + 1;
+  }
+  return -1;
+}
+
+// Sixteen bytes of a vector, 0 if one of its elements is not finite.
+__device__ inline uint4 LoadChecked(DType dtype, const std::byte* base, int i, uint32_t number,
+                                    StepInput input, int64_t token, int64_t head, BadElement* bad) {
+  const uint4 bytes = reinterpret_cast<const uint4*>(base)[i];
+  const int at = FirstBad(dtype, bytes);
+  if (at < 0) return bytes;
+  const int per = dtype == DType::kF32 ? 4 : 8;
+  atomicMax(bad, MakeBadElement(number, input, token, head, i * per + at));
+  return make_uint4(0, 0, 0, 0);
+}
+
+// A warp a row, then a warp a query head.
+__global__ void TensorAppendKernel(TensorAppend a) {
+  TriggerDependents();
+  const StepCheck& check = a.step.check;
+  if (check.header->version != check.version) return;
+  const uint32_t number = check.header->number;
+  const int lane = threadIdx.x % 32;
+  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+  const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
+  const int64_t tokens = a.step.token_count;
+  const int64_t rows = a.item_count * tokens * a.kv_head_count;
+  const int half = a.head_dim * (a.dtype == DType::kF32 ? 4 : 2) / 16;
+  for (int64_t i = warp; i < rows; i += warps) {
+    const int64_t head = i % a.kv_head_count;
+    const int64_t token = i / a.kv_head_count % tokens;
+    const int64_t item = i / (a.kv_head_count * tokens);
+    const RowTarget target = a.targets[i];
+    const std::byte* k = a.k.At(item, token, head);
+    const std::byte* v = a.v.At(item, token, head);
+    for (int j = lane; j < 2 * half; j += 32) {
+      const bool key = j < half;
+      const uint4 bytes =
+          LoadChecked(a.dtype, key ? k : v, key ? j : j - half, number,
+                      key ? StepInput::kK : StepInput::kV, token, head, a.bad + item);
+      reinterpret_cast<uint4*>(target.row)[j] = bytes;
+      if (target.resident != nullptr) reinterpret_cast<uint4*>(target.resident)[j] = bytes;
+      if (target.recent != nullptr) reinterpret_cast<uint4*>(target.recent)[j] = bytes;
+    }
+  }
+  const int64_t query_heads = a.step.query_head_count;
+  const int q_chunks = a.head_dim * (a.step.q_dtype == DType::kF32 ? 4 : 2) / 16;
+  for (int64_t i = warp; i < a.item_count * tokens * query_heads; i += warps) {
+    const int64_t head = i % query_heads;
+    const int64_t token = i / query_heads % tokens;
+    const int64_t item = i / (query_heads * tokens);
+    const std::byte* q = a.step.q.At(item, token, head);
+    for (int j = lane; j < q_chunks; j += 32) {
+      LoadChecked(a.step.q_dtype, q, j, number, StepInput::kQ, token, head, a.bad + item);
+    }
+  }
+}
+
+// blockIdx.x: KV head; blockIdx.y: item. Shared memory: EncodePageSharedBytes().
+__global__ void __launch_bounds__(kPageThreads, 2)
+    StepEncodeKernel(const StepEncode* encodes, RotationWeights weights, Quantiser quantiser) {
+  GridDependencyWait();
+  TriggerDependents();
+  const StepEncode& encode = encodes[blockIdx.y];
+  if (encode.work.begin >= encode.work.end) return;
+  const EncodeWork work = encode.work;
+  EncodePage(work, weights, quantiser, encode.heads, /*radii=*/nullptr,
+             work.begin / kPageTokenCount, blockIdx.x);
+}
+
+}  // namespace spillway::cuda

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "host/base/dtype.h"
+
+namespace spillway {
+
+// Where an input or output of a decode step lies: its first element, and how far
+// sequences, tokens and heads are apart, bytes. The elements of a head lie side
+// by side.
+template <typename Byte>
+struct StepPlace {
+  Byte* data = nullptr;
+  int64_t sequence_stride = 0;
+  int64_t token_stride = 0;
+  int64_t head_stride = 0;
+  Byte* At(int64_t sequence) const { return data + sequence * sequence_stride; }
+};
+
+// One layer of a decode step, sequences in the step's order.
+struct StepTensors {
+  DType q_dtype = DType::kF32;
+  StepPlace<const std::byte> q;  // [B, T, H_q, d]
+  StepPlace<const std::byte> k;  // [B, T, H_kv, d] in the model's dtype
+  StepPlace<const std::byte> v;  // the same
+  DType out_dtype = DType::kF32;
+  StepPlace<std::byte> out;  // [B, T, H_q, d]
+  float* lse = nullptr;      // [B, T, H_q] in C order, or null
+};
+
+}  // namespace spillway

@@ -1,0 +1,291 @@
+#include "daemon/engine/stream_decoder.h"
+
+#include <deque>
+#include <string>
+
+#include "daemon/engine/errors.h"
+#include "gmock/gmock.h"
+#include "tests/daemon/engine_fixture.h"
+
+namespace spillway {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+// What a test says of the steps to come, and what was asked for.
+struct Script {
+  std::deque<absl::Status> announces;
+  std::deque<StreamStep::Outcome> outcomes;  // of steps, in order; else all is well
+  std::vector<std::string> calls;
+};
+
+// A device's part that does as the script says. Streams are numbers.
+class ScriptedStep final : public StreamStep {
+ public:
+  ScriptedStep(StreamStepOptions options, Script* script)
+      : options_(std::move(options)), script_(script) {
+    for (const StreamStepPart& part : options_.parts) {
+      JobItem& item = job_.items.emplace_back();
+      item.sequence = part.sequence;
+      item.attend.emplace().query_count = options_.token_count;
+      item.result.certificates.resize(1);
+    }
+  }
+  ~ScriptedStep() override { script_->calls.push_back("gone"); }
+
+  absl::Status Announce(void* stream) override {
+    Note("announce", stream);
+    if (!script_->announces.empty()) {
+      absl::Status status = std::move(script_->announces.front());
+      script_->announces.pop_front();
+      if (!status.ok()) return status;
+    }
+    for (const StreamStepPart& part : options_.parts) {
+      for (LayerRows& rows : *part.rows) rows.Commit(rows.token_count() + options_.token_count);
+    }
+    ++pending_;
+    concluded_ = false;
+    return absl::OkStatus();
+  }
+  uint64_t version() const override { return 1; }
+  absl::Status Attend(int layer, const StepTensors&, void* stream) override {
+    Note("attend " + std::to_string(layer), stream);
+    return absl::OkStatus();
+  }
+  absl::Status Conclude(void* stream) override {
+    if (pending_ > 0 && !concluded_) Note("conclude", stream);
+    concluded_ = true;
+    return absl::OkStatus();
+  }
+  int pending_count() const override { return pending_; }
+  absl::StatusOr<Outcome> Settle() override {
+    --pending_;
+    script_->calls.push_back("settle");
+    if (script_->outcomes.empty()) {
+      return Outcome{true, std::vector<absl::Status>(options_.parts.size())};
+    }
+    Outcome outcome = std::move(script_->outcomes.front());
+    script_->outcomes.pop_front();
+    return outcome;
+  }
+  const Job& settled(int) const override { return job_; }
+
+ private:
+  void Note(const std::string& what, void* stream) {
+    script_->calls.push_back(what + " on " + std::to_string(reinterpret_cast<intptr_t>(stream)));
+  }
+
+  const StreamStepOptions options_;
+  Script* const script_;
+  Job job_;
+  int pending_ = 0;
+  bool concluded_ = false;
+};
+
+class StreamDecoderTest : public EngineTest {
+ protected:
+  StreamDecoderTest() {
+    device.make_stream_step = [this](StreamStepOptions options) {
+      return std::make_unique<ScriptedStep>(std::move(options), &script_);
+    };
+  }
+
+  // Of so many tokens in both layers.
+  std::shared_ptr<Sequence> Filled(const std::string& id, int64_t count) {
+    std::shared_ptr<Sequence> sequence = NewSequence(id);
+    EXPECT_TRUE(Fill(sequence, Rows(1, count, 2), 0, count).ok());
+    return sequence;
+  }
+  StreamDecoder::Part PartOf(const std::shared_ptr<Sequence>& sequence) {
+    return {sequence, sequence->snapshot().token_count, 0, model->policy};
+  }
+  std::unique_ptr<StreamDecoder> Open(std::vector<StreamDecoder::Part> parts,
+                                      int64_t token_count = 1) {
+    auto decoder = StreamDecoder::Create(&*engine, std::move(parts), token_count, 100);
+    EXPECT_TRUE(decoder.ok()) << decoder.status();
+    return *std::move(decoder);
+  }
+  static void* Stream(intptr_t number) { return reinterpret_cast<void*>(number); }
+  static std::vector<int64_t> Counts(const Sequence& sequence) {
+    return sequence.snapshot().layer_token_counts;
+  }
+
+  Script script_;
+};
+
+TEST_F(StreamDecoderTest, StepsFollowEachOtherTwoOnTheirWay) {
+  const auto sequence = Filled("s", 5);
+  {
+    const auto decoder = Open({PartOf(sequence)}, 2);
+    ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+    ASSERT_TRUE(decoder->Attend(1, {}, Stream(8)).ok());
+    ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+    ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+    EXPECT_THAT(script_.calls,
+                ElementsAre("announce on 7", "attend 1 on 8", "conclude on 7", "announce on 7",
+                            "conclude on 7", "settle", "announce on 7"));
+    // One step has ended, and one was on its way then.
+    EXPECT_THAT(Counts(*sequence), ElementsAre(9, 9));
+    EXPECT_EQ(sequence->work.appended_row_count, 5 * 2 + 2 * 2);
+    EXPECT_EQ(sequence->work.attend_count, 2 * 2);
+    script_.calls.clear();
+    ASSERT_TRUE(decoder->Finish(Stream(9)).ok());
+    EXPECT_THAT(script_.calls, ElementsAre("conclude on 9", "settle", "settle"));
+    EXPECT_THAT(Counts(*sequence), ElementsAre(11, 11));
+    ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+    script_.calls.clear();
+  }
+  EXPECT_THAT(script_.calls, ElementsAre("conclude on 7", "settle", "gone"));
+  EXPECT_THAT(Counts(*sequence), ElementsAre(13, 13));
+}
+
+TEST_F(StreamDecoderTest, AnErrorTakesItsStepAndLaterOnesFromItsSequence) {
+  const auto good = Filled("good", 5), bad = Filled("bad", 9);
+  const auto decoder = Open({PartOf(good), PartOf(bad)});
+  script_.outcomes.push_back({true, {absl::OkStatus(), absl::OkStatus()}});
+  script_.outcomes.push_back({true, {absl::OkStatus(), absl::OutOfRangeError("NaN at layer 1")}});
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  const absl::Status status = decoder->Next(nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(std::string(status.message()), "sequences/bad: NaN at layer 1");
+  EXPECT_THAT(Counts(*good), ElementsAre(7, 7));
+  EXPECT_THAT(Counts(*bad), ElementsAre(10, 10));
+  // Nothing was begun, and it goes on.
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  EXPECT_THAT(Counts(*good), ElementsAre(8, 8));
+  EXPECT_THAT(Counts(*bad), ElementsAre(11, 11));
+}
+
+TEST_F(StreamDecoderTest, AStepThatDidNotRunIsTakenBack) {
+  const auto sequence = Filled("s", 5);
+  const auto decoder = Open({PartOf(sequence)});
+  const absl::Status missing = absl::FailedPreconditionError("layer 0 was not attended");
+  script_.outcomes.push_back({false, {missing}});
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
+  // With one after it that ran, positions were wrong.
+  script_.outcomes.push_back({false, {missing}});
+  script_.outcomes.push_back({true, {absl::OkStatus()}});
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  const absl::Status status = decoder->Finish(nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("none of its layers attended"));
+  EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
+}
+
+TEST_F(StreamDecoderTest, HoldsItsSequences) {
+  const auto held = Filled("held", 5), free = Filled("free", 5);
+  const std::vector<float> rows = Rows(1, 1, 2);
+  auto decoder = Open({PartOf(held)});
+  const auto expect_held = [](const absl::Status& status) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(DetailsOf(status).reason, "SEQUENCE_HELD");
+  };
+  expect_held(Fill(held, rows, 5, 1));
+  AttendRequest request;
+  request.items.push_back(Item(free));
+  request.items.push_back(Item(held));
+  std::optional<absl::StatusOr<AttendOutcome>> attend;
+  engine->Attend(std::move(request), Into(&attend));
+  expect_held(attend->status());
+  std::optional<absl::StatusOr<std::shared_ptr<Sequence>>> fork;
+  engine->Fork(held, "f", Into(&fork));
+  expect_held(fork->status());
+  absl::Status status;
+  const auto into = [&status](absl::Status is) { status = std::move(is); };
+  engine->Truncate(held, 1, into);
+  expect_held(status);
+  engine->Delete("held", into);
+  expect_held(status);
+  EXPECT_TRUE(engine->registry().FindSequence("held").ok());
+  std::optional<absl::StatusOr<LayerRows>> shared;
+  engine->ShareRows(held, 0, Into(&shared));
+  expect_held(shared->status());
+  // The second one's refusal lets what it took go.
+  expect_held(StreamDecoder::Create(&*engine, {PartOf(free), PartOf(held)}, 1, 100).status());
+  EXPECT_TRUE(Fill(free, rows, 5, 1).ok());
+  decoder.reset();
+  EXPECT_TRUE(Fill(held, rows, 5, 1).ok());
+  engine->Delete("held", into);
+  EXPECT_TRUE(status.ok());
+}
+
+TEST_F(StreamDecoderTest, IsHeldBeyondItsTtl) {
+  const auto sequence = NewSequence("s", absl::Seconds(10));
+  auto decoder = Open({PartOf(sequence)});
+  now += absl::Seconds(20);
+  EXPECT_TRUE(engine->SweepExpired().empty());
+  ASSERT_TRUE(decoder->Next(nullptr).ok());  // and is renewed
+  decoder.reset();
+  EXPECT_TRUE(engine->SweepExpired().empty());
+  now += absl::Seconds(20);
+  EXPECT_EQ(engine->SweepExpired().size(), 1u);
+}
+
+TEST_F(StreamDecoderTest, RefusesWhatDoesNotFit) {
+  const auto sequence = Filled("s", 5);
+  const auto refused = [&](StreamDecoder::Part part, int64_t count, int64_t most) {
+    return std::string(StreamDecoder::Create(&*engine, {part}, count, most).status().message());
+  };
+  StreamDecoder::Part part = PartOf(sequence);
+  EXPECT_THAT(refused(part, 0, 100), HasSubstr("token_count: value 0 is not in [1, 16]"));
+  EXPECT_THAT(refused(part, 17, 100), HasSubstr("token_count: value 17 is not in [1, 16]"));
+  EXPECT_THAT(refused(part, 2, 1), HasSubstr("token_count_max: value 1 is not in [2, "));
+  EXPECT_THAT(refused(part, 2, int64_t{1} << 40), HasSubstr("token_count_max"));
+  part.start = 4;
+  EXPECT_THAT(refused(part, 1, 100), HasSubstr("has 5 tokens; a step from 4"));
+  part.start = 5;
+  part.generation = 3;
+  EXPECT_THAT(refused(part, 1, 100), HasSubstr("is at generation 0"));
+  EXPECT_THAT(std::string(StreamDecoder::Create(&*engine, {}, 1, 100).status().message()),
+              HasSubstr("0 sequences are not in [1, 256]"));
+  EXPECT_THAT(
+      std::string(StreamDecoder::Create(&*engine, {PartOf(sequence), PartOf(sequence)}, 1, 100)
+                      .status()
+                      .message()),
+      HasSubstr("is named twice"));
+  // None of it holds the sequence.
+  EXPECT_TRUE(Fill(sequence, Rows(1, 1, 2), 5, 1).ok());
+  device.make_stream_step = nullptr;
+  const absl::Status none = StreamDecoder::Create(&*engine, {PartOf(sequence)}, 1, 100).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(none.message()), HasSubstr("toy:0 has no streams"));
+  EXPECT_TRUE(Fill(sequence, Rows(1, 1, 2), 6, 1).ok());
+}
+
+TEST_F(StreamDecoderTest, WhatCannotBeBegunLeavesNothing) {
+  const auto sequence = Filled("s", 5), other = Filled("o", 5);
+  const auto decoder = Open({PartOf(sequence), PartOf(other)});
+  script_.announces.push_back(absl::OutOfRangeError("beyond"));
+  EXPECT_EQ(decoder->Next(nullptr).code(), absl::StatusCode::kOutOfRange);
+  EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
+  device.FailPrepare(absl::ResourceExhaustedError("full"));
+  EXPECT_EQ(decoder->Next(nullptr).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
+  EXPECT_EQ(decoder->Attend(2, {}, nullptr).code(), absl::StatusCode::kInvalidArgument);
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  EXPECT_THAT(Counts(*other), ElementsAre(6, 6));
+}
+
+TEST_F(StreamDecoderTest, LayersAreOfOneLength) {
+  const auto sequence = Filled("s", 5);
+  std::optional<absl::StatusOr<AppendOutcome>> result;
+  const std::vector<float> rows = Rows(1, 1);
+  engine->Append({sequence, ChunkOf(rows, 5, 1), nullptr}, Into(&result));
+  device.ReleaseAll();
+  ASSERT_TRUE(result->ok());
+  const auto decoder = Open({PartOf(sequence)});
+  EXPECT_THAT(std::string(decoder->Next(nullptr).message()),
+              HasSubstr("layers of 6 and of 5 tokens"));
+}
+
+}  // namespace
+}  // namespace spillway

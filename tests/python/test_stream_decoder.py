@@ -1,0 +1,415 @@
+"""Decoding on CUDA streams: what is enqueued gives what steps give, eagerly and captured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+import torch
+from daemon_process import binary, device
+from spillway import Client, FailedPrecondition, Model, Policy, Sequence
+from spillway_lab.serving import prefer_library
+
+GPU = (device() or "").startswith("cuda")
+on_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Client]:
+    """An engine of its own: what it holds is counted."""
+    prefer_library(binary())
+    settings = {"memory.limit": "4GiB", "device.name": device() or "cpu"}
+    with spillway.connect("embedded:", settings=settings) as client:
+        yield client
+
+
+@pytest.fixture
+def wide(engine: Client) -> Iterator[Model]:
+    """Two layers, eight query heads over two KV heads of 64, bfloat16."""
+    model = engine.create_model(
+        layer_count=LAYERS,
+        query_head_count=HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=DIM,
+        dtype="bfloat16",
+    )
+    yield model
+    for sequence in list(engine.list_sequences(model)):
+        engine.get_sequence(sequence.name).delete()
+    engine.delete_model(model)
+
+
+def raising(kind: type[Exception], text: str) -> pytest.RaisesExc[Exception]:
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.bfloat16)
+
+
+def filled(engine: Client, model: Model, length: int, seed: int = 3) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    sequence = engine.create_sequence(model)
+    if length > 0:
+        k, v = normal(generator, 2, LAYERS, KV_HEADS, length, DIM)
+        sequence.append(0, 0, k, v)
+    return sequence
+
+
+class Tensors:
+    """Steps' q, k and v of all layers, the same on the host and the GPU."""
+
+    def __init__(self, batch: int, tokens: int, steps: int, seed: int = 7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.q = normal(generator, steps, LAYERS, batch, tokens, HEADS, DIM)
+        self.k = normal(generator, steps, LAYERS, batch, KV_HEADS, tokens, DIM)
+        self.v = normal(generator, steps, LAYERS, batch, KV_HEADS, tokens, DIM)
+
+    def of(self, step: int, layer: int, to: str) -> tuple[torch.Tensor, ...]:
+        return tuple(x[step, layer].to(to) for x in (self.q, self.k, self.v))
+
+
+def by_steps(
+    engine: Client, sequences: list[Sequence], tensors: Tensors, steps: int, tokens: int, **how: Any
+) -> list[Any]:
+    """Outputs, log-sum-exps and results of steps through host memory."""
+    answers = []
+    for t in range(steps):
+        with engine.begin_step(sequences, token_count=tokens, **how) as step:
+            for layer in range(LAYERS):
+                out, lse = step.attend(layer, *tensors.of(t, layer, "cpu"))
+                answers.append((out, lse, step.results()))
+    return answers
+
+
+def same(mine: Any, theirs: Any) -> None:
+    assert torch.equal(mine.cpu().float(), theirs.float())
+
+
+@on_gpu
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("lengths", [(6000,), (3000, 40, 0, 9000), (2040,), (127,)])
+def test_gives_the_bits_of_steps(
+    engine: Client, wide: Model, lengths: tuple[int, ...], tokens: int
+) -> None:
+    steps = 12  # some close a page
+    sequences = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
+    others = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
+    tensors = Tensors(len(lengths), tokens, steps)
+    expected = iter(by_steps(engine, others, tensors, steps, tokens))
+    with engine.open_decoder(sequences, token_count=tokens) as decoder:
+        for t in range(steps):
+            decoder.next()
+            mine = [decoder.attend(layer, *tensors.of(t, layer, "cuda")) for layer in range(LAYERS)]
+            for layer, (out, lse) in enumerate(mine):
+                their_out, their_lse, results = next(expected)
+                same(out, their_out)
+                same(lse, their_lse)
+                for one, other in zip(decoder.results(layer), results, strict=True):
+                    a, b = one.certificate, other.certificate
+                    np.testing.assert_array_equal(a.relative_errors, b.relative_errors)
+                    np.testing.assert_array_equal(a.promises, b.promises)
+                    np.testing.assert_array_equal(one.touched_row_counts, other.touched_row_counts)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        assert sequence.refresh().token_count == length + steps * tokens
+    # And the rows are there: what the host makes of them is the same.
+    q = tensors.q[0, 0, :, :1]
+    for i, (sequence, other) in enumerate(zip(sequences, others, strict=True)):
+        for layer in range(LAYERS):
+            mine_now = sequence.attend(layer, q[i]).out
+            same(mine_now, other.attend(layer, q[i]).out)
+            exact = sequence.attend(layer, q[i], policy=Policy(selector="all")).out
+            same(exact, other.attend(layer, q[i], policy=Policy(selector="all")).out)
+
+
+class Captured:
+    """Attends of all layers in a graph, with tensors that stay where they are."""
+
+    def __init__(self, decoder: Any, tensors: Tensors) -> None:
+        self.decoder, self.tensors = decoder, tensors
+        self.inputs = [tensors.of(0, layer, "cuda") for layer in range(LAYERS)]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.captures = 0
+
+    def capture(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = [
+                self.decoder.attend(layer, *self.inputs[layer]) for layer in range(LAYERS)
+            ]
+        self.captures += 1
+
+    def replay(self, step: int) -> None:
+        for layer in range(LAYERS):
+            for to, new in zip(
+                self.inputs[layer], self.tensors.of(step, layer, "cuda"), strict=True
+            ):
+                to.copy_(new)
+        assert self.graph is not None
+        self.graph.replay()
+
+
+@on_gpu
+@pytest.mark.parametrize("lengths", [(6000,), (4000, 500, 9000)])
+def test_a_graph_serves_step_after_step(
+    engine: Client, wide: Model, lengths: tuple[int, ...]
+) -> None:
+    steps = 300
+    sequences = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
+    others = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
+    tensors = Tensors(len(lengths), 1, steps)
+    expected = by_steps(engine, others, tensors, steps, 1)
+    answers = []
+    with engine.open_decoder(sequences) as decoder:
+        captured = Captured(decoder, tensors)
+        for t in range(steps):
+            if decoder.next():
+                captured.capture()
+            captured.replay(t)
+            answers += [(out.clone(), lse.clone()) for out, lse in captured.outputs]
+        decoder.finish()
+        # Grids are of segments and of sixteenths: few captures.
+        assert 1 <= captured.captures <= 8
+    for (out, lse), (their_out, their_lse, _) in zip(answers, expected, strict=True):
+        same(out, their_out)
+        same(lse, their_lse)
+
+
+@on_gpu
+def test_behind_slow_kernels_order_holds(engine: Client, wide: Model) -> None:
+    """Wrong order shows only where the stream is far behind the host."""
+    steps = 40
+    sequence, other = (filled(engine, wide, 5000) for _ in range(2))
+    tensors = Tensors(1, 1, steps)
+    expected = by_steps(engine, [other], tensors, steps, 1)
+    answers = []
+    with engine.open_decoder([sequence]) as decoder:
+        for t in range(steps):
+            decoder.next()
+            for layer in range(LAYERS):
+                inputs = tensors.of(t, layer, "cuda")
+                late = [torch.zeros_like(x) for x in inputs]
+                torch.cuda._sleep(2_000_000)  # a millisecond
+                for to, new in zip(late, inputs, strict=True):
+                    to.copy_(new)
+                out, lse = decoder.attend(layer, *late)
+                for to in late:
+                    to.zero_()
+                answers.append((out, lse))
+        decoder.finish()
+    for (out, lse), (their_out, their_lse, _) in zip(answers, expected, strict=True):
+        same(out, their_out)
+        same(lse, their_lse)
+
+
+def spoil(tensors: Tensors, what: str, step: int, layer: int, value: float) -> None:
+    array = getattr(tensors, what)
+    array[step, layer, 0, 0, 0, 5] = value
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("what", "value", "told"),
+    [
+        ("q", float("nan"), "q is not finite at layer 1, query 0, query head 0, element 5"),
+        ("k", float("inf"), "K is not finite at layer 1, KV head 0, token 3001, element 5"),
+        ("v", -float("inf"), "V is not finite at layer 1, KV head 0, token 3001, element 5"),
+    ],
+)
+def test_what_is_not_finite_is_nan_then_an_error(
+    engine: Client, wide: Model, what: str, value: float, told: str
+) -> None:
+    sequence, other = filled(engine, wide, 3000), filled(engine, wide, 3000)
+    tensors = Tensors(1, 1, 4)
+    (good_out, _, _), *_ = by_steps(engine, [other], tensors, 1, 1)
+    spoil(tensors, what, 1, 1, value)
+    with engine.open_decoder([sequence]) as decoder:
+        outs = []
+        for t in range(2):
+            decoder.next()
+            outs += [
+                decoder.attend(layer, *tensors.of(t, layer, "cuda")) for layer in range(LAYERS)
+            ]
+        same(outs[0][0], good_out)
+        assert not outs[2][0].isnan().any()
+        assert outs[3][0].isnan().all()
+        assert outs[3][1].isnan().all()
+        with raising(spillway.SpillwayError, told):
+            decoder.finish()
+        # It goes on from before that step.
+        tensors = Tensors(1, 1, 4)
+        expected = by_steps(engine, [other], Shifted(tensors), 1, 1)
+        decoder.next()
+        for layer in range(LAYERS):
+            out, _ = decoder.attend(layer, *tensors.of(1, layer, "cuda"))
+            same(out, expected[layer][0])
+        decoder.finish()
+    assert sequence.refresh().token_count == 3002
+
+
+class Shifted(Tensors):
+    """The same from the second step on."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.q, self.k, self.v = tensors.q[1:], tensors.k[1:], tensors.v[1:]
+
+
+@on_gpu
+def test_a_logit_beyond_float32_is_nan_then_an_error(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 3000)
+    tensors = Tensors(1, 1, 1)
+    tensors.q[:] = 3e38
+    with engine.open_decoder([sequence]) as decoder:
+        decoder.next()
+        out, lse = decoder.attend(0, *tensors.of(0, 0, "cuda"))
+        assert out.isnan().all()
+        with raising(spillway.SpillwayError, "the logit of token"):
+            decoder.finish()
+    assert sequence.refresh().token_count == 3000
+
+
+@on_gpu
+def test_an_error_shows_two_steps_later_at_the_latest(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 3000)
+    tensors = Tensors(1, 1, 4)
+    spoil(tensors, "k", 0, 0, float("nan"))
+
+    def step(t: int) -> None:
+        decoder.next()
+        for layer in range(LAYERS):
+            decoder.attend(layer, *tensors.of(t, layer, "cuda"))
+
+    with engine.open_decoder([sequence]) as decoder:
+        step(0)
+        step(1)
+        with raising(spillway.SpillwayError, "K is not finite at layer 0"):
+            decoder.next()
+        # Both are gone, and the decoder goes on.
+        step(2)
+        decoder.finish()
+    assert sequence.refresh().token_count == 3001
+
+
+@on_gpu
+def test_a_stale_graph_gives_nan_and_an_error(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 4000)
+    tensors = Tensors(1, 1, 300)
+    with engine.open_decoder([sequence]) as decoder:
+        captured = Captured(decoder, tensors)
+        decoder.next()
+        captured.capture()
+        captured.replay(0)
+        t = 1
+        while not decoder.next():
+            captured.replay(t)
+            t += 1
+        captured.replay(t)
+        assert captured.outputs[0][0].isnan().all()
+        with raising(FailedPrecondition, "capture it again"):
+            decoder.finish()
+    assert sequence.refresh().token_count == 4000 + t
+
+
+@on_gpu
+def test_a_step_that_ends_between_layers_leaves_nothing(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 3000)
+    tensors = Tensors(1, 1, 1)
+    with engine.open_decoder([sequence]) as decoder:
+        decoder.next()
+        decoder.finish()  # no layer: no error
+        decoder.next()
+        decoder.attend(0, *tensors.of(0, 0, "cuda"))
+        with raising(FailedPrecondition, "layer 1 was not attended"):
+            decoder.finish()
+        decoder.next()  # closing takes it back
+    assert sequence.refresh().token_count == 3000
+
+
+@on_gpu
+def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 3000)
+    tensors = Tensors(1, 1, 1)
+    q, k, v = tensors.of(0, 0, "cuda")
+    with engine.open_decoder([sequence], token_count_max=3001) as decoder:
+        with raising(FailedPrecondition, "begin the next step"):
+            decoder.attend(0, q, k, v)
+        decoder.next()
+        with raising(spillway.SpillwayError, "q: is not in the memory of cuda"):
+            decoder.attend(0, q.cpu(), k, v)
+        with raising(spillway.SpillwayError, "layer: value 2"):
+            decoder.attend(2, q, k, v)
+        with raising(ValueError, "k has shape"):
+            decoder.attend(0, q, k[:, :1], v)
+        with raising(FailedPrecondition, "is held by a decoder"):
+            sequence.append(0, 3000, k.cpu().repeat(2, 1, 1, 1), v.cpu().repeat(2, 1, 1, 1))
+        with raising(FailedPrecondition, "is held by a decoder"):
+            sequence.attend(0, q[0].cpu())
+        for call in (sequence.fork, sequence.delete, lambda: sequence.truncate(1)):
+            with raising(FailedPrecondition, "is held by a decoder"):
+                call()
+        with raising(FailedPrecondition, "is held by a decoder"):
+            engine.open_decoder([sequence])
+        for layer in range(LAYERS):
+            decoder.attend(layer, q, k, v)
+        with raising(spillway.SpillwayError, "3002 tokens are beyond token_count_max 3001"):
+            decoder.next()
+        decoder.finish()
+        # A view whose rows are not aligned is copied.
+        decoder.close()
+        with raising(ValueError, "the decoder is closed"):
+            decoder.next()
+    assert sequence.refresh().token_count == 3001
+    with raising(spillway.SpillwayError, "serve the selectors all, asymmetric and oracle"):
+        engine.open_decoder([sequence], policy=Policy(selector="hamming"))
+    sequence.append(0, 3001, *(x.cpu()[0].expand(LAYERS, -1, -1, -1) for x in (k, v)))
+
+
+@on_gpu
+def test_announcing_is_no_part_of_a_graph(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 100)
+    with engine.open_decoder([sequence]) as decoder:
+        with (
+            raising(FailedPrecondition, "is being captured"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            decoder.next()
+        decoder.next()
+    assert sequence.refresh().token_count == 100
+
+
+@on_gpu
+def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
+    def used() -> tuple[int, int]:
+        (gpu,) = engine.get_server_info().devices
+        return engine.statistics().memory.used_bytes, gpu.memory_used_bytes
+
+    sequence = filled(engine, wide, 3000)
+    engine.open_decoder([sequence]).close()  # tables stay with the sequence
+    before = used()
+    for _ in range(3):
+        with engine.open_decoder([sequence]) as decoder:
+            decoder.next()
+            assert used() > before
+        assert used() == before
+
+
+@pytest.mark.skipif(GPU, reason="of the CPU device")
+def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 10)
+    with raising(spillway.SpillwayError, "cpu:0 has no streams"):
+        engine.open_decoder([sequence])
+    sequence.delete()  # it is not held
+
+
+@pytest.mark.transports("grpcio", "libspillway")
+def test_a_daemon_has_no_decoders(client: Client, model: Model) -> None:
+    sequence = client.create_sequence(model)
+    with raising(ValueError, "decoders are of an embedded engine"):
+        client.open_decoder([sequence])
