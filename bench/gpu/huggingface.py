@@ -1,10 +1,11 @@
-"""Decode of a Llama through transformers and through spillwayd, K/V on the host.
+"""Decode of a Llama through transformers and through Spillway, K/V on the host.
 
 Four layers of an 8B shape with random weights, bf16, batch 1, over a context
 of synthetic K/V that every cache holds alike: transformers' offloaded cache,
 its cache in GPU memory (`resident`), and SpillwayCache with a daemon that this
-starts. Writes one JSON object a line; times are medians of whole steps, from
-the token's id to the next one's on the host.
+starts, and with an engine in this process (`embedded`). Writes one JSON object a
+line; times are medians of whole steps, from the token's id to the next one's on
+the host.
 
 K/V are Gaussian. With `flat` keys, as large as the model's own, attention has
 no heavy tokens, and the default policy's error bound asks for nearly every
@@ -337,17 +338,18 @@ def parts_of_a_step(bench: Bench, cache: SpillwayCache, steps: int) -> dict[str,
         "step / layers": 1000 * statistics.mean(times) / bench.layer_count,
         "attend": attend,
         **named,
-        "the daemon's device": device / (steps * bench.layer_count),
+        # Attends on the model's stream are not timed, and named parts are a daemon's.
+        **({"the daemon's device": device / (steps * bench.layer_count)} if device else {}),
         "other Python within attend": attend - sum(named.values()),
         "the model": 1000 * statistics.mean(times) / bench.layer_count - attend,
     }
 
 
 def measure_policy(
-    bench: Bench, cache: SpillwayCache, name: str, keys: str, steps: int, wanted: Step
+    bench: Bench, cache: SpillwayCache, way: str, name: str, keys: str, steps: int, wanted: Step
 ) -> None:
-    """One policy of the daemon's."""
-    say(f"spillway, {keys} keys: {name}")
+    """One policy of the engine's."""
+    say(f"spillway, {way}, {keys} keys: {name}")
     policy, fixed = POLICIES[name]
     cache.request_policy = policy
     compared = bench.compared(bench.first_step(cache), wanted)
@@ -356,7 +358,7 @@ def measure_policy(
     times = bench.times(cache, steps, warm_up=0)
     layers = cache.statistics.layers
     report(
-        name="spillway",
+        name=f"spillway, {way}",
         policy=name,
         budget="fixed, nothing is promised" if fixed else "by the error bound",
         keys=keys,
@@ -369,7 +371,7 @@ def measure_policy(
         **compared,
     )
     report(
-        name="spillway, where the time goes",
+        name=f"spillway, {way}, where the time goes",
         policy=name,
         keys=keys,
         tokens=bench.tokens,
@@ -382,7 +384,8 @@ def measure_spillway(
     bench: Bench, client: spillway.Client, keys: str, steps: int, wanted: Step
 ) -> None:
     """SpillwayCache, with each policy whose outputs mean something over such keys."""
-    say(f"spillway, {keys} keys: appending")
+    way = "embedded" if client.transport == "embedded" else "daemon"
+    say(f"spillway, {way}, {keys} keys: appending")
     bench.model.set_attn_implementation("spillway")
     with SpillwayCache(bench.model.config, client) as cache:
 
@@ -395,7 +398,7 @@ def measure_spillway(
         cache.request_policy = ALL
         checked = bench.checked(bench.first_step(cache), wanted)
         report(
-            name="spillway, all rows",
+            name=f"spillway, {way}, all rows",
             keys=keys,
             tokens=bench.tokens,
             append_s=seconds,
@@ -405,11 +408,11 @@ def measure_spillway(
             **checked,
         )
         if not checked["equal_but_for_rounding"]:
-            sys.exit("huggingface: what the daemon computes from all rows is wrong")
+            sys.exit(f"huggingface: what is computed from all rows is wrong, {way}")
         cache.crop(-1)
         for name, (_, fixed) in POLICIES.items():
             if keys != "flat" or not fixed:
-                measure_policy(bench, cache, name, keys, steps, wanted)
+                measure_policy(bench, cache, way, name, keys, steps, wanted)
 
 
 def round_trip_us(client: spillway.Client) -> float:
@@ -439,6 +442,8 @@ def main() -> None:
         memory_bytes = bench.row_bytes * 5 // 4 + (2 << 30)
         target = stack.enter_context(running_daemon(options.device, memory_bytes))
         client = stack.enter_context(spillway.connect(target))
+        settings = {"memory.limit": memory_bytes, "device.name": options.device}
+        embedded = stack.enter_context(spillway.connect("embedded:", settings=settings))
         with client.decode() as stream:
             transport = stream.transport
         report(
@@ -461,7 +466,8 @@ def main() -> None:
             if on_gpu and index == 0:
                 # What it copies does not depend on the keys.
                 measure_transformers(bench, keys, True, options.offloaded_steps, wanted)
-            measure_spillway(bench, client, keys, options.steps, wanted)
+            for one in (client, embedded):
+                measure_spillway(bench, one, keys, options.steps, wanted)
         if not on_gpu:
             say("transformers' offloaded cache needs CUDA: not measured")
     say("done")

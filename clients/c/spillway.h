@@ -193,6 +193,22 @@ SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* str
 SPILLWAY_EXPORT void spillway_decoder_results(spillway_decoder* decoder, int layer,
                                               const void** message, size_t* size);
 
+/* Sums over a layer's steps that have ended well. */
+typedef struct {
+  int64_t attend_count;      /* queries, of all sequences */
+  int64_t touched_row_count; /* over KV heads */
+  int64_t visible_row_count; /* the same */
+  int64_t exact_count;       /* certificates by promise, one a query head */
+  int64_t statistical_count;
+  int64_t none_count;
+  int64_t certified_error_count; /* that are finite */
+  double certified_error_sum;
+} spillway_decoder_sums;
+
+/* layer: one of the model's. */
+SPILLWAY_EXPORT spillway_decoder_sums spillway_decoder_sums_of(const spillway_decoder* decoder,
+                                                               int layer);
+
 /* Ends the step, waits for the GPU, and lets the sequences go. */
 SPILLWAY_EXPORT void spillway_decoder_close(spillway_decoder* decoder);
 

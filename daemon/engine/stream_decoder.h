@@ -52,10 +52,25 @@ class StreamDecoder {
   absl::Status Finish(void* stream);
   // What the layer of the last step that has ended came to; null before one has.
   const Job* ended(int layer) const;
+  // Sums over the layer's steps that have ended well, all sequences.
+  struct Sums {
+    int64_t attend_count = 0;        // queries
+    int64_t touched_row_count = 0;   // over KV heads
+    int64_t visible_row_count = 0;   // the same
+    int64_t exact_count = 0;         // certificates by promise, one a query head
+    int64_t statistical_count = 0;
+    int64_t none_count = 0;
+    int64_t certified_error_count = 0;  // that are finite
+    double certified_error_sum = 0;
+  };
+  // REQUIRES: a layer of the model.
+  const Sums& sums(int layer) const { return sums_[layer]; }
 
  private:
   StreamDecoder(Engine* engine, std::vector<Part> parts, int64_t token_count)
-      : engine_(engine), parts_(std::move(parts)), token_count_(token_count) {}
+      : engine_(engine), parts_(std::move(parts)), token_count_(token_count) {
+    sums_.resize(model().spec.layer_count);
+  }
 
   absl::Status CheckLayers() const;
   absl::Status Prepare();
@@ -71,6 +86,7 @@ class StreamDecoder {
   std::unique_ptr<StreamStep> step_;
   // Of each step on its way, the parts' lengths before.
   std::deque<std::vector<int64_t>> starts_;
+  std::vector<Sums> sums_;
   bool has_ended_ = false;
   void* last_stream_ = nullptr;
 };

@@ -28,6 +28,40 @@ _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 _WAIT_SECONDS = 0.2
 
 
+class Sums(ctypes.Structure):
+    """What a layer's attends of a decoder have come to, of steps that have ended well.
+
+    Attributes:
+        attend_count: Queries, of all sequences.
+        touched_row_count: Rows read, over KV heads.
+        visible_row_count: Rows that could have been read, over KV heads.
+        exact_count: Certificates per promise, one per query and query head.
+        statistical_count: The same.
+        none_count: The same.
+        certified_error_count: Certified errors that are finite.
+        certified_error_sum: Their sum.
+    """
+
+    _fields_ = (
+        ("attend_count", ctypes.c_int64),
+        ("touched_row_count", ctypes.c_int64),
+        ("visible_row_count", ctypes.c_int64),
+        ("exact_count", ctypes.c_int64),
+        ("statistical_count", ctypes.c_int64),
+        ("none_count", ctypes.c_int64),
+        ("certified_error_count", ctypes.c_int64),
+        ("certified_error_sum", ctypes.c_double),
+    )
+    attend_count: int
+    touched_row_count: int
+    visible_row_count: int
+    exact_count: int
+    statistical_count: int
+    none_count: int
+    certified_error_count: int
+    certified_error_sum: float
+
+
 @functools.cache
 def library(required: bool = False) -> ctypes.CDLL | None:
     """Returns libspillway, None where there is none.
@@ -100,6 +134,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("decoder_attend", number, (pointer, number, pointer, pointer)),
         ("decoder_finish", number, (pointer, pointer)),
         ("decoder_results", None, (pointer, number, pointer, pointer)),
+        ("decoder_sums_of", Sums, (pointer, number)),
         ("decoder_close", None, (pointer,)),
     ):
         function = getattr(loaded, f"spillway_{name}")

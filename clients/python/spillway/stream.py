@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spillway._native import Sums
 from spillway._proto import attention_service_pb2
 from spillway.policy import Policy
 from spillway.results import AttendResult
@@ -51,6 +52,8 @@ class StreamDecoder(_Together):
     Attributes:
         sequences: The sequences, in the order of the tensors.
         token_count: New tokens of each in a step.
+        layer_count: Layers of the model.
+        token_count_max: Tokens that a sequence may come to.
         version: Of the launches of the step: a graph serves the steps of the
             version that it was captured at.
     """
@@ -71,7 +74,9 @@ class StreamDecoder(_Together):
         if token_count_max is None:
             # The next power of two that leaves room for as much again.
             token_count_max = max(1 << (2 * max(starts)).bit_length() - 1, 1 << 13)
+        self.layer_count = self._model.layer_count
         self.version = 0
+        self.token_count_max = token_count_max
         self._channel = client._native
         message = self._description(starts, policy)
         self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
@@ -183,6 +188,14 @@ class StreamDecoder(_Together):
         for result in results:
             result.out.shape.extend(shape)
         return [AttendResult(result, decoder_like(None)) for result in results]
+
+    def sums(self, layer: int) -> Sums:
+        """Returns sums over a layer's steps that have ended well: after `finish`, all."""
+        self._check_open()
+        if not 0 <= layer < self._model.layer_count:
+            raise ValueError(f"layer {layer} is not in [0, {self._model.layer_count})")
+        sums: Sums = self._channel.library.spillway_decoder_sums_of(self._handle, layer)
+        return sums
 
     def close(self) -> None:
         """Ends the step as `finish`, without its errors, and lets the sequences go."""

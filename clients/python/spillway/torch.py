@@ -11,7 +11,9 @@
     layer(x, slot.tensor)
 
 A slot says which step is meant: a compiled function takes its tensor as an
-argument, and so serves one step after the other.
+argument, and so serves one step after the other. A `StreamDecoder` is entered
+once; then attends are enqueued on torch's current stream, and what was captured
+into a CUDA graph needs the slot no more.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import weakref
 import torch
 
 from spillway.step import DecodeStep
+from spillway.stream import StreamDecoder
 
-_STEPS: weakref.WeakValueDictionary[int, DecodeStep] = weakref.WeakValueDictionary()
+_STEPS: weakref.WeakValueDictionary[int, DecodeStep | StreamDecoder] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
@@ -36,10 +39,10 @@ class Slot:
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(1, dtype=torch.int64)
-        self._step: DecodeStep | None = None
+        self._step: DecodeStep | StreamDecoder | None = None
 
-    def enter(self, step: DecodeStep) -> None:
-        """Makes it mean this step, and keeps that alive until the next."""
+    def enter(self, step: DecodeStep | StreamDecoder) -> None:
+        """Makes it mean this step, or a decoder's, and keeps that alive until the next."""
         number = next(_numbers)
         _STEPS[number] = step
         self._step = step
@@ -54,7 +57,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Appends the new tokens' K and V at a layer of the slot's step and attends.
 
-    As `DecodeStep.attend`, with its errors.
+    As `DecodeStep.attend`, or `StreamDecoder.attend`, with its errors.
 
     Args:
         slot: `Slot.tensor`, after `Slot.enter`.

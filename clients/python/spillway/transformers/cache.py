@@ -129,11 +129,13 @@ class SpillwayCache(Cache):
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """The rows' sequences; empty before the first forward."""
+        self._shared.store.suspend()
         return tuple(row.sequence for row in self._shared.store.rows)
 
     @property
     def statistics(self) -> CacheStatistics:
         """Sums over the attends that the daemon served."""
+        self._shared.count()
         return self._shared.statistics
 
     @property

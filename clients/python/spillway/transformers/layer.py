@@ -31,6 +31,11 @@ class Shared:
         # The layer whose K/V were handed out and wait for its attention.
         self.pending: SpillwayLayer | None = None
 
+    def count(self) -> None:
+        """Counts what was attended on the model's stream since."""
+        for layer, sums in self.store.take_sums():
+            self.statistics.add_sums(layer, sums)
+
 
 class SpillwayLayer(CacheLayerMixin):
     """One layer of a `SpillwayCache`; transformers drives it.
@@ -217,6 +222,10 @@ class SpillwayLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Appends and attends in the daemon, which alone has the earlier K/V."""
         shared = self._shared
+        if not shared.prompt and shared.on_attend is None:
+            enqueued = shared.store.enqueue(self.index, q, k, v, counts)
+            if enqueued is not None:
+                return enqueued
         answers = shared.store.step(self.index, q, k, v, starts, counts, exact=shared.prompt)
         batch_size, head_count, query_count, head_dim = q.shape
         if batch_size == 1 and counts[0] == query_count:

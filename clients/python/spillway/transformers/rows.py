@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from spillway._native import Sums
 from spillway.client import Client
 from spillway.decode import DecodeStream
 from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
@@ -55,6 +56,56 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
         raise
 
 
+class _Decoding:
+    """A decoder of a cache's rows, what it was opened for, and what of it is counted."""
+
+    def __init__(
+        self,
+        client: Client,
+        sequences: SequenceABC[Sequence],
+        policy: Policy | None,
+        token_count: int,
+    ) -> None:
+        longest = max(sequence.token_count for sequence in sequences)
+        self.decoder = client.open_decoder(sequences, token_count=token_count, policy=policy)
+        self._policy = policy
+        self._room = self.decoder.token_count_max - longest
+        self._layer_count = self.decoder.layer_count
+        self._next_layer = self._layer_count
+        self._taken = [Sums() for _ in range(self._layer_count)]
+
+    def serves(self, policy: Policy | None, token_count: int) -> bool:
+        """Whether the next step is as those before, and there is room for it."""
+        same = policy == self._policy and token_count == self.decoder.token_count
+        return same and token_count <= self._room
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether all layers of the step are attended."""
+        return self._next_layer == self._layer_count
+
+    def next(self) -> None:
+        self.decoder.next()
+        self._room -= self.decoder.token_count
+        self._next_layer = 0
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, _ = self.decoder.attend(layer, q, k, v)
+        self._next_layer = layer + 1
+        return out
+
+    def take(self) -> list[tuple[int, Sums]]:
+        """What layers have been served since this was asked last."""
+        taken = []
+        for layer, before in enumerate(self._taken):
+            now = self.decoder.sums(layer)
+            names = [name for name, _ in Sums._fields_]
+            more = Sums(*(getattr(now, name) - getattr(before, name) for name in names))
+            taken.append((layer, more))
+            self._taken[layer] = now
+        return taken
+
+
 class RowStore:
     """Creates, forks, truncates and deletes the sequences of a cache's rows.
 
@@ -86,6 +137,12 @@ class RowStore:
         self._stream: DecodeStream | None = None
         # The step whose layers are being attended, with an embedded engine.
         self._announced: DecodeStep | None = None
+        # On the model's stream, with an embedded engine on its GPU; the policy that
+        # it was opened with, and the one that it could not be opened with.
+        self._decoding: _Decoding | None = None
+        self._refused: list[Policy | None] = []
+        # What decoders that are closed have served, not yet taken.
+        self._served: list[tuple[int, Sums]] = []
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
         """Makes the model known to the daemon and an empty sequence per row."""
@@ -133,6 +190,89 @@ class RowStore:
                 f"{model.name} scales logits by {model.softmax_scale}, this layer by {scaling}"
             )
 
+    def enqueue(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: SequenceABC[int],
+    ) -> torch.Tensor | None:
+        """Appends and attends as `step`, but on the model's stream, without waiting for the GPU.
+
+        Returns:
+            Output [B, T, H_q, d]; None where it cannot be: the engine is elsewhere, or
+            the policy is not served so.
+        """
+        count = q.shape[2]
+        if not self._streams(q, counts):
+            self.suspend()
+            return None
+        try:
+            if layer == 0 or self._decoding is None:
+                self._decoding = self._open_decoding(count)
+                if self._decoding is None:
+                    return None
+                self._decoding.next()
+            return self._decoding.attend(layer, q.transpose(1, 2), k, v)
+        except BaseException:
+            decoding, self._decoding = self._decoding, None
+            if decoding is not None:
+                decoding.decoder.close()
+            raise
+
+    def _streams(self, q: torch.Tensor, counts: SequenceABC[int]) -> bool:
+        """Whether the engine is in this process, on the tensors' GPU, and all rows are alike."""
+        if self.client.transport != "embedded" or q.device.type != "cuda":
+            return False
+        info = self.client.server_info
+        names = [device.name for device in info.devices]
+        return (
+            names == [f"cuda:{q.device.index}"]
+            and set(counts) == {q.shape[2]}
+            and q.shape[2] <= info.limits.sparse_query_token_count_max
+            and len(counts) <= info.limits.attend_item_count_max
+            and self.request_policy not in self._refused
+        )
+
+    def _open_decoding(self, token_count: int) -> _Decoding | None:
+        """What serves the next step; None where the policy is not served on streams."""
+        policy, decoding = self.request_policy, self._decoding
+        if decoding is not None and decoding.serves(policy, token_count):
+            return decoding
+        self.suspend()
+        try:
+            return _Decoding(self.client, [row.sequence for row in self.rows], policy, token_count)
+        except SpillwayError as error:
+            if error.code != "UNIMPLEMENTED":
+                raise
+            self._refused.append(policy)
+            return None
+
+    def suspend(self) -> None:
+        """Ends decoding on the model's stream, so that requests are served again.
+
+        Raises:
+            SpillwayError: What a step has failed with on the GPU.
+        """
+        decoding, self._decoding = self._decoding, None
+        if decoding is None:
+            return
+        try:
+            decoding.decoder.finish()
+        finally:
+            self._served += decoding.take()
+            decoding.decoder.close()
+
+    def take_sums(self) -> list[tuple[int, Sums]]:
+        """Returns what layers have been served on streams since this was asked last."""
+        taken, self._served = self._served, []
+        # A step that has layers to come is counted later.
+        if self._decoding is not None and self._decoding.between_steps:
+            self._decoding.decoder.finish()
+            taken += self._decoding.take()
+        return taken
+
     def step(
         self,
         layer: int,
@@ -160,6 +300,7 @@ class RowStore:
             (row, queries [count, H_q, d], result) of the rows with new tokens,
             all in host memory.
         """
+        self.suspend()
         q, k, v = to_host((q, k, v))
         length = q.shape[2]
         active = [row for row, count in enumerate(counts) if count > 0]
@@ -261,6 +402,7 @@ class RowStore:
 
     def select(self, indices: SequenceABC[int]) -> None:
         """Makes row i what row indices[i] was: forks, moves and deletes sequences."""
+        self.suspend()
         rows: list[Row] = []
         forks: list[Row] = []
         taken: set[int] = set()
@@ -280,12 +422,14 @@ class RowStore:
 
     def truncate(self, length: int) -> None:
         """Cuts every row so that it ends at this padded position."""
+        self.suspend()
         for row in self.rows:
             row.sequence.truncate(max(length - row.padding, 0))
             row.padding = min(row.padding, length)
 
     def fork(self) -> RowStore:
         """Copies every row; the copy's sequences share the pages."""
+        self.suspend()
         made = RowStore(
             self.client,
             self.shapes,
@@ -306,5 +450,8 @@ class RowStore:
             self._stream.close()
             self._stream = None
         self._announced = None
+        # The client may be closed, and the engine gone with it.
+        with suppress(SpillwayError, ValueError):
+            self.suspend()
         rows, self.rows = self.rows, []
         _delete(rows)

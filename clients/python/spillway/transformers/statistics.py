@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from spillway._native import Sums
 from spillway._proto import attention_service_pb2
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
@@ -48,7 +49,8 @@ class LayerStatistics:
         none_count: The same.
         certified_error_sum: Sum of the finite certified errors.
         certified_error_count: How many there were.
-        device_time_us: Device time, microseconds.
+        device_time_us: Device time, microseconds; of attends on the model's own stream, which
+            are not timed, nothing.
     """
 
     attend_count: int = 0
@@ -87,6 +89,12 @@ class CacheStatistics:
         """Mean of the finite certified errors; 0 before the first attend."""
         count = sum(layer.certified_error_count for layer in self.layers)
         return sum(layer.certified_error_sum for layer in self.layers) / max(count, 1)
+
+    def add_sums(self, layer: int, sums: Sums) -> None:
+        """Counts what a decoder has served; its attends are not timed."""
+        ours = self.layers[layer]
+        for name, _ in Sums._fields_:
+            setattr(ours, name, getattr(ours, name) + getattr(sums, name))
 
     def add(self, layer: int, result: AttendResult) -> None:
         """Counts one result."""
