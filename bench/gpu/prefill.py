@@ -1,9 +1,10 @@
-"""A prompt's forward through transformers, whose K/V go to spillwayd meanwhile.
+"""A prompt's forward through transformers, whose K/V are appended meanwhile.
 
 A Llama of an 8B's shape with random weights, bf16, batch 1: with transformers'
-own cache in the model's memory; with SpillwayCache as it is; with so many
-threads that append; and with each layer's append before the next layer
-(`in turn`). Prints the seconds of each repetition; the first has the warm-up.
+own cache in the model's memory; with SpillwayCache and an engine in this process,
+and with a daemon, as they are; with so many threads that append; and with each
+layer's append before the next layer (`in turn`). Prints the seconds of each
+repetition; the first has the warm-up.
 
     python bench/gpu/prefill.py [--tokens 32768] [--layers 8]
 """
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--device", default="cuda:0", help="the daemon's and the model's")
+    parser.add_argument("--threads", action="store_true", help="several numbers of them, too")
     options = parser.parse_args()
     device = torch.device(options.device)
     config = LlamaConfig(
@@ -89,8 +91,18 @@ def main() -> None:
 
     measure("transformers, resident", lambda: DynamicCache(config=config))
     model.set_attn_implementation("spillway")
+    limit = 2 * row_bytes + (4 << 30)
+    settings = {"memory.limit": limit, "device.name": options.device}
+    with spillway.connect("embedded:", settings=settings) as embedded:
+
+        def make_embedded() -> SpillwayCache:
+            return SpillwayCache(config, embedded)
+
+        measure("spillway, embedded", make_embedded)
+        with patch.object(appends.Appends, "start", in_turn):
+            measure("embedded, in turn", make_embedded)
     binary = serving.find_binary(ROOT)
-    flags = ("--device", options.device, "--memory-limit", str(2 * row_bytes + (4 << 30)))
+    flags = ("--device", options.device, "--memory-limit", str(limit))
     with (
         tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
         serving.running_daemon(binary, Path(folder) / "log", *flags, timeout=60) as target,
@@ -100,10 +112,10 @@ def main() -> None:
         def make() -> SpillwayCache:
             return SpillwayCache(config, client)
 
-        measure("spillway", make)
+        measure("spillway, daemon", make)
         with patch.object(appends.Appends, "start", in_turn):
             measure("in turn", make)
-        for count in (1, 2, 3, 4, 6):
+        for count in (1, 2, 3, 4, 6) if options.threads else ():
             with patch.object(appends, "_THREAD_COUNT", count):
                 measure(f"{count} threads", make)
 

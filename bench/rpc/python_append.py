@@ -3,8 +3,10 @@
 Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128 are appended
 whole, to a model without codes (rows alone) and with codes of 3 bits a
 dimension, in memory that the daemon has had before. Some of what was appended
-is read back and compared. Beside it: one thread's copy of the same bytes. Ways
-take turns; medians.
+is read back and compared. Beside it: one thread's copy of the same bytes. On a GPU
+CUDA tensors are appended to an embedded engine too, also into memory that comes
+from the system and is pinned on the way; beside that, the link's copy of the same
+bytes to pinned memory. Ways take turns; medians.
 
     python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import spillway
+import torch
 from spillway import Client
 from spillway_lab import serving
 
@@ -35,8 +38,8 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def append(client: Client, k: Any, v: Any, codes: bool) -> float:
-    """Seconds of one append to a sequence of its own."""
+def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False) -> float:
+    """Seconds of one append to a sequence of its own, the client's first with new_memory."""
     model = client.create_model(
         layer_count=LAYERS,
         query_head_count=KV_HEADS,
@@ -46,9 +49,10 @@ def append(client: Client, k: Any, v: Any, codes: bool) -> float:
         hash_weights=spillway.RotationHash() if codes else None,
     )
     # The first gets its memory from the system, the second from what that leaves.
-    first = client.create_sequence(model)
-    first.append(0, 0, k, v)
-    first.delete()
+    if not new_memory:
+        first = client.create_sequence(model)
+        first.append(0, 0, k, v)
+        first.delete()
     sequence = client.create_sequence(model)
     took = seconds(lambda: sequence.append(0, 0, k, v))
     chosen = spillway.Selection(
@@ -62,6 +66,19 @@ def append(client: Client, k: Any, v: Any, codes: bool) -> float:
     sequence.delete()
     client.delete_model(model)
     return took
+
+
+def link_seconds(source: Any) -> float:
+    """Of a copy from the GPU to pinned memory."""
+    there = torch.from_numpy(source).cuda()
+    pinned = torch.empty(source.shape, dtype=torch.float16, pin_memory=True)
+    pinned.copy_(there)
+
+    def copy() -> None:
+        pinned.copy_(there)
+        torch.cuda.synchronize()
+
+    return min(seconds(copy) for _ in range(3))
 
 
 def main() -> None:
@@ -91,6 +108,10 @@ def main() -> None:
                 shared[:] = source
                 ways = {"messages": (messages, source), "region": (regions, shared)}
                 ways["embedded"] = (embedded, source)
+                on_gpu = arguments.device.startswith("cuda")
+                if on_gpu:
+                    there = torch.from_numpy(source).to(arguments.device)
+                    ways["embedded, CUDA"] = (embedded, there)
                 times: dict[str, list[float]] = {}
                 for repetition in range(REPETITIONS + 1):
                     took = {"memcpy": seconds(lambda: np.copyto(copy, source))}
@@ -98,6 +119,15 @@ def main() -> None:
                         for codes in (False, True):
                             told = f"{name}, {'with codes' if codes else 'rows alone'}"
                             took[told] = append(client, k, v, codes)
+                    if on_gpu:
+                        took["link"] = link_seconds(source)
+                        for codes in (False, True):
+                            settings = {"device.name": arguments.device}
+                            with spillway.connect("embedded:", settings=settings) as new:
+                                told = "with codes" if codes else "rows alone"
+                                took[f"CUDA, new memory, {told}"] = append(
+                                    new, *there, codes, new_memory=True
+                                )
                     # The first warms up.
                     for name, one in took.items() if repetition else ():
                         times.setdefault(name, []).append(one)

@@ -42,19 +42,26 @@ absl::Status CheckDType(DType dtype, const ModelSpec& spec, const std::string& f
 template <typename Rows>
 absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
                                     const ModelSpec& spec, const RegionTable& regions,
-                                    const std::string& path) {
+                                    const std::string& path, TensorMemory tensor_memory) {
   Chunk out;
+  int on_gpu = 0;
   for (const auto& [tensor, name, source, memory] :
        {std::tuple(&rows.k(), "k", &out.k, &out.k_memory),
         std::tuple(&rows.v(), "v", &out.v, &out.v_memory)}) {
-    ASSIGN_OR_RETURN(const TensorView view, ViewTensor(*tensor, shape, regions, path + name));
+    ASSIGN_OR_RETURN(const TensorView view,
+                     ViewTensor(*tensor, shape, regions, path + name, tensor_memory));
     RETURN_IF_ERROR(CheckDType(view.dtype, spec, absl::StrCat(path, name, ".dtype")));
     const size_t rank = shape.size();
     *source = {{view.data, view.strides[rank - 3], view.strides[rank - 2]},
                rank == 4 ? view.strides[0] : 0};
     *memory = view.region;
     out.shared_source |= view.region != nullptr;
+    on_gpu += view.region != nullptr && view.region->on_gpu ? 1 : 0;
   }
+  if (on_gpu == 1) {
+    return InvalidField(path + "v.slice.region", "one of k and v lies in GPU memory, not both");
+  }
+  out.on_gpu = on_gpu == 2;
   const auto& k_shape = rows.k().shape();
   if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
     return InvalidField(path + "v.shape",
@@ -98,8 +105,9 @@ absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
                                      const RegionTable& regions) {
-  absl::StatusOr<Chunk> out = RowsFromProto(
-      chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions, "chunk.");
+  absl::StatusOr<Chunk> out =
+      RowsFromProto(chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions,
+                    "chunk.", TensorMemory::kAny);
   if (!out.ok()) return out;
   const int64_t layer_count = chunk.k().shape(0);
   if (chunk.layer_start() < 0 || chunk.layer_start() >= spec.layer_count ||
@@ -118,8 +126,8 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
                                      const RegionTable& regions) {
-  absl::StatusOr<Chunk> out =
-      RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions, "append.");
+  absl::StatusOr<Chunk> out = RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim},
+                                            spec, regions, "append.", TensorMemory::kHost);
   if (!out.ok()) return out;
   if (out->count > kSparseQueryCountMax) {
     return InvalidField("append.k.shape", absl::StrCat(out->count, " tokens are not in [1, ",

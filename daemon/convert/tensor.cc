@@ -64,10 +64,15 @@ absl::Status CheckData(const v1::Tensor& tensor, int64_t bytes, const std::strin
 
 absl::StatusOr<std::shared_ptr<const Region>> RegionOf(const v1::RegionSlice& slice,
                                                        const RegionTable& regions,
-                                                       const std::string& field) {
+                                                       const std::string& field,
+                                                       TensorMemory memory) {
   const absl::StatusOr<std::string> id = ParseName(slice.region(), "regions", field + ".region");
   if (!id.ok()) return id.status();
-  return regions.Find(*id);
+  ASSIGN_OR_RETURN(const std::shared_ptr<const Region> region, regions.Find(*id));
+  if (!region->on_gpu || memory == TensorMemory::kAny) return region;
+  return InvalidField(field + ".region", absl::StrCat("regions/", region->id,
+                                                      " holds rows that Append brings, and "
+                                                      "nothing else"));
 }
 
 absl::Status CheckStrides(const v1::RegionSlice& slice, std::span<const int64_t> shape,
@@ -152,7 +157,8 @@ v1::DType ToProto(DType dtype) {
 
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
-                                      const RegionTable& regions, const std::string& field) {
+                                      const RegionTable& regions, const std::string& field,
+                                      TensorMemory memory) {
   const absl::StatusOr<Checked> checked = CheckShape(tensor, shape, field);
   if (!checked.ok()) return checked.status();
   TensorView view;
@@ -170,7 +176,7 @@ absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
     RETURN_IF_ERROR(CheckStrides(slice, sizes, DTypeBytes(view.dtype), field));
     std::copy(slice.strides().begin(), slice.strides().end(), view.strides.begin());
   }
-  ASSIGN_OR_RETURN(view.region, RegionOf(slice, regions, field));
+  ASSIGN_OR_RETURN(view.region, RegionOf(slice, regions, field, memory));
   ASSIGN_OR_RETURN(const int64_t reach, Reach(sizes, view.strides, DTypeBytes(view.dtype), field));
   RETURN_IF_ERROR(CheckWithin(slice, *view.region, reach, DTypeBytes(view.dtype), field));
   view.data = view.region->bytes.data() + slice.offset();
@@ -199,7 +205,7 @@ absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t co
     return InvalidField(field + ".strides", "a result is written in C order");
   }
   TensorPlace place;
-  ASSIGN_OR_RETURN(place.region, RegionOf(slice, regions, field));
+  ASSIGN_OR_RETURN(place.region, RegionOf(slice, regions, field, TensorMemory::kHost));
   RETURN_IF_ERROR(
       CheckWithin(slice, *place.region, count * DTypeBytes(dtype), DTypeBytes(dtype), field));
   place.slice = slice;

@@ -37,10 +37,12 @@ struct TensorView {
 // Checks an F32, F16 or BF16 tensor: rank, dimensions, and that its bytes are
 // exactly what dtype and shape say, or that all of them lie in a region. Errors
 // name `field` and what in it is wrong: INVALID_ARGUMENT, or NOT_FOUND for the
-// region, which is not looked at.
+// region, which is not looked at. kHost: GPU memory is refused.
+enum class TensorMemory { kHost, kAny };
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
-                                      const RegionTable& regions, const std::string& field);
+                                      const RegionTable& regions, const std::string& field,
+                                      TensorMemory memory = TensorMemory::kHost);
 inline const std::byte* BytesOf(const v1::Tensor& tensor) {
   return reinterpret_cast<const std::byte*>(tensor.data().data());
 }

@@ -1,5 +1,6 @@
 #include "daemon/engine/append_operation.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -9,6 +10,12 @@
 #include "host/base/status_macros.h"
 
 namespace spillway {
+namespace {
+
+// Layers of a chunk that are on the device together.
+constexpr size_t kLayersAtOnce = 2;
+
+}  // namespace
 
 void Engine::Append(AppendRequest request, Done<AppendOutcome> done) {
   if (request.sequence->held) return done(SequenceHeld(request.sequence->name));
@@ -27,6 +34,11 @@ absl::Status Engine::AppendOperation::Check() {
   RETURN_IF_ERROR(CheckGeneration(chunk.generation, sequence));
   for (int i = 0; i < chunk.layer_count; ++i) {
     const int layer = chunk.layer_start + i;
+    if (chunk.on_gpu && chunk.start < sequence.rows[layer].token_count()) {
+      return absl::OutOfRangeError(absl::StrCat(
+          "layer ", layer, " has ", sequence.rows[layer].token_count(),
+          " tokens: rows in GPU memory follow them, and are not compared with what is there"));
+    }
     const absl::StatusOr<bool> append = IsAppend(chunk, i, sequence.rows[layer]);
     if (!append.ok()) return append.status();
     if (*append) layers_.push_back(layer);
@@ -36,14 +48,20 @@ absl::Status Engine::AppendOperation::Check() {
 
 void Engine::AppendOperation::Start() {
   if (absl::Status status = Check(); !status.ok()) return End(std::move(status));
-  SubmitNext();
+  if (layers_.empty()) return End(absl::OkStatus());
+  // Two at a time: one is coded while the other's rows are copied.
+  const size_t first = std::min<size_t>(layers_.size(), kLayersAtOnce);
+  {
+    const MutexLock lock(mutex_);
+    running_ = next_ = first;
+  }
+  for (size_t i = 0; i < first; ++i) Submit(i);
 }
 
-void Engine::AppendOperation::SubmitNext() {
-  if (next_ == layers_.size()) return End(absl::OkStatus());
+void Engine::AppendOperation::Submit(size_t index) {
   Sequence& sequence = *request_.sequence;
   const Chunk& chunk = request_.chunk;
-  const int layer = layers_[next_];
+  const int layer = layers_[index];
   const int offset = layer - chunk.layer_start;
   auto job = std::make_unique<Job>();
   job->model = sequence.model->device();
@@ -51,22 +69,44 @@ void Engine::AppendOperation::SubmitNext() {
   // No cancellation: a chunk commits whole or not at all.
   JobItem& item = job->items.emplace_back();
   item.sequence = sequence.device.get();
-  item.append = AppendWork{&sequence.rows[layer], chunk.start,           chunk.count,
-                           chunk.k.Layer(offset), chunk.v.Layer(offset), chunk.shared_source};
+  item.append =
+      AppendWork{&sequence.rows[layer], chunk.start,         chunk.count, chunk.k.Layer(offset),
+                 chunk.v.Layer(offset), chunk.shared_source, chunk.on_gpu};
   engine_->device_->Submit(std::move(job),
                            [this](std::unique_ptr<Job> done) { OnJobDone(std::move(done)); });
 }
 
 void Engine::AppendOperation::OnJobDone(std::unique_ptr<Job> job) {
   absl::Status status = std::move(job->items.front().status);
-  if (!status.ok()) {
-    if (request_.chunk.shared_source && absl::IsOutOfRange(status)) {
-      status = NonFinite(status, absl::StartsWith(status.message(), "K ") ? "chunk.k" : "chunk.v");
-    }
-    return End(std::move(status));
+  if (request_.chunk.shared_source && absl::IsOutOfRange(status)) {
+    status = NonFinite(status, absl::StartsWith(status.message(), "K ") ? "chunk.k" : "chunk.v");
   }
-  ++next_;
-  RunStep([this] { SubmitNext(); });
+  size_t next = layers_.size();
+  bool last = false;
+  {
+    const MutexLock lock(mutex_);
+    // Of layers that fail at once the lowest one's: it says what a client reads first.
+    if (!status.ok() && (status_.ok() || job->layer < failed_layer_)) {
+      status_ = std::move(status);
+      failed_layer_ = job->layer;
+    }
+    if (status_.ok() && next_ < layers_.size()) {
+      next = next_++;
+    } else {
+      last = --running_ == 0;
+    }
+  }
+  if (next < layers_.size()) RunStep([this, next] { Submit(next); });
+  if (last) End();
+}
+
+void Engine::AppendOperation::End() {
+  absl::Status status;
+  {
+    const MutexLock lock(mutex_);
+    status = std::move(status_);
+  }
+  End(std::move(status));
 }
 
 void Engine::AppendOperation::End(absl::Status status) {

@@ -235,6 +235,10 @@ void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<Layer
 }
 
 absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count) {
+  const ModelSpec& spec = sequence.model->spec;
+  arena_->Expect(
+      static_cast<int64_t>(layers.size()) * count * spec.kv_head_count * spec.row_bytes() -
+      sequence.model->row_pool.spare_page_count() * sequence.model->row_pool.page_bytes());
   absl::Status status = absl::OkStatus();
   size_t prepared = 0;
   for (; prepared < layers.size() && status.ok(); ++prepared) {

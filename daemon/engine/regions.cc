@@ -22,9 +22,10 @@ absl::Status RegionNotFound(std::string_view id) {
                     "REGION_NOT_FOUND", {{"name", absl::StrCat("regions/", std::string(id))}});
 }
 
-std::shared_ptr<Region> ProcessRegion() {
+std::shared_ptr<Region> ProcessRegion(const char* id, bool on_gpu) {
   auto region = std::make_shared<Region>();
-  region->id = RegionTable::kProcessRegion;
+  region->id = id;
+  region->on_gpu = on_gpu;
   // From address 0 on.
   region->bytes = {static_cast<std::byte*>(nullptr),
                    static_cast<size_t>(std::numeric_limits<int64_t>::max())};
@@ -34,7 +35,10 @@ std::shared_ptr<Region> ProcessRegion() {
 }  // namespace
 
 RegionTable::RegionTable(Kind kind, MemoryBudget* budget)
-    : kind_(kind), budget_(budget), process_(kind == Kind::kProcess ? ProcessRegion() : nullptr) {}
+    : kind_(kind),
+      budget_(budget),
+      process_(kind == Kind::kProcess ? ProcessRegion(kProcessRegion, false) : nullptr),
+      gpu_(kind == Kind::kProcess ? ProcessRegion(kGpuRegion, true) : nullptr) {}
 
 absl::Status RegionTable::CheckSessions() const {
   if (kind_ == Kind::kSessions) return absl::OkStatus();
@@ -115,6 +119,7 @@ absl::Status RegionTable::Detach(const std::string& session, std::string_view id
 
 absl::StatusOr<std::shared_ptr<Region>> RegionTable::Find(std::string_view id) const {
   if (process_ != nullptr && id == kProcessRegion) return process_;
+  if (gpu_ != nullptr && id == kGpuRegion) return gpu_;
   if (kind_ == Kind::kNone) RETURN_IF_ERROR(CheckSessions());
   const MutexLock lock(mutex_);
   const auto found = regions_.find(id);

@@ -25,6 +25,8 @@ struct Region {
   std::span<std::byte> bytes;
   // Null: not ours.
   std::unique_ptr<SharedMemory> memory;
+  // GPU memory of this process: the host cannot read it.
+  bool on_gpu = false;
   MemoryReservation reservation;
 };
 
@@ -38,6 +40,8 @@ class RegionTable {
   // The name of the whole process's memory where kProcess allows it; offsets in
   // it are addresses.
   static constexpr char kProcessRegion[] = "process";
+  // The same of the memory of its GPUs.
+  static constexpr char kGpuRegion[] = "gpu";
 
   // kNone: every region is refused. kProcess: for an engine in its client's own
   // process. kSessions: for clients that were handed descriptors.
@@ -74,6 +78,7 @@ class RegionTable {
   const Kind kind_;
   MemoryBudget* const budget_;
   const std::shared_ptr<Region> process_;
+  const std::shared_ptr<Region> gpu_;
   mutable Mutex mutex_;
   std::map<std::string, Session> sessions_ ABSL_GUARDED_BY(mutex_);
   Session regions_ ABSL_GUARDED_BY(mutex_);  // of all sessions

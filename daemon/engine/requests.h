@@ -43,6 +43,8 @@ struct Chunk {
   // Others may change the bytes meanwhile: whether they are finite shows when
   // they have been copied. Else CheckFinite() is the caller's to do before.
   bool shared_source = false;
+  // The source, which is shared, lies in the memory of a GPU of this process.
+  bool on_gpu = false;
   // What K and V lie in, where that is not the caller's to keep.
   std::shared_ptr<const void> k_memory = nullptr;
   std::shared_ptr<const void> v_memory = nullptr;

@@ -2,16 +2,25 @@
 
 #include <algorithm>
 #include <span>
+#include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "host/base/status_macros.h"
 #include "host/device/append_rows.h"
+#include "host/device/errors.h"
 
 namespace spillway::cuda {
 namespace {
 
 // Up to here an append is part of a step.
 constexpr int64_t kFewTokens = 16;
+// Pages per KV head that rows from GPU memory are coded from at a time; the first
+// ones are coded together.
+constexpr int64_t kStagePages = 64;
+static_assert(kStagePages * kPageTokenCount >= kCentreTokenCount);
+// Of a slot's scratch, for what first pages need, and for the stage's table.
+constexpr int64_t kHalfScratchBytes = StreamSlot::kAppendScratchBytes / 2;
 
 // Launches on a list in pinned memory, a piece at a time. The list is free at
 // first if nothing on the stream reads it.
@@ -122,20 +131,162 @@ void AppendPipeline::FillStep() {
   step_.counts = &lists.counts;
 }
 
-absl::Status AppendPipeline::Enqueue(bool step_later) {
-  std::vector<JobItem>& items = context_->job().items;
-  for (JobItem& item : items) {
-    if (!item.append.has_value()) continue;
-    RETURN_IF_ERROR(AppendRows(spec(), context_->layer(), *item.append));
+int64_t AppendPipeline::StageBytes() const {
+  bool any = false;
+  for (const JobItem& item : context_->job().items) any |= item.append && item.append->on_gpu;
+  return any ? kStagePages * kPageTokenCount * spec().row_bytes() * spec().kv_head_count : 0;
+}
+
+bool AppendPipeline::ComesFromGpu(size_t item) const {
+  JobItem& of_job = context_->item(item);
+  const AppendWork& append = *of_job.append;
+  for (const auto& [source, name] : {std::pair(&append.k, "k"), std::pair(&append.v, "v")}) {
+    cudaPointerAttributes attributes{};
+    of_job.status.Update(
+        ToStatus(cudaPointerGetAttributes(&attributes, source->data), "cudaPointerGetAttributes"));
+    const int64_t together =
+        reinterpret_cast<intptr_t>(source->data) | source->head_stride | source->token_stride;
+    if (attributes.type != cudaMemoryTypeDevice || attributes.device != context_->gpu().ordinal) {
+      of_job.status.Update(absl::InvalidArgumentError(
+          absl::StrCat(name, " is not in the memory of ", std::string(context_->gpu().name))));
+    } else if (together % 16 != 0) {
+      of_job.status.Update(absl::InvalidArgumentError(
+          absl::StrCat("rows of ", name, " are not aligned to 16 bytes")));
+    }
   }
+  return of_job.status.ok();
+}
+
+const std::byte** AppendPipeline::StagePages() const {
+  static_assert(kRowsAppendHeads * kStagePages * sizeof(uint64_t) <= kHalfScratchBytes);
+  return reinterpret_cast<const std::byte**>(context_->slot().append_scratch() + kHalfScratchBytes);
+}
+
+absl::Status AppendPipeline::FillStagePages(const std::byte* stage) const {
+  std::vector<const std::byte*> pages;
+  for (int64_t p = 0; p < kRowsAppendHeads * kStagePages; ++p) {
+    pages.push_back(stage + p * kPageTokenCount * spec().row_bytes());
+  }
+  // Few enough to be taken before the call returns.
+  return ToStatus(cudaMemcpyAsync(StagePages(), pages.data(), pages.size() * sizeof(pages[0]),
+                                  cudaMemcpyHostToDevice, context_->stream()),
+                  "cudaMemcpyAsync");
+}
+
+absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows) {
+  const LayerIndex& index = context_->index(item);
+  const RotationWeights weights = context_->model().rotation(context_->layer());
+  const HeadIndex heads = index.heads();
+  EncodeWork work = index.Work(rows.begin, ClosedPages(rows.end) * kPageTokenCount);
+  // The stage's pages take the place of the rows'.
+  work.row_pages = StagePages() - rows.begin / kPageTokenCount;
+  work.row_page_capacity = rows.stage_pages;
+  work.code_pages += rows.first_head * work.code_page_capacity;
+  work.kv_head_count = rows.head_count;
+  const HeadIndex of_heads = {heads.statistics + rows.first_head,
+                              heads.value_centres + rows.first_head * int64_t{spec().head_dim}};
+  if (work.begin == 0) {
+    static_assert(FirstPagesScratchBytes(kHeadDimMax) <= kHalfScratchBytes);
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeFirstPages(work, weights, of_heads,
+                                                         context_->slot().append_scratch(),
+                                                         kHalfScratchBytes, context_->stream()));
+    work.begin = kCentreTokenCount;
+  }
+  return ToStatus(LaunchEncodePages(work, weights, of_heads, context_->stream()),
+                  "LaunchEncodePages");
+}
+
+absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
+  const AppendWork& append = *context_->item(item).append;
+  LayerIndex& index = context_->index(item);
+  const int64_t end = append.start + append.count;
+  const bool indexes = spec().has_index() && end >= kCentreTokenCount;
+  const bool encodes =
+      indexes && context_->model().has_rotation() && !context_->model().methods_encode();
+  StreamSlot& slot = context_->slot();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      cudaMemsetAsync(slot.bad_row(), 0xFF, sizeof(kNoBadRow), context_->stream()));
+  RowsAppend rows;
+  rows.dtype = spec().dtype;
+  rows.head_dim = spec().head_dim;
+  rows.row_bytes = spec().row_bytes();
+  rows.start = append.start;
+  rows.row_page_capacity = index.page_capacity();
+  rows.k_head_stride = append.k.head_stride;
+  rows.k_token_stride = append.k.token_stride;
+  rows.v_head_stride = append.v.head_stride;
+  rows.v_token_stride = append.v.token_stride;
+  rows.stage_pages = kStagePages;
+  rows.bad = slot.bad_row();
+  // Pages that are not coded yet, and rows that the GPU does not hold yet.
+  const int64_t coded = index.coded_page_count() * kPageTokenCount;
+  const int64_t first = encodes ? coded : append.start;
+  if (encodes) {
+    RETURN_IF_ERROR(FillStagePages(stage));
+    rows.stage = stage;
+    rows.recent_begin = std::max(index.indexed_token_count(), end - kRecentRows);
+    index.FillResident(end, [](int, int64_t, std::byte*, bool) {});
+  }
+  for (rows.first_head = 0; rows.first_head < spec().kv_head_count;
+       rows.first_head += kRowsAppendHeads) {
+    rows.head_count = std::min(kRowsAppendHeads, spec().kv_head_count - rows.first_head);
+    rows.row_pages = index.row_pages(rows.first_head);
+    rows.k = append.k.data + rows.first_head * append.k.head_stride;
+    rows.v = append.v.data + rows.first_head * append.v.head_stride;
+    for (int h = 0; h < rows.head_count && encodes; ++h) {
+      rows.resident[h] = index.resident(rows.first_head + h);
+    }
+    for (rows.begin = first; rows.begin < end; rows.begin = rows.end) {
+      rows.end = std::min(end, (rows.begin / kPageTokenCount + kStagePages) * kPageTokenCount);
+      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, context_->stream()));
+      if (encodes) RETURN_IF_ERROR(EncodeStage(item, rows));
+    }
+  }
+  if (encodes) {
+    index.SetIndexed(end);
+  } else if (indexes) {
+    RETURN_IF_ERROR(Index(item, /*list_free=*/true));
+  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(&slot.lists().bad_row, slot.bad_row(),
+                                                sizeof(kNoBadRow), cudaMemcpyDeviceToHost,
+                                                context_->stream()));
+  return context_->Mark("append");
+}
+
+void AppendPipeline::Collect() const {
+  for (JobItem& item : context_->job().items) {
+    if (!item.append.has_value() || !item.append->on_gpu || !item.status.ok()) continue;
+    const unsigned long long bad = context_->slot().lists().bad_row;
+    if (bad == kNoBadRow) continue;
+    item.status = NonFiniteRowError((bad >> 9 & 1) == 0 ? "K" : "V", context_->layer(),
+                                    static_cast<int64_t>(bad >> 10 & 1023), bad >> 20,
+                                    static_cast<int64_t>(bad & 511));
+  }
+}
+
+absl::Status AppendPipeline::Enqueue(bool step_later, std::byte* stage) {
+  std::vector<JobItem>& items = context_->job().items;
+  std::vector<size_t> from_gpu;
+  for (size_t i = 0; i < items.size(); ++i) {
+    JobItem& item = items[i];
+    if (!item.append.has_value()) continue;
+    if (!item.append->on_gpu) {
+      RETURN_IF_ERROR(AppendRows(spec(), context_->layer(), *item.append));
+    } else if (ComesFromGpu(i)) {
+      item.append->rows->Commit(item.append->start + item.append->count);
+      from_gpu.push_back(i);
+    }
+  }
+  if (from_gpu.size() > 1) return absl::UnimplementedError("a job appends from GPU memory once");
   std::vector<size_t> few, longer;
   bool reads_tables = false;
   for (size_t i = 0; i < items.size(); ++i) {
     const JobItem& item = items[i];
+    if (!item.status.ok()) continue;
     const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
     LayerIndex& index = context_->index(i);
     RETURN_IF_ERROR(index.Update(rows, updates_));
-    if (!item.append.has_value() || !spec().has_index()) continue;
+    if (!item.append.has_value() || item.append->on_gpu || !spec().has_index()) continue;
     if (rows.token_count() < kCentreTokenCount) continue;
     if (!AppendsFew(i)) {
       longer.push_back(i);
@@ -147,10 +298,11 @@ absl::Status AppendPipeline::Enqueue(bool step_later) {
     index.FillResident(rows, rows.token_count(), step_copies_);
   }
   // Encoders read the tables.
-  reads_tables |= !longer.empty();
+  reads_tables |= !longer.empty() || !from_gpu.empty();
   if (step_rows_ == 0 || reads_tables || updates_.size() > AppendLists::kPieceMax) {
     RETURN_IF_ERROR(UpdateTables());
   }
+  for (const size_t i : from_gpu) RETURN_IF_ERROR(AppendFromGpu(i, stage));
   for (const size_t i : few) {
     RETURN_IF_ERROR(EncodePages(i));
     context_->index(i).SetIndexed(items[i].append->rows->token_count());

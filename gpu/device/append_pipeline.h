@@ -1,10 +1,12 @@
 #pragma once
 
+#include <cstddef>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "gpu/device/job_context.h"
+#include "gpu/kernels/rows_append.h"
 
 namespace spillway::cuda {
 
@@ -14,12 +16,16 @@ class AppendPipeline {
  public:
   explicit AppendPipeline(JobContext* context) : context_(context) {}
 
+  // Bytes of the workspace that rows from GPU memory pass through.
+  int64_t StageBytes() const;
   // Copies rows and puts on the stream what the GPU does with them. What items
   // that append few tokens need but the codes of pages that they close is left
-  // to TakeStep() if `step_later`.
-  absl::Status Enqueue(bool step_later);
+  // to TakeStep() if `step_later`. stage: of StageBytes().
+  absl::Status Enqueue(bool step_later, std::byte* stage);
   // What is left to be launched, once: it becomes part of a wave's graph.
   StepAppend TakeStep() { return std::exchange(step_, {}); }
+  // Statuses of the items, once the GPU is done.
+  void Collect() const;
 
  private:
   const ModelSpec& spec() const { return context_->spec(); }
@@ -37,6 +43,17 @@ class AppendPipeline {
   // Indexes what was appended to an item's rows, and brings over those that the
   // GPU is to hold. list_free: no other item's copies are on their way.
   absl::Status Index(size_t item, bool list_free);
+  // Whether an item's rows come from GPU memory and can be read there; else its
+  // status says why not.
+  bool ComesFromGpu(size_t item) const;
+  // Writes rows from GPU memory to their pages, the GPU's own among them, and codes
+  // them on the way.
+  absl::Status AppendFromGpu(size_t item, std::byte* stage);
+  // A table of the stage's pages, on the GPU.
+  const std::byte** StagePages() const;
+  absl::Status FillStagePages(const std::byte* stage) const;
+  // Codes the pages that are closed by the rows' end, from the stage.
+  absl::Status EncodeStage(size_t item, const RowsAppend& rows);
   // What is appended by the step, its lists filled.
   void FillStep();
 

@@ -230,6 +230,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   }
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
   device->gpu_.name = device->info_.name;
+  device->gpu_.ordinal = options.ordinal;
   device->info_.description =
       absl::StrCat(properties.name, ", ", properties.multiProcessorCount, " SMs, compute ",
                    properties.major, ".", properties.minor, ", ", total >> 20, " MiB");

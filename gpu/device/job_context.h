@@ -21,6 +21,7 @@ struct Gpu {
   int block_shared_bytes = 0;  // that a block can have
   // Compute capability 9.0: bulk copies, and kernels that begin early.
   bool hopper = false;
+  int ordinal = 0;
   std::string_view name = {};  // of the device, "cuda:0"; outlives jobs
 };
 

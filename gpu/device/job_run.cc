@@ -28,16 +28,17 @@ absl::Status JobRun::Reserve() {
   Carver pinned;
   const int64_t sparse_bytes = sparse_.Reserve(pinned, pinned);
   const int64_t dense_bytes = dense_.Reserve(pinned, pinned);
-  if (pinned.bytes() == 0) return absl::OkStatus();
+  const int64_t stage_bytes = append_.StageBytes();
+  if (pinned.bytes() == 0 && stage_bytes == 0) return absl::OkStatus();
   StreamSlot& slot = context_.slot();
   ASSIGN_OR_RETURN(pinned_, slot.Pinned(pinned.bytes()));
-  ASSIGN_OR_RETURN(workspace_, slot.Workspace(std::max(sparse_bytes, dense_bytes)));
+  ASSIGN_OR_RETURN(workspace_, slot.Workspace(std::max({sparse_bytes, dense_bytes, stage_bytes})));
   return absl::OkStatus();
 }
 
 absl::Status JobRun::EnqueuePipelines() {
   // Sparse attends take a step's append into their graph.
-  RETURN_IF_ERROR(append_.Enqueue(/*step_later=*/!sparse_.empty()));
+  RETURN_IF_ERROR(append_.Enqueue(/*step_later=*/!sparse_.empty(), workspace_));
   Carver pinned(pinned_);
   sparse_.Prepare(pinned, pinned, workspace_);
   dense_.Prepare(pinned, pinned, workspace_);
@@ -58,6 +59,7 @@ absl::Status JobRun::Enqueue() {
 }
 
 void JobRun::Collect() {
+  append_.Collect();
   sparse_.Collect();
   dense_.Collect();
   for (JobItem& item : context_.job().items) {

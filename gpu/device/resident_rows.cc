@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 
 namespace spillway::cuda {
@@ -67,28 +68,44 @@ absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   }
   const int64_t first = token_count_;
   token_count_ = token_count;
-  for (Head& head : heads_) {
-    head.pages.resize(static_cast<size_t>((token_count + kPageTokenCount - 1) / kPageTokenCount));
-    int64_t count = head.row_count;
-    for (int64_t token = first; token < token_count; ++token) {
-      ResidentPage& page = head.pages[token / kPageTokenCount];
-      const auto slot = static_cast<uint32_t>(token % kPageTokenCount);
-      if (slot == 0) page = {{}, static_cast<uint32_t>(count), 0};
-      if (!Chosen(head, token)) continue;
-      page.mask[slot / 32] |= 1u << (slot % 32);
-      ++count;
-      synced_pages_ = std::min(synced_pages_, token / kPageTokenCount);
+  std::vector<int64_t> counts(heads_.size());
+  const auto choose = [&](size_t h) { counts[h] = Choose(heads_[h], first, token_count); };
+  // A hash a token: of many a worker's time is worth waking it.
+  constexpr int64_t kManyTokens = 1024;
+  if (token_count - first < kManyTokens) {
+    for (size_t h = 0; h < heads_.size(); ++h) choose(h);
+  } else {
+    Isolated([&] { ParallelFor(size_t{0}, heads_.size(), choose); });
+  }
+  for (size_t h = 0; h < heads_.size(); ++h) {
+    Head& head = heads_[h];
+    if (counts[h] > head.row_count) {
+      synced_pages_ = std::min(synced_pages_, first / kPageTokenCount);
     }
-    absl::Status status = head.rows.PrepareWrite(head.row_count, count);
+    absl::Status status = head.rows.PrepareWrite(head.row_count, counts[h]);
     if (!status.ok()) {
       Truncate(first);
       return status;
     }
     // A page that is written may have been replaced, if a fork shares it.
     head.synced_row_pages = std::min(head.synced_row_pages, head.row_count / kResidentPageRows);
-    head.row_count = count;
+    head.row_count = counts[h];
   }
   return absl::OkStatus();
+}
+
+int64_t ResidentRowsOfLayer::Choose(Head& head, int64_t first, int64_t token_count) const {
+  head.pages.resize(static_cast<size_t>((token_count + kPageTokenCount - 1) / kPageTokenCount));
+  int64_t count = head.row_count;
+  for (int64_t token = first; token < token_count; ++token) {
+    ResidentPage& page = head.pages[token / kPageTokenCount];
+    const auto slot = static_cast<uint32_t>(token % kPageTokenCount);
+    if (slot == 0) page = {{}, static_cast<uint32_t>(count), 0};
+    if (!Chosen(head, token)) continue;
+    page.mask[slot / 32] |= 1u << (slot % 32);
+    ++count;
+  }
+  return count;
 }
 
 void ResidentRowsOfLayer::Truncate(int64_t token_count) {

@@ -57,6 +57,8 @@ class ResidentRowsOfLayer {
     int64_t synced_row_pages = 0;
   };
   bool Chosen(const Head& head, int64_t token) const;
+  // Notes which of tokens [first, token_count) are held. Returns the head's rows then.
+  int64_t Choose(Head& head, int64_t first, int64_t token_count) const;
   // Row `rank` of a head.
   std::byte* Row(const Head& head, int64_t rank) const;
   std::byte* RecentRow(int kv_head, int64_t token) const;

@@ -42,7 +42,7 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
   ASSIGN_OR_RETURN(slot->lists_, PinnedBuffer::Create(sizeof(AppendLists), host_budget,
                                                       "a stream slot of a GPU"));
   ASSIGN_OR_RETURN(slot->append_scratch_,
-                   DeviceBuffer::Create(kAppendScratchBytes, device_budget, "a stream slot"));
+                   DeviceBuffer::Create(kAppendScratchBytes + 64, device_budget, "a stream slot"));
   return slot;
 }
 

@@ -50,6 +50,8 @@ struct AppendLists {
   static constexpr int kPieceMax = 4096;
 
   AppendCounts counts;
+  // Of the rows that an append brings from GPU memory, see RowsAppend.
+  unsigned long long bad_row;
   std::array<RowCopy, 2 * kStepRowsMax> step_copies;
   // Of the rows and pages of longer appends, a piece at a time.
   std::array<RowCopy, kPieceMax> copies;
@@ -73,6 +75,10 @@ class StreamSlot {
   // What appends need is always there: device memory, and lists.
   static constexpr int64_t kAppendScratchBytes = int64_t{256} << 10;
   std::byte* append_scratch() const { return append_scratch_.data(); }
+  // Behind it.
+  unsigned long long* bad_row() const {
+    return reinterpret_cast<unsigned long long*>(append_scratch_.data() + kAppendScratchBytes);
+  }
   AppendLists& lists() { return *reinterpret_cast<AppendLists*>(lists_.data()); }
   int64_t wave_bytes() const { return wave_bytes_; }
   GraphCache& graphs() { return graphs_; }

@@ -1,26 +1,12 @@
 #pragma once
 
 #include "gpu/kernels/encode_page.cuh"
+#include "gpu/kernels/finite.cuh"
 #include "gpu/kernels/step.cuh"
 #include "gpu/kernels/step_append.h"
 
 // Kernels of what a step appends from GPU memory.
 namespace spillway::cuda {
-
-// The first element of 16 bytes that is not finite; -1: none.
-__device__ inline int FirstBad(DType dtype, const uint4& bytes) {
-  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-  for (int i = 0; i < 4; ++i) {
-    if (dtype == DType::kF32) {
-      if ((words[i] & 0x7F800000u) == 0x7F800000u) return i;
-      continue;
-    }
-    const uint32_t exponent = dtype == DType::kF16 ? 0x7C00u : 0x7F80u;
-    if ((words[i] & exponent) == exponent) return 2 * i;
-    if ((words[i] >> 16 & exponent) == exponent) return 2 * i + 1;
-  }
-  return -1;
-}
 
 // Sixteen bytes of a vector, 0 if one of its elements is not finite.
 __device__ inline uint4 LoadChecked(DType dtype, const std::byte* base, int i, uint32_t number,
@@ -28,8 +14,7 @@ __device__ inline uint4 LoadChecked(DType dtype, const std::byte* base, int i, u
   const uint4 bytes = reinterpret_cast<const uint4*>(base)[i];
   const int at = FirstBad(dtype, bytes);
   if (at < 0) return bytes;
-  const int per = dtype == DType::kF32 ? 4 : 8;
-  atomicMax(bad, MakeBadElement(number, input, token, head, i * per + at));
+  atomicMax(bad, MakeBadElement(number, input, token, head, i * ElementsOf16(dtype) + at));
   return make_uint4(0, 0, 0, 0);
 }
 

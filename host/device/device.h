@@ -66,6 +66,10 @@ struct AppendWork {
   // an element that is not finite fails the item with OUT_OF_RANGE and commits
   // nothing. Else the source is known to be finite.
   bool shared_source = false;
+  // The source lies in GPU memory, rows aligned to 16 bytes, and is there when the job
+  // starts: a device that does not read it refuses the item. As a shared source it
+  // is looked at as it is written.
+  bool on_gpu = false;
 
   // K and V in C order.
   static AppendWork Dense(LayerRows* rows, int64_t start, int64_t count, const void* k,
@@ -144,8 +148,8 @@ struct Job {
 };
 
 // Computes codes, selections and attention over rows in host memory. Shared
-// state is the device's own; the engine guarantees that no two jobs, and no
-// job and another call, touch the same sequence at once. All methods are
+// state is the device's own; the engine guarantees that no two jobs touch the same
+// layer of a sequence at once, and no job and another call the same sequence. All methods are
 // thread-safe otherwise. A device may answer from any thread and long after
 // Submit returned; counts and budgets are known only with the completion.
 class Device {

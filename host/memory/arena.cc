@@ -55,9 +55,12 @@ struct Arena::Impl {
   using Extents = std::map<int64_t, Extent>;  // by first slab
 
   std::byte* At(int64_t slab) const { return backing->base() + slab * kSlabBytes; }
-  // Commits what one run of slab_count lacks, a whole extent where address space
-  // and budget allow it.
-  absl::Status Grow(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Commits what one run of slab_count lacks, an extent of at least `step` slabs
+  // where address space and budget allow it.
+  absl::Status Grow(int64_t slab_count, int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  absl::Status Grow(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    return Grow(slab_count, std::max(extent_slabs, committed_count / 256));
+  }
   absl::Status Commit(int64_t first, int64_t least, int64_t most)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // First run of at least slab_count free slabs, by address.
@@ -90,8 +93,7 @@ struct Arena::Impl {
   std::map<int64_t, int64_t> free_runs ABSL_GUARDED_BY(mutex);
 };
 
-absl::Status Arena::Impl::Grow(int64_t slab_count) {
-  const int64_t step = std::max(extent_slabs, committed_count / 256);
+absl::Status Arena::Impl::Grow(int64_t slab_count, int64_t step) {
   // The gaps between extents, and the one behind them; a run may begin with
   // free slabs before a gap and end with those after it.
   int64_t gap = 0;
@@ -278,6 +280,18 @@ void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
   assert(offset >= 0 && offset % kSlabBytes == 0);
   assert(offset / kSlabBytes + slab_count <= impl_->slab_capacity);
   impl_->GiveRun(offset / kSlabBytes, slab_count);
+}
+
+void Arena::Expect(int64_t bytes) {
+  constexpr int64_t kStepMax = (int64_t{64} << 20) / kSlabBytes;
+  const int64_t wanted = std::min((bytes + kSlabBytes - 1) / kSlabBytes, impl_->slab_capacity);
+  for (;;) {
+    // Others may allocate between extents.
+    const MutexLock lock(impl_->mutex);
+    const int64_t missing = wanted - impl_->free_count;
+    if (missing <= impl_->extent_slabs) return;
+    if (!impl_->Grow(1, std::min(missing, kStepMax)).ok()) return;
+  }
 }
 
 void Arena::GiveBackIdle() {

@@ -82,6 +82,10 @@ class Arena {
   // slab_count adjacent slabs. RESOURCE_EXHAUSTED with needed and free bytes.
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);
+  // So much is about to be allocated: commits what lacks in extents as large as
+  // that, up to 64 MiB, where each costs a device's registration. Where it cannot, the
+  // allocations say so.
+  void Expect(int64_t bytes);
 
   // Gives back to system and budget an eighth of the extents that were free all
   // the time since the last call. For a timer: with one call a second half of

@@ -38,6 +38,27 @@ TEST_F(EngineTest, AppendIsVisibleOnlyWhenDone) {
   EXPECT_EQ(sequence->work.appended_row_count, 10);
 }
 
+TEST_F(EngineTest, TwoLayersOfAChunkAreOnTheDeviceTogether) {
+  const auto sequence = NewSequence("s");
+  const std::vector<float> rows = Rows(1, 5, 2);
+  AppendResult result;
+  engine->Append({sequence, ChunkOf(rows, 0, 5, 0, 2), nullptr}, Into(&result));
+  ASSERT_EQ(device.waiting_count(), 2u);
+  device.Release(1);
+  EXPECT_FALSE(result.has_value());
+  device.Release();
+  ASSERT_TRUE(result->ok());
+  // One that fails takes the other back, in either order.
+  for (const size_t first : {0u, 1u}) {
+    engine->Append({sequence, ChunkOf(rows, 5, 5, 0, 2), nullptr}, Into(&result));
+    device.FailAppend(absl::OutOfRangeError("no"));
+    device.Release(first);
+    device.Release();
+    EXPECT_EQ(result->status().code(), absl::StatusCode::kOutOfRange);
+    EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(5, 5));
+  }
+}
+
 TEST_F(EngineTest, OperationsOnOneSequenceRunInOrder) {
   const auto sequence = NewSequence("s");
   const std::vector<float> rows = Rows(1, 3);

@@ -59,7 +59,7 @@ class Gpu0 {
     job.layer = kLayer;
     JobContext context(&job, slot.get(), {.sm_count = 1, .name = "cuda:0"});
     AppendPipeline pipeline(&context);
-    const absl::Status status = pipeline.Enqueue(/*step_later=*/false);
+    const absl::Status status = pipeline.Enqueue(/*step_later=*/false, /*stage=*/nullptr);
     ASSERT_TRUE(status.ok()) << status;
     Check(cudaStreamSynchronize(slot->stream()));
   }

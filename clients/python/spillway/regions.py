@@ -13,14 +13,16 @@ import numpy as np
 from spillway._native import EMBEDDED
 from spillway._proto import memory_service_pb2, tensor_pb2
 from spillway.errors import Unavailable
-from spillway.tensors import Array, BFloat16, DTypeName, is_torch
+from spillway.tensors import Array, BFloat16, DTypeName, is_torch, on_gpu
 
 if TYPE_CHECKING:
     import torch
 
     from spillway.client import Client
 
-_PROCESS = "regions/process"
+_PROCESS, _GPU = "regions/process", "regions/gpu"
+# Of rows in a GPU's memory.
+_GPU_ALIGNMENT = 16
 _ALIGNMENT = 64
 _NAME_BYTES_MAX = 256
 _UNIX = "unix:"
@@ -42,7 +44,7 @@ def place_of(array: Array) -> Place | None:
         if tensor.device.type != "cpu":
             return None
         size = tensor.itemsize
-        place = Place(tensor.data_ptr(), tuple([size * stride for stride in tensor.stride()]))
+        place = _place_of_tensor(tensor)
     elif isinstance(array, np.ndarray):
         if array.dtype.newbyteorder("<") != array.dtype:
             return None
@@ -52,6 +54,21 @@ def place_of(array: Array) -> Place | None:
         return None
     aligned = place.address % size == 0 and min(place.strides, default=0) >= 0
     return place if aligned and place.strides[-1:] == (size,) else None
+
+
+def _place_of_tensor(tensor: torch.Tensor) -> Place:
+    size = tensor.itemsize
+    return Place(tensor.data_ptr(), tuple([size * stride for stride in tensor.stride()]))
+
+
+def place_on_gpu(array: Array) -> Place | None:
+    """Where a CUDA tensor's elements are, if an engine in this process can read its rows there."""
+    if not on_gpu(array):
+        return None
+    tensor: torch.Tensor = array  # type: ignore[assignment]
+    place = _place_of_tensor(tensor)
+    aligned = all(x % _GPU_ALIGNMENT == 0 for x in (place.address, *place.strides[:-1]))
+    return place if aligned and place.strides[-1:] == (tensor.itemsize,) else None
 
 
 class Region:
@@ -143,6 +160,8 @@ class Regions:
         """How the daemon finds the array in memory that both see; None where it does not."""
         if not self._process and not self._attached:
             return None
+        if self._process and on_gpu(array):
+            return self._slice_on_gpu(array)
         place = place_of(array)
         if place is None:
             return None
@@ -161,6 +180,14 @@ class Regions:
         return tensor_pb2.RegionSlice(
             region=name, offset=place.address - start, strides=place.strides
         )
+
+    def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
+        """The same of a CUDA tensor that an embedded engine on its GPU appends."""
+        names = [device.name for device in self._client.server_info.devices]
+        place = place_on_gpu(array)
+        if place is None or names != [f"cuda:{array.device.index}"]:  # type: ignore[union-attr]
+            return None
+        return tensor_pb2.RegionSlice(region=_GPU, offset=place.address, strides=place.strides)
 
     def attach(self, byte_count: int) -> Region:
         """Has the daemon allocate a region and maps it."""

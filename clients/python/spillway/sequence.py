@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from spillway.tensors import (
     encode_numbers,
     fill,
     itemsize,
+    on_gpu,
 )
 
 if TYPE_CHECKING:
@@ -175,8 +177,11 @@ class Sequence:
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
         budget = self._client._budget_bytes
         k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
-        if k_place is not None and v_place is not None:
+        if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
             places = k_place, v_place
+            if on_gpu(k):
+                # The engine reads them on streams of its own.
+                sys.modules["torch"].cuda.current_stream(k.device).synchronize()  # type: ignore[union-attr]
             pieces = iter([(0, layers, 0, token_count)])
         else:
             places = None
@@ -208,6 +213,10 @@ class Sequence:
             response.already_present_chunk_count,
             tuple(response.layer_token_counts),
         )
+
+    def _takes_from_gpu(self, array: Array) -> bool:
+        """Whether appends read the tensor's rows in its GPU's memory."""
+        return on_gpu(array) and self._client._regions.slice_of(array) is not None
 
     def attend(
         self,

@@ -86,6 +86,11 @@ def is_torch(array: object) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def on_gpu(array: Array) -> bool:
+    """Whether the array is a torch tensor in a GPU's memory."""
+    return is_torch(array) and array.device.type == "cuda"  # type: ignore[union-attr]
+
+
 def dtype_of(array: Array, what: str) -> int:
     """Returns the `DType` of float elements.
 

@@ -14,6 +14,7 @@
 namespace spillway {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr int64_t kS = kSlabBytes;
@@ -140,6 +141,35 @@ TEST(Arena, TellsTheObserverOfEveryExtent) {
     EXPECT_EQ(live.size(), 3u);
   }
   EXPECT_TRUE(live.empty());
+}
+
+TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
+  MemoryBudget budget(256 * kS);
+  std::vector<int64_t> extents;  // slabs
+  auto arena = MakeArena(200, 4, &budget,
+                         {.committed =
+                              [&](std::span<std::byte> extent) {
+                                extents.push_back(static_cast<int64_t>(extent.size()) / kS);
+                                return absl::OkStatus();
+                              },
+                          .released = [](std::span<std::byte>) {}});
+  // An extent of the ordinary kind would do.
+  arena->Expect(4 * kS);
+  arena->Expect(-1);
+  EXPECT_THAT(extents, ElementsAre());
+  // 64 MiB at a time.
+  arena->Expect(70 * kS - 1);
+  EXPECT_THAT(extents, ElementsAre(32, 32, 6));
+  EXPECT_EQ(arena->spare_bytes(), 70 * kS);
+  arena->Expect(70 * kS);
+  EXPECT_EQ(extents.size(), 3u);
+  // What is in use does not count.
+  ASSERT_TRUE(arena->AllocateSlabs(60).ok());
+  arena->Expect(20 * kS);
+  EXPECT_EQ(extents.back(), 10);
+  // Beyond the limit as far as it goes.
+  arena->Expect(int64_t{1} << 50);
+  EXPECT_EQ(arena->statistics().committed_bytes, 200 * kS);
 }
 
 TEST(Arena, AExtentThatTheObserverRefusesIsGivenBack) {

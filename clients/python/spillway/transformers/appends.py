@@ -97,10 +97,13 @@ def _append(
     v: torch.Tensor,
     made: torch.cuda.Event | None,
 ) -> None:
-    if made is not None:
-        # Beside what the model has queued since.
-        stream = torch.cuda.Stream(k.device)
-        stream.wait_event(made)
-        with torch.cuda.stream(stream):
+    if made is None:
+        sequence.append(layer, start, k, v)
+        return
+    # Beside what the model has queued since.
+    stream = torch.cuda.Stream(k.device)
+    stream.wait_event(made)
+    with torch.cuda.stream(stream):
+        if not sequence._takes_from_gpu(k):
             k, v = k.cpu(), v.cpu()
-    sequence.append(layer, start, k, v)
+        sequence.append(layer, start, k, v)
