@@ -15,10 +15,12 @@ namespace {
 
 // Up to here an append is part of a step.
 constexpr int64_t kFewTokens = 16;
-// Pages per KV head that rows from GPU memory are coded from at a time; the first
-// ones are coded together.
-constexpr int64_t kStagePages = 64;
+// Pages per KV head that rows from GPU memory are coded from at a time, in turn from
+// one of two stages, while the next rows go to the other; the first ones are coded
+// together.
+constexpr int64_t kStagePages = 32;
 static_assert(kStagePages * kPageTokenCount >= kCentreTokenCount);
+constexpr int64_t kStages = StreamSlot::kStages;
 // Of a slot's scratch, for what first pages need, and for the stage's table.
 constexpr int64_t kHalfScratchBytes = StreamSlot::kAppendScratchBytes / 2;
 
@@ -134,7 +136,8 @@ void AppendPipeline::FillStep() {
 int64_t AppendPipeline::StageBytes() const {
   bool any = false;
   for (const JobItem& item : context_->job().items) any |= item.append && item.append->on_gpu;
-  return any ? kStagePages * kPageTokenCount * spec().row_bytes() * spec().kv_head_count : 0;
+  const int heads = std::min(spec().kv_head_count, kRowsAppendHeads);
+  return any ? kStages * heads * kStagePages * kPageTokenCount * spec().row_bytes() : 0;
 }
 
 bool AppendPipeline::ComesFromGpu(size_t item) const {
@@ -158,13 +161,14 @@ bool AppendPipeline::ComesFromGpu(size_t item) const {
 }
 
 const std::byte** AppendPipeline::StagePages() const {
-  static_assert(kRowsAppendHeads * kStagePages * sizeof(uint64_t) <= kHalfScratchBytes);
+  static_assert(kStages * kRowsAppendHeads * kStagePages * sizeof(uint64_t) <= kHalfScratchBytes);
   return reinterpret_cast<const std::byte**>(context_->slot().append_scratch() + kHalfScratchBytes);
 }
 
 absl::Status AppendPipeline::FillStagePages(const std::byte* stage) const {
+  const int heads = std::min(spec().kv_head_count, kRowsAppendHeads);
   std::vector<const std::byte*> pages;
-  for (int64_t p = 0; p < kRowsAppendHeads * kStagePages; ++p) {
+  for (int64_t p = 0; p < kStages * heads * kStagePages; ++p) {
     pages.push_back(stage + p * kPageTokenCount * spec().row_bytes());
   }
   // Few enough to be taken before the call returns.
@@ -173,13 +177,14 @@ absl::Status AppendPipeline::FillStagePages(const std::byte* stage) const {
                   "cudaMemcpyAsync");
 }
 
-absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows) {
+absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows, int64_t stage_page,
+                                         cudaStream_t stream) {
   const LayerIndex& index = context_->index(item);
   const RotationWeights weights = context_->model().rotation(context_->layer());
   const HeadIndex heads = index.heads();
   EncodeWork work = index.Work(rows.begin, ClosedPages(rows.end) * kPageTokenCount);
   // The stage's pages take the place of the rows'.
-  work.row_pages = StagePages() - rows.begin / kPageTokenCount;
+  work.row_pages = StagePages() + stage_page - rows.begin / kPageTokenCount;
   work.row_page_capacity = rows.stage_pages;
   work.code_pages += rows.first_head * work.code_page_capacity;
   work.kv_head_count = rows.head_count;
@@ -187,13 +192,11 @@ absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows) {
                               heads.value_centres + rows.first_head * int64_t{spec().head_dim}};
   if (work.begin == 0) {
     static_assert(FirstPagesScratchBytes(kHeadDimMax) <= kHalfScratchBytes);
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeFirstPages(work, weights, of_heads,
-                                                         context_->slot().append_scratch(),
-                                                         kHalfScratchBytes, context_->stream()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchEncodeFirstPages(
+        work, weights, of_heads, context_->slot().append_scratch(), kHalfScratchBytes, stream));
     work.begin = kCentreTokenCount;
   }
-  return ToStatus(LaunchEncodePages(work, weights, of_heads, context_->stream()),
-                  "LaunchEncodePages");
+  return ToStatus(LaunchEncodePages(work, weights, of_heads, stream), "LaunchEncodePages");
 }
 
 absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
@@ -204,8 +207,10 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   const bool encodes =
       indexes && context_->model().has_rotation() && !context_->model().methods_encode();
   StreamSlot& slot = context_->slot();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemsetAsync(slot.bad_row(), 0xFF, sizeof(kNoBadRow), context_->stream()));
+  cudaStream_t stream = context_->stream();
+  const int stage_heads = std::min(spec().kv_head_count, kRowsAppendHeads);
+  int64_t stage_count = 0;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(slot.bad_row(), 0xFF, sizeof(kNoBadRow), stream));
   RowsAppend rows;
   rows.dtype = spec().dtype;
   rows.head_dim = spec().head_dim;
@@ -223,7 +228,6 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   const int64_t first = encodes ? coded : append.start;
   if (encodes) {
     RETURN_IF_ERROR(FillStagePages(stage));
-    rows.stage = stage;
     rows.recent_begin = std::max(index.indexed_token_count(), end - kRecentRows);
     index.FillResident(end, [](int, int64_t, std::byte*, bool) {});
   }
@@ -238,9 +242,25 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     }
     for (rows.begin = first; rows.begin < end; rows.begin = rows.end) {
       rows.end = std::min(end, (rows.begin / kPageTokenCount + kStagePages) * kPageTokenCount);
-      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, context_->stream()));
-      if (encodes) RETURN_IF_ERROR(EncodeStage(item, rows));
+      if (!encodes) {
+        SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, stream));
+        continue;
+      }
+      const int64_t turn = stage_count++ % kStages;
+      const int64_t stage_page = turn * stage_heads * kStagePages;
+      rows.stage = stage + stage_page * kPageTokenCount * rows.row_bytes;
+      StreamSlot::Stage& events = slot.stages()[turn];
+      // Once what was there is coded.
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, events.coded.get()));
+      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, stream));
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(events.filled.get(), stream));
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(slot.side_stream(), events.filled.get()));
+      RETURN_IF_ERROR(EncodeStage(item, rows, stage_page, slot.side_stream()));
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(events.coded.get(), slot.side_stream()));
     }
+  }
+  for (const StreamSlot::Stage& events : slot.stages()) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, events.coded.get()));
   }
   if (encodes) {
     index.SetIndexed(end);
@@ -248,8 +268,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     RETURN_IF_ERROR(Index(item, /*list_free=*/true));
   }
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(&slot.lists().bad_row, slot.bad_row(),
-                                                sizeof(kNoBadRow), cudaMemcpyDeviceToHost,
-                                                context_->stream()));
+                                                sizeof(kNoBadRow), cudaMemcpyDeviceToHost, stream));
   return context_->Mark("append");
 }
 

@@ -49,11 +49,13 @@ class AppendPipeline {
   // Writes rows from GPU memory to their pages, the GPU's own among them, and codes
   // them on the way.
   absl::Status AppendFromGpu(size_t item, std::byte* stage);
-  // A table of the stage's pages, on the GPU.
+  // A table of the stages' pages, on the GPU.
   const std::byte** StagePages() const;
   absl::Status FillStagePages(const std::byte* stage) const;
-  // Codes the pages that are closed by the rows' end, from the stage.
-  absl::Status EncodeStage(size_t item, const RowsAppend& rows);
+  // Codes the pages that are closed by the rows' end, from their stage.
+  // stage_page: the stage's first in the table.
+  absl::Status EncodeStage(size_t item, const RowsAppend& rows, int64_t stage_page,
+                           cudaStream_t stream);
   // What is appended by the step, its lists filled.
   void FillStep();
 

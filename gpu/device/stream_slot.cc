@@ -34,6 +34,11 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
   slot->host_budget_ = host_budget;
   slot->wave_bytes_ = wave_bytes;
   ASSIGN_OR_RETURN(slot->stream_, Stream::Create());
+  ASSIGN_OR_RETURN(slot->side_stream_, Stream::Create());
+  for (Stage& stage : slot->stages_) {
+    ASSIGN_OR_RETURN(stage.filled, Event::Create(/*timing=*/false));
+    ASSIGN_OR_RETURN(stage.coded, Event::Create(/*timing=*/false));
+  }
   for (Event* event : {&slot->start_, &slot->done_}) {
     ASSIGN_OR_RETURN(*event, Event::Create(/*timing=*/true));
   }

@@ -79,6 +79,13 @@ class StreamSlot {
   unsigned long long* bad_row() const {
     return reinterpret_cast<unsigned long long*>(append_scratch_.data() + kAppendScratchBytes);
   }
+  // For what goes on beside the stream, from stages that are filled and coded in turn.
+  static constexpr int kStages = 2;
+  struct Stage {
+    Event filled, coded;
+  };
+  cudaStream_t side_stream() const { return side_stream_.get(); }
+  std::array<Stage, kStages>& stages() { return stages_; }
   AppendLists& lists() { return *reinterpret_cast<AppendLists*>(lists_.data()); }
   int64_t wave_bytes() const { return wave_bytes_; }
   GraphCache& graphs() { return graphs_; }
@@ -93,6 +100,8 @@ class StreamSlot {
   MemoryBudget* host_budget_ = nullptr;
   int64_t wave_bytes_ = 0;
   Stream stream_;
+  Stream side_stream_;
+  std::array<Stage, kStages> stages_;
   Event start_, done_;
   DeviceBuffer workspace_;
   DeviceBuffer append_scratch_;

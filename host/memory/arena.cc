@@ -283,7 +283,7 @@ void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
 }
 
 void Arena::Expect(int64_t bytes) {
-  constexpr int64_t kStepMax = (int64_t{64} << 20) / kSlabBytes;
+  constexpr int64_t kStepMax = (int64_t{128} << 20) / kSlabBytes;
   const int64_t wanted = std::min((bytes + kSlabBytes - 1) / kSlabBytes, impl_->slab_capacity);
   for (;;) {
     // Others may allocate between extents.

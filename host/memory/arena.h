@@ -83,7 +83,7 @@ class Arena {
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);
   // So much is about to be allocated: commits what lacks in extents as large as
-  // that, up to 64 MiB, where each costs a device's registration. Where it cannot, the
+  // that, up to 128 MiB, where each costs a device's registration. Where it cannot, the
   // allocations say so.
   void Expect(int64_t bytes);
 

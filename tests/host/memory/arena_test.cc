@@ -157,15 +157,15 @@ TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
   arena->Expect(4 * kS);
   arena->Expect(-1);
   EXPECT_THAT(extents, ElementsAre());
-  // 64 MiB at a time.
-  arena->Expect(70 * kS - 1);
-  EXPECT_THAT(extents, ElementsAre(32, 32, 6));
-  EXPECT_EQ(arena->spare_bytes(), 70 * kS);
-  arena->Expect(70 * kS);
+  // 128 MiB at a time.
+  arena->Expect(134 * kS - 1);
+  EXPECT_THAT(extents, ElementsAre(64, 64, 6));
+  EXPECT_EQ(arena->spare_bytes(), 134 * kS);
+  arena->Expect(134 * kS);
   EXPECT_EQ(extents.size(), 3u);
   // What is in use does not count.
-  ASSERT_TRUE(arena->AllocateSlabs(60).ok());
-  arena->Expect(20 * kS);
+  ASSERT_TRUE(arena->AllocateSlabs(120).ok());
+  arena->Expect(24 * kS);
   EXPECT_EQ(extents.back(), 10);
   // Beyond the limit as far as it goes.
   arena->Expect(int64_t{1} << 50);
