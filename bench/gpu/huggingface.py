@@ -332,7 +332,7 @@ def parts_of_a_step(bench: Bench, cache: SpillwayCache, steps: int) -> dict[str,
         times = bench.times(cache, steps, warm_up=0)
     per_layer = 1e6 / (steps * bench.layer_count)
     device = sum(layer.device_time_us for layer in cache.statistics.layers)
-    named = {name: seconds * per_layer for name, seconds in sums.items()}
+    named = {name: seconds * per_layer for name, seconds in sums.items() if seconds > 0}
     attend = named.pop("attend")
     return {
         "step / layers": 1000 * statistics.mean(times) / bench.layer_count,

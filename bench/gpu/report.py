@@ -20,6 +20,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import stream_section
 import trace_section
 from records import (
     DEFAULT_BITS,
@@ -233,7 +234,8 @@ def decode_section(records: list[Record]) -> list[str]:
         "| K/V | keys | rows read | attention off by, first layer | last layer | ms a step |",
         "|" + 6 * "---|",
     ]
-    parts: list[list[str]] = []
+    # By way: the parts differ.
+    parts: dict[str, list[list[str]]] = {}
     for record in records:
         keys = record.get("keys", "")
         # Its time does not depend on the keys.
@@ -242,7 +244,7 @@ def decode_section(records: list[Record]) -> list[str]:
         if "step_ms" in record:
             name = record["name"]
             if "policy" in record:
-                name = f"spillway, {record['policy']} ({record['budget']})"
+                name = f"{name}, {record['policy']} ({record['budget']})"
             read = f"{record['rows_fraction']:.1%}" if "rows_fraction" in record else "100 %"
             off = record.get("attention_relative_difference")
             first, last = (f"{off[0]:.1%}", f"{off[-1]:.1%}") if off else ("", "")
@@ -251,9 +253,12 @@ def decode_section(records: list[Record]) -> list[str]:
             )
         elif "us_per_layer" in record:
             times = record["us_per_layer"]
-            parts = parts or [["us a layer, mean"], *([part] for part in times)]
+            way = record["name"].removesuffix(", where the time goes")
+            of_way = parts.setdefault(
+                way, [[f"{way}, us a layer, mean"], *([part] for part in times)]
+            )
             for row, text in zip(
-                parts,
+                of_way,
                 [f"{record['policy']}, {keys}", *(f"{us:.0f}" for us in times.values())],
                 strict=True,
             ):
@@ -275,15 +280,15 @@ def decode_section(records: list[Record]) -> list[str]:
         "Where a step's time goes, the GPU being waited for before each attend:",
         "",
         *(
-            [
-                "| " + " | ".join(parts[0]) + " |",
-                "|" + len(parts[0]) * "---|",
-                *("| " + " | ".join(row) + " |" for row in parts[1:]),
-            ]
-            if parts
-            else []
+            line
+            for rows_of in parts.values()
+            for line in (
+                "| " + " | ".join(rows_of[0]) + " |",
+                "|" + len(rows_of[0]) * "---|",
+                *("| " + " | ".join(row) + " |" for row in rows_of[1:]),
+                "",
+            )
         ),
-        "",
     ]
 
 
@@ -317,6 +322,10 @@ def main() -> None:
     decodes = lines(decoded) if decoded.exists() else []
     sent = folder / "append.jsonl"
     bulk = lines(sent) if sent.exists() else []
+    on_stream, sent_by_python = (
+        lines(file) if (file := folder / name).exists() else []
+        for name in ("decoder.jsonl", "python_append.jsonl")
+    )
     tests = json.loads((folder / "tests.json").read_text())["counts"]
     with (folder / "link.csv").open() as file:
         link = list(csv.DictReader(file))
@@ -371,6 +380,7 @@ def main() -> None:
         *peer_table(peers),
         "",
         *decode_section(decodes),
+        *stream_section.section(on_stream, sent_by_python, folder),
         "## Appends",
         "",
         "Rows are copied by 16 cores into pinned pages and keys encoded from there, one chunk of",

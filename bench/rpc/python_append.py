@@ -6,7 +6,7 @@ dimension, in memory that the daemon has had before. Some of what was appended
 is read back and compared. Beside it: one thread's copy of the same bytes. On a GPU
 CUDA tensors are appended to an embedded engine too, also into memory that comes
 from the system and is pinned on the way; beside that, the link's copy of the same
-bytes to pinned memory. Ways take turns; medians.
+bytes to pinned memory. Ways take turns; medians; one JSON object a line.
 
     python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
 """
@@ -14,6 +14,7 @@ bytes to pinned memory. Ways take turns; medians.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -30,6 +31,10 @@ from spillway_lab import serving
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
 REPETITIONS = 5
+
+
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -132,10 +137,14 @@ def main() -> None:
                     for name, one in took.items() if repetition else ():
                         times.setdefault(name, []).append(one)
     memcpy = statistics.median(times["memcpy"])
-    print(f"{source.nbytes >> 20} MiB of rows, {arguments.device}, medians of {REPETITIONS}")
+    report(mebibytes=source.nbytes >> 20, device=arguments.device, repetitions=REPETITIONS)
     for name, many in times.items():
         median = statistics.median(many)
-        print(f"{name:24} {gigabytes / median:6.2f} GB/s  {memcpy / median:5.2f} of memcpy")
+        report(
+            name=name,
+            gb_per_s=round(gigabytes / median, 2),
+            of_memcpy=round(memcpy / median, 2),
+        )
 
 
 if __name__ == "__main__":

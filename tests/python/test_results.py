@@ -59,7 +59,7 @@ def test_bounds_come_from_the_records(gpu: Path) -> None:
     edit(gpu / "link.csv", ",51.40440586987429,", ",52.5,")
     huggingface = (gpu / "huggingface.jsonl").read_text()
     (gpu / "huggingface.jsonl").write_text(
-        huggingface.replace('"device_code_bytes": 234749952', '"device_code_bytes": 419430400')
+        huggingface.replace('"device_code_bytes": 247332864', '"device_code_bytes": 419430400')
     )
     page = report_gpu(gpu)
     assert "1M | 513 us | | < 412 us, dense attention in GPU memory | **missed** |" in page

@@ -205,11 +205,13 @@ class RowStore:
             the policy is not served so.
         """
         count = q.shape[2]
-        if not self._streams(q, counts):
+        decoding = self._decoding
+        begins = layer == 0 or decoding is None or decoding.between_steps
+        if begins and not self._streams(q, counts):
             self.suspend()
             return None
         try:
-            if layer == 0 or self._decoding is None:
+            if begins or self._decoding is None:
                 self._decoding = self._open_decoding(count)
                 if self._decoding is None:
                     return None

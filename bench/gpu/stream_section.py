@@ -1,0 +1,86 @@
+"""The report's section on an engine in the runner's process, on the runner's stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from records import Record, finish_axes, label
+
+_NAMES = {
+    "job": "Spillway, a job on its own stream",
+    "eager": "Spillway, enqueued on the runner's stream",
+    "graph": "Spillway, in the runner's CUDA graph",
+}
+
+
+def section(decodes: list[Record], appends: list[Record], folder: Path) -> list[str]:
+    """Decoding by `Client.open_decoder`, and appends of CUDA tensors."""
+    if not decodes:
+        return []
+    return [
+        "## On the runner's stream",
+        "",
+        *_decoding([r for r in decodes if "way" in r], folder),
+        *_appends(appends),
+    ]
+
+
+def _decoding(records: list[Record], folder: Path) -> list[str]:
+    lengths = sorted({r["tokens"] for r in records})
+    ways = list(dict.fromkeys(r["way"] for r in records))
+    times = {(r["way"], r["tokens"]): r for r in records}
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for way in ways:
+        points = [(n, times[way, n]["layer_us"]) for n in lengths]
+        style = "-" if way in _NAMES else ":"
+        axes.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=_name(way))
+    finish_axes(axes, "A layer of a decode step: 32 query heads over 8 KV heads of 128, bf16")
+    figure.savefig(folder / "decoder.png", dpi=150)
+    graph = {n: times["graph", n] for n in lengths}
+    return [
+        "`bench/gpu/decoder.py`: four layers of 32 query heads over 8 KV heads of 128, bf16, one",
+        "sequence of K/V like a real model's, default policy; time on the GPU between events",
+        "around the layers, for one of them, medians. The first three give the same bits. Their",
+        "error is that of the output, against attention over all rows in float32, per query head.",
+        "",
+        "| us a layer | " + " | ".join(label(n) for n in lengths) + " |",
+        "|" + (1 + len(lengths)) * "---|",
+        *(
+            f"| {_name(way)} | "
+            + " | ".join(f"{times[way, n]['layer_us']:.0f}" for n in lengths)
+            + " |"
+            for way in ways
+        ),
+        "| announcing the step, on the host, a layer | "
+        + " | ".join(f"{graph[n]['next_host_us'] / 4:.0f}" for n in lengths)
+        + " |",
+        "| relative error, median / largest | "
+        + " | ".join(
+            f"{graph[n]['error_median']:.3f} / {graph[n]['error_max']:.3f}" for n in lengths
+        )
+        + " |",
+        "",
+        "![decoding on a stream](decoder.png)",
+        "",
+    ]
+
+
+def _appends(records: list[Record]) -> list[str]:
+    if not records:
+        return []
+    return [
+        "Bulk appends from Python, 8 layers of 8 KV heads of 128, float16, 16,384 tokens",
+        "(`bench/rpc/python_append.py`), beside one thread's memcpy and the link's copy of the",
+        "same bytes to pinned memory:",
+        "",
+        "| GB/s of rows | |",
+        "|---|---|",
+        *(f"| {r['name']} | {r['gb_per_s']:.1f} |" for r in records if "gb_per_s" in r),
+        "",
+    ]
+
+
+def _name(way: str) -> str:
+    backend = way.removeprefix("sdpa ").split("_")[0].lower()
+    return _NAMES.get(way, f"torch ({backend}), K/V in GPU memory")
