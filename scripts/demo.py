@@ -1,8 +1,9 @@
-"""Decodes a real document with a real model, through transformers and through spillwayd.
+"""Decodes a real document with a real model, through transformers and through Spillway.
 
-Reads the document with transformers' own attention and then with the daemon's,
-answers the question with both, and measures how good and how sparse the
-daemon's attention was. Writes summary.json and report.png to build/demo.
+Reads the document with transformers' own attention and then with Spillway's,
+answers the question with both, and measures how good and how sparse Spillway's
+attention was. The engine runs in this process, or with --daemon in spillwayd.
+Writes summary.json and report.png to build/demo.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,14 +176,31 @@ def processor_name() -> str:
     return platform.machine()
 
 
+@contextmanager
+def engine(device: str, daemon: bool, log: Path) -> Iterator[spillway.Client]:
+    """A client of an engine in this process, or of a daemon that writes the log."""
+    binary = serving.find_binary(ROOT)
+    if not daemon:
+        serving.prefer_library(binary)
+        with spillway.connect("embedded:", settings={"device.name": device}) as client:
+            yield client
+        return
+    with (
+        serving.running_daemon(binary, log, "--device", device, timeout=30) as target,
+        spillway.connect(target) as client,
+    ):
+        yield client
+
+
 def main(
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None,
     question: Annotated[str | None, typer.Option()] = None,
     seed: Annotated[int, typer.Option(min=0, help="code word, sampling, recomputed share")] = 0,
-    device: Annotated[str, typer.Option(help="of the model and the daemon: cpu or cuda:N")] = "cpu",
+    device: Annotated[str, typer.Option(help="of the model and the engine: cpu or cuda:N")] = "cpu",
+    daemon: Annotated[bool, typer.Option("--daemon", help="the engine runs in spillwayd")] = False,
     output: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "build/demo",
 ) -> None:
-    """Decodes a document through transformers and through spillwayd, and compares."""
+    """Decodes a document through transformers and through Spillway, and compares."""
     console = Console(highlight=False)
     output.mkdir(parents=True, exist_ok=True)
     models = ROOT / "build/models"
@@ -206,15 +226,13 @@ def main(
     dense = run_side(language_model, tokenizer, cache, prompt, console)
     del cache
 
-    console.print("\n[bold]attention through spillwayd[/]")
+    where = "spillwayd" if daemon else "Spillway's engine in this process"
+    console.print(f"\n[bold]attention through {where}[/]")
     language_model.set_attn_implementation("spillway")
     policy = spillway.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
-        serving.running_daemon(
-            serving.find_binary(ROOT), log, "--device", device, timeout=30
-        ) as target,
-        spillway.connect(target) as client,
+        engine(device, daemon, log) as client,
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):
         sparse = run_side(language_model, tokenizer, cache, prompt, console)
@@ -231,14 +249,12 @@ def main(
     report.print_table(summary, console)
     ratio = sparse.tokens_per_second / dense.tokens_per_second
     if ratio < 1:
-        console.print(f"Decoding through the daemon was slower here: {ratio:.2f} times the rate.")
+        console.print(f"Decoding through Spillway was slower here: {ratio:.2f} times the rate.")
     failed = [check.text for check in report.requirements(summary) if not check.met]
     for text in failed:
         console.print(f"[red]Not met:[/] {text}")
-    written = (
-        os.path.relpath(file) for file in (output / "summary.json", output / "report.png", log)
-    )
-    console.print("Written: " + ", ".join(written))
+    written = [output / "summary.json", output / "report.png", *([log] if daemon else [])]
+    console.print("Written: " + ", ".join(os.path.relpath(file) for file in written))
     if failed:
         raise typer.Exit(1)
 

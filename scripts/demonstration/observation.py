@@ -1,4 +1,4 @@
-"""What is seen of the daemon's attends: rows, certificates, true errors."""
+"""What is seen of the engine's attends: rows, certificates, true errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def worst_head(beyond: np.ndarray, counted: np.ndarray) -> dict[str, Any] | None
 class Observer:
     """An `on_attend` that records every attend and recomputes a share exactly.
 
-    The exact output comes from the daemon's own policy `all`, with the same
+    The exact output comes from the engine's own policy `all`, with the same
     query on the same sequence before anything more is appended to the layer.
 
     Attributes:

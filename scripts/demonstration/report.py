@@ -121,7 +121,7 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
         )
     _add_share(table, summary, "beyond the promise", "observed_violation")
     table.add_section()
-    table.add_row("K/V in the daemon, MiB", "", f"{summary['kv_bytes_host'] / 2**20:.1f}")
+    table.add_row("K/V in host memory, MiB", "", f"{summary['kv_bytes_host'] / 2**20:.1f}")
     table.add_row("codes of the keys, MiB", "", f"{summary['index_bytes'] / 2**20:.1f}")
     console.print(table)
 

@@ -583,6 +583,23 @@ def test_abandoned_fetch_is_cancelled(
     assert sequence.attend(0, q).out.shape == (1, 4, 16)
 
 
+@EVERY_TRANSPORT
+def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
+    told = client.statistics().transport
+    assert told.steps == client.transport
+    if client.transport == "embedded":
+        assert told == spillway.Transport("embedded", "in place", "")
+        return
+    assert told.rows == "messages"
+    assert told.reason.startswith("the engine is in a daemon")
+    assert told.reason.endswith("no region is attached: Client.attach_region")
+    assert ("native=False was asked for" in told.reason) == (client.transport == "grpcio")
+    region = client.attach_region(4096)
+    assert client.statistics().transport.rows == "regions"
+    assert "region" not in client.statistics().transport.reason
+    region.detach()
+
+
 def test_statistics(client: Client, model: Model, rng: np.random.Generator) -> None:
     sequence = client.create_sequence(model)
     sequence.append(0, 0, *kv(rng, 2, 2, 200, 16))

@@ -35,7 +35,7 @@ from spillway.results import (
     SequenceInfo,
 )
 from spillway.sequence import Sequence
-from spillway.server import AuditStatistics, HeadAudit, ServerInfo, Statistics
+from spillway.server import AuditStatistics, HeadAudit, ServerInfo, Statistics, Transport
 from spillway.step import DecodeStep
 from spillway.target import default_target
 from spillway.tensors import BFloat16
@@ -78,6 +78,7 @@ __all__ = [
     "ServerInfo",
     "SpillwayError",
     "Statistics",
+    "Transport",
     "TopK",
     "TopP",
     "Unavailable",

@@ -43,7 +43,7 @@ from spillway.results import (
     SequenceInfo,
 )
 from spillway.sequence import Sequence
-from spillway.server import ServerInfo, Statistics
+from spillway.server import ServerInfo, Statistics, Transport
 from spillway.step import DecodeStep
 from spillway.target import default_target, normalize_target
 from spillway.tensors import (
@@ -93,6 +93,7 @@ class Client:
     ) -> None:
         self.target = target
         self._timeout = timeout
+        self._native_asked = native
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
         # Carries decode streams, and everything to an engine in this process.
@@ -155,6 +156,27 @@ class Client:
         if self._native is None:
             return "grpcio"
         return "embedded" if self.target == _native.EMBEDDED else "libspillway"
+
+    def _described_transport(self) -> Transport:
+        """How the engine is reached, and why in no better way."""
+        steps = self.transport
+        if steps == "embedded":
+            return Transport(steps, "in place", "")
+        reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
+        if steps == "grpcio":
+            reasons.append(
+                "native=False was asked for"
+                if self._native_asked is False
+                else "libspillway was not found: SPILLWAY_LIBRARY can name it"
+            )
+        if self._regions.attached:
+            return Transport(steps, "regions", "; ".join(reasons))
+        reasons.append(
+            "no region is attached: Client.attach_region"
+            if self._regions.available
+            else "there are no regions: that takes a unix socket of the daemon"
+        )
+        return Transport(steps, "messages", "; ".join(reasons))
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response; raises SpillwayError."""
@@ -597,7 +619,8 @@ class Client:
             NotFound: No such model.
         """
         request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
-        return Statistics.from_proto(self._call(self._stubs.admin.GetStatistics, request))
+        response = self._call(self._stubs.admin.GetStatistics, request)
+        return Statistics.from_proto(response, self._described_transport())
 
     def health(self) -> bool:
         """Whether the daemon says that it serves (grpc.health.v1)."""

@@ -156,6 +156,11 @@ class Regions:
             self._client.server_info.region_socket
         )
 
+    @property
+    def attached(self) -> bool:
+        """Whether any region is attached."""
+        return bool(self._attached)
+
     def slice_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """How the daemon finds the array in memory that both see; None where it does not."""
         if not self._process and not self._attached:

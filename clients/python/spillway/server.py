@@ -235,10 +235,27 @@ class AuditStatistics:
 
 
 @dataclass(frozen=True)
+class Transport:
+    """How a client reaches its engine.
+
+    Attributes:
+        steps: What carries decode steps, as `Client.transport`.
+        rows: What carries the K/V of appends: `in place`, nothing is copied on the
+            way; `regions`, so are arrays in regions, others go in messages; `messages`.
+        reason: Why it is not a better way; empty for the best there is.
+    """
+
+    steps: str
+    rows: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Memory and work of the daemon.
 
     Attributes:
+        transport: How this client reaches it.
         memory: Bytes held.
         work: Work of all models.
         models: One per model.
@@ -248,6 +265,7 @@ class Statistics:
             with the most violations first.
     """
 
+    transport: Transport
     memory: MemoryStatistics
     work: WorkStatistics
     models: tuple[ModelStatistics, ...]
@@ -256,9 +274,12 @@ class Statistics:
     head_audits: tuple[HeadAudit, ...]
 
     @classmethod
-    def from_proto(cls, message: admin_service_pb2.GetStatisticsResponse) -> Statistics:
+    def from_proto(
+        cls, message: admin_service_pb2.GetStatisticsResponse, transport: Transport
+    ) -> Statistics:
         """Reads a `spillway.v1.GetStatisticsResponse`."""
         return cls(
+            transport=transport,
             memory=_read(MemoryStatistics, message.memory),
             work=_read(WorkStatistics, message.work),
             models=tuple(_read(ModelStatistics, m) for m in message.models),
