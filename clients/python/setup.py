@@ -78,6 +78,10 @@ class BuildProto(Command):
         (OUT / "__init__.py").write_text('"""Generated from proto/spillway/v1."""\n')
 
 
+# Where an unpacked archive has the terms of what it carries, beside its lib/.
+LICENSES = "share/doc/spillway/licenses"
+
+
 class BuildPy(build_py):
     """Generates the stubs before Python files are collected, and adds libspillway."""
 
@@ -98,6 +102,9 @@ class BuildPy(build_py):
                 target = made / "_lib" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, target)
+            licenses = Path(LIBRARY).resolve().parent.parent / LICENSES
+            if licenses.is_dir():
+                shutil.copytree(licenses, made / "_lib/licenses")
 
 
 def carried(library: Path) -> dict[Path, Path]:

@@ -113,6 +113,18 @@ def test_libspillway_is_there_when_given(wheels: Wheels) -> None:
     assert wheels.platform.name.startswith("spillway-0.1.0-py3-none-linux_")
 
 
+def test_licences_come_with_what_an_archive_carries(tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    terms = archive / "share/doc/spillway/licenses/libgrpc++1.51"
+    for file in (terms, archive / "lib/libspillway.so.1", archive / "lib/libgrpc.so.29"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    clients = copied(tmp_path)
+    wheel = build(clients / "python", tmp_path / "made", archive / "lib/libspillway.so.1")
+    carried = {n.removeprefix("spillway/_lib/") for n in files(wheel) if "/_lib/" in n}
+    assert carried == {"libspillway.so.1", "libgrpc.so.29", "licenses/libgrpc++1.51"}
+
+
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     clients = copied(tmp_path)
     with pytest.raises(AssertionError, match="SPILLWAY_LIBRARY_FILE names /none, which is no file"):
