@@ -1,7 +1,7 @@
 """What decoding on a stream takes beyond the device's own time, eagerly and captured in a graph.
 
 Four layers of 32 query heads over 8 KV heads of 128, bf16, over K/V like a real
-model's (bench/trace_data.py), one sequence, the default policy. Ways, in turn in
+model's (bench/trace_data.py), one sequence or several, the default policy. Ways, in turn in
 each round, over sequences with the same rows:
 
 - job: `Client.begin_step` with tensors in host memory; its device time is what
@@ -78,32 +78,41 @@ def timed(run: Callable[[], object]) -> float:
 class Way:
     """A sequence that decodes, all layers a step."""
 
-    def __init__(self, client: spillway.Client, model: spillway.Model, trace: Trace) -> None:
+    def __init__(
+        self, client: spillway.Client, model: spillway.Model, trace: Trace, count: int
+    ) -> None:
         self.client = client
-        self.sequence = client.create_sequence(model)
+        self.sequences = [client.create_sequence(model) for _ in range(count)]
         self.new: list[tuple[torch.Tensor, ...]] = []  # of each layer: q, k and v of all steps
         start = trace.tokens - STEPS * (ROUNDS + 2)
         for layer in range(LAYERS):
             q, k, v = trace.layer(layer)
-            self.sequence.append(layer, 0, k[:, :start], v[:, :start])
-            self.new.append((q[None, None], k[None, :, start:], v[None, :, start:]))
+            for sequence in self.sequences:
+                sequence.append(layer, 0, k[:, :start], v[:, :start])
+            new = q[None, None], k[None, :, start:], v[None, :, start:]
+            self.new.append(tuple(x.expand(count, -1, -1, -1) for x in new))
         self.step_count = 0
         self.host_us: list[float] = []
 
     def inputs(self, layer: int, device: str) -> tuple[torch.Tensor, ...]:
         q, k, v = self.new[layer]
         now = slice(self.step_count, self.step_count + 1)
-        return q.to(device), k[:, :, now].to(device), v[:, :, now].to(device)
+        return tuple(x.contiguous().to(device) for x in (q, k[:, :, now], v[:, :, now]))
 
 
 class Job(Way):
+    # Over the link, of all sequences in the last layer.
+    moved_row_count = 0
+
     def step(self) -> tuple[list[torch.Tensor], float]:
         outs, times = [], []
-        with self.client.begin_step([self.sequence]) as step:
+        with self.client.begin_step(self.sequences) as step:
             for layer in range(LAYERS):
                 out, _ = step.attend(layer, *self.inputs(layer, "cpu"))
                 outs.append(out)
-                times.append(step.results()[0].device_time_us)
+                results = step.results()
+                times.append(results[0].device_time_us)
+                self.moved_row_count = sum(result.moved_row_count for result in results)
         self.step_count += 1
         return outs, sum(times) / LAYERS
 
@@ -111,7 +120,7 @@ class Job(Way):
 class Eager(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.decoder = self.client.open_decoder([self.sequence])
+        self.decoder = self.client.open_decoder(self.sequences)
 
     def step(self) -> tuple[list[torch.Tensor], float]:
         inputs = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
@@ -134,7 +143,7 @@ class Eager(Way):
 class Captured(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.decoder = self.client.open_decoder([self.sequence])
+        self.decoder = self.client.open_decoder(self.sequences)
         self.held = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
         self.graph = torch.cuda.CUDAGraph()
         self.outs: list[torch.Tensor] = []
@@ -159,9 +168,10 @@ class Captured(Way):
 
 
 class Sdpa:
-    """torch's attention over all rows in GPU memory."""
+    """torch's attention over all rows in GPU memory, the same ones for every sequence."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, count: int) -> None:
+        self.count = count
         self.layers = [tuple(x.cuda() for x in trace.layer(i)) for i in range(LAYERS)]
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         for self.backend in backends:
@@ -181,6 +191,7 @@ class Sdpa:
                     q[None, :, None], k[None], v[None], enable_gqa=True
                 )
                 for q, k, v in self.layers
+                for _ in range(self.count)
             ]
 
     def step(self) -> float:
@@ -198,7 +209,7 @@ def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
     return torch.cat(outs)
 
 
-def measure(client: spillway.Client, trace: Trace) -> None:
+def measure(client: spillway.Client, trace: Trace, count: int) -> None:
     model = client.create_model(
         layer_count=LAYERS,
         query_head_count=HEADS,
@@ -207,9 +218,9 @@ def measure(client: spillway.Client, trace: Trace) -> None:
         dtype="bfloat16",
     )
     ways = {
-        "job": Job(client, model, trace),
-        "eager": Eager(client, model, trace),
-        "graph": Captured(client, model, trace),
+        "job": Job(client, model, trace, count),
+        "eager": Eager(client, model, trace, count),
+        "graph": Captured(client, model, trace, count),
     }
     start = trace.tokens - STEPS * (ROUNDS + 2)
     for step in range(2 * STEPS):  # checked, and warmed up
@@ -221,9 +232,9 @@ def measure(client: spillway.Client, trace: Trace) -> None:
     errors = []
     for layer in range(LAYERS):
         right = exact(trace, layer, start + 2 * STEPS)
-        mine = outs["graph"][layer].reshape(HEADS, DIM).float()
+        mine = outs["graph"][layer][0, 0].float()
         errors += ((mine - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
-    sdpa = Sdpa(trace)
+    sdpa = Sdpa(trace, count)
     for way in ways.values():
         way.host_us.clear()
     times: dict[str, list[float]] = {name: [] for name in (*ways, "sdpa")}
@@ -232,14 +243,19 @@ def measure(client: spillway.Client, trace: Trace) -> None:
             times[name] += [way.step()[1] for _ in range(STEPS)]
         times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
     job = statistics.median(times["job"])
+    row_bytes = ways["job"].moved_row_count * 4 * DIM  # type: ignore[attr-defined]
     for name, all_of in times.items():
         host = ways[name].host_us if name in ways else []
         report(
             tokens=trace.tokens,
+            sequences=count,
             way=name if name != "sdpa" else f"sdpa {sdpa.backend.name}",
             layer_us=round(statistics.median(all_of), 1),
             p90_us=round(float(np.percentile(all_of, 90)), 1),
             beyond_job_us=round(statistics.median(all_of) - job, 1),
+            moved_gb_per_s=round(row_bytes / statistics.median(all_of) / 1000, 1)
+            if name != "sdpa"
+            else None,
             next_host_us=round(statistics.median(host), 1) if host else None,
             error_median=round(statistics.median(errors), 4),
             error_max=round(max(errors), 4),
@@ -249,7 +265,8 @@ def measure(client: spillway.Client, trace: Trace) -> None:
     for name in ("eager", "graph"):
         ways[name].decoder.close()  # type: ignore[attr-defined]
     for way in ways.values():
-        way.sequence.delete()
+        for sequence in way.sequences:
+            sequence.delete()
     client.delete_model(model)
 
 
@@ -257,13 +274,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of bench/trace_data.py")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
+    parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for tokens in arguments.tokens:
         settings = {"memory.limit": "100GiB", "device.name": arguments.device}
         with spillway.connect("embedded:", settings=settings) as client:
-            measure(client, Trace(arguments.folder, tokens))
+            measure(client, Trace(arguments.folder, tokens), arguments.sequences)
 
 
 if __name__ == "__main__":

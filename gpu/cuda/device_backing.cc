@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "gpu/cuda/current_device.h"
 #include "gpu/cuda/error.h"
 #include "gpu/cuda/stream.h"
 #include "host/base/status_macros.h"
@@ -87,7 +88,8 @@ class DeviceBacking final : public ArenaBacking {
   std::byte* base() const override { return reinterpret_cast<std::byte*>(range_); }
 
   absl::Status Commit(std::span<std::byte> memory) override {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
     const size_t bytes = memory.size();
     const auto at = reinterpret_cast<CUdeviceptr>(memory.data());
     CUmemAllocationProp properties = {};
@@ -115,7 +117,7 @@ class DeviceBacking final : public ArenaBacking {
   }
 
   void Copy(std::byte* to, const std::byte* from, int64_t bytes) override {
-    SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
+    const CurrentDevice current(ordinal_);
     SPILLWAY_CUDA_REPORT(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes),
                                          cudaMemcpyDeviceToDevice, stream_.get()));
     SPILLWAY_CUDA_REPORT(cudaStreamSynchronize(stream_.get()));
@@ -140,7 +142,8 @@ class DeviceBacking final : public ArenaBacking {
 
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal,
                                                                   int64_t limit_bytes) {
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal));
+  const CurrentDevice current(ordinal);
+  RETURN_IF_ERROR(current.status());
   absl::StatusOr<Driver> driver = Driver::Load();
   if (!driver.ok()) return driver.status();
   absl::StatusOr<Stream> stream = Stream::Create();

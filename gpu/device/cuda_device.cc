@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/stream_step.h"
@@ -23,6 +24,7 @@ namespace {
 
 using cuda::CudaModel;
 using cuda::CudaSequence;
+using cuda::CurrentDevice;
 using cuda::JobRun;
 using cuda::StreamSlot;
 
@@ -61,20 +63,22 @@ class CudaDevice final : public Device {
   const DeviceInfo& info() const override { return info_; }
 
   absl::Status RegisterMemory(std::span<std::byte> extent) override {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaHostRegister(
         extent.data(), extent.size(), cudaHostRegisterPortable | cudaHostRegisterMapped));
     return absl::OkStatus();
   }
   void UnregisterMemory(std::span<std::byte> extent) override {
     // Any thread: without this CUDA would wake the first GPU for it.
-    SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
+    const CurrentDevice current(ordinal_);
     SPILLWAY_CUDA_REPORT(cudaHostUnregister(extent.data()));
   }
 
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors) override {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(ordinal_));
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));
     return CudaModel::Create(spec, arena_.get(), &budget_, std::move(methods));
@@ -191,7 +195,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
     return absl::NotFoundError(
         absl::StrCat("GPU ", options.ordinal, " is not there: CUDA sees ", count, " GPUs"));
   }
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(options.ordinal));
+  const CurrentDevice current(options.ordinal);
+  RETURN_IF_ERROR(current.status());
   cudaDeviceProp properties;
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGetDeviceProperties(&properties, options.ordinal));
   int host_pointers = 0;
@@ -256,7 +261,8 @@ void CudaDevice::Start(Task task, StreamSlot* slot) {
   *slot->cancel() = 0;
   // Where the caller finds no place among the workers, one of them runs this.
   workers_.execute([&] {
-    running.status = cuda::ToStatus(cudaSetDevice(ordinal_), "cudaSetDevice");
+    const CurrentDevice current(ordinal_);
+    running.status = current.status();
     if (running.status.ok()) running.status = running.run->Enqueue();
   });
   {

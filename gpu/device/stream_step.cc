@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gpu/cuda/buffer.h"
+#include "gpu/cuda/current_device.h"
 #include "gpu/device/carver.h"
 #include "gpu/device/dense_pipeline.h"
 #include "gpu/device/sparse_pipeline.h"
@@ -28,25 +29,6 @@ constexpr int kSlotCount = 2;
 constexpr int64_t kUpdatesMax = 1 << 16;
 // Row pointers of tensors.
 constexpr int64_t kAlignment = 16;
-
-// Makes a GPU the calling thread's while it lives.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int ordinal) {
-    SPILLWAY_CUDA_REPORT(cudaGetDevice(&before_));
-    if (before_ != ordinal) SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal));
-    changed_ = before_ != ordinal;
-  }
-  ~CurrentDevice() {
-    if (changed_) SPILLWAY_CUDA_REPORT(cudaSetDevice(before_));
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 // One layer of an announcement.
 struct LayerRun {

@@ -400,6 +400,40 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
         assert used() == before
 
 
+@pytest.mark.skipif(not GPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_serves_the_second_gpu_beside_the_first(engine: Client, wide: Model) -> None:
+    prefer_library(binary())
+    settings = {"memory.limit": "4GiB", "device.name": "cuda:1"}
+    with spillway.connect("embedded:", settings=settings) as second:
+        model = second.create_model(
+            layer_count=LAYERS,
+            query_head_count=HEADS,
+            kv_head_count=KV_HEADS,
+            head_dim=DIM,
+            dtype="bfloat16",
+        )
+        generator = torch.Generator().manual_seed(3)
+        k, v = normal(generator, 2, LAYERS, KV_HEADS, 5000, DIM)
+        there = second.create_sequence(model)
+        there.append(0, 0, k.to("cuda:1"), v.to("cuda:1"))
+        here = filled(engine, wide, 5000)
+        tensors = Tensors(1, 1, 6)
+        with second.open_decoder([there]) as theirs, engine.open_decoder([here]) as mine:
+            for t in range(6):
+                theirs.next()
+                mine.next()
+                for layer in range(LAYERS):
+                    out, lse = theirs.attend(layer, *tensors.of(t, layer, "cuda:1"))
+                    assert out.device == torch.device("cuda:1")
+                    other, other_lse = mine.attend(layer, *tensors.of(t, layer, "cuda:0"))
+                    same(out, other.cpu())
+                    same(lse, other_lse.cpu())
+            with raising(spillway.SpillwayError, "q: is in the memory of cuda:0, not of cuda:1"):
+                theirs.next()
+                theirs.attend(0, *tensors.of(0, 0, "cuda:0"))
+        assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.skipif(GPU, reason="of the CPU device")
 def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 10)

@@ -52,6 +52,8 @@ class StreamDecoder(_Together):
     Attributes:
         sequences: The sequences, in the order of the tensors.
         token_count: New tokens of each in a step.
+        device: The engine's GPU, on whose current stream steps go; None, torch's
+            current one, where the engine has several.
         layer_count: Layers of the model.
         token_count_max: Tokens that a sequence may come to.
         version: Of the launches of the step: a graph serves the steps of the
@@ -69,6 +71,7 @@ class StreamDecoder(_Together):
         super().__init__(client, sequences, token_count)
         if client.transport != "embedded":
             raise ValueError(f"decoders are of an embedded engine, not of {client.target}")
+        self.device = _device_of([device.name for device in client.server_info.devices])
         assert client._native is not None
         starts = [sequence.token_count for sequence in sequences]
         if token_count_max is None:
@@ -111,7 +114,7 @@ class StreamDecoder(_Together):
         self._check_open()
         before = self.version
         try:
-            self.version = self._channel.next_step(self._handle, _stream())
+            self.version = self._channel.next_step(self._handle, self._stream())
         finally:
             self._forget()
         return self.version != before
@@ -157,7 +160,7 @@ class StreamDecoder(_Together):
             _put(tensors.out, out, 1, 2),
         )
         tensors.lse = lse.data_ptr()
-        self._channel.enqueue_attend(self._handle, layer, self._at, _stream())
+        self._channel.enqueue_attend(self._handle, layer, self._at, self._stream())
         del kept
         return out, lse
 
@@ -169,7 +172,7 @@ class StreamDecoder(_Together):
         """
         self._check_open()
         try:
-            self._channel.finish_step(self._handle, _stream())
+            self._channel.finish_step(self._handle, self._stream())
         finally:
             self._forget()
 
@@ -206,15 +209,19 @@ class StreamDecoder(_Together):
         if not self._end.alive:
             raise ValueError("the decoder is closed")
 
+    def _stream(self) -> int:
+        """Handle of torch's current stream on the engine's GPU."""
+        handle: int = torch.cuda.current_stream(self.device).cuda_stream
+        return handle
+
     def _forget(self) -> None:
         for sequence in self.sequences:
             sequence._forget()
 
 
-def _stream() -> int:
-    """Handle of torch's current stream."""
-    handle: int = torch.cuda.current_stream().cuda_stream
-    return handle
+def _device_of(names: list[str]) -> torch.device | None:
+    """The engine's GPU; None, which is torch's current one, where it has several or none."""
+    return torch.device(names[0]) if len(names) == 1 and names[0].startswith("cuda") else None
 
 
 def _put(tensor: _Tensor, array: torch.Tensor, token: int, head: int) -> torch.Tensor:

@@ -1,0 +1,51 @@
+#include "gpu/cuda/current_device.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "gpu/cuda/error.h"
+
+namespace spillway::cuda {
+namespace {
+
+// The driver's function of that name, which the program does not link; null: none.
+template <typename Function>
+Function DriverFunction(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  SPILLWAY_CUDA_REPORT(
+      cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &result));
+  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(entry) : nullptr;
+}
+
+// cudaGetDevice() names the first GPU to a thread that has none, and to set that
+// would wake it: contexts say what there is.
+struct Contexts {
+  decltype(&cuCtxGetCurrent) get = DriverFunction<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
+  decltype(&cuCtxSetCurrent) set = DriverFunction<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+
+  static const Contexts& Of() {
+    static const Contexts contexts;
+    return contexts;
+  }
+};
+
+}  // namespace
+
+CurrentDevice::CurrentDevice(int ordinal) {
+  const Contexts& contexts = Contexts::Of();
+  if (contexts.get == nullptr || contexts.set == nullptr) {
+    status_ = absl::UnimplementedError("the CUDA driver has no cuCtxGetCurrent");
+    return;
+  }
+  CUcontext before = nullptr;
+  contexts.get(&before);
+  before_ = before;
+  status_ = ToStatus(cudaSetDevice(ordinal), "cudaSetDevice");
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (Contexts::Of().set != nullptr) Contexts::Of().set(static_cast<CUcontext>(before_));
+}
+
+}  // namespace spillway::cuda
