@@ -21,7 +21,8 @@ def section(decodes: list[Record], appends: list[Record], folder: Path) -> list[
     return [
         "## On the runner's stream",
         "",
-        *_decoding([r for r in decodes if "way" in r], folder),
+        *_decoding([r for r in decodes if r.get("sequences", 1) == 1 and "way" in r], folder),
+        *_together([r for r in decodes if r.get("sequences", 1) > 1 and "way" in r]),
         *_appends(appends),
     ]
 
@@ -62,6 +63,26 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
         + " |",
         "",
         "![decoding on a stream](decoder.png)",
+        "",
+    ]
+
+
+def _together(records: list[Record]) -> list[str]:
+    if not records:
+        return []
+    counts = sorted({r["sequences"] for r in records})
+    ways = list(dict.fromkeys(r["way"] for r in records))
+    times = {(r["way"], r["sequences"]): r["layer_us"] for r in records}
+    (tokens,) = {r["tokens"] for r in records}
+    return [
+        f"The same for sequences of {label(tokens)} tokens that step together:",
+        "",
+        "| us a layer | " + " | ".join(f"{count} sequences" for count in counts) + " |",
+        "|" + (1 + len(counts)) * "---|",
+        *(
+            f"| {_name(way)} | " + " | ".join(f"{times[way, n]:.0f}" for n in counts) + " |"
+            for way in ways
+        ),
         "",
     ]
 

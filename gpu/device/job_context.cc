@@ -1,5 +1,7 @@
 #include "gpu/device/job_context.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "host/base/elements.h"
 #include "host/base/status_macros.h"
@@ -10,6 +12,14 @@ namespace spillway::cuda {
 
 LayerIndex& JobContext::index(size_t item) const {
   return static_cast<CudaSequence&>(*job_->items[item].sequence).layers[job_->layer];
+}
+
+int64_t JobContext::unit_count() const {
+  int64_t queries = 0;
+  for (const JobItem& item : job_->items) {
+    if (item.attend.has_value()) queries += item.attend->query_count;
+  }
+  return std::max<int64_t>(1, queries * spec().kv_head_count);
 }
 
 void JobContext::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {

@@ -72,6 +72,9 @@ class JobContext {
   const ModelSpec& spec() const { return model().spec(); }
   int layer() const { return job_->layer; }
 
+  // (query, KV head) pairs of all items, at least 1.
+  int64_t unit_count() const;
+
   JobItem& item(size_t item) const { return job_->items[item]; }
   // REQUIRES: the item attends.
   const AttendQuery& attend(size_t item) const { return *job_->items[item].attend; }

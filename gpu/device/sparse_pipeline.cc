@@ -127,8 +127,12 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.list = workspace.Take<uint32_t>(n);
   r.sources = workspace.Take<const std::byte*>(n);
   const int64_t staging_bytes = std::min(kStagingBytes, context_->wave_bytes() / 4);
-  // A step keeps its memory: as much as a quarter of the rows.
-  const int64_t rows_max = context_->step() != nullptr ? std::max(n / 4, kStagingRowsMin) : n;
+  // A quarter of the rows; more where all of the job's units have room for it in one
+  // wave, for waves wait for each other. A step keeps its memory, and is content.
+  const int64_t share_bytes = context_->wave_bytes() / context_->unit_count() / 2;
+  const int64_t rows_max =
+      std::min(n, std::max({n / 4, kStagingRowsMin,
+                            context_->step() != nullptr ? 0 : share_bytes / shape.row_bytes}));
   r.staging_rows = std::min(rows_max, staging_bytes / shape.row_bytes);
   r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
   r.gather = workspace.Take<const std::byte*>(r.staging_rows);
