@@ -188,8 +188,8 @@ SPILLWAY_EXPORT int spillway_decoder_attend(spillway_decoder* decoder, int layer
 /* Ends the step and waits for the GPU. Errors as of spillway_decoder_next. */
 SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* stream);
 
-/* Certificates and counts of a layer of the last step that has ended: as
- * spillway_step_results. */
+/* Certificates and counts of a layer of the step that spillway_decoder_finish has
+ * ended, until the next begins: as spillway_step_results. */
 SPILLWAY_EXPORT void spillway_decoder_results(spillway_decoder* decoder, int layer,
                                               const void** message, size_t* size);
 

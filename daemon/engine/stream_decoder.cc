@@ -120,6 +120,7 @@ absl::Status StreamDecoder::Next(void* stream) {
     return status;
   }
   starts_.push_back(std::move(starts));
+  has_ended_ = false;
   return absl::OkStatus();
 }
 

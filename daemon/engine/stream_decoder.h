@@ -50,7 +50,8 @@ class StreamDecoder {
   // first error, as with Next(). A step of which no layer was attended is taken
   // back without one.
   absl::Status Finish(void* stream);
-  // What the layer of the last step that has ended came to; null before one has.
+  // What the layer of the last step that has ended came to; null before one has, and
+  // once another has begun.
   const Job* ended(int layer) const;
   // Sums over the layer's steps that have ended well, all sequences.
   struct Sums {

@@ -106,6 +106,8 @@ class CudaStreamStep final : public StreamStep {
   absl::Status IndexNow(cudaStream_t stream);
   // Whether the layer's new rows are indexed as they come.
   bool Indexes(const StreamStepPart& part, int layer) const;
+  // Whether a layer that is planned has room; request_bytes are taken already.
+  absl::Status CheckFits(LayerRun& run, int64_t request_bytes) const;
   // What is announced in a slot, and its tables.
   absl::Status Fill(Slot& slot, cudaStream_t stream);
   absl::Status AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates);
@@ -117,6 +119,7 @@ class CudaStreamStep final : public StreamStep {
   const StreamStepOptions options_;
   LayerBytes layer_bytes_;
   int64_t upload_bytes_ = 0;
+  int64_t workspace_bytes_ = 0;
   DeviceBuffer memory_;  // what is uploaded, bad elements [L][B], the workspace
   PinnedBuffer stop_;    // 0: nothing stops a step's kernels
   BadElement* bad_ = nullptr;
@@ -169,6 +172,8 @@ LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
   step.token_count_max = options_.token_count_max;
   step.wave_bytes = home_.wave_bytes;
   const std::vector<int64_t> lengths(options_.parts.size(), options_.token_count_max);
+  const bool alike = std::ranges::all_of(
+      options_.parts, [](const StreamStepPart& part) { return part.policy.dense_layers.empty(); });
   LayerBytes most;
   for (int layer = 0; layer < spec().layer_count; ++layer) {
     const std::unique_ptr<LayerRun> run = Plan(layer, lengths, step, selector);
@@ -177,8 +182,8 @@ LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
                                 run->dense.Reserve(requests, results)});
     most.requests = std::max(most.requests, requests.bytes());
     most.results = std::max(most.results, results.bytes());
-    // Layers differ in whether they are dense by the policy's word.
-    if (options_.parts.front().policy.dense_layers.empty()) break;
+    // Else layers differ in what is dense by a policy's word.
+    if (alike) break;
   }
   return most;
 }
@@ -204,9 +209,8 @@ absl::Status CudaStreamStep::Open() {
     }
   }
   // A step's layers may be attended exactly or not, as their sequences grow.
-  int64_t workspace_bytes = 0;
-  const LayerBytes sparse = Measure(std::nullopt, workspace_bytes);
-  const LayerBytes dense = Measure(Selector::kAll, workspace_bytes);
+  const LayerBytes sparse = Measure(std::nullopt, workspace_bytes_);
+  const LayerBytes dense = Measure(Selector::kAll, workspace_bytes_);
   Carver requests, uploaded, pinned, device;
   requests.Take<std::byte>(sparse.requests);
   requests.Take<std::byte>(dense.requests);
@@ -236,7 +240,7 @@ absl::Status CudaStreamStep::Open() {
   const int64_t bad_at = device.bytes();
   device.Take<BadElement>(spec().layer_count * item_count());
   const int64_t workspace_at = device.bytes();
-  device.Take<std::byte>(workspace_bytes);
+  device.Take<std::byte>(workspace_bytes_);
   ASSIGN_OR_RETURN(memory_, DeviceBuffer::Create(device.bytes(), home_.device_budget, kWhat));
   bad_ = reinterpret_cast<BadElement*>(memory_.data() + bad_at);
   workspace_ = memory_.data() + workspace_at;
@@ -313,6 +317,18 @@ absl::Status CudaStreamStep::IndexNow(cudaStream_t stream) {
     RETURN_IF_ERROR(done.get_future().get());
   }
   return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::CheckFits(LayerRun& run, int64_t request_bytes) const {
+  Carver requests, results;
+  requests.Take<std::byte>(request_bytes);
+  const int64_t workspace_bytes =
+      std::max(run.sparse.Reserve(requests, results), run.dense.Reserve(requests, results));
+  if (requests.bytes() <= layer_bytes_.requests && results.bytes() <= layer_bytes_.results &&
+      workspace_bytes <= workspace_bytes_) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError("a layer of a step takes more than was measured");
 }
 
 absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates) {
@@ -410,12 +426,10 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
     run->targets =
         requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
     run->encodes = requests.Take<StepEncode>(item_count());
+    RETURN_IF_ERROR(CheckFits(*run, requests.bytes()));
     RETURN_IF_ERROR(AppendLayer(*run, updates));
     run->sparse.Prepare(requests, results, workspace_);
     run->dense.Prepare(requests, results, workspace_);
-    if (requests.bytes() > layer_bytes_.requests || results.bytes() > layer_bytes_.results) {
-      return absl::InternalError("a layer of a step takes more than was measured");
-    }
     for (Wave& wave : run->sparse.Views()) waves.push_back(std::move(wave));
     for (DenseWave& wave : run->dense.Views()) dense_waves.push_back(wave);
     slot.layers.push_back(std::move(run));

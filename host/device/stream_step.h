@@ -68,7 +68,7 @@ class StreamStep {
   // device's.
   virtual absl::StatusOr<Outcome> Settle() = 0;
   // What a layer of the last announcement that was settled came to: certificates
-  // and counts of its items. Valid until the next is.
+  // and counts of its items. Valid until the next announcement.
   virtual const Job& settled(int layer) const = 0;
 };
 

@@ -1,6 +1,7 @@
 #include <chrono>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -10,6 +11,7 @@
 #include "spillway/v1/admin_service.pb.h"
 #include "spillway/v1/attention_service.pb.h"
 #include "spillway/v1/model_service.pb.h"
+#include "spillway/v1/sequence_service.pb.h"
 #include "tests/clients/fake_daemon.h"
 
 namespace spillway {
@@ -246,6 +248,47 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   size_t size = 0;
   EXPECT_EQ(spillway_call_receive(left, kForEver, &data, &size), SPILLWAY_ENDED);
   spillway_call_close(left);
+}
+
+TEST(EmbedInCTest, DecodersAreOfAnEngineOnAGpu) {
+  const auto refused = [](spillway_channel* channel, const std::string& description) {
+    EXPECT_EQ(spillway_decoder_open(channel, description.data(), description.size(), 100), nullptr);
+    const char* message = nullptr;
+    const void* details = nullptr;
+    size_t size = 0;
+    const int code = spillway_error(&message, &details, &size);
+    spillway_channel_close(channel);
+    return std::pair(code, std::string(message));
+  };
+  const auto of_daemon = refused(spillway_channel_open("unix:/tmp/none"), "");
+  EXPECT_EQ(of_daemon.first, grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(of_daemon.second, "decoders on streams are of an engine in this process");
+
+  const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
+  EXPECT_EQ(refused(spillway_channel_embed(settings, 3), "\xff").first,
+            grpc::StatusCode::INVALID_ARGUMENT);
+  spillway_channel* const channel = spillway_channel_embed(settings, 3);
+  int code = -1;
+  v1::CreateModelRequest model;
+  model.set_model_id("m");
+  model.mutable_model()->set_layer_count(1);
+  model.mutable_model()->set_query_head_count(1);
+  model.mutable_model()->set_kv_head_count(1);
+  model.mutable_model()->set_head_dim(16);
+  model.mutable_model()->set_dtype(v1::DTYPE_F32);
+  Unary(channel, "/spillway.v1.ModelService/CreateModel", model.SerializeAsString(), code);
+  ASSERT_EQ(code, grpc::StatusCode::OK);
+  v1::CreateSequenceRequest sequence;
+  sequence.set_sequence_id("s");
+  sequence.mutable_sequence()->set_model("models/m");
+  Unary(channel, "/spillway.v1.SequenceService/CreateSequence", sequence.SerializeAsString(), code);
+  ASSERT_EQ(code, grpc::StatusCode::OK);
+  v1::DecodeStep step;
+  step.set_token_count(1);
+  step.add_parts()->set_sequence("sequences/s");
+  const auto on_cpu = refused(channel, step.SerializeAsString());
+  EXPECT_EQ(on_cpu.first, grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(on_cpu.second, "cpu:0 has no streams: steps on streams are for GPUs");
 }
 
 TEST(EmbedInCTest, RefusesWhatItCannotBe) {

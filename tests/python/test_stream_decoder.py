@@ -128,6 +128,32 @@ def test_gives_the_bits_of_steps(
             same(exact, other.attend(layer, q[i], policy=Policy(selector="all")).out)
 
 
+@on_gpu
+def test_layers_and_sequences_differ_in_what_is_dense(engine: Client, wide: Model) -> None:
+    policies = [None, Policy(dense_layers=(1,)), Policy(selector="all"), Policy(selector="oracle")]
+    tensors = Tensors(len(policies), 1, 3)
+    both = []
+    for _ in range(2):
+        made = []
+        for i, policy in enumerate(policies):
+            sequence = engine.create_sequence(wide, policy=policy)
+            k, v = normal(torch.Generator().manual_seed(i), 2, LAYERS, KV_HEADS, 4000, DIM)
+            sequence.append(0, 0, k, v)
+            made.append(sequence)
+        both.append(made)
+    mine, theirs = both
+    expected = iter(by_steps(engine, theirs, tensors, 3, 1))
+    with engine.open_decoder(mine) as decoder:
+        for t in range(3):
+            assert decoder.next() == (t == 0)
+            for layer in range(LAYERS):
+                out, lse = decoder.attend(layer, *tensors.of(t, layer, "cuda"))
+                their_out, their_lse, _ = next(expected)
+                same(out, their_out)
+                same(lse, their_lse)
+        decoder.finish()
+
+
 class Captured:
     """Attends of all layers in a graph, with tensors that stay where they are."""
 

@@ -156,7 +156,9 @@ class Sequence:
                 length as last heard.
             k: Keys [H_kv, T, d] for one layer, [layers, H_kv, T, d] for
                 consecutive layers, in the model's dtype, every element finite.
-            v: Values, the same shape.
+            v: Values, the same shape. Arrays in memory that the engine sees (a region,
+                with an embedded engine every one, and CUDA tensors of its GPU) are read
+                in place; the current stream is waited for then.
             timeout: Seconds; None is the client's.
 
         Raises:
