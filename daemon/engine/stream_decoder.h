@@ -55,10 +55,10 @@ class StreamDecoder {
   const Job* ended(int layer) const;
   // Sums over the layer's steps that have ended well, all sequences.
   struct Sums {
-    int64_t attend_count = 0;        // queries
-    int64_t touched_row_count = 0;   // over KV heads
-    int64_t visible_row_count = 0;   // the same
-    int64_t exact_count = 0;         // certificates by promise, one a query head
+    int64_t attend_count = 0;       // queries
+    int64_t touched_row_count = 0;  // over KV heads
+    int64_t visible_row_count = 0;  // the same
+    int64_t exact_count = 0;        // certificates by promise, one a query head
     int64_t statistical_count = 0;
     int64_t none_count = 0;
     int64_t certified_error_count = 0;  // that are finite
