@@ -448,7 +448,7 @@ void spillway_decoder_results(spillway_decoder* decoder, int layer, const void**
 }
 
 spillway_decoder_sums spillway_decoder_sums_of(const spillway_decoder* decoder, int layer) {
-  const spillway::StreamDecoder::Sums& sums = decoder->decoder->sums(layer);
+  const spillway::AttendSums& sums = decoder->decoder->sums(layer);
   return {sums.attend_count,          sums.touched_row_count,  sums.visible_row_count,
           sums.exact_count,           sums.statistical_count,  sums.none_count,
           sums.certified_error_count, sums.certified_error_sum};

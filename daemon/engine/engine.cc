@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/engine/attend_sums.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
 
@@ -236,9 +237,13 @@ void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<Layer
 
 absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count) {
   const ModelSpec& spec = sequence.model->spec;
-  arena_->Expect(
-      static_cast<int64_t>(layers.size()) * count * spec.kv_head_count * spec.row_bytes() -
-      sequence.model->row_pool.spare_page_count() * sequence.model->row_pool.page_bytes());
+  const int64_t row_bytes =
+      static_cast<int64_t>(layers.size()) * count * spec.kv_head_count * spec.row_bytes();
+  // A step brings less than a slab, and asks nothing.
+  if (row_bytes > kSlabBytes) {
+    const PagePool& pool = sequence.model->row_pool;
+    arena_->Expect(row_bytes - pool.spare_page_count() * pool.page_bytes());
+  }
   absl::Status status = absl::OkStatus();
   size_t prepared = 0;
   for (; prepared < layers.size() && status.ok(); ++prepared) {
@@ -265,26 +270,18 @@ void Engine::CountAppend(Sequence& sequence, int64_t row_count) {
 }
 
 void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence) {
-  const AttendQuery& attend = *item.attend;
-  const AttendResult& result = item.result;
-  int64_t touched = 0, visible = 0, exact = 0, statistical = 0, none = 0;
-  for (const int64_t count : result.touched_row_counts) touched += count;
-  for (const int64_t count : attend.visible) visible += count * sequence.model->spec.kv_head_count;
-  for (const Certificate& certificate : result.certificates) {
-    exact += certificate.promise == Promise::kExact;
-    statistical += certificate.promise == Promise::kStatistical;
-    none += certificate.promise == Promise::kNone;
-  }
+  AttendSums sums;
+  sums.Add(item, sequence.model->spec.kv_head_count);
   const double time_us = job.device_time_us / static_cast<double>(job.items.size());
   for (WorkCounters* work : {&work_, &sequence.model->work, &sequence.work}) {
     constexpr auto kRelaxed = std::memory_order_relaxed;
-    work->attend_count.fetch_add(attend.query_count, kRelaxed);
-    work->touched_row_count.fetch_add(touched, kRelaxed);
-    work->visible_row_count.fetch_add(visible, kRelaxed);
+    work->attend_count.fetch_add(sums.attend_count, kRelaxed);
+    work->touched_row_count.fetch_add(sums.touched_row_count, kRelaxed);
+    work->visible_row_count.fetch_add(sums.visible_row_count, kRelaxed);
     work->attend_time_us.fetch_add(time_us, kRelaxed);
-    work->exact_count.fetch_add(exact, kRelaxed);
-    work->statistical_count.fetch_add(statistical, kRelaxed);
-    work->none_count.fetch_add(none, kRelaxed);
+    work->exact_count.fetch_add(sums.exact_count, kRelaxed);
+    work->statistical_count.fetch_add(sums.statistical_count, kRelaxed);
+    work->none_count.fetch_add(sums.none_count, kRelaxed);
   }
 }
 

@@ -1,7 +1,6 @@
 #include "daemon/engine/stream_decoder.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -16,20 +15,6 @@ namespace {
 
 // Steps on their way.
 constexpr int kPendingMax = 2;
-
-void Add(const JobItem& item, int kv_head_count, StreamDecoder::Sums& sums) {
-  sums.attend_count += item.attend->query_count;
-  for (const int64_t count : item.result.touched_row_counts) sums.touched_row_count += count;
-  for (const int64_t count : item.attend->visible) sums.visible_row_count += count * kv_head_count;
-  for (const Certificate& certificate : item.result.certificates) {
-    sums.exact_count += certificate.promise == Promise::kExact;
-    sums.statistical_count += certificate.promise == Promise::kStatistical;
-    sums.none_count += certificate.promise == Promise::kNone;
-    if (!std::isfinite(certificate.relative_error)) continue;
-    ++sums.certified_error_count;
-    sums.certified_error_sum += certificate.relative_error;
-  }
-}
 
 }  // namespace
 
@@ -189,7 +174,7 @@ void StreamDecoder::Count(size_t part) {
   for (int layer = 0; layer < spec.layer_count; ++layer) {
     const Job& job = step_->settled(layer);
     engine_->CountAttend(job, job.items[part], sequence);
-    Add(job.items[part], spec.kv_head_count, sums_[layer]);
+    sums_[layer].Add(job.items[part], spec.kv_head_count);
   }
   sequence.Publish();
 }

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/attend_sums.h"
 #include "daemon/engine/engine.h"
 #include "daemon/engine/step.h"
 #include "host/device/stream_step.h"
@@ -53,19 +54,9 @@ class StreamDecoder {
   // What the layer of the last step that has ended came to; null before one has, and
   // once another has begun.
   const Job* ended(int layer) const;
-  // Sums over the layer's steps that have ended well, all sequences.
-  struct Sums {
-    int64_t attend_count = 0;       // queries
-    int64_t touched_row_count = 0;  // over KV heads
-    int64_t visible_row_count = 0;  // the same
-    int64_t exact_count = 0;        // certificates by promise, one a query head
-    int64_t statistical_count = 0;
-    int64_t none_count = 0;
-    int64_t certified_error_count = 0;  // that are finite
-    double certified_error_sum = 0;
-  };
-  // REQUIRES: a layer of the model.
-  const Sums& sums(int layer) const { return sums_[layer]; }
+  // Of the layer's steps that have ended well, all sequences. REQUIRES: a layer of the
+  // model.
+  const AttendSums& sums(int layer) const { return sums_[layer]; }
 
  private:
   StreamDecoder(Engine* engine, std::vector<Part> parts, int64_t token_count)
@@ -87,7 +78,7 @@ class StreamDecoder {
   std::unique_ptr<StreamStep> step_;
   // Of each step on its way, the parts' lengths before.
   std::deque<std::vector<int64_t>> starts_;
-  std::vector<Sums> sums_;
+  std::vector<AttendSums> sums_;
   bool has_ended_ = false;
   void* last_stream_ = nullptr;
 };

@@ -213,7 +213,6 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(slot.bad_row(), 0xFF, sizeof(kNoBadRow), stream));
   RowsAppend rows;
   rows.dtype = spec().dtype;
-  rows.head_dim = spec().head_dim;
   rows.row_bytes = spec().row_bytes();
   rows.start = append.start;
   rows.row_page_capacity = index.page_capacity();

@@ -16,7 +16,6 @@ inline constexpr int kRowsAppendHeads = 32;  // of one launch
 // new, of the tensors, whose first token is `start`; those before are in their pages.
 struct RowsAppend {
   DType dtype = DType::kBF16;
-  int32_t head_dim = 0;
   int32_t head_count = 0;
   int32_t first_head = 0;  // in messages
   int64_t row_bytes = 0;

@@ -54,6 +54,13 @@ def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client
     return spillway.connect(request.getfixturevalue("target"), native=transport == "libspillway")
 
 
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
+    """An engine in this process of a module's own: what it holds can be counted."""
+    with connected("embedded", request) as client:
+        yield client
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""

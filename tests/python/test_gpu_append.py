@@ -8,27 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
 import torch
-from daemon_process import binary, device
+from daemon_process import on_gpu
 from helpers import refused
 from spillway import Client, Model, OutOfRange, Policy, Sequence
 from spillway._proto import attention_service_pb2
 from spillway.tensors import dtype_number
-from spillway_lab.serving import prefer_library
 
-GPU = (device() or "").startswith("cuda")
+GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
 LAYERS, HEADS, KV_HEADS, DIM = 3, 6, 2, 64
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Client]:
-    prefer_library(binary())
-    settings = {"memory.limit": "4GiB", "device.name": device() or "cpu"}
-    with spillway.connect("embedded:", settings=settings) as client:
-        yield client
 
 
 @pytest.fixture(params=["bfloat16", "float16", "float32"])

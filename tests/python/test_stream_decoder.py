@@ -10,23 +10,14 @@ import numpy as np
 import pytest
 import spillway
 import torch
-from daemon_process import binary, device
+from daemon_process import binary, on_gpu
 from spillway import Client, FailedPrecondition, Model, Policy, Sequence
 from spillway_lab.serving import prefer_library
 
-GPU = (device() or "").startswith("cuda")
-on_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
+GPU = on_gpu()
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Client]:
-    """An engine of its own: what it holds is counted."""
-    prefer_library(binary())
-    settings = {"memory.limit": "4GiB", "device.name": device() or "cpu"}
-    with spillway.connect("embedded:", settings=settings) as client:
-        yield client
 
 
 @pytest.fixture
@@ -92,7 +83,7 @@ def same(mine: Any, theirs: Any) -> None:
     assert torch.equal(mine.cpu().float(), theirs.float())
 
 
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("lengths", [(6000,), (3000, 40, 0, 9000), (2040,), (127,)])
 def test_gives_the_bits_of_steps(
@@ -128,7 +119,7 @@ def test_gives_the_bits_of_steps(
             same(exact, other.attend(layer, q[i], policy=Policy(selector="all")).out)
 
 
-@on_gpu
+@needs_gpu
 def test_layers_and_sequences_differ_in_what_is_dense(engine: Client, wide: Model) -> None:
     policies = [None, Policy(dense_layers=(1,)), Policy(selector="all"), Policy(selector="oracle")]
     tensors = Tensors(len(policies), 1, 3)
@@ -182,7 +173,7 @@ class Captured:
         self.graph.replay()
 
 
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize("lengths", [(6000,), (4000, 500, 9000)])
 def test_a_graph_serves_step_after_step(
     engine: Client, wide: Model, lengths: tuple[int, ...]
@@ -208,7 +199,7 @@ def test_a_graph_serves_step_after_step(
         same(lse, their_lse)
 
 
-@on_gpu
+@needs_gpu
 def test_behind_slow_kernels_order_holds(engine: Client, wide: Model) -> None:
     """Wrong order shows only where the stream is far behind the host."""
     steps = 40
@@ -240,7 +231,7 @@ def spoil(tensors: Tensors, what: str, step: int, layer: int, value: float) -> N
     array[step, layer, 0, 0, 0, 5] = value
 
 
-@on_gpu
+@needs_gpu
 @pytest.mark.parametrize(
     ("what", "value", "told"),
     [
@@ -287,7 +278,7 @@ class Shifted(Tensors):
         self.q, self.k, self.v = tensors.q[1:], tensors.k[1:], tensors.v[1:]
 
 
-@on_gpu
+@needs_gpu
 def test_a_logit_beyond_float32_is_nan_then_an_error(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 3000)
     tensors = Tensors(1, 1, 1)
@@ -301,7 +292,7 @@ def test_a_logit_beyond_float32_is_nan_then_an_error(engine: Client, wide: Model
     assert sequence.refresh().token_count == 3000
 
 
-@on_gpu
+@needs_gpu
 def test_an_error_shows_two_steps_later_at_the_latest(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 3000)
     tensors = Tensors(1, 1, 4)
@@ -323,7 +314,7 @@ def test_an_error_shows_two_steps_later_at_the_latest(engine: Client, wide: Mode
     assert sequence.refresh().token_count == 3001
 
 
-@on_gpu
+@needs_gpu
 def test_a_stale_graph_gives_nan_and_an_error(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 4000)
     tensors = Tensors(1, 1, 300)
@@ -343,7 +334,7 @@ def test_a_stale_graph_gives_nan_and_an_error(engine: Client, wide: Model) -> No
     assert sequence.refresh().token_count == 4000 + t
 
 
-@on_gpu
+@needs_gpu
 def test_a_step_that_ends_between_layers_leaves_nothing(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 3000)
     tensors = Tensors(1, 1, 1)
@@ -358,7 +349,7 @@ def test_a_step_that_ends_between_layers_leaves_nothing(engine: Client, wide: Mo
     assert sequence.refresh().token_count == 3000
 
 
-@on_gpu
+@needs_gpu
 def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 3000)
     tensors = Tensors(1, 1, 1)
@@ -397,7 +388,7 @@ def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None
     sequence.append(0, 3001, *(x.cpu()[0].expand(LAYERS, -1, -1, -1) for x in (k, v)))
 
 
-@on_gpu
+@needs_gpu
 def test_announcing_is_no_part_of_a_graph(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 100)
     with engine.open_decoder([sequence]) as decoder:
@@ -410,7 +401,7 @@ def test_announcing_is_no_part_of_a_graph(engine: Client, wide: Model) -> None:
     assert sequence.refresh().token_count == 100
 
 
-@on_gpu
+@needs_gpu
 def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
     def used() -> tuple[int, int]:
         (gpu,) = engine.get_server_info().devices

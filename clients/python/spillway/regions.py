@@ -44,7 +44,7 @@ def place_of(array: Array) -> Place | None:
         if tensor.device.type != "cpu":
             return None
         size = tensor.itemsize
-        place = _place_of_tensor(tensor)
+        place = place_of_tensor(tensor)
     elif isinstance(array, np.ndarray):
         if array.dtype.newbyteorder("<") != array.dtype:
             return None
@@ -56,19 +56,17 @@ def place_of(array: Array) -> Place | None:
     return place if aligned and place.strides[-1:] == (size,) else None
 
 
-def _place_of_tensor(tensor: torch.Tensor) -> Place:
+def place_of_tensor(tensor: torch.Tensor) -> Place:
+    """Where a tensor's elements are, on whatever device."""
     size = tensor.itemsize
     return Place(tensor.data_ptr(), tuple([size * stride for stride in tensor.stride()]))
 
 
-def place_on_gpu(array: Array) -> Place | None:
-    """Where a CUDA tensor's elements are, if an engine in this process can read its rows there."""
-    if not on_gpu(array):
-        return None
-    tensor: torch.Tensor = array  # type: ignore[assignment]
-    place = _place_of_tensor(tensor)
+def has_gpu_rows(tensor: torch.Tensor) -> bool:
+    """Whether rows lie side by side, aligned as an engine on a GPU reads them."""
+    place = place_of_tensor(tensor)
     aligned = all(x % _GPU_ALIGNMENT == 0 for x in (place.address, *place.strides[:-1]))
-    return place if aligned and place.strides[-1:] == (tensor.itemsize,) else None
+    return aligned and place.strides[-1:] == (tensor.itemsize,)
 
 
 class Region:
@@ -188,10 +186,11 @@ class Regions:
 
     def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same of a CUDA tensor that an embedded engine on its GPU appends."""
+        tensor: torch.Tensor = array  # type: ignore[assignment]
         names = [device.name for device in self._client.server_info.devices]
-        place = place_on_gpu(array)
-        if place is None or names != [f"cuda:{array.device.index}"]:  # type: ignore[union-attr]
+        if not has_gpu_rows(tensor) or names != [f"cuda:{tensor.device.index}"]:
             return None
+        place = place_of_tensor(tensor)
         return tensor_pb2.RegionSlice(region=_GPU, offset=place.address, strides=place.strides)
 
     def attach(self, byte_count: int) -> Region:

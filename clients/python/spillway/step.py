@@ -15,7 +15,7 @@ from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
 from spillway.errors import SpillwayError
 from spillway.policy import Policy
-from spillway.regions import place_of
+from spillway.regions import Place, place_of
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
 from spillway.tensors import (
@@ -140,10 +140,15 @@ def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
             array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         place = place_of(array)
         assert place is not None
+    set_place(tensor, place, token, head)
+    return array
+
+
+def set_place(tensor: _Tensor, place: Place, token: int, head: int) -> None:
+    """Says where elements are; `token` and `head` are the dimensions of those."""
     strides = place.strides
     tensor.data, tensor.sequence_stride = place.address, strides[0]
     tensor.token_stride, tensor.head_stride = strides[token], strides[head]
-    return array
 
 
 def _back(array: Any, q: Any) -> Any:

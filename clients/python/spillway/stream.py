@@ -13,15 +13,14 @@ import torch
 from spillway._native import Sums
 from spillway._proto import attention_service_pb2
 from spillway.policy import Policy
+from spillway.regions import has_gpu_rows, place_of_tensor
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
-from spillway.step import _F32, _Tensor, _Tensors, _Together
+from spillway.step import _F32, _Tensor, _Tensors, _Together, set_place
 from spillway.tensors import OutDType, decoder_like, dtype_of
 
 if TYPE_CHECKING:
     from spillway.client import Client
-
-_ALIGNMENT = 16
 
 
 class StreamDecoder(_Together):
@@ -233,11 +232,7 @@ def _put(tensor: _Tensor, array: torch.Tensor, token: int, head: int) -> torch.T
         token: The dimension of tokens.
         head: The dimension of heads.
     """
-    bytes_of = [stride * array.element_size() for stride in array.stride()]
-    aligned = all(x % _ALIGNMENT == 0 for x in (array.data_ptr(), *bytes_of[:3]))
-    if array.stride(3) != 1 or not aligned:
+    if not has_gpu_rows(array):
         array = array.contiguous()
-        bytes_of = [stride * array.element_size() for stride in array.stride()]
-    tensor.data, tensor.sequence_stride = array.data_ptr(), bytes_of[0]
-    tensor.token_stride, tensor.head_stride = bytes_of[token], bytes_of[head]
+    set_place(tensor, place_of_tensor(array), token, head)
     return array

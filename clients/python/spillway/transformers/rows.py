@@ -137,8 +137,8 @@ class RowStore:
         self._stream: DecodeStream | None = None
         # The step whose layers are being attended, with an embedded engine.
         self._announced: DecodeStep | None = None
-        # On the model's stream, with an embedded engine on its GPU; the policy that
-        # it was opened with, and the one that it could not be opened with.
+        # On the model's stream, with an embedded engine on its GPU; policies that are
+        # not served so.
         self._decoding: _Decoding | None = None
         self._refused: list[Policy | None] = []
         # What decoders that are closed have served, not yet taken.
