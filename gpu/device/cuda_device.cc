@@ -13,6 +13,7 @@
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/device/job_run.h"
+#include "gpu/device/row_fetcher.h"
 #include "gpu/device/stream_step.h"
 #include "host/base/elements.h"
 #include "host/base/mutex.h"
@@ -128,6 +129,11 @@ class CudaDevice final : public Device {
                                   std::move(options));
   }
 
+  void Fetch(const FetchWork& work, FetchDone done) override {
+    if (work.on_gpu) return fetcher_->Fetch(work, std::move(done));
+    workers_.enqueue([&work, done = std::move(done)] { done(FetchRows(work)); });
+  }
+
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     StreamSlot* slot = nullptr;
     {
@@ -176,6 +182,7 @@ class CudaDevice final : public Device {
   cuda::BlockPools blocks_;
   tbb::task_arena workers_;
   std::vector<std::unique_ptr<StreamSlot>> slots_;
+  std::unique_ptr<cuda::RowFetcher> fetcher_;
 
   Mutex mutex_;
   CondVar changed_;
@@ -242,6 +249,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->info_.uuid = UuidName(properties.uuid);
   device->info_.thread_count = threads;
   device->info_.simd_target = SimdTargetName();
+  device->fetcher_ =
+      std::make_unique<cuda::RowFetcher>(device->gpu_, &device->budget_, host_budget);
   device->finisher_ = std::thread([raw = device.get()] { raw->Finish(); });
   return device;
 }

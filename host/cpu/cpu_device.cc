@@ -72,6 +72,17 @@ class CpuDevice final : public Device {
     return spec.kv_head_count * ((IndexPageBytes(spec) + kPageTokenCount - 1) / kPageTokenCount);
   }
 
+  // As jobs are.
+  void Fetch(const FetchWork& work, FetchDone done) override {
+    const int64_t bytes = work.row_count() * work.rows.row_bytes();
+    if (bytes <= kSerialBytes) {
+      const SerialScope serial;
+      return done(FetchRows(work));
+    }
+    if (bytes <= kMomentBytes) return done(workers_.execute([&] { return FetchRows(work); }));
+    workers_.enqueue([&work, done = std::move(done)] { done(FetchRows(work)); });
+  }
+
   // A job of a moment, or one that is waited for, is served before Submit
   // returns, one of less in the caller's thread alone: to wake a worker and be
   // told costs more.

@@ -14,6 +14,7 @@
 #include "host/base/certificate.h"
 #include "host/base/selection.h"
 #include "host/device/cancel.h"
+#include "host/device/fetch_rows.h"
 #include "host/memory/layer_rows.h"
 #include "host/model/model_spec.h"
 #include "host/policy/policy.h"
@@ -204,6 +205,14 @@ class Device {
   // them. UNIMPLEMENTED where the device has no streams.
   virtual absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
                                                                        StreamStepOptions options);
+
+  // The device that a sequence lives on: this one, or one of parts().
+  virtual Device& HomeOf(DeviceSequence&) { return *this; }
+  using FetchDone = std::function<void(absl::Status)>;
+  // Copies rows to memory of the caller's. That and the work stay until done is called,
+  // once, from any thread: all rows are there then, or an error says why not.
+  // INVALID_ARGUMENT for memory that the device does not write.
+  virtual void Fetch(const FetchWork& work, FetchDone done) = 0;
 
   // Starts a job; done is called exactly once, with the job.
   virtual void Submit(std::unique_ptr<Job> job, Completion done) = 0;

@@ -341,6 +341,12 @@ class PlacedDevice final : public Device {
     return devices_[device]->CreateStreamStep(Placed(model).On(device), std::move(options));
   }
 
+  Device& HomeOf(DeviceSequence& sequence) override { return *devices_[Placed(sequence).device()]; }
+  // To host memory any may.
+  void Fetch(const FetchWork& work, FetchDone done) override {
+    devices_.front()->Fetch(work, std::move(done));
+  }
+
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const size_t device = job->items.empty() ? 0 : DeviceOf(job->items.front());
     for (const JobItem& item : job->items) {

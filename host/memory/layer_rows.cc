@@ -58,6 +58,21 @@ void LayerRows::WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, 
   }
 }
 
+void LayerRows::ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowTarget& k,
+                         const RowTarget& v) const {
+  assert(0 <= from && from <= to && start >= 0 && start + to <= token_count_);
+  const int64_t half = row_bytes_ / 2;
+  for (int64_t t = from; t < to;) {
+    const int64_t token = start + t;
+    const int64_t run = std::min(to - t, kPageTokenCount - token % kPageTokenCount);
+    const std::byte* row = Row(kv_head, token);
+    for (int64_t i = 0; i < run; ++i, ++t, row += row_bytes_) {
+      std::memcpy(k.Row(kv_head, t), row, static_cast<size_t>(half));
+      std::memcpy(v.Row(kv_head, t), row + half, static_cast<size_t>(half));
+    }
+  }
+}
+
 void LayerRows::Rollback() {
   for (PageTable& head : heads_) head.Truncate(token_count_);
 }

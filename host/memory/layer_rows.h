@@ -28,6 +28,17 @@ struct RowSource {
   }
 };
 
+// The same of memory that rows are copied to.
+struct RowTarget {
+  std::byte* data = nullptr;
+  int64_t head_stride = 0;
+  int64_t token_stride = 0;
+
+  std::byte* Row(int kv_head, int64_t token) const {
+    return data + kv_head * head_stride + token * token_stride;
+  }
+};
+
 // The K/V rows of one (sequence, layer): per KV head a page table of rows
 // [K(d) | V(d)]. Shared by all devices. Not thread-safe for writes; reads of
 // committed rows from many threads are safe while no write runs.
@@ -62,6 +73,10 @@ class LayerRows {
   const std::byte* Row(int kv_head, int64_t token) const {
     return Page(kv_head, token / kPageTokenCount) + (token % kPageTokenCount) * row_bytes_;
   }
+  // Copies tokens [from, to) of one KV head: token start + t goes to row t of k
+  // and of v. The opposite of WriteRows; different (head, range) may run in parallel.
+  void ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowTarget& k,
+                const RowTarget& v) const;
   // Whether tokens [start, start + count) hold exactly these bytes.
   bool Equals(int64_t start, int64_t count, const RowSource& k, const RowSource& v) const;
   int64_t bytes() const;

@@ -107,6 +107,7 @@ class ToyDevice final : public Device {
     if (make_stream_step == nullptr) return Device::CreateStreamStep(model, std::move(options));
     return make_stream_step(std::move(options));
   }
+  void Fetch(const FetchWork& work, FetchDone done) override { done(FetchRows(work)); }
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     running_max_ = std::max(running_max_, ++running_);

@@ -133,6 +133,8 @@ class FakeDevice final : public Device {
   int64_t WeightBytes(const ModelSpec&) const override { return 21; }
   int64_t IndexBytesPerToken(const ModelSpec&) const override { return 34; }
 
+  // Answers with an error that names the device.
+  void Fetch(const FetchWork&, FetchDone done) override { done(absl::UnknownError(info_.name)); }
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     Pending pending{std::move(job), std::move(done)};
     {

@@ -142,6 +142,24 @@ TEST_F(PlacedDeviceTest, AmongNearlyEqualDevicesTheOneWithFewestSequences) {
   EXPECT_EQ(Place(), 1);
 }
 
+TEST_F(PlacedDeviceTest, ASequenceHasAHome) {
+  Open(2);
+  const std::unique_ptr<DeviceSequence> first = Create(), second = Create();
+  EXPECT_EQ(&device->HomeOf(*first), fakes[0]);
+  EXPECT_EQ(&device->HomeOf(*second), fakes[1]);
+  // Rows go to host memory by any.
+  MemoryBudget budget{kSlabBytes};
+  const auto arena = *Arena::Create({.limit_bytes = kSlabBytes}, &budget);
+  ModelSpec spec;
+  spec.kv_head_count = 1;
+  spec.head_dim = 16;
+  PagePool pool{arena.get(), kPageTokenCount * spec.row_bytes()};
+  absl::Status status;
+  device->Fetch(FetchWork{.rows = LayerRows(&pool, spec)},
+                [&](absl::Status ended) { status = std::move(ended); });
+  EXPECT_EQ(status.message(), "cuda:0");
+}
+
 TEST_F(PlacedDeviceTest, WhatIsDeletedCountsNoMore) {
   Open(2);
   EXPECT_THAT(Place(4), ElementsAre(0, 1, 0, 1));

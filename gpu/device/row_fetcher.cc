@@ -1,0 +1,215 @@
+#include "gpu/device/row_fetcher.h"
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gpu/cuda/current_device.h"
+#include "host/base/limits.h"
+#include "host/base/status_macros.h"
+
+namespace spillway::cuda {
+namespace {
+
+constexpr int64_t kAlignment = 16;
+
+// Without holding a core for as long as a long fetch takes.
+template <typename Query>
+absl::Status Await(const Query& query, std::string_view what) {
+  constexpr auto kBusy = std::chrono::microseconds(200);
+  const auto begin = std::chrono::steady_clock::now();
+  cudaError_t error = cudaErrorNotReady;
+  while ((error = query()) == cudaErrorNotReady) {
+    if (std::chrono::steady_clock::now() - begin > kBusy) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  return ToStatus(error, what);
+}
+
+}  // namespace
+
+RowFetcher::RowFetcher(const Gpu& gpu, MemoryBudget* device_budget, MemoryBudget* host_budget)
+    : gpu_(gpu),
+      device_budget_(device_budget),
+      host_budget_(host_budget),
+      thread_([this] { Serve(); }) {}
+
+RowFetcher::~RowFetcher() {
+  {
+    const MutexLock lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.NotifyAll();
+  thread_.join();
+}
+
+void RowFetcher::Fetch(const FetchWork& work, Device::FetchDone done) {
+  {
+    const MutexLock lock(mutex_);
+    waiting_.push_back({&work, std::move(done)});
+  }
+  changed_.NotifyOne();
+}
+
+void RowFetcher::Serve() {
+  for (;;) {
+    Task task;
+    {
+      const MutexLock lock(mutex_);
+      while (!stopping_ && waiting_.empty()) changed_.Wait(mutex_);
+      if (waiting_.empty()) return;
+      task = std::move(waiting_.front());
+      waiting_.pop_front();
+    }
+    absl::Status status = Run(*task.work);
+    task.done(std::move(status));
+  }
+}
+
+absl::Status RowFetcher::Run(const FetchWork& work) {
+  const CurrentDevice current(gpu_.ordinal);
+  RETURN_IF_ERROR(current.status());
+  if (work.row_count() == 0) return absl::OkStatus();
+  RETURN_IF_ERROR(CheckTargets(work));
+  RETURN_IF_ERROR(Prepare());
+  absl::Status status = work.chosen ? CopyChosen(work) : CopyRange(work);
+  // Also after an error: nothing may write to the tensors any more.
+  status.Update(Await([this] { return cudaStreamQuery(stream_.get()); }, "a fetch on the GPU"));
+  return status;
+}
+
+absl::Status RowFetcher::Prepare() {
+  if (stages_.back().done.get() != nullptr) return absl::OkStatus();
+  constexpr std::string_view kWhat = "lists of rows to fetch";
+  if (stream_.get() == nullptr) {
+    ASSIGN_OR_RETURN(stream_, Stream::Create());
+  }
+  for (Stage& stage : stages_) {
+    ASSIGN_OR_RETURN(stage.pinned, PinnedBuffer::Create(sizeof(Lists), host_budget_, kWhat));
+    ASSIGN_OR_RETURN(stage.device, DeviceBuffer::Create(sizeof(Lists), device_budget_, kWhat));
+    ASSIGN_OR_RETURN(stage.done, Event::Create(/*timing=*/false));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RowFetcher::CheckTargets(const FetchWork& work) const {
+  const int64_t half = work.rows.row_bytes() / 2;
+  const int last_head = work.chosen ? 0 : work.rows.kv_head_count() - 1;
+  const int64_t last_token = work.chosen ? work.row_count() - 1 : work.count - 1;
+  for (const auto& [target, name] : {std::pair(&work.k, "k"), std::pair(&work.v, "v")}) {
+    const std::byte* const first = target->data;
+    const std::byte* const last = target->Row(last_head, last_token) + half - 1;
+    for (const std::byte* at : {first, last}) {
+      cudaPointerAttributes attributes{};
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaPointerGetAttributes(&attributes, at));
+      if (attributes.type == cudaMemoryTypeDevice && attributes.device == gpu_.ordinal) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, " is not in the memory of ", std::string(gpu_.name)));
+    }
+    const int64_t together = static_cast<int64_t>(reinterpret_cast<intptr_t>(target->data)) |
+                             target->head_stride | target->token_stride;
+    if (together % kAlignment == 0) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("rows of ", name, " are not aligned to ", kAlignment, " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<RowFetcher::Stage*> RowFetcher::NextStage(const FetchWork& work) {
+  if (work.cancel != nullptr) RETURN_IF_ERROR(work.cancel->Check());
+  Stage& stage = stages_[turn_++ % kStages];
+  RETURN_IF_ERROR(
+      Await([&] { return cudaEventQuery(stage.done.get()); }, "a part of a fetch on the GPU"));
+  return &stage;
+}
+
+absl::Status RowFetcher::Launch(Stage& stage, int64_t pages, RowsFetch fetch) {
+  const auto upload = [&](auto& to, const auto& from, int64_t count) {
+    return cudaMemcpyAsync(to.data(), from.data(), count * sizeof(from[0]), cudaMemcpyHostToDevice,
+                           stream_.get());
+  };
+  SPILLWAY_CUDA_RETURN_IF_ERROR(upload(stage.on_gpu().pages, stage.host().pages, pages));
+  if (fetch.slots != nullptr) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        upload(stage.on_gpu().slots, stage.host().slots, fetch.row_count));
+  }
+  fetch.pages = stage.on_gpu().pages.data();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsFetch(fetch, stream_.get()));
+  return ToStatus(cudaEventRecord(stage.done.get(), stream_.get()), "cudaEventRecord");
+}
+
+absl::Status RowFetcher::CopyRange(const FetchWork& work) {
+  const int heads = work.rows.kv_head_count();
+  const int64_t end = work.start + work.count;
+  const int64_t pages_at_once = std::max<int64_t>(kRangePages / heads, 1);
+  for (int64_t begin = work.start; begin < end;) {
+    ASSIGN_OR_RETURN(Stage * stage, NextStage(work));
+    const int64_t first_page = begin / kPageTokenCount;
+    const int64_t to = std::min(end, (first_page + pages_at_once) * kPageTokenCount);
+    const int64_t head_pages = (to - 1) / kPageTokenCount - first_page + 1;
+    for (int h = 0; h < heads; ++h) {
+      for (int64_t p = 0; p < head_pages; ++p) {
+        stage->host().pages[h * head_pages + p] = work.rows.Page(h, first_page + p);
+      }
+    }
+    RowsFetch fetch;
+    fetch.row_bytes = work.rows.row_bytes();
+    fetch.row_count = static_cast<uint32_t>(heads * (to - begin));
+    fetch.token_count = static_cast<uint32_t>(to - begin);
+    fetch.head_pages = static_cast<uint32_t>(head_pages);
+    fetch.first = static_cast<uint32_t>(begin % kPageTokenCount);
+    fetch.k = work.k.Row(0, begin - work.start);
+    fetch.v = work.v.Row(0, begin - work.start);
+    fetch.k_head_stride = work.k.head_stride;
+    fetch.k_token_stride = work.k.token_stride;
+    fetch.v_head_stride = work.v.head_stride;
+    fetch.v_token_stride = work.v.token_stride;
+    RETURN_IF_ERROR(Launch(*stage, heads * head_pages, fetch));
+    begin = to;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RowFetcher::CopyChosen(const FetchWork& work) {
+  Stage* stage = nullptr;
+  int64_t pages = 0, rows = 0, written = 0;
+  const auto launch = [&]() -> absl::Status {
+    if (rows == 0) return absl::OkStatus();
+    RowsFetch fetch;
+    fetch.row_bytes = work.rows.row_bytes();
+    fetch.row_count = static_cast<uint32_t>(rows);
+    fetch.slots = stage->on_gpu().slots.data();
+    fetch.k = work.k.Row(0, written);
+    fetch.v = work.v.Row(0, written);
+    fetch.k_token_stride = work.k.token_stride;
+    fetch.v_token_stride = work.v.token_stride;
+    written += rows;
+    const int64_t row_pages = std::exchange(pages, 0);
+    rows = 0;
+    return Launch(*stage, row_pages, fetch);
+  };
+  for (size_t h = 0; h < work.chosen->size(); ++h) {
+    int64_t page = -1;  // the last one listed
+    for (const uint32_t token : (*work.chosen)[h]) {
+      if (rows == 0) {
+        ASSIGN_OR_RETURN(stage, NextStage(work));
+        page = -1;
+      }
+      if (token / kPageTokenCount != page) {
+        page = token / kPageTokenCount;
+        stage->host().pages[pages++] = work.rows.Page(static_cast<int>(h), page);
+      }
+      stage->host().slots[rows++] =
+          static_cast<uint32_t>((pages - 1) * kPageTokenCount + token % kPageTokenCount);
+      if (rows == kRowsMax) RETURN_IF_ERROR(launch());
+    }
+  }
+  return launch();
+}
+
+}  // namespace spillway::cuda
