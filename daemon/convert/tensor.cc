@@ -71,8 +71,8 @@ absl::StatusOr<std::shared_ptr<const Region>> RegionOf(const v1::RegionSlice& sl
   ASSIGN_OR_RETURN(const std::shared_ptr<const Region> region, regions.Find(*id));
   if (!region->on_gpu || memory == TensorMemory::kAny) return region;
   return InvalidField(field + ".region", absl::StrCat("regions/", region->id,
-                                                      " holds rows that Append brings, and "
-                                                      "nothing else"));
+                                                      " holds rows that Append brings or "
+                                                      "FetchPages writes, and nothing else"));
 }
 
 absl::Status CheckStrides(const v1::RegionSlice& slice, std::span<const int64_t> shape,
@@ -99,6 +99,7 @@ absl::Status CheckStrides(const v1::RegionSlice& slice, std::span<const int64_t>
 // Bytes from the first element's begin to the last's end.
 absl::StatusOr<int64_t> Reach(std::span<const int64_t> shape, std::span<const int64_t> strides,
                               int64_t element_bytes, const std::string& field) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   int64_t reach = element_bytes;
   for (size_t axis = 0; axis < shape.size(); ++axis) {
     int64_t step = 0;
@@ -128,7 +129,38 @@ absl::Status CheckWithin(const v1::RegionSlice& slice, const Region& region, int
   return absl::OkStatus();
 }
 
+// C order. False where the tensor would be larger than any memory.
+bool DenseStrides(std::span<const int64_t> shape, int64_t element_bytes,
+                  std::array<int64_t, 4>& strides) {
+  int64_t stride = element_bytes;
+  for (size_t axis = shape.size(); axis-- > 0;) {
+    strides[axis] = stride;
+    if (__builtin_mul_overflow(stride, shape[axis], &stride)) return false;
+  }
+  return true;
+}
+
 }  // namespace
+
+absl::StatusOr<TensorTarget> TargetOf(const v1::RegionSlice& slice, std::span<const int64_t> shape,
+                                      DType dtype, const RegionTable& regions,
+                                      const std::string& field, TensorMemory memory) {
+  const int64_t element_bytes = DTypeBytes(dtype);
+  TensorTarget target;
+  if (slice.strides_size() != 0) {
+    RETURN_IF_ERROR(CheckStrides(slice, shape, element_bytes, field));
+    std::copy(slice.strides().begin(), slice.strides().end(), target.strides.begin());
+  } else if (!DenseStrides(shape, element_bytes, target.strides)) {
+    return InvalidField(field, absl::StrCat("a tensor [", absl::StrJoin(shape, ", "),
+                                            "] would be larger than any memory"));
+  }
+  ASSIGN_OR_RETURN(target.region, RegionOf(slice, regions, field, memory));
+  const std::span<const int64_t> strides(target.strides.data(), shape.size());
+  ASSIGN_OR_RETURN(const int64_t reach, Reach(shape, strides, element_bytes, field));
+  RETURN_IF_ERROR(CheckWithin(slice, *target.region, reach, element_bytes, field));
+  target.data = target.region->bytes.data() + slice.offset();
+  return target;
+}
 
 std::optional<DType> FromProto(v1::DType dtype) {
   switch (dtype) {
@@ -164,22 +196,17 @@ absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
   TensorView view;
   view.dtype = checked->dtype;
   const std::span<const int64_t> sizes(tensor.shape().data(), shape.size());
-  int64_t stride = DTypeBytes(view.dtype);
-  for (size_t axis = sizes.size(); axis-- > 0; stride *= sizes[axis]) view.strides[axis] = stride;
-  if (!tensor.has_slice()) {
-    RETURN_IF_ERROR(CheckData(tensor, checked->bytes, field));
-    view.data = BytesOf(tensor);
+  if (tensor.has_slice()) {
+    ASSIGN_OR_RETURN(const TensorTarget place,
+                     TargetOf(tensor.slice(), sizes, view.dtype, regions, field, memory));
+    view.data = place.data;
+    view.strides = place.strides;
+    view.region = place.region;
     return view;
   }
-  const v1::RegionSlice& slice = tensor.slice();
-  if (slice.strides_size() != 0) {
-    RETURN_IF_ERROR(CheckStrides(slice, sizes, DTypeBytes(view.dtype), field));
-    std::copy(slice.strides().begin(), slice.strides().end(), view.strides.begin());
-  }
-  ASSIGN_OR_RETURN(view.region, RegionOf(slice, regions, field, memory));
-  ASSIGN_OR_RETURN(const int64_t reach, Reach(sizes, view.strides, DTypeBytes(view.dtype), field));
-  RETURN_IF_ERROR(CheckWithin(slice, *view.region, reach, DTypeBytes(view.dtype), field));
-  view.data = view.region->bytes.data() + slice.offset();
+  RETURN_IF_ERROR(CheckData(tensor, checked->bytes, field));
+  DenseStrides(sizes, DTypeBytes(view.dtype), view.strides);  // fits: the bytes are here
+  view.data = BytesOf(tensor);
   return view;
 }
 

@@ -49,6 +49,18 @@ inline const std::byte* BytesOf(const v1::Tensor& tensor) {
 // The elements of a view in C order, in memory that nobody else writes to.
 std::shared_ptr<const std::byte[]> CopyOf(const TensorView& view, std::span<const int64_t> shape);
 
+// Where rows shall be written, as they lie in a region.
+struct TensorTarget {
+  std::byte* data = nullptr;
+  // Between neighbours of each dimension, bytes.
+  std::array<int64_t, 4> strides = {};
+  std::shared_ptr<const Region> region;
+};
+// shape: 1 to 4 dimensions, which may be 0. INVALID_ARGUMENT or NOT_FOUND naming `field`.
+absl::StatusOr<TensorTarget> TargetOf(const v1::RegionSlice& slice, std::span<const int64_t> shape,
+                                      DType dtype, const RegionTable& regions,
+                                      const std::string& field, TensorMemory memory);
+
 // Where a result shall be written: elements of a region, in C order.
 struct TensorPlace {
   std::shared_ptr<const Region> region;  // null: into the answer

@@ -226,12 +226,12 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
   return expired;
 }
 
-void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<LayerRows> done) {
+void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<SharedRows> done) {
   if (sequence->held) return done(SequenceHeld(sequence->name));
-  RunInTurn(std::move(sequence), [layer, done = std::move(done)](Sequence& sequence) {
+  RunInTurn(std::move(sequence), [this, layer, done = std::move(done)](Sequence& sequence) {
     if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
     const LayerRows& rows = sequence.rows[layer];
-    done(rows.Share(rows.token_count()));
+    done(SharedRows{rows.Share(rows.token_count()), &device_->HomeOf(*sequence.device)});
   });
 }
 

@@ -100,7 +100,7 @@ class Engine {
   // whole request names the item.
   void Attend(AttendRequest request, Done<AttendOutcome> done);
   // Shares one layer's rows as they are when the request's turn comes.
-  void ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<LayerRows> done);
+  void ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<SharedRows> done);
 
  private:
   class AppendOperation;

@@ -88,6 +88,12 @@ struct AttendRequest {
   bool waited_for = false;
 };
 
+// One layer of a sequence, unaffected by what follows.
+struct SharedRows {
+  LayerRows rows;
+  Device* device;  // that the sequence lives on
+};
+
 struct AttendOutcome {
   // The job as the device filled it; items have a status each.
   std::unique_ptr<Job> job;

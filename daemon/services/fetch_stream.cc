@@ -1,8 +1,12 @@
 #include "daemon/services/fetch_stream.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <span>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
@@ -24,17 +28,22 @@ constexpr int64_t kRowExtraBytes = 9;
 FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
                          const v1::FetchPagesRequest& request)
     : services_(services), cancel_(MakeCancelToken(context)) {
-  absl::StatusOr<MemoryReservation> reservation =
-      services_.engine.budget().Reserve(kMessageBytes, "a stream of rows", MemoryUse::kMessages);
-  absl::Status status = reservation.status();
-  if (status.ok()) {
-    reservation_ = *std::move(reservation);
-    status = request.has_selection() ? StartGiven(request) : StartChoice(request);
-  }
-  if (!status.ok()) Finish(services_.status.ToGrpc(status));
+  if (absl::Status status = Start(request); !status.ok()) Finish(services_.status.ToGrpc(status));
+}
+
+absl::Status FetchStream::Start(const v1::FetchPagesRequest& request) {
+  ASSIGN_OR_RETURN(reservation_, services_.engine.budget().Reserve(
+                                     kMessageBytes, "a stream of rows", MemoryUse::kMessages));
+  return request.has_selection() || request.has_tokens() ? StartGiven(request)
+                                                         : StartChoice(request);
 }
 
 absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
+  if (request.has_k() || request.has_v()) {
+    return InvalidField(request.has_k() ? "k" : "v",
+                        "how many rows the queries choose is not known before: Select them, and "
+                        "give the selection");
+  }
   ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_, request.item(), "item."));
   model_ = item.sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
@@ -50,7 +59,7 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
     JobItem& chosen = outcome->job->items.front();
     if (!chosen.status.ok()) return Finish(services_.status.ToGrpc(chosen.status));
     weighted_ = true;
-    selections_ = std::move(chosen.result.selections);
+    choice_.lists = std::move(chosen.result.selections);
     rows_ = std::move(outcome->rows.front());
     WriteNext();
   });
@@ -62,109 +71,100 @@ absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
                    FindSequence(services_.engine, request.item().sequence(), "item.sequence"));
   model_ = sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
-  RETURN_IF_ERROR(ParseGiven(request.selection(), model_->spec));
-  services_.engine.ShareRows(std::move(sequence), request.layer(),
-                             [this](absl::StatusOr<LayerRows> rows) {
-                               absl::Status status = rows.ok() ? CheckGiven(*rows) : rows.status();
-                               if (!status.ok()) return Finish(services_.status.ToGrpc(status));
-                               rows_ = *std::move(rows);
-                               WriteNext();
-                             });
+  ASSIGN_OR_RETURN(choice_, ChoiceFromProto(request, model_->spec));
+  RETURN_IF_ERROR(ParseTargets(request));
+  services_.engine.ShareRows(
+      std::move(sequence), request.layer(), [this](absl::StatusOr<SharedRows> shared) {
+        absl::Status status =
+            shared.ok() ? CheckTokens(choice_, shared->rows.token_count()) : shared.status();
+        if (!status.ok()) return Finish(services_.status.ToGrpc(status));
+        if (k_.has_value()) return CopyRows(*std::move(shared));
+        rows_ = std::move(shared->rows);
+        WriteNext();
+      });
   return absl::OkStatus();
 }
 
-absl::Status FetchStream::ParseGiven(const v1::Selection& selection, const ModelSpec& spec) {
-  if (selection.offsets_size() != spec.kv_head_count + 1 || selection.offsets(0) != 0) {
-    return InvalidField("selection.offsets",
-                        absl::StrCat("are not ", spec.kv_head_count + 1, " values from 0"));
+absl::Status FetchStream::ParseTargets(const v1::FetchPagesRequest& request) {
+  if (request.has_k() != request.has_v()) {
+    return InvalidField(request.has_k() ? "v" : "k", "is not set: both k and v are, or neither");
   }
-  const v1::Tensor& tensor = selection.indices();
-  const int64_t count = selection.offsets(spec.kv_head_count);
-  if (tensor.dtype() != v1::DTYPE_U32) {
-    return InvalidField("selection.indices.dtype", "is not DTYPE_U32");
-  }
-  if (tensor.shape_size() != 1 || tensor.shape(0) != count) {
-    return InvalidField("selection.indices.shape",
-                        absl::StrCat("is not [", count, "], the last offset"));
-  }
-  // By division: count * 4 may overflow.
-  if (tensor.data().size() % sizeof(uint32_t) != 0 ||
-      static_cast<int64_t>(tensor.data().size() / sizeof(uint32_t)) != count) {
-    return InvalidField("selection.indices.data",
-                        absl::StrCat(tensor.data().size(), " bytes for ", count, " indices"));
-  }
-  selections_.resize(spec.kv_head_count);
-  for (int h = 0; h < spec.kv_head_count; ++h) {
-    const int64_t begin = selection.offsets(h);
-    const int64_t end = selection.offsets(h + 1);
-    if (end < begin || end > count) {
-      return InvalidField(absl::StrCat("selection.offsets[", h + 1, "]"),
-                          absl::StrCat("value ", end, " is not in [", begin, ", ", count, "]"));
-    }
-    std::vector<uint32_t>& indices = selections_[h].indices;
-    indices.resize(static_cast<size_t>(end - begin));
-    if (indices.empty()) continue;
-    std::memcpy(indices.data(), tensor.data().data() + begin * sizeof(uint32_t),
-                indices.size() * sizeof(uint32_t));
-    for (size_t i = 1; i < indices.size(); ++i) {
-      if (indices[i] > indices[i - 1]) continue;
-      return InvalidField("selection.indices",
-                          absl::StrCat("KV head ", h, ": ", indices[i], " after ", indices[i - 1],
-                                       " is not ascending"));
-    }
-  }
-  return absl::OkStatus();
+  if (!request.has_k()) return absl::OkStatus();
+  const ModelSpec& spec = model_->spec;
+  int64_t row_count = 0;
+  for (int h = 0; choice_.lists && h < spec.kv_head_count; ++h) row_count += choice_.CountOf(h);
+  const std::array<int64_t, 3> ranged = {spec.kv_head_count, choice_.count, spec.head_dim};
+  const std::array<int64_t, 2> chosen = {row_count, spec.head_dim};
+  const std::span<const int64_t> shape = choice_.lists ? std::span<const int64_t>(chosen) : ranged;
+  ASSIGN_OR_RETURN(
+      k_, TargetOf(request.k(), shape, spec.dtype, services_.regions, "k", TensorMemory::kAny));
+  ASSIGN_OR_RETURN(
+      v_, TargetOf(request.v(), shape, spec.dtype, services_.regions, "v", TensorMemory::kAny));
+  if (k_->region->on_gpu == v_->region->on_gpu) return absl::OkStatus();
+  return InvalidField("v.region", "one of k and v lies in GPU memory, not both");
 }
 
-absl::Status FetchStream::CheckGiven(const LayerRows& rows) const {
-  for (size_t h = 0; h < selections_.size(); ++h) {
-    const std::vector<uint32_t>& indices = selections_[h].indices;
-    if (indices.empty() || indices.back() < rows.token_count()) continue;
-    return WithReason(absl::OutOfRangeError(
-                          absl::StrCat("selection.indices: KV head ", h, ": token ", indices.back(),
-                                       " is not below the layer's length ", rows.token_count())),
-                      "TOKEN_OUT_OF_RANGE",
-                      {{"layer_token_count", absl::StrCat(rows.token_count())}});
+void FetchStream::CopyRows(SharedRows shared) {
+  // The last dimension is a row's; the one before, tokens or all rows.
+  const auto rows_at = [&](const TensorTarget& target) {
+    return choice_.lists ? RowTarget{target.data, 0, target.strides[0]}
+                         : RowTarget{target.data, target.strides[0], target.strides[1]};
+  };
+  work_.emplace(FetchWork{.rows = std::move(shared.rows),
+                          .start = choice_.start,
+                          .count = choice_.count,
+                          .k = rows_at(*k_),
+                          .v = rows_at(*v_),
+                          .on_gpu = k_->region->on_gpu,
+                          .cancel = cancel_});
+  if (choice_.lists) {
+    std::vector<std::vector<uint32_t>>& chosen = work_->chosen.emplace();
+    for (Selection& list : *choice_.lists) chosen.push_back(std::move(list.indices));
   }
-  return absl::OkStatus();
+  Device& device = work_->on_gpu ? *shared.device : services_.engine.device();
+  device.Fetch(*work_, [this](absl::Status status) {
+    work_.reset();
+    Finish(services_.status.ToGrpc(status));
+  });
 }
 
 void FetchStream::WriteNext() {
-  while (head_ < selections_.size() && row_ == selections_[head_].indices.size()) {
+  const int heads = model_->spec.kv_head_count;
+  while (head_ < heads && row_ == choice_.CountOf(head_)) {
     ++head_;
     row_ = 0;
   }
   if (absl::Status status = cancel_->Check(); !status.ok()) {
     return Finish(services_.status.ToGrpc(status));
   }
-  if (head_ == selections_.size()) return Finish(grpc::Status::OK);
-  const Selection& selection = selections_[head_];
+  if (head_ == heads) return Finish(grpc::Status::OK);
   const int64_t row_bytes = rows_->row_bytes();
-  const size_t count = std::min(selection.indices.size() - row_,
-                                static_cast<size_t>(kMessageBytes / (row_bytes + kRowExtraBytes)));
+  const int64_t count =
+      std::min(choice_.CountOf(head_) - row_, kMessageBytes / (row_bytes + kRowExtraBytes));
   response_.Clear();
-  response_.set_kv_head(static_cast<int32_t>(head_));
-  FillTensor(std::span(selection.indices).subspan(row_, count), *response_.mutable_indices());
+  response_.set_kv_head(head_);
+  std::vector<uint32_t> tokens(count);
+  for (int64_t i = 0; i < count; ++i) tokens[i] = choice_.Token(head_, row_ + i);
+  FillTensor(std::span<const uint32_t>(tokens), *response_.mutable_indices());
   v1::Tensor& rows = *response_.mutable_rows();
   rows.set_dtype(ToProto(model_->spec.dtype));
-  rows.add_shape(static_cast<int64_t>(count));
+  rows.add_shape(count);
   rows.add_shape(2);
   rows.add_shape(model_->spec.head_dim);
   std::string& data = *rows.mutable_data();
-  data.resize(count * static_cast<size_t>(row_bytes));
-  for (size_t i = 0; i < count; ++i) {
-    std::memcpy(data.data() + i * row_bytes,
-                rows_->Row(static_cast<int>(head_), selection.indices[row_ + i]),
+  data.resize(static_cast<size_t>(count * row_bytes));
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(data.data() + i * row_bytes, rows_->Row(head_, tokens[i]),
                 static_cast<size_t>(row_bytes));
   }
   v1::Tensor& log_weights = *response_.mutable_log_weights();
   if (weighted_) {
-    FillTensor(std::span(selection.log_weights).subspan(row_, count), DType::kF32,
-               {static_cast<int64_t>(count)}, log_weights);
+    const Selection& selection = (*choice_.lists)[head_];
+    FillTensor(std::span(selection.log_weights).subspan(row_, count), DType::kF32, {count},
+               log_weights);
     FillTensor(std::span(selection.strata).subspan(row_, count), *response_.mutable_strata());
   } else {
-    FillTensor(std::vector<float>(count, 0.0f), DType::kF32, {static_cast<int64_t>(count)},
-               log_weights);
+    FillTensor(std::vector<float>(count, 0.0f), DType::kF32, {count}, log_weights);
   }
   row_ += count;
   StartWrite(&response_);

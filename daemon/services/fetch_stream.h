@@ -2,15 +2,17 @@
 
 #include <memory>
 #include <optional>
-#include <vector>
 
+#include "daemon/convert/tensor.h"
 #include "daemon/services/call.h"
+#include "daemon/services/fetch_choice.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
 
 // One FetchPages: the rows are chosen and shared in the sequence's turn, then
-// streamed at the client's pace while the sequence goes on.
+// streamed at the client's pace, or written where it wants them, while the
+// sequence goes on.
 class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse> {
  public:
   FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
@@ -21,22 +23,28 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   void OnCancel() override { cancel_->Cancel(); }
   void OnDone() override { delete this; }
 
+  absl::Status Start(const v1::FetchPagesRequest& request);
   absl::Status StartChoice(const v1::FetchPagesRequest& request);
   absl::Status StartGiven(const v1::FetchPagesRequest& request);
-  // Checks the client's choice, all but what needs the layer's length.
-  absl::Status ParseGiven(const v1::Selection& selection, const ModelSpec& spec);
-  absl::Status CheckGiven(const LayerRows& rows) const;
+  // Where the rows of choice_ shall be written.
+  absl::Status ParseTargets(const v1::FetchPagesRequest& request);
+  // Has the device write the rows to the targets, and ends the call.
+  void CopyRows(SharedRows shared);
   // Writes the next rows, or ends the call.
   void WriteNext();
 
   const ServiceContext& services_;
   const std::shared_ptr<CancelToken> cancel_;
   std::shared_ptr<Model> model_;
+  FetchChoice choice_;
   std::optional<LayerRows> rows_;
-  bool weighted_ = false;              // the daemon chose
-  std::vector<Selection> selections_;  // per KV head
-  size_t head_ = 0;
-  size_t row_ = 0;  // next of the head's selection
+  bool weighted_ = false;  // the daemon chose
+  int head_ = 0;
+  int64_t row_ = 0;  // next of the head's
+  // With targets: rows go there.
+  std::optional<TensorTarget> k_;
+  std::optional<TensorTarget> v_;
+  std::optional<FetchWork> work_;
   MemoryReservation reservation_;
   v1::FetchPagesResponse response_;
 };

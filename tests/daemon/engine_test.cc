@@ -250,11 +250,11 @@ TEST_F(EngineTest, AppendThatFailsAtALaterLayerLeavesNoTrace) {
   ASSERT_TRUE(Fill(sequence, other, 4, 200).ok());
   EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(204, 204));
   for (int layer = 0; layer < 2; ++layer) {
-    std::optional<absl::StatusOr<LayerRows>> shared;
+    std::optional<absl::StatusOr<SharedRows>> shared;
     engine->ShareRows(sequence, layer, Into(&shared));
     float k[2];
-    std::memcpy(&k[0], (**shared).Row(0, 3), sizeof(float));
-    std::memcpy(&k[1], (**shared).Row(0, 4), sizeof(float));
+    std::memcpy(&k[0], (**shared).rows.Row(0, 3), sizeof(float));
+    std::memcpy(&k[1], (**shared).rows.Row(0, 4), sizeof(float));
     EXPECT_THAT(k, ElementsAre(4, 90)) << "layer " << layer;
   }
 }
@@ -353,12 +353,12 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
 TEST_F(EngineTest, SharedRowsOutliveATruncation) {
   const auto sequence = NewSequence("s");
   ASSERT_TRUE(Fill(sequence, Rows(1, 4, 2), 0, 4).ok());
-  std::optional<absl::StatusOr<LayerRows>> shared;
+  std::optional<absl::StatusOr<SharedRows>> shared;
   engine->ShareRows(sequence, 0, Into(&shared));
   engine->Truncate(sequence, 0, [](const absl::Status& status) { EXPECT_TRUE(status.ok()); });
   ASSERT_TRUE(Fill(sequence, Rows(70, 4, 2), 0, 4, 1).ok());
   float k = 0;
-  std::memcpy(&k, (**shared).Row(0, 3), sizeof k);
+  std::memcpy(&k, (**shared).rows.Row(0, 3), sizeof k);
   EXPECT_EQ(k, 4);
 }
 

@@ -205,7 +205,7 @@ TEST_F(StreamDecoderTest, HoldsItsSequences) {
   engine->Delete("held", into);
   expect_held(status);
   EXPECT_TRUE(engine->registry().FindSequence("held").ok());
-  std::optional<absl::StatusOr<LayerRows>> shared;
+  std::optional<absl::StatusOr<SharedRows>> shared;
   engine->ShareRows(held, 0, Into(&shared));
   expect_held(shared->status());
   // The second one's refusal lets what it took go.

@@ -184,7 +184,7 @@ def test_the_cpu_device_refuses_gpu_memory(engine: Client, model: Model) -> None
     assert sequence.refresh().layer_token_counts == (0,) * LAYERS
 
 
-def test_only_appends_read_gpu_memory(engine: Client, model: Model) -> None:
+def test_attends_do_not_read_gpu_memory(engine: Client, model: Model) -> None:
     sequence = engine.create_sequence(model)
     sequence.append(0, 0, *rows(model, 5))
     request = attention_service_pb2.AttendRequest(layer=0)
@@ -194,4 +194,7 @@ def test_only_appends_read_gpu_memory(engine: Client, model: Model) -> None:
     item.q.slice.region, item.q.slice.offset = "regions/gpu", 4096
     error = refused(lambda: engine._call(engine._stubs.attention.Attend, request))
     assert error.code == "INVALID_ARGUMENT"
-    assert "regions/gpu holds rows that Append brings, and nothing else" in error.message
+    assert (
+        "regions/gpu holds rows that Append brings or FetchPages writes, and nothing else"
+        in error.message
+    )
