@@ -72,8 +72,8 @@ def has_gpu_rows(tensor: torch.Tensor) -> bool:
 class Region:
     """Memory shared with a daemon; `Client.attach_region` makes it.
 
-    What is appended from arrays in it goes to the daemon without being copied
-    into messages. `array` and `tensor` give out its memory piece by piece;
+    What is appended from arrays in it, or fetched into them, is not copied into
+    messages. `array` and `tensor` give out its memory piece by piece;
     `reset` takes all of it back. Not thread-safe.
 
     Attributes:
@@ -185,7 +185,7 @@ class Regions:
         )
 
     def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
-        """The same of a CUDA tensor that an embedded engine on its GPU appends."""
+        """The same of a CUDA tensor that an embedded engine on its GPU reads and writes."""
         tensor: torch.Tensor = array  # type: ignore[assignment]
         names = [device.name for device in self._client.server_info.devices]
         if not has_gpu_rows(tensor) or names != [f"cuda:{tensor.device.index}"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from spillway import _split
 from spillway._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
-from spillway.errors import NotFound, SpillwayError, tell_restart
+from spillway.errors import InvalidArgument, NotFound, OutOfRange, SpillwayError, tell_restart
 from spillway.policy import Policy
 from spillway.results import (
     AppendResult,
@@ -25,16 +24,47 @@ from spillway.results import (
 from spillway.tensors import (
     Array,
     OutDType,
+    check_target,
     decoder_like,
     dtype_of,
+    empty_like,
     encode_numbers,
     fill,
     itemsize,
+    keep_for_a_while,
     on_gpu,
+    wait_for_stream,
+    write,
 )
 
 if TYPE_CHECKING:
     from spillway.client import Client
+
+
+# Indices of one request that selects rows, so that it fits in a message.
+_SELECTED_MAX = 1 << 19
+
+
+def _range_request(start: int, end: int) -> attention_service_pb2.FetchPagesRequest:
+    tokens = attention_service_pb2.TokenRange(start=start, count=end - start)
+    return attention_service_pb2.FetchPagesRequest(tokens=tokens)
+
+
+def _selected_requests(
+    selection: Selection,
+) -> Iterator[tuple[slice, attention_service_pb2.FetchPagesRequest]]:
+    """Yields which rows of all, and a request for them."""
+    offsets = np.asarray(selection.offsets, np.int64)
+    indices = np.asarray(selection.indices)
+    for begin in range(0, max(len(indices), 1), _SELECTED_MAX):
+        end = min(begin + _SELECTED_MAX, len(indices))
+        # Those of a whole selection as they are, for the daemon to check.
+        whole = end - begin == len(indices)
+        chosen = attention_service_pb2.Selection(
+            offsets=offsets if whole else np.clip(offsets, begin, end) - begin,
+            indices=encode_numbers(indices[begin:end], tensor_pb2.DTYPE_U32),
+        )
+        yield slice(begin, end), attention_service_pb2.FetchPagesRequest(selection=chosen)
 
 
 class Sequence:
@@ -43,7 +73,7 @@ class Sequence:
     The handle remembers the generation and each layer's length as the daemon
     last told them, so that appends need not ask. It is not thread-safe:
     appends, truncations and forks of one handle come from one thread at a
-    time. Reads (attend, select, fetch_pages) may overlap each other.
+    time. Reads (attend, select, fetch_pages, fetch) may overlap each other.
 
     Every call raises `NotFound` where the sequence was deleted or has expired,
     and `DaemonRestarted`, which is one, where the daemon lost it by a restart.
@@ -181,9 +211,7 @@ class Sequence:
         k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
         if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
             places = k_place, v_place
-            if on_gpu(k):
-                # The engine reads them on streams of its own.
-                sys.modules["torch"].cuda.current_stream(k.device).synchronize()  # type: ignore[union-attr]
+            wait_for_stream(k)
             pieces = iter([(0, layers, 0, token_count)])
         else:
             places = None
@@ -347,6 +375,110 @@ class Sequence:
                 log_weights=decode(response.log_weights),
                 strata=decode(response.strata) if has_strata else None,
             )
+
+    def fetch(
+        self,
+        layer: int,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        selection: Selection | None = None,
+        into: tuple[Array, Array] | None = None,
+        like: Array | None = None,
+        timeout: float | None = None,
+    ) -> tuple[Any, Any]:
+        """Copies K/V rows out: of tokens [start, end), or those that `selection` names.
+
+        They are the rows of one moment, whatever is appended or truncated
+        meanwhile; of a selection of more than 524,288 rows each so many are.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            start: First token; only without `selection`.
+            end: One after the last token; None is the layer's length as last heard.
+            selection: Tokens of each KV head by its offsets and indices, ascending within a
+                head.
+            into: Arrays for keys and values in the model's dtype: [H_kv, end - start, d]
+                each, or with `selection` [offsets[-1], d], one head's rows after the
+                other's. Into memory that the engine sees (a region, with an embedded engine
+                every array, and CUDA tensors of its GPU) it writes in place; the current
+                stream is waited for then. Others are filled from messages. None makes
+                arrays.
+            like: An array whose kind and device the arrays have that are made; None is
+                numpy.
+            timeout: Seconds; None is the client's.
+
+        Returns:
+            Keys and values: the arrays of `into`. After an error some rows may have been
+            written.
+
+        Raises:
+            OutOfRange: A token that the layer has not.
+            ValueError: Arrays of another shape or dtype, or that are read-only.
+        """
+        model = self._described()
+        row_shape: tuple[int, ...]
+        if selection is None:
+            if end is None:
+                end = self.layer_token_counts[layer]
+            if not 0 <= start < end:
+                raise ValueError(f"no tokens: start is {start}, end {end}")
+            row_shape = (model.kv_head_count, end - start)
+            requests = iter([(slice(None), _range_request(start, end))])
+        else:
+            if start != 0 or end is not None:
+                raise ValueError("fetch takes either start and end or selection")
+            row_shape = (len(np.asarray(selection.indices)),)
+            requests = _selected_requests(selection)
+        shape = (*row_shape, model.head_dim)
+        if into is None:
+            into = empty_like(like, shape, model.dtype), empty_like(like, shape, model.dtype)
+        k, v = into
+        for array, what in ((k, "k"), (v, "v")):
+            check_target(array, shape, model.dtype, what)
+        for rows, request in requests:
+            request.layer, request.item.sequence = layer, self.name
+            self._fetch_into(request, k[rows], v[rows], timeout)
+        return k, v
+
+    def _fetch_into(
+        self,
+        request: attention_service_pb2.FetchPagesRequest,
+        k: Array,
+        v: Array,
+        timeout: float | None,
+    ) -> None:
+        """Fetches the request's rows, in place or by messages."""
+        fetch = self._client._stubs.attention.FetchPages
+        k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
+        if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
+            wait_for_stream(k)
+            request.k.CopyFrom(k_place)
+            request.v.CopyFrom(v_place)
+            try:
+                for _ in self._stream(fetch, request, timeout):
+                    pass
+            except (InvalidArgument, NotFound, OutOfRange):
+                raise
+            except BaseException:
+                # Given up: an engine in this process may still be on its last rows.
+                keep_for_a_while(k, v)
+                raise
+            return
+        decode_k, decode_v = decoder_like(k), decoder_like(v)
+        head, at = 0, 0
+        for response in self._stream(fetch, request, timeout):
+            count = response.rows.shape[0]
+            place: tuple[Any, ...]
+            if request.HasField("tokens"):
+                at = at if response.kv_head == head else 0
+                head = response.kv_head
+                place = (head, slice(at, at + count))
+            else:
+                place = (slice(at, at + count),)
+            write(k, place, decode_k(response.rows)[:, 0])
+            write(v, place, decode_v(response.rows)[:, 1])
+            at += count
 
     def fork(self, sequence_id: str = "") -> Sequence:
         """Copies the sequence; pages are shared until one side writes.

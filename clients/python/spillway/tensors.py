@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Union
@@ -187,3 +188,55 @@ def decoder_like(array: Array | None) -> Decoder:
         return made.to(device)
 
     return decode_torch
+
+
+def empty_like(like: Array | None, shape: tuple[int, ...], dtype: DTypeName) -> Array:
+    """Returns an array of the kind and device of another, numpy with None; contents undefined."""
+    if like is not None and is_torch(like):
+        torch = sys.modules["torch"]
+        device = like.device  # type: ignore[union-attr]
+        made: Array = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        return made
+    array = np.empty(shape, _STORAGE[_DTYPES[dtype]])
+    return BFloat16(array) if dtype == "bfloat16" else array
+
+
+def check_target(array: Array, shape: tuple[int, ...], dtype: DTypeName, what: str) -> None:
+    """Raises ValueError unless rows of that shape and dtype can be written to the array."""
+    if dtype_of(array, what) != _DTYPES[dtype]:
+        found = _NAMES[dtype_of(array, what)]
+        raise ValueError(f"{what} has elements of {found}, the model's rows of {dtype}")
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{what} has shape {list(array.shape)}, the rows have {list(shape)}")
+    held = array.bits if isinstance(array, BFloat16) else array
+    if isinstance(held, np.ndarray) and not held.flags.writeable:
+        raise ValueError(f"{what} is read-only")
+
+
+def write(array: Array, place: tuple[Any, ...], values: Array) -> None:
+    """Assigns values of the array's kind to a part of it."""
+    target: Any = array.detach() if is_torch(array) else array  # type: ignore[union-attr]
+    if isinstance(target, BFloat16):
+        assert isinstance(values, BFloat16)
+        target.bits[place] = values.bits
+    else:
+        target[place] = values
+
+
+def wait_for_stream(array: Array) -> None:
+    """Of a CUDA tensor: waits for the current stream. Engines use others, of their own."""
+    if on_gpu(array):
+        sys.modules["torch"].cuda.current_stream(array.device).synchronize()  # type: ignore[union-attr]
+
+
+# How long an engine may go on with a call that its caller has given up: it looks every few
+# milliseconds.
+_GIVEN_UP_S = 10.0
+
+
+def keep_for_a_while(*arrays: Array) -> None:
+    """Keeps the memory of arrays that an engine in this process may still write to."""
+    held = list(arrays)
+    timer = threading.Timer(_GIVEN_UP_S, held.clear)
+    timer.daemon = True
+    timer.start()
