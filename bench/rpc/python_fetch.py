@@ -1,0 +1,183 @@
+"""Rows fetched by the Python client: in messages, into a region, by an embedded engine.
+
+Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128, 1 GiB, are appended once and
+then fetched, a call a layer: all tokens, and a tenth of them, random, as a selection. On a
+GPU an embedded engine fetches into CUDA tensors too. Every fetch's bytes are compared with
+what was appended. Beside it: one thread's copy of the same bytes and, on a GPU, the link's
+copy of them from pinned memory. Ways take turns; medians; one JSON object a line.
+
+    python bench/rpc/python_fetch.py [--device cpu] [--tokens 32768]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import spillway
+import torch
+from spillway import Client, Selection, Sequence
+from spillway_lab import serving
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
+REPETITIONS = 5
+
+
+class Way(NamedTuple):
+    """Who fetches, and where to: keys and values [2, LAYERS, KV_HEADS, T, HEAD_DIM]."""
+
+    sequence: Sequence
+    target: Any
+
+
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def filled(client: Client, source: Any) -> Sequence:
+    """A sequence with the rows, without codes."""
+    model = client.create_model(
+        layer_count=LAYERS,
+        query_head_count=KV_HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype="float16",
+        hash_weights=None,
+    )
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, *source)
+    return sequence
+
+
+def like(source: Any, target: Any) -> Any:
+    """The rows where the target is, to compare on its device."""
+    return source if isinstance(target, np.ndarray) else torch.from_numpy(source).to(target.device)
+
+
+def check(got: Any, expected: Any) -> None:
+    """Raises unless all bytes are equal."""
+    # Elements are finite and none is -0: equal elements have equal bytes.
+    if not bool((got == expected).all()):
+        raise SystemExit("a fetch brought other rows than were appended")
+
+
+def fetch_all(way: Way, source: Any) -> float:
+    """Seconds of all layers' tokens."""
+    sequence, target = way
+    target[:] = 0
+    tokens = target.shape[3]
+    took = 0.0
+    for layer in range(LAYERS):
+        into = target[0, layer], target[1, layer]
+        took += seconds(lambda into=into, layer=layer: sequence.fetch(layer, 0, tokens, into=into))  # type: ignore[misc]
+    check(target, like(source, target))
+    return took
+
+
+def fetch_chosen(way: Way, source: Any, heads: list[Any]) -> float:
+    """Seconds of all layers' chosen rows."""
+    sequence, target = way
+    offsets = np.cumsum([0, *map(len, heads)])
+    chosen = Selection(offsets=offsets, indices=np.concatenate(heads))
+    took = 0.0
+    for layer in range(LAYERS):
+        k, v = (side.reshape(-1, HEAD_DIM)[: offsets[-1]] for side in target[:, layer])
+        k[:] = v[:] = 0
+        took += seconds(
+            lambda into=(k, v), layer=layer: sequence.fetch(layer, selection=chosen, into=into)  # type: ignore[misc]
+        )
+        for got, rows in ((k, source[0, layer]), (v, source[1, layer])):
+            expected = np.concatenate([rows[h, head] for h, head in enumerate(heads)])
+            check(got, like(expected, target))
+    return took
+
+
+def link_seconds(source: Any) -> float:
+    """Of a copy from pinned memory to the GPU."""
+    pinned = torch.from_numpy(source).pin_memory()
+    there = torch.empty_like(pinned, device="cuda")
+
+    def copy() -> None:
+        there.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize()
+
+    copy()
+    return min(seconds(copy) for _ in range(3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=32768)
+    arguments = parser.parse_args()
+    on_gpu = arguments.device.startswith("cuda")
+    rng = np.random.default_rng(0)
+    shape = (2, LAYERS, KV_HEADS, arguments.tokens, HEAD_DIM)
+    source = rng.random(shape, np.float32).astype(np.float16)
+    heads = [
+        np.flatnonzero(rng.random(arguments.tokens) < 0.1).astype(np.uint32)
+        for _ in range(KV_HEADS)
+    ]
+    share = sum(map(len, heads)) / KV_HEADS / arguments.tokens
+    copy = np.zeros_like(source)
+    flags = ("--device", arguments.device)
+    settings = {"device.name": arguments.device}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving.running_daemon(
+            serving.find_binary(ROOT), Path(folder, "log"), *flags, timeout=60
+        ) as target,
+        spillway.connect(target) as daemon,
+        spillway.connect("embedded:", settings=settings) as embedded,
+    ):
+        # Of the region: a copy in another array is filled from messages.
+        shared = daemon.attach_region(source.nbytes).array(source.shape, np.float16)
+        shared[:] = source
+        theirs, mine = filled(daemon, shared), filled(embedded, source)
+        ways = {"messages": Way(theirs, copy), "region": Way(theirs, shared)}
+        ways["embedded"] = Way(mine, copy)
+        if on_gpu:
+            there = torch.zeros(shape, dtype=torch.float16, device=arguments.device)
+            ways["embedded, CUDA"] = Way(mine, there)
+        times: dict[str, list[float]] = {}
+        for repetition in range(REPETITIONS + 1):
+            took = {"memcpy": seconds(lambda: np.copyto(copy, source))}
+            for name, way in ways.items():
+                took[f"{name}, all tokens"] = fetch_all(way, source)
+                took[f"{name}, a tenth of them"] = fetch_chosen(way, source, heads)
+            if on_gpu:
+                took["link"] = link_seconds(source)
+            # The first warms up.
+            for name, one in took.items() if repetition else ():
+                times.setdefault(name, []).append(one)
+    report(mebibytes=source.nbytes >> 20, device=arguments.device, repetitions=REPETITIONS)
+    rates = {
+        name: source.nbytes
+        * (share if name.endswith("them") else 1)
+        / statistics.median(many)
+        / 1e9
+        for name, many in times.items()
+    }
+    for name, rate in rates.items():
+        beside = "link" if "CUDA" in name or name == "link" else "memcpy"
+        report(
+            name=name, gb_per_s=round(rate, 2), **{f"of_{beside}": round(rate / rates[beside], 2)}
+        )
+
+
+if __name__ == "__main__":
+    main()
