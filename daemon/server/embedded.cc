@@ -7,7 +7,7 @@
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/server.h"
-#include "daemon/services/decode_step.h"
+#include "daemon/convert/decode_step.h"
 #include "host/base/status_macros.h"
 #include "host/memory/topology.h"
 

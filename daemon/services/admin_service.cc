@@ -8,7 +8,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
-#include "daemon/services/lookup.h"
+#include "daemon/convert/lookup.h"
 
 namespace spillway {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "daemon/convert/attend.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/lookup.h"
+#include "daemon/convert/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

@@ -7,7 +7,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/lookup.h"
+#include "daemon/convert/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

@@ -4,7 +4,7 @@
 
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
-#include "daemon/services/lookup.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/services/upload_stream.h"
 
 namespace spillway {

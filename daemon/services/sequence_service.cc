@@ -5,7 +5,7 @@
 #include "daemon/convert/model.h"
 #include "daemon/convert/policy.h"
 #include "daemon/services/call.h"
-#include "daemon/services/lookup.h"
+#include "daemon/convert/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

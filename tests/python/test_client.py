@@ -586,7 +586,7 @@ def test_abandoned_fetch_is_cancelled(
 @EVERY_TRANSPORT
 def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
     told = client.statistics().transport
-    assert told.steps == client.transport
+    assert told.steps == client.step_transport
     if client.transport == "embedded":
         assert told == spillway.Transport("embedded", "in place", "")
         return

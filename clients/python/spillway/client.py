@@ -42,7 +42,7 @@ from spillway.results import (
     Model,
     SequenceInfo,
 )
-from spillway.sequence import Sequence
+from spillway.sequence import Sequence, explained
 from spillway.server import ServerInfo, Statistics, Transport
 from spillway.step import DecodeStep
 from spillway.target import default_target, normalize_target
@@ -94,6 +94,8 @@ class Client:
         self.target = target
         self._timeout = timeout
         self._native_asked = native
+        # Why the daemon was found to have none; empty while nothing is known.
+        self._no_doorbell = ""
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
         # Carries decode streams, and everything to an engine in this process.
@@ -148,7 +150,7 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """What carries decode steps.
+        """What carries decode streams.
 
         `embedded`: function calls within the process; `libspillway`, or `grpcio`
         where that is not installed: a daemon's socket.
@@ -157,9 +159,19 @@ class Client:
             return "grpcio"
         return "embedded" if self.target == _native.EMBEDDED else "libspillway"
 
+    @property
+    def step_transport(self) -> str:
+        """What carries decode steps (`begin_step`).
+
+        As `transport`, or better than a socket: `doorbell`, memory that a daemon on
+        this host and libspillway share.
+        """
+        doorbell = self._native is not None and self._regions.available
+        return "doorbell" if doorbell and not self._no_doorbell else self.transport
+
     def _described_transport(self) -> Transport:
         """How the engine is reached, and why in no better way."""
-        steps = self.transport
+        steps = self.step_transport
         if steps == "embedded":
             return Transport(steps, "in place", "")
         reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
@@ -168,6 +180,10 @@ class Client:
                 "native=False was asked for"
                 if self._native_asked is False
                 else "libspillway was not found: SPILLWAY_LIBRARY can name it"
+            )
+        elif steps == "libspillway":
+            reasons.append(
+                self._no_doorbell or "no doorbell: that takes a unix socket of the daemon"
             )
         if self._regions.attached:
             return Transport(steps, "regions", "; ".join(reasons))
@@ -498,8 +514,7 @@ class Client:
             try:
                 response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
             except NotFound as error:
-                named = (s for s in sequences if s.name == error.metadata.get("name"))
-                raise next((s._explain(error) for s in named), error) from None
+                raise explained(error, sequences) from None
             for part, result in zip(group, response.results, strict=True):
                 answers[part.item].append(result)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,12 @@ from spillway.tensors import (
 
 if TYPE_CHECKING:
     from spillway.client import Client
+
+
+def explained(error: NotFound, sequences: Iterable[Sequence]) -> SpillwayError:
+    """The same, or that a restart of the daemon took the one of these that it names."""
+    named = (s for s in sequences if s.name == error.metadata.get("name"))
+    return next((s._explain(error) for s in named), error)
 
 
 class Sequence:

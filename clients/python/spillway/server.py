@@ -239,7 +239,7 @@ class Transport:
     """How a client reaches its engine.
 
     Attributes:
-        steps: What carries decode steps, as `Client.transport`.
+        steps: What carries decode steps: `Client.step_transport`.
         rows: What carries the K/V of appends: `in place`, nothing is copied on the
             way; `regions`, so are arrays in regions, others go in messages; `messages`.
         reason: Why it is not a better way; empty for the best there is.

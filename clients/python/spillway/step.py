@@ -13,11 +13,11 @@ import numpy as np
 
 from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
-from spillway.errors import SpillwayError
+from spillway.errors import NotFound, SpillwayError
 from spillway.policy import Policy
 from spillway.regions import Place, place_of
 from spillway.results import AttendResult, Model
-from spillway.sequence import Sequence
+from spillway.sequence import Sequence, explained
 from spillway.tensors import (
     Array,
     BFloat16,
@@ -66,7 +66,7 @@ def _empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
 
 
 class _NativeStep:
-    """Steps of an engine in this process, which reads and writes arrays in place."""
+    """A step of an engine in this process, or by a daemon's doorbell."""
 
     def __init__(
         self, channel: NativeChannel, message: attention_service_pb2.DecodeStep, model: Model
@@ -271,7 +271,8 @@ class DecodeStep(_Together):
     Positions and policy are the same in all layers and are said once. Layers
     may come in any order; each is attended once its new tokens are appended.
     With an embedded engine nothing is copied: it reads q, k and v where they
-    are, and writes the outputs into new arrays. Not thread-safe.
+    are, and writes the outputs into new arrays. To a daemon on this host they go
+    through memory that both share; to others, in messages. Not thread-safe.
 
     Attributes:
         sequences: The sequences, in the order of the arrays.
@@ -290,12 +291,20 @@ class DecodeStep(_Together):
         self.starts = tuple(sequence.token_count for sequence in sequences)
         self._kind: _NativeStep | _StreamStep
         self._last: tuple[Any, Any] = (None, None)
-        if client.transport == "embedded":
+        kind = None
+        if client.step_transport in ("embedded", "doorbell"):
             assert client._native is not None
             message = self._description(self.starts, policy)
-            self._kind = _NativeStep(client._native, message, self._model)
-        else:
-            self._kind = _StreamStep(client, self.sequences, self.starts, policy)
+            try:
+                kind = _NativeStep(client._native, message, self._model)
+            except NotFound as error:
+                raise explained(error, sequences) from None
+            except SpillwayError as error:
+                if client.transport == "embedded" or error.code != "UNIMPLEMENTED":
+                    raise
+                # Statistics.transport tells.
+                client._no_doorbell = error.message
+        self._kind = kind or _StreamStep(client, self.sequences, self.starts, policy)
 
     def __enter__(self) -> DecodeStep:
         return self
@@ -332,9 +341,11 @@ class DecodeStep(_Together):
         asked = self._check(q, k, v, out_dtype)
         try:
             answer = self._kind.attend(layer, q, k, v, asked)
-        except SpillwayError:
+        except SpillwayError as error:
             for sequence in self.sequences:
                 sequence._forget()
+            if isinstance(error, NotFound):
+                raise explained(error, self.sequences) from None
             raise
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             sequence._expect(layer, start + self.token_count)
