@@ -26,6 +26,7 @@ from spillway.tensors import (
     dtype_number,
     dtype_of,
     is_torch,
+    on_gpu,
 )
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ class _Tensors(ctypes.Structure):
 
 
 def _empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
-    """An array of q's kind, on the CPU."""
+    """An array of q's kind, on the CPU; pinned where q is on a GPU."""
     if is_torch(q):
         torch = sys.modules["torch"]
         kind = q.dtype if dtype == dtype_of(q, "q") else torch.float32  # type: ignore[union-attr]
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, pin_memory=on_gpu(q))
     if isinstance(q, BFloat16) and dtype == dtype_of(q, "q"):
         return BFloat16(np.empty(shape, np.uint16))
     numpy_dtype = q.dtype if isinstance(q, np.ndarray) else np.float32
@@ -97,6 +98,9 @@ class _NativeStep:
         place = place_of(lse)
         assert place is not None
         tensors.lse = place.address
+        on_their_way = {x.device for x in (q, k, v) if on_gpu(x)}
+        for device in on_their_way:
+            sys.modules["torch"].cuda.current_stream(device).synchronize()
         self._channel.attend_step(self._handle, layer, self._at)
         del kept
         return _back(out, q), _back(lse, q)
@@ -121,6 +125,8 @@ _F32 = dtype_number("float32")
 def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
     """Says where an array is, or a copy of it on the CPU whose rows lie side by side.
 
+    The copy of a CUDA tensor is complete when its current stream is.
+
     Args:
         tensor: What says it.
         array: [B, ...].
@@ -132,7 +138,10 @@ def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
     """
     place = place_of(array)
     if place is None:
-        if is_torch(array):
+        if on_gpu(array):
+            pinned = sys.modules["torch"].empty(array.shape, dtype=array.dtype, pin_memory=True)
+            array = pinned.copy_(array.detach(), non_blocking=True)
+        elif is_torch(array):
             array = array.detach().cpu().contiguous()
         elif isinstance(array, BFloat16):
             array = BFloat16(np.ascontiguousarray(array.bits))
@@ -153,7 +162,7 @@ def set_place(tensor: _Tensor, place: Place, token: int, head: int) -> None:
 
 def _back(array: Any, q: Any) -> Any:
     """An output on q's device."""
-    return array.to(q.device) if is_torch(q) and q.device.type != "cpu" else array
+    return array.to(q.device, non_blocking=True) if on_gpu(q) else array
 
 
 class _StreamStep:
