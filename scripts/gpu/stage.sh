@@ -73,6 +73,8 @@ stage_tree() {
   stage_wrapper daemon/spillwayd ../../../..
   stage_wrapper clients/cpp/spillway ../../../../..
   stage_wrapper clients/cpp/attend_example ../../../../..
+  [[ ! -x $build/clients/cpp/decode_example ]] ||
+    stage_wrapper clients/cpp/decode_example ../../../../..
 }
 
 if [[ ${1-} == --model ]]; then
@@ -87,7 +89,7 @@ if ((${#programs[@]} == 0)); then
     bench/gpu/link/spillway-link-bench bench/rpc/append_bench bench/rpc/rpc_bench \
     bench/rpc/rpc_echo_server \
     daemon/spillwayd clients/cpp/spillway \
-    clients/cpp/attend_example clients/c/libspillway.so.1; do
+    clients/cpp/attend_example clients/cpp/decode_example clients/c/libspillway.so.1; do
     if [[ -x "$build/$name" ]]; then
       programs+=("$build/$name")
     fi
