@@ -222,7 +222,7 @@ void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {
   {
     const MutexLock lock(mutex_);
     if (doorbell->socket() != socket_) return;
-    if (idle_.size() < kIdleMax) {
+    if (!doorbell->broken() && idle_.size() < kIdleMax) {
       idle_.push_back(std::move(doorbell));
       return;
     }

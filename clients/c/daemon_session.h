@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -55,6 +56,8 @@ class Doorbell {
 
   const std::string& name() const { return name_; }
   const std::shared_ptr<SessionSocket>& socket() const { return socket_; }
+  // Whether no call can be made any more.
+  bool broken() const { return broken_; }
   // What a call and its answer lie in.
   std::span<std::byte> data() const { return data_; }
 
@@ -67,14 +70,14 @@ class Doorbell {
  private:
   Doorbell(std::shared_ptr<SessionSocket> socket, std::string name, std::span<std::byte> bytes);
 
+  // Waits for the answer to the last call.
+  absl::Status Await();
+
   const std::shared_ptr<SessionSocket> socket_;
   const std::string name_;
   const std::span<std::byte> bytes_;
   DoorbellMemory& memory_;
   const std::span<std::byte> data_;
-  // Waits for the answer to the last call.
-  absl::Status Await();
-
   BellWaiter waiter_;
   uint32_t rung_ = 0;
   bool broken_ = false;
@@ -90,7 +93,7 @@ class DaemonSession {
   // A doorbell whose data hold so many bytes: one that was given back, or a new one.
   // UNIMPLEMENTED, telling why, where the daemon shares no memory with this process.
   absl::StatusOr<std::unique_ptr<Doorbell>> Take(int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // For the next Take().
+  // For the next Take(); detaches one that is broken or not needed.
   void Give(std::unique_ptr<Doorbell> doorbell) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
