@@ -1,0 +1,168 @@
+"""How the daemon treats the control daemon of CUDA MPS, here one that a script stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import spillway
+from daemon_process import binary, running_daemon
+
+WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="has a GPU")
+
+# Answers while the file `running` is there, and writes down what it is told.
+CONTROL = """#!/bin/sh
+cd "$FAKE_MPS"
+if [ "$1" = -d ]; then
+  echo "start in $CUDA_MPS_PIPE_DIRECTORY with GPUs ${CUDA_VISIBLE_DEVICES-all}" >>told
+  [ ! -e broken ] || { echo "cannot open the log" >&2; exit 3; }
+  : >running
+  exit 0
+fi
+read -r command
+echo "$command" >>told
+[ ! -e silent ] || exec sleep 600
+[ -e running ] || { echo "Cannot find MPS control daemon process" >&2; exit 1; }
+[ "$command" != quit ] || rm running
+"""
+
+
+class FakeMps:
+    """A control daemon's program, first in PATH, and what it was told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pipes = folder / "pipes"
+        program = folder / "nvidia-cuda-mps-control"
+        program.write_text(CONTROL)
+        program.chmod(0o755)
+
+    def set(self, state: str) -> None:
+        """running, silent or broken."""
+        (self.folder / state).touch()
+
+    @property
+    def running(self) -> bool:
+        return (self.folder / "running").exists()
+
+    @property
+    def told(self) -> list[str]:
+        file = self.folder / "told"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def start(self, *flags: str) -> tuple[int, str]:
+        """Exit status and error of a start that is to fail."""
+        done = subprocess.run(
+            [binary(), "--log-format", "json", "--listen", f"unix:{self.folder}/s/s.sock", *flags],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        last = json.loads(done.stderr.splitlines()[-1])
+        return done.returncode, last["error"] if last["event"] == "cannot_start" else ""
+
+
+@pytest.fixture
+def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMps:
+    fake = FakeMps(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_MPS", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(fake.pipes))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    return fake
+
+
+@WITHOUT_GPU
+def test_on_starts_a_control_daemon_and_ends_it(mps: FakeMps) -> None:
+    status, error = mps.start("--mps", "on")
+    assert status == 1
+    assert error.startswith("--mps on: no GPU can be used")
+    assert mps.told == [
+        "get_server_list",
+        f"start in {mps.pipes} with GPUs all",
+        "get_server_list",
+        "quit",
+    ]
+    assert not mps.running
+    assert mps.pipes.is_dir()
+
+
+@WITHOUT_GPU
+def test_on_leaves_a_control_daemon_that_runs_alone(mps: FakeMps) -> None:
+    mps.set("running")
+    status, error = mps.start("--mps", "on")
+    assert status == 1
+    assert error.startswith("--mps on: no GPU can be used")
+    assert mps.told == ["get_server_list"]
+    assert mps.running
+
+
+def test_on_says_why_none_could_be_started(mps: FakeMps) -> None:
+    mps.set("broken")
+    status, error = mps.start("--mps", "on")
+    assert status == 1
+    assert error == (
+        f"--mps on: cannot start nvidia-cuda-mps-control at {mps.pipes}: "
+        "exit status 3: cannot open the log"
+    )
+    assert mps.told == [
+        "get_server_list",
+        f"start in {mps.pipes} with GPUs all",
+        "get_server_list",
+    ]
+
+
+def test_on_does_not_wait_for_one_that_is_silent(mps: FakeMps) -> None:
+    mps.set("silent")
+    status, error = mps.start("--mps", "on")
+    assert status == 1
+    assert f"the control daemon at {mps.pipes} does not answer" in error
+    assert mps.told == ["get_server_list"]
+
+
+def test_on_names_a_program_that_is_missing(
+    mps: FakeMps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    status, error = mps.start("--mps", "on")
+    assert status == 1
+    assert error == (
+        f"--mps on: no control daemon runs at {mps.pipes}, and none can be started: "
+        "nvidia-cuda-mps-control is not in PATH"
+    )
+
+
+def test_on_names_a_directory_that_cannot_be_made(
+    mps: FakeMps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/proc/logs")
+    status, error = mps.start("--mps", "on")
+    assert status == 1
+    assert "cannot make CUDA_MPS_LOG_DIRECTORY /proc/logs" in error
+    assert mps.told == ["get_server_list"]
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_off_and_auto_serve_without_a_gpu(mps: FakeMps, tmp_path: Path, mode: str) -> None:
+    with running_daemon(tmp_path, "--mps", mode) as target, spillway.connect(target) as client:
+        (device,) = client.server_info.devices
+        assert not device.mps
+        told = client.statistics().transport
+        assert not told.mps
+        assert "MPS" not in told.reason
+    # Auto asks, and neither starts nor ends one.
+    assert mps.told == (["get_server_list"] if mode == "auto" else [])
+
+
+def test_the_cpu_asks_no_control_daemon(mps: FakeMps, tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "--device", "cpu", "--log-format", "json"):
+        pass
+    assert mps.told == []
+    events = [json.loads(x)["event"] for x in (tmp_path / "spillwayd.log").read_text().splitlines()]
+    assert "serving" in events
+    assert "mps" not in events
