@@ -1,17 +1,28 @@
-"""How the daemon treats the control daemon of CUDA MPS, here one that a script stands for."""
+"""How the daemon treats the control daemon of CUDA MPS: one that a script stands for, and,
+on a GPU, NVIDIA's own."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import spillway
-from daemon_process import binary, running_daemon
+from daemon_process import binary, on_gpu, running_daemon
 
 WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="has a GPU")
+
+CONTROL_NAME = "nvidia-cuda-mps-control"
+WITH_MPS = pytest.mark.skipif(
+    not on_gpu() or shutil.which(CONTROL_NAME) is None, reason="needs a GPU and its MPS"
+)
 
 # Answers while the file `running` is there, and writes down what it is told.
 CONTROL = """#!/bin/sh
@@ -36,7 +47,7 @@ class FakeMps:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pipes = folder / "pipes"
-        program = folder / "nvidia-cuda-mps-control"
+        program = folder / CONTROL_NAME
         program.write_text(CONTROL)
         program.chmod(0o755)
 
@@ -166,3 +177,94 @@ def test_the_cpu_asks_no_control_daemon(mps: FakeMps, tmp_path: Path) -> None:
     events = [json.loads(x)["event"] for x in (tmp_path / "spillwayd.log").read_text().splitlines()]
     assert "serving" in events
     assert "mps" not in events
+
+
+def answers() -> bool:
+    """Whether NVIDIA's control daemon does, at the environment's directory."""
+    done = subprocess.run(
+        [CONTROL_NAME], input="get_server_list\n", capture_output=True, text=True, timeout=30
+    )
+    return done.returncode == 0
+
+
+def wait_until_gone() -> None:
+    """It ends when its last client has."""
+    deadline = time.monotonic() + 30
+    while answers():
+        assert time.monotonic() < deadline, "the control daemon goes on"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a control daemon of this test's own would be."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipe"))
+    monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", str(tmp_path / "log"))
+    return tmp_path / "pipe"
+
+
+@contextmanager
+def control_daemon(pipes: Path) -> Iterator[None]:
+    """NVIDIA's control daemon, that somebody else has started."""
+    for folder in (pipes, pipes.parent / "log"):
+        folder.mkdir()
+    subprocess.run(
+        [CONTROL_NAME, "-d"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        timeout=30,
+        check=True,
+    )
+    try:
+        yield
+    finally:
+        subprocess.run([CONTROL_NAME], input="quit\n", text=True, timeout=30, check=True)
+
+
+def served(folder: Path, *flags: str) -> dict[str, str]:
+    """Serves an attend, and gives the log's line about MPS."""
+    with running_daemon(folder, "--log-format", "json", *flags) as target:
+        with spillway.connect(target) as client:
+            (gpu,) = client.server_info.devices
+            transport = client.statistics().transport
+            assert transport.mps == gpu.mps
+            assert ("not shared by way of MPS" in transport.reason) != gpu.mps
+            model = client.create_model(
+                layer_count=1, query_head_count=2, kv_head_count=1, head_dim=64, dtype="float32"
+            )
+            sequence = client.create_sequence(model)
+            ones = np.ones((1, 300, 64), np.float32)
+            sequence.append(0, 0, ones, ones)
+            out = sequence.attend(0, np.ones((1, 2, 64), np.float32)).out
+            np.testing.assert_allclose(out, 1.0, rtol=1e-5)
+    lines = [json.loads(x) for x in (folder / "spillwayd.log").read_text().splitlines()]
+    (line,) = [x for x in lines if x["event"] == "mps"]
+    assert (line["attached"] == "yes") == gpu.mps
+    return line
+
+
+@WITH_MPS
+def test_on_a_gpu_on_starts_mps_and_ends_it(pipes: Path, tmp_path: Path) -> None:
+    assert not answers()
+    line = served(tmp_path, "--mps", "on")
+    assert line["attached"] == "yes"
+    assert line["reason"] == f"started a control daemon at {pipes}"
+    wait_until_gone()
+
+
+@WITH_MPS
+def test_on_a_gpu_the_setting_decides_beside_a_control_daemon(pipes: Path, tmp_path: Path) -> None:
+    with control_daemon(pipes):
+        for mode, attached in (("auto", "yes"), ("off", "no"), ("on", "yes")):
+            line = served(tmp_path, "--mps", mode)
+            assert (mode, line["attached"], line["level"]) == (mode, attached, "info")
+            assert answers()
+    wait_until_gone()
+
+
+@WITH_MPS
+def test_on_a_gpu_auto_starts_none(pipes: Path, tmp_path: Path) -> None:
+    line = served(tmp_path, "--mps", "auto")
+    assert line["attached"] == "no"
+    assert f"no control daemon answers at {pipes}" in line["reason"]
+    assert not answers()
