@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
+#include "gpu/cuda/mps.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/stream_step.h"
 #include "host/base/elements.h"
@@ -242,6 +243,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->info_.uuid = UuidName(properties.uuid);
   device->info_.thread_count = threads;
   device->info_.simd_target = SimdTargetName();
+  device->info_.mps = cuda::SharedByMps(options.ordinal);
   device->finisher_ = std::thread([raw = device.get()] { raw->Finish(); });
   return device;
 }

@@ -172,8 +172,10 @@ class Client:
     def _described_transport(self) -> Transport:
         """How the engine is reached, and why in no better way."""
         steps = self.step_transport
+        gpus = [device for device in self.server_info.devices if device.uuid]
+        mps = bool(gpus) and all(gpu.mps for gpu in gpus)
         if steps == "embedded":
-            return Transport(steps, "in place", "")
+            return Transport(steps, "in place", mps, "")
         reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
         if steps == "grpcio":
             reasons.append(
@@ -185,14 +187,20 @@ class Client:
             reasons.append(
                 self._no_doorbell or "no doorbell: that takes a unix socket of the daemon"
             )
+        taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
+        if taking_turns:
+            reasons.append(
+                f"the daemon's {', '.join(taking_turns)} is not shared by way of MPS: kernels of "
+                "this process take turns with the daemon's (spillwayd --mps on)"
+            )
         if self._regions.attached:
-            return Transport(steps, "regions", "; ".join(reasons))
+            return Transport(steps, "regions", mps, "; ".join(reasons))
         reasons.append(
             "no region is attached: Client.attach_region"
             if self._regions.available
             else "there are no regions: that takes a unix socket of the daemon"
         )
-        return Transport(steps, "messages", "; ".join(reasons))
+        return Transport(steps, "messages", mps, "; ".join(reasons))
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response; raises SpillwayError."""
