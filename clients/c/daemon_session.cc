@@ -45,12 +45,14 @@ absl::Status FromGrpc(const grpc::Status& status) {
   return made;
 }
 
-// Calls a method with one request.
+// Calls a method with one request. reached: the daemon is known to be there.
 template <typename Stub, typename Request, typename Response>
 absl::Status Called(Stub& stub,
                     grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                    const Request& request, Response& response) {
+                    const Request& request, Response& response, bool reached) {
   grpc::ClientContext context;
+  // A channel to a daemon that has restarted may not know it yet.
+  context.set_wait_for_ready(reached);
   context.set_deadline(std::chrono::system_clock::now() + kTimeout);
   return FromGrpc((stub.*method)(&context, request, &response));
 }
@@ -183,18 +185,25 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
   if (!target_.starts_with(kUnix)) {
     return NoDoorbell("that takes a unix socket of the daemon");
   }
-  v1::GetServerInfoResponse info;
-  const auto stub = v1::AdminService::NewStub(channel_);
-  RETURN_IF_ERROR(Called<v1::AdminService::Stub>(*stub, &v1::AdminService::Stub::GetServerInfo,
-                                                 v1::GetServerInfoRequest(), info));
-  if (info.region_socket().empty()) return NoDoorbell("the daemon shares no memory");
-  // The daemon may know its folder by another path.
-  const std::string path = target_.substr(kUnix.size());
-  const size_t folder = path.rfind('/');
-  ASSIGN_OR_RETURN(socket_, SessionSocket::Connect(absl::StrCat(
-                                folder == std::string::npos ? "" : path.substr(0, folder + 1),
-                                info.region_socket())));
-  return socket_;
+  const bool known = !path_.empty();
+  if (!known) {
+    v1::GetServerInfoResponse info;
+    const auto stub = v1::AdminService::NewStub(channel_);
+    RETURN_IF_ERROR(Called<v1::AdminService::Stub>(*stub, &v1::AdminService::Stub::GetServerInfo,
+                                                   v1::GetServerInfoRequest(), info, false));
+    if (info.region_socket().empty()) return NoDoorbell("the daemon shares no memory");
+    // The daemon may know its folder by another path.
+    const std::string path = target_.substr(kUnix.size());
+    const size_t folder = path.rfind('/');
+    path_ = absl::StrCat(folder == std::string::npos ? "" : path.substr(0, folder + 1),
+                         info.region_socket());
+  }
+  absl::StatusOr<std::shared_ptr<SessionSocket>> socket = SessionSocket::Connect(path_);
+  if (socket.ok()) return socket_ = *std::move(socket);
+  // One that was there before is gone, with its daemon.
+  if (known) return absl::UnavailableError(absl::StrCat("no daemon at ", target_));
+  path_.clear();
+  return socket.status();
 }
 
 absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes) {
@@ -212,7 +221,7 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   v1::AttachDoorbellResponse response;
   const auto stub = v1::MemoryService::NewStub(channel_);
   RETURN_IF_ERROR(Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::AttachDoorbell,
-                                                  request, response));
+                                                  request, response, true));
   const v1::Region& region = response.region();
   ASSIGN_OR_RETURN(const int descriptor, socket->Receive(region.name()));
   return Doorbell::Map(std::move(socket), region.name(), descriptor, region.byte_count());
@@ -237,7 +246,8 @@ void DaemonSession::Detach(const Doorbell& doorbell) {
   v1::DetachRegionResponse response;
   const auto stub = v1::MemoryService::NewStub(channel_);
   // Where it fails the session's end detaches it.
-  Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::DetachRegion, request, response)
+  Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::DetachRegion, request, response,
+                                  false)
       .IgnoreError();
 }
 

@@ -103,6 +103,7 @@ class DaemonSession {
   const std::string target_;
   const std::shared_ptr<grpc::Channel> channel_;
   Mutex mutex_;
+  std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty before it was reached
   std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Doorbell>> idle_ ABSL_GUARDED_BY(mutex_);
 };

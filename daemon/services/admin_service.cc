@@ -6,9 +6,9 @@
 #include <optional>
 
 #include "daemon/convert/attend.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
-#include "daemon/convert/lookup.h"
 
 namespace spillway {
 namespace {

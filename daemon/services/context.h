@@ -5,9 +5,9 @@
 
 #include "absl/time/time.h"
 #include "daemon/convert/status.h"
+#include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/engine.h"
 #include "daemon/engine/regions.h"
-#include "daemon/doorbell/doorbell_server.h"
 #include "daemon/services/stream_set.h"
 #include "oneapi/tbb/task_arena.h"
 
