@@ -71,9 +71,11 @@ if ! grep -q '^gpu_tests:' <<<"$targets"; then
   say "build/release is without CUDA: CMake found no nvcc (set CUDACXX and configure anew)"
   exit 1
 fi
+# Where there is Eigen.
+mapfile -t optional < <(grep -o '^decode_example\b' <<<"$targets")
 cmake --build --preset release --parallel "${JOBS:-$(nproc)}" \
   --target conformance_tests statistics_tests gpu_tests attend_bench encode_bench \
-  spillwayd spillway spillway_c attend_example
+  spillwayd spillway spillway_c attend_example "${optional[@]}"
 scripts/gpu/stage.sh >/dev/null
 bundles=(gpu-bundle)
 if [[ -x .venv/bin/python ]]; then

@@ -13,8 +13,8 @@ packages=(
   libabsl-dev libcli11-dev libgrpc++-dev libhwloc-dev libhwy-dev
   libmimalloc-dev libprotobuf-dev libspdlog-dev libtbb-dev libtoml11-dev
   nlohmann-json3-dev
-  # Tests and benchmarks.
-  libbenchmark-dev libgmock-dev libgtest-dev
+  # An example, tests and benchmarks.
+  libeigen3-dev libbenchmark-dev libgmock-dev libgtest-dev
   # Packages.
   dpkg-dev file
   # Lint, and the Python client's virtual environment.

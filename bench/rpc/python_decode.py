@@ -2,9 +2,9 @@
 
 A step appends a token to a short sequence and attends, 32 query heads over 8
 KV heads of 128, bf16, torch tensors of the CPU in and out. The ways: a Decode
-stream to a daemon through grpcio and through libspillway, the same to an
-engine in this process, and that engine's own steps (`Client.begin_step`),
-announced for each token. Blocks of steps go by each in turn, with and without
+stream to a daemon through grpcio and through libspillway, steps by the
+daemon's doorbell (`Client.begin_step`), announced for each token, and a stream
+and steps of an engine in this process. Blocks of steps go by each in turn, with and without
 a pause before each step; before anything is timed, all must answer what
 attention computed here gives. Prints a table, in microseconds, medians.
 
@@ -107,9 +107,11 @@ def ways(stack: ExitStack, clients: list[Client]) -> list[Way]:
             dtype="bfloat16",
         )
         embedded = client.transport == "embedded"
-        for own in (False, True) if embedded else (False,):
+        for own in (
+            (False, True) if client.step_transport != client.transport or embedded else (False,)
+        ):
             stream = None if own else stack.enter_context(client.decode())
-            name = client.transport + (" step" if own else " stream" if embedded else "")
+            name = f"{client.step_transport} step" if own else f"{client.transport} stream"
             made.append(Way(name, client, client.create_sequence(model), stream))
             made[-1].check()
     return made

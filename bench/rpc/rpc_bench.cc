@@ -1,4 +1,4 @@
-// Round trips of Attend and Decode beyond device time, against a bare gRPC
+// Round trips of Attend, Decode and a daemon's doorbell beyond device time, against a bare gRPC
 // echo that moves as many bytes over a socket of the same kind.
 //
 // Starts a daemon and an echo server of its own on unix sockets in a temporary
@@ -28,6 +28,7 @@
 #include "cli/random_rows.h"
 #include "grpcpp/create_channel.h"
 #include "nlohmann/json.hpp"
+#include "spillway.h"
 #include "spillway/client.h"
 #include "spillway/error.h"
 #include "spillway/tensor.h"
@@ -48,6 +49,10 @@ struct Options {
   int block_size = 50;
 };
 
+// How a call goes: an Attend, a message of a Decode stream, or an attend of a decode
+// step by the daemon's doorbell, which is announced before.
+enum class Way { kAttend, kDecode, kDoorbell };
+
 // Shape of a case. Short sequences: the device's time is subtracted, but a
 // client that waits longer also wakes later, and an echo does not wait at all.
 struct Case {
@@ -57,15 +62,17 @@ struct Case {
   int32_t head_dim;
   v1::DType dtype;
   int64_t token_count;
-  bool decode;
+  Way way;
 };
 
 const std::vector<Case>& Cases() {
   static const auto* cases = new std::vector<Case>{
-      {"attend 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, false},
-      {"attend 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, false},
-      {"decode 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, true},
-      {"decode 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, true},
+      {"attend 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kAttend},
+      {"attend 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kAttend},
+      {"decode 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kDecode},
+      {"decode 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kDecode},
+      {"doorbell 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kDoorbell},
+      {"doorbell 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kDoorbell},
   };
   return *cases;
 }
@@ -95,8 +102,9 @@ using TimedCall = std::function<absl::StatusOr<Timing>()>;
 // Calls to a daemon with one model and one sequence of a case.
 class DaemonCalls {
  public:
-  DaemonCalls(Client& client, const Case& bench_case)
+  DaemonCalls(Client& client, const std::string& target, const Case& bench_case)
       : client_(client),
+        channel_(spillway_channel_open(target.c_str()), &spillway_channel_close),
         case_(bench_case),
         resources_(client),
         random_(bench_case.dtype, 1, 1),
@@ -132,7 +140,7 @@ class DaemonCalls {
                                        .v = v})
                               .status();
     if (!status.ok()) return status;
-    if (case_.decode) stream_ = client_.OpenDecode();
+    if (case_.way == Way::kDecode) stream_ = client_.OpenDecode();
     FillItem(*attend_request_.add_items());
     FillItem(decode_request_);
     // Drawn once: both servers are idle as long between two calls.
@@ -140,23 +148,35 @@ class DaemonCalls {
     for (v1::Tensor* tensor : {rows.mutable_k(), rows.mutable_v()}) {
       *tensor = MakeTensor(case_.dtype, {case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
     }
+    if (case_.way == Way::kDoorbell) FillTensors();
     return absl::OkStatus();
   }
 
   // Drops what decoding appended.
   absl::Status Restart() {
-    if (!case_.decode) return absl::OkStatus();
+    if (case_.way == Way::kAttend) return absl::OkStatus();
     const auto truncated = client_.TruncateSequence(sequence_, case_.token_count);
     if (!truncated.ok()) return truncated.status();
-    decode_request_.mutable_append()->set_generation(truncated->generation());
+    generation_ = truncated->generation();
+    decode_request_.mutable_append()->set_generation(generation_);
     token_count_ = case_.token_count;
     return absl::OkStatus();
   }
 
   absl::StatusOr<Timing> Call() {
     Timing timing;
-    absl::StatusOr<v1::AttendResult> result =
-        case_.decode ? Decode(timing.round_trip_us) : Attend(timing.round_trip_us);
+    absl::StatusOr<v1::AttendResult> result;
+    switch (case_.way) {
+      case Way::kAttend:
+        result = Attend(timing.round_trip_us);
+        break;
+      case Way::kDecode:
+        result = Decode(timing.round_trip_us);
+        break;
+      case Way::kDoorbell:
+        result = AttendStep(timing.round_trip_us);
+        break;
+    }
     if (!result.ok()) return result.status();
     if (absl::Status status = ToAbslStatus(result->status()); !status.ok()) return status;
     timing.device_us = result->statistics().device_time_us();
@@ -203,12 +223,75 @@ class DaemonCalls {
     return decode_response_.result();
   }
 
+  static spillway_tensor Dense(std::string& data, int64_t head_bytes) {
+    // Of one sequence and one token.
+    return {data.data(), static_cast<int64_t>(data.size()), static_cast<int64_t>(data.size()),
+            head_bytes};
+  }
+
+  void FillTensors() {
+    const int64_t head_bytes = case_.head_dim * (case_.dtype == v1::DTYPE_F32 ? 4 : 2);
+    q_ = decode_request_.q().data();
+    k_ = decode_request_.append().k().data();
+    v_ = decode_request_.append().v().data();
+    out_.resize(q_.size());
+    lse_.resize(static_cast<size_t>(case_.query_head_count));
+    tensors_.q_dtype = tensors_.out_dtype = case_.dtype;
+    tensors_.q = Dense(q_, head_bytes);
+    tensors_.k = Dense(k_, head_bytes);
+    tensors_.v = Dense(v_, head_bytes);
+    tensors_.out = Dense(out_, head_bytes);
+    tensors_.lse = lse_.data();
+    // What an echo moves.
+    request_bytes_ = q_.size() + k_.size() + v_.size();
+    response_bytes_ = out_.size() + lse_.size() * sizeof(float);
+  }
+
+  static absl::Status LastError() {
+    const char* message;
+    const void* details;
+    size_t size;
+    const int code = spillway_error(&message, &details, &size);
+    return absl::Status(static_cast<absl::StatusCode>(code), message);
+  }
+
+  absl::StatusOr<v1::AttendResult> AttendStep(double& round_trip_us) {
+    v1::DecodeStep description;
+    description.set_token_count(1);
+    v1::DecodeStep::Part& part = *description.add_parts();
+    part.set_sequence(sequence_);
+    part.set_token_start(token_count_);
+    part.set_generation(generation_);
+    const std::string text = description.SerializeAsString();
+    const std::unique_ptr<spillway_step, decltype(&spillway_step_end)> step(
+        spillway_step_begin(channel_.get(), text.data(), text.size()), &spillway_step_end);
+    if (step == nullptr) return LastError();
+    const absl::Time start = absl::Now();
+    const int code = spillway_step_attend(step.get(), 0, &tensors_);
+    round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
+    if (code != 0) return LastError();
+    ++token_count_;
+    const void* message;
+    size_t size;
+    if (spillway_step_results(step.get(), &message, &size) != 0) return LastError();
+    v1::AttendResponse response;
+    if (!response.ParseFromArray(message, static_cast<int>(size)) || response.results_size() != 1) {
+      return absl::InternalError("a step's results are not one AttendResult");
+    }
+    return std::move(*response.mutable_results(0));
+  }
+
   Client& client_;
+  const std::unique_ptr<spillway_channel, decltype(&spillway_channel_close)> channel_;
   const Case& case_;
   cli::TemporaryResources resources_;
   cli::RandomRows random_;
   std::string sequence_;
   int64_t token_count_;
+  int64_t generation_ = 0;
+  std::string q_, k_, v_, out_;
+  std::vector<float> lse_;
+  spillway_step_tensors tensors_ = {};
   v1::AttendRequest attend_request_;
   v1::DecodeRequest decode_request_;
   v1::DecodeResponse decode_response_;
@@ -281,15 +364,16 @@ struct Samples {
   std::vector<double> round_ratios;  // a round's medians, beyond / echo
 };
 
-absl::Status RunCase(Client& client, EchoService::Stub& echo_stub, const Case& bench_case,
+absl::Status RunCase(ServerPair& servers, EchoService::Stub& echo_stub, const Case& bench_case,
                      const Options& options, Samples& samples) {
-  DaemonCalls daemon(client, bench_case);
+  DaemonCalls daemon(servers.client(), servers.daemon_target(), bench_case);
   if (absl::Status status = daemon.Create(); !status.ok()) return status;
   // Sizes are known after one call.
   if (auto first = daemon.Call(); !first.ok()) return first.status();
   samples.request_bytes = daemon.request_bytes();
   samples.response_bytes = daemon.response_bytes();
-  EchoCalls echo(echo_stub, bench_case.decode, daemon.request_bytes(), daemon.response_bytes());
+  EchoCalls echo(echo_stub, bench_case.way != Way::kAttend, daemon.request_bytes(),
+                 daemon.response_bytes());
 
   std::vector<double> beyond;
   std::vector<double> echoes;
@@ -363,7 +447,6 @@ absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
                                                    std::vector<Samples>& samples) {
   const auto servers = ServerPair::Start(options.spillwayd, options.device, options.echo_server);
   if (!servers.ok()) return servers.status();
-  Client& client = (*servers)->client();
   const std::string echo_target = (*servers)->echo_target();
   auto channel = grpc::CreateChannel(echo_target, grpc::InsecureChannelCredentials());
   if (!channel->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(20))) {
@@ -372,10 +455,10 @@ absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
   const std::unique_ptr<EchoService::Stub> echo = EchoService::NewStub(channel);
   for (size_t i = 0; i < Cases().size(); ++i) {
     if (!IsWanted(Cases()[i], options)) continue;
-    absl::Status status = RunCase(client, *echo, Cases()[i], options, samples[i]);
+    absl::Status status = RunCase(**servers, *echo, Cases()[i], options, samples[i]);
     if (!status.ok()) return status;
   }
-  return client.server_info();
+  return (*servers)->client().server_info();
 }
 
 absl::StatusOr<Json> Run(const Options& options) {

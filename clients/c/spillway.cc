@@ -13,6 +13,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "clients/c/daemon_session.h"
+#include "clients/c/doorbell_step.h"
+#include "clients/c/step.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
@@ -48,11 +51,17 @@ std::shared_ptr<grpc::Channel> Connect(const char* target) {
 thread_local absl::Status last_error;
 thread_local std::string last_details;  // a serialised google.rpc.Status, or nothing
 
-// Keeps an error; `engine` knows its details. Returns its code.
-int SetError(const absl::Status& status, const spillway::Embedded* engine = nullptr) {
-  last_details = engine != nullptr ? engine->DetailsOf(status) : "";
+// Keeps an error and its serialised google.rpc.Status, if it has one. Returns its code.
+int SetError(const absl::Status& status, std::string details) {
+  last_details = std::move(details);
   last_error = status;
   return static_cast<int>(status.code());
+}
+
+// The same of an error that `engine`, or a daemon, knows the details of.
+int SetError(const absl::Status& status, const spillway::Embedded* engine = nullptr) {
+  return SetError(status,
+                  engine != nullptr ? engine->DetailsOf(status) : spillway::DaemonDetails(status));
 }
 
 // What f returns, a status with or without a value; one where it throws.
@@ -119,18 +128,37 @@ absl::StatusOr<spillway::StepTensors> TensorsOf(const spillway_step_tensors& fro
   return tensors;
 }
 
+// A step of an engine in this process.
+class EmbeddedStep final : public spillway::ClientStep {
+ public:
+  EmbeddedStep(std::shared_ptr<spillway::Embedded> engine, std::unique_ptr<spillway::Step> step)
+      : engine_(std::move(engine)), step_(std::move(step)) {}
+
+  absl::Status Attend(int layer, const spillway::StepTensors& tensors) override {
+    return step_->Attend(layer, tensors);
+  }
+  absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
+  std::string DetailsOf(const absl::Status& status) const override {
+    return engine_->DetailsOf(status);
+  }
+
+ private:
+  // First: it goes last.
+  const std::shared_ptr<spillway::Embedded> engine_;
+  const std::unique_ptr<spillway::Step> step_;
+};
+
 }  // namespace
 
 struct spillway_channel {
   // First: it goes last.
   std::shared_ptr<spillway::Embedded> embedded;  // null: a daemon's
   std::shared_ptr<grpc::Channel> channel;
+  std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
 };
 
 struct spillway_step {
-  // First: it goes last.
-  std::shared_ptr<spillway::Embedded> embedded;
-  std::unique_ptr<spillway::Step> step;
+  std::unique_ptr<spillway::ClientStep> step;
   std::string results;
 };
 
@@ -330,7 +358,11 @@ int spillway_error(const char** message, const void** details, size_t* details_s
 }
 
 spillway_channel* spillway_channel_open(const char* target) {
-  return OrNull<spillway_channel>([&] { return new spillway_channel{nullptr, Connect(target)}; });
+  return OrNull<spillway_channel>([&] {
+    std::shared_ptr<grpc::Channel> channel = Connect(target);
+    return new spillway_channel{nullptr, channel,
+                                std::make_shared<spillway::DaemonSession>(target, channel)};
+  });
 }
 
 spillway_channel* spillway_channel_embed(const char* const* settings, size_t setting_count) {
@@ -340,7 +372,7 @@ spillway_channel* spillway_channel_embed(const char* const* settings, size_t set
       named.push_back(absl::StrSplit(settings[i], absl::MaxSplits('=', 1)));
     }
     ASSIGN_OR_RETURN(std::shared_ptr<spillway::Embedded> embedded, spillway::Embedded::Open(named));
-    return new spillway_channel{embedded, embedded->channel()};
+    return new spillway_channel{embedded, embedded->channel(), nullptr};
   });
 }
 
@@ -380,12 +412,15 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
   spillway::Embedded* const engine = channel->embedded.get();
   return OrNull<spillway_step>(
       [&]() -> absl::StatusOr<spillway_step*> {
-        if (engine == nullptr) {
-          return absl::UnimplementedError("steps are for an engine in this process");
+        const std::string_view text(static_cast<const char*>(description), size);
+        std::unique_ptr<spillway::ClientStep> step;
+        if (engine != nullptr) {
+          ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun, engine->BeginStep(text));
+          step = std::make_unique<EmbeddedStep>(channel->embedded, std::move(begun));
+        } else {
+          ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel->session, text));
         }
-        ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> step,
-                         engine->BeginStep({static_cast<const char*>(description), size}));
-        return new spillway_step{channel->embedded, std::move(step), ""};
+        return new spillway_step{std::move(step), ""};
       },
       engine);
 }
@@ -395,13 +430,15 @@ int spillway_step_attend(spillway_step* step, int layer, const spillway_step_ten
     ASSIGN_OR_RETURN(const spillway::StepTensors places, TensorsOf(*tensors));
     return step->step->Attend(layer, places);
   });
-  return status.ok() ? 0 : SetError(status, step->embedded.get());
+  return status.ok() ? 0 : SetError(status, step->step->DetailsOf(status));
 }
 
-void spillway_step_results(spillway_step* step, const void** message, size_t* size) {
-  step->results = step->embedded->ResultsOf(step->step->last());
+int spillway_step_results(spillway_step* step, const void** message, size_t* size) {
+  const absl::StatusOr<std::string> results = Caught([&] { return step->step->Results(); });
+  step->results = results.value_or("");
   *message = step->results.data();
   *size = step->results.size();
+  return results.ok() ? 0 : SetError(results.status(), step->step->DetailsOf(results.status()));
 }
 
 void spillway_step_end(spillway_step* step) { delete step; }

@@ -100,15 +100,16 @@ SPILLWAY_EXPORT void spillway_call_cancel(spillway_call* call);
 /* Cancels and frees the call, which no other thread may be using. */
 SPILLWAY_EXPORT void spillway_call_close(spillway_call* call);
 
-/* --- Decode steps on an engine in this process, without messages. */
+/* --- Decode steps without messages: on an engine in this process, or by a doorbell
+ * in memory that this process and a daemon on its host share. */
 
 typedef struct spillway_step spillway_step;
 
 /* Announces a step: a serialised spillway.v1.DecodeStep. One thread at a time
  * uses it. An engine whose channel is closed goes with its last step.
  *
- * NULL where the description is refused, or the channel is to a daemon
- * (UNIMPLEMENTED). */
+ * NULL where the description is refused, or a daemon shares no memory with this
+ * process (UNIMPLEMENTED): it is reached by TCP, or its second socket is not there. */
 SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
                                                    const void* description, size_t size);
 
@@ -134,8 +135,9 @@ typedef struct {
   float* lse;          /* [B, T, H_q] in C order, written; may be NULL */
 } spillway_step_tensors;
 
-/* Appends the step's new tokens at a layer and attends, in this thread. Inputs
- * are read and outputs written in place.
+/* Appends the step's new tokens at a layer and attends. On an engine in this process
+ * inputs are read and outputs written in place, in this thread; to a daemon they are
+ * copied through the shared memory.
  *
  * Returns 0, or a gRPC status code that spillway_error tells of: the first
  * part's that failed. The outputs of the others are written. */
@@ -144,8 +146,9 @@ SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
 
 /* Certificates and counts of the step's last attend: a serialised
  * spillway.v1.AttendResponse without tensors, a result for each part. Valid
- * until the step's next function. */
-SPILLWAY_EXPORT void spillway_step_results(spillway_step* step, const void** message, size_t* size);
+ * until the step's next function. Returns 0, or -- of a daemon that is gone -- a gRPC
+ * status code. */
+SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** message, size_t* size);
 
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 

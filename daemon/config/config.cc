@@ -124,6 +124,12 @@ absl::Status SetDevices(Config& config, const std::string& text) {
   return absl::OkStatus();
 }
 
+// In the order of MpsMode.
+const std::vector<std::string>& MpsNames() {
+  static const auto* const names = new std::vector<std::string>{"off", "auto", "on"};
+  return *names;
+}
+
 const std::vector<Setting>& Settings() {
   static const auto* const settings = new std::vector<Setting>{
       {"server.listen", "--listen", "unix:/path or tcp:host:port", true,
@@ -175,6 +181,12 @@ const std::vector<Setting>& Settings() {
          return config.gpu_memory_limit_bytes == 0 ? "0"
                                                    : FormatBytes(config.gpu_memory_limit_bytes);
        }},
+      Choice(
+          "device.mps", "--mps",
+          "off, auto or on: share GPUs by way of CUDA MPS, so that kernels of other processes need "
+          "not wait their turn; auto where its control daemon runs, on starts it",
+          MpsNames(), [](Config& config, size_t i) { config.mps = static_cast<MpsMode>(i); },
+          [](const Config& config) { return ModeName(config.mps); }),
       Integer("device.thread_count", "--threads", "worker threads, 0: one per core",
               &Config::thread_count, 0, 4096),
       Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",
@@ -262,9 +274,23 @@ absl::Status Set(const std::string& key, const std::string& text, const Topology
   return absl::InvalidArgumentError(absl::StrCat("unknown key ", key));
 }
 
-// What an engine without a socket has no use for.
-constexpr const char* kOfSockets[] = {"server.listen", "server.allow_remote",
-                                      "server.grace_seconds", "server.stream_count_max"};
+// What an engine within a program has no use for, and why.
+constexpr char kListensNowhere[] = "an embedded engine listens nowhere";
+constexpr std::pair<const char*, const char*> kOfDaemons[] = {
+    {"server.listen", kListensNowhere},
+    {"server.allow_remote", kListensNowhere},
+    {"server.grace_seconds", kListensNowhere},
+    {"server.stream_count_max", kListensNowhere},
+    {"device.mps", "an embedded engine shares its process's CUDA, attached to MPS or not"}};
+
+absl::Status CheckMps(const Config& config) {
+  if (config.mps != MpsMode::kOn || config.devices != std::vector<std::string>{"cpu"}) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      "--mps (device.mps) is on and --device (device.name) is cpu: MPS shares GPUs; name one, or "
+      "leave --mps out");
+}
 
 absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
   try {
@@ -288,6 +314,8 @@ absl::Status ReadFile(const std::string& path, const Topology& topology, Config&
 }
 
 }  // namespace
+
+std::string ModeName(MpsMode mode) { return MpsNames()[static_cast<size_t>(mode)]; }
 
 std::string DefaultListen() {
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
@@ -344,6 +372,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
       return absl::InvalidArgumentError(absl::StrCat(setting.flag, ": ", status.message()));
     }
   }
+  RETURN_IF_ERROR(CheckMps(line.config));
   return line;
 }
 
@@ -354,10 +383,9 @@ absl::StatusOr<Config> EmbeddedConfig(
   config.log_level = "error";  // what is refused the caller learns anyway
   std::set<std::string> seen;
   for (const auto& [key, text] : settings) {
-    for (const char* other : kOfSockets) {
+    for (const auto& [other, why] : kOfDaemons) {
       if (key != other) continue;
-      return absl::InvalidArgumentError(
-          absl::StrCat(key, ": an embedded engine listens nowhere; this is a daemon's"));
+      return absl::InvalidArgumentError(absl::StrCat(key, ": ", why, "; this is a daemon's"));
     }
     if (!seen.insert(key).second) {
       return absl::InvalidArgumentError(absl::StrCat(key, ": named twice"));

@@ -14,6 +14,17 @@ namespace spillway {
 
 enum class LogFormat { kText, kJson };
 
+// Whether the daemon's GPUs are shared by way of MPS, which lets kernels of
+// several processes run beside one another.
+enum class MpsMode {
+  kOff,   // never
+  kAuto,  // where a control daemon answers already
+  kOn,    // always: one is started where none answers
+};
+
+// "off", "auto" or "on".
+std::string ModeName(MpsMode mode);
+
 // What the daemon is told, defaults filled in. Read once at start.
 struct Config {
   // unix:/path, or tcp:host:port (port 0: any that is free); empty: nowhere.
@@ -29,6 +40,7 @@ struct Config {
   // Memory of each GPU for codes and workspaces; 0: nine tenths of what is
   // free.
   int64_t gpu_memory_limit_bytes = 0;
+  MpsMode mps = MpsMode::kAuto;
   // Worker threads; 0: one per core.
   int thread_count = 0;
   // How long a stop waits for running calls.
@@ -63,7 +75,7 @@ struct CommandLine {
 // Flags, over the file that --config names, over the defaults. Unknown keys
 // in the file, values that do not parse and values out of range, among them a
 // memory limit above what the machine has, are INVALID_ARGUMENT that names
-// them.
+// them; so is MPS that is asked for on the CPU.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version);
 

@@ -53,18 +53,26 @@ std::string RegionTable::OpenSession() {
   return id;
 }
 
-void RegionTable::CloseSession(const std::string& session) {
-  Session gone;  // freed without the lock
-  const MutexLock lock(mutex_);
-  const auto found = sessions_.find(session);
-  if (found == sessions_.end()) return;
-  gone = std::move(found->second);
-  sessions_.erase(found);
-  for (const auto& [id, region] : gone) regions_.erase(id);
+void RegionTable::Detached(Region& region) {
+  if (const auto detached = std::exchange(region.detached, nullptr)) detached();
 }
 
-absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(const std::string& session,
-                                                            int64_t bytes) {
+void RegionTable::CloseSession(const std::string& session) {
+  Session gone;  // freed without the lock
+  {
+    const MutexLock lock(mutex_);
+    const auto found = sessions_.find(session);
+    if (found == sessions_.end()) return;
+    gone = std::move(found->second);
+    sessions_.erase(found);
+    for (const auto& [id, region] : gone) regions_.erase(id);
+  }
+  for (const auto& [id, region] : gone) Detached(*region);
+}
+
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
+    const std::string& session, int64_t bytes,
+    const std::function<void(const std::shared_ptr<Region>&)>& ready) {
   RETURN_IF_ERROR(CheckSessions());
   if (bytes <= 0) {
     return InvalidField("byte_count", absl::StrCat("value ", bytes, " is not positive"));
@@ -84,12 +92,18 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(const std::string& s
   ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
   ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
   region->bytes = region->memory->bytes();
-  const MutexLock lock(mutex_);
-  const auto found = sessions_.find(session);
-  if (found == sessions_.end()) return SessionNotFound();
-  found->second.emplace(region->id, region);
-  regions_.emplace(region->id, region);
-  return region;
+  if (ready != nullptr) ready(region);
+  {
+    const MutexLock lock(mutex_);
+    const auto found = sessions_.find(session);
+    if (found != sessions_.end()) {
+      found->second.emplace(region->id, region);
+      regions_.emplace(region->id, region);
+      return region;
+    }
+  }
+  Detached(*region);
+  return SessionNotFound();
 }
 
 absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(
@@ -106,14 +120,17 @@ absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(
 absl::Status RegionTable::Detach(const std::string& session, std::string_view id) {
   RETURN_IF_ERROR(CheckSessions());
   std::shared_ptr<Region> gone;  // freed without the lock
-  const MutexLock lock(mutex_);
-  const auto found = sessions_.find(session);
-  if (found == sessions_.end()) return SessionNotFound();
-  const auto region = found->second.find(id);
-  if (region == found->second.end()) return RegionNotFound(id);
-  gone = region->second;
-  found->second.erase(region);
-  regions_.erase(gone->id);
+  {
+    const MutexLock lock(mutex_);
+    const auto found = sessions_.find(session);
+    if (found == sessions_.end()) return SessionNotFound();
+    const auto region = found->second.find(id);
+    if (region == found->second.end()) return RegionNotFound(id);
+    gone = region->second;
+    found->second.erase(region);
+    regions_.erase(gone->id);
+  }
+  Detached(*gone);
   return absl::OkStatus();
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -28,6 +29,8 @@ struct Region {
   // GPU memory of this process: the host cannot read it.
   bool on_gpu = false;
   MemoryReservation reservation;
+  // Called once, when nothing can name the region any more. May be null.
+  std::function<void()> detached;
 };
 
 // The regions of all clients. A client's belong to its session, which ends with
@@ -57,8 +60,11 @@ class RegionTable {
 
   // NOT_FOUND, reason SESSION_NOT_FOUND; RESOURCE_EXHAUSTED for memory or the
   // most regions of a session; UNIMPLEMENTED without sessions.
-  // INVALID_ARGUMENT unless bytes is positive.
-  absl::StatusOr<std::shared_ptr<Region>> Attach(const std::string& session, int64_t bytes)
+  // INVALID_ARGUMENT unless bytes is positive. `ready` is called with the region
+  // before anybody can name it, may be null, and may set `detached`.
+  absl::StatusOr<std::shared_ptr<Region>> Attach(
+      const std::string& session, int64_t bytes,
+      const std::function<void(const std::shared_ptr<Region>&)>& ready = nullptr)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // The session's regions by id. Errors as Attach.
   absl::StatusOr<std::vector<std::shared_ptr<Region>>> List(const std::string& session) const
@@ -74,6 +80,8 @@ class RegionTable {
   using Session = std::map<std::string, std::shared_ptr<Region>, std::less<>>;
 
   absl::Status CheckSessions() const;
+  // Of a region that the tables have no more, without the lock.
+  static void Detached(Region& region);
 
   const Kind kind_;
   MemoryBudget* const budget_;

@@ -29,6 +29,8 @@ class Step {
                                                       int64_t token_count);
 
   const Model& model() const { return *parts_.front().sequence->model; }
+  int part_count() const { return static_cast<int>(parts_.size()); }
+  int64_t token_count() const { return token_count_; }
 
   // Appends the new tokens' K and V of a layer and attends, and waits for it:
   // in this thread, where the device computes on the CPU. An element that is

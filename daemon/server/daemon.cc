@@ -2,12 +2,16 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
+#include "daemon/server/mps.h"
+#include "daemon/server/mps_system.h"
 #include "daemon/server/server.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -38,6 +42,20 @@ void LogSystem(const Config& config, const Topology& topology, const Device& dev
   }
 }
 
+// Checks what came of MPS, and says so in one line.
+absl::Status CheckMps(const Config& config, const Mps& mps, const Device& device) {
+  std::vector<DeviceInfo> devices;
+  for (const Device* part : device.parts()) devices.push_back(part->info());
+  ASSIGN_OR_RETURN(const std::optional<Mps::Report> report, mps.Check(devices));
+  if (!report) return absl::OkStatus();
+  Log(report->warning ? LogLevel::kWarning : LogLevel::kInfo, "mps",
+      {{"setting", ModeName(config.mps)},
+       {"attached", report->attached ? "yes" : "no"},
+       {"reason", report->reason},
+       {"advice", report->advice}});
+  return absl::OkStatus();
+}
+
 int Fail(const absl::Status& status) {
   Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
@@ -46,9 +64,16 @@ int Fail(const absl::Status& status) {
 }  // namespace
 
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
+  // Before CUDA, which decides with its first call whether it attaches.
+  const std::unique_ptr<MpsSystem> system = CreateMpsSystem();
+  const absl::StatusOr<Mps> mps = Mps::Prepare(config, system.get());
+  if (!mps.ok()) return Fail(mps.status());
   absl::StatusOr<std::unique_ptr<Home>> home = Home::Open(config, "--memory-limit");
   if (!home.ok()) return Fail(home.status());
   LogSystem(config, topology, (*home)->device());
+  if (const absl::Status status = CheckMps(config, *mps, (*home)->device()); !status.ok()) {
+    return Fail(status);
+  }
   {
     absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, (*home)->engine());
     if (!server.ok()) return Fail(server.status());

@@ -4,10 +4,10 @@
 
 #include "absl/time/time.h"
 #include "daemon/config/config.h"
+#include "daemon/convert/decode_step.h"
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/server.h"
-#include "daemon/services/decode_step.h"
 #include "host/base/status_macros.h"
 #include "host/memory/topology.h"
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/convert/attend.h"
+#include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/holders.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/region_server.h"
@@ -54,12 +55,14 @@ struct Server::Impl {
               events.Refused(error, reason);
             }),
         regions(RegionsOf(config), &engine.budget()),
+        doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
         context{
             engine,
             status,
             streams,
             regions,
+            doorbells,
             background,
             SPILLWAY_VERSION,
             boot_id,
@@ -81,6 +84,7 @@ struct Server::Impl {
   const StatusConverter status;
   StreamSet streams;
   RegionTable regions;
+  DoorbellServer doorbells;
   tbb::task_arena background;
   const ServiceContext context;
   MemoryService memory;
@@ -156,6 +160,7 @@ void Server::Drain(absl::Duration grace) {
   grpc_init();
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   impl_->streams.Drain();
+  impl_->doorbells.Drain();
   impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
   impl_->server->Wait();
 }

@@ -6,9 +6,9 @@
 #include <optional>
 
 #include "daemon/convert/attend.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
-#include "daemon/services/lookup.h"
 
 namespace spillway {
 namespace {
@@ -49,6 +49,7 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
     device.set_thread_count(info.thread_count);
     device.set_simd_target(info.simd_target);
     device.set_uuid(info.uuid);
+    device.set_mps(info.mps.value_or(false));
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       device.set_memory_limit_bytes(memory->limit_bytes);
       device.set_memory_used_bytes(memory->used_bytes);

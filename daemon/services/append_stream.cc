@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "daemon/convert/attend.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

@@ -5,9 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

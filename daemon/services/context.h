@@ -5,6 +5,7 @@
 
 #include "absl/time/time.h"
 #include "daemon/convert/status.h"
+#include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/engine.h"
 #include "daemon/engine/regions.h"
 #include "daemon/services/stream_set.h"
@@ -18,6 +19,7 @@ struct ServiceContext {
   const StatusConverter& status;
   StreamSet& streams;
   RegionTable& regions;
+  DoorbellServer& doorbells;
   // Runs what computes for long (rotations, hash weights), so that it does
   // not hold up the threads that serve calls.
   tbb::task_arena& background;

@@ -10,10 +10,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/attend_call.h"
-#include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

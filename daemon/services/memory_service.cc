@@ -17,14 +17,29 @@ void Fill(const Region& region, v1::Region& out) {
 grpc::ServerUnaryReactor* MemoryService::AttachRegion(grpc::CallbackServerContext* context,
                                                       const v1::AttachRegionRequest* request,
                                                       v1::AttachRegionResponse* response) {
+  return AnswerAttached(context, *response, [this, request] {
+    return services_.regions.Attach(request->session(), request->byte_count());
+  });
+}
+
+grpc::ServerUnaryReactor* MemoryService::AttachDoorbell(grpc::CallbackServerContext* context,
+                                                        const v1::AttachDoorbellRequest* request,
+                                                        v1::AttachDoorbellResponse* response) {
+  return AnswerAttached(context, *response, [this, request] {
+    return services_.doorbells.Attach(request->session(), request->byte_count());
+  });
+}
+
+template <typename Response, typename Attach>
+grpc::ServerUnaryReactor* MemoryService::AnswerAttached(grpc::CallbackServerContext* context,
+                                                        Response& response, Attach attach) {
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
   // The system fills every page with zeros, which takes its time.
-  services_.background.enqueue([this, call, request, response] {
+  services_.background.enqueue([call, &response, attach] {
     if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
-    const absl::StatusOr<std::shared_ptr<Region>> region =
-        services_.regions.Attach(request->session(), request->byte_count());
-    if (region.ok()) Fill(**region, *response->mutable_region());
+    const absl::StatusOr<std::shared_ptr<Region>> region = attach();
+    if (region.ok()) Fill(**region, *response.mutable_region());
     call->End(region.status());
   });
   return reactor;

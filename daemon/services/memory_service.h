@@ -18,8 +18,16 @@ class MemoryService final : public v1::MemoryService::CallbackService {
   grpc::ServerUnaryReactor* DetachRegion(grpc::CallbackServerContext* context,
                                          const v1::DetachRegionRequest* request,
                                          v1::DetachRegionResponse* response) override;
+  grpc::ServerUnaryReactor* AttachDoorbell(grpc::CallbackServerContext* context,
+                                           const v1::AttachDoorbellRequest* request,
+                                           v1::AttachDoorbellResponse* response) override;
 
  private:
+  // Answers with the region that `attach` makes.
+  template <typename Response, typename Attach>
+  grpc::ServerUnaryReactor* AnswerAttached(grpc::CallbackServerContext* context, Response& response,
+                                           Attach attach);
+
   const ServiceContext& services_;
 };
 

@@ -2,9 +2,9 @@
 
 #include <utility>
 
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
-#include "daemon/services/lookup.h"
 #include "daemon/services/upload_stream.h"
 
 namespace spillway {

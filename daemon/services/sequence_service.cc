@@ -2,10 +2,10 @@
 
 #include <utility>
 
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/convert/policy.h"
 #include "daemon/services/call.h"
-#include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

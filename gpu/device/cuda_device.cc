@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
+#include "gpu/cuda/mps.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/row_fetcher.h"
 #include "gpu/device/stream_step.h"
@@ -251,6 +252,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->info_.simd_target = SimdTargetName();
   device->fetcher_ =
       std::make_unique<cuda::RowFetcher>(device->gpu_, &device->budget_, host_budget);
+  device->info_.mps = cuda::SharedByMps(options.ordinal);
   device->finisher_ = std::thread([raw = device.get()] { raw->Finish(); });
   return device;
 }

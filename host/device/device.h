@@ -30,6 +30,9 @@ struct DeviceInfo {
   std::string uuid;         // of a GPU, else empty
   int thread_count = 0;
   std::string simd_target;
+  // Whether this process shares a GPU by way of MPS; unknown where the driver
+  // does not say. Of a CPU: no.
+  std::optional<bool> mps = false;
 };
 
 // Memory of a device's own, bytes.

@@ -71,8 +71,11 @@ stage_tree() {
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
   stage_wrapper daemon/spillwayd ../../../..
+  stage_wrapper bench/gpu/handover/spillway-handover-bench ../../../../../..
   stage_wrapper clients/cpp/spillway ../../../../..
   stage_wrapper clients/cpp/attend_example ../../../../..
+  [[ ! -x $build/clients/cpp/decode_example ]] ||
+    stage_wrapper clients/cpp/decode_example ../../../../..
 }
 
 if [[ ${1-} == --model ]]; then
@@ -84,10 +87,11 @@ programs=("$@")
 if ((${#programs[@]} == 0)); then
   for name in tests/conformance/conformance_tests tests/statistics/statistics_tests \
     tests/gpu/gpu_tests bench/gpu/attend_bench bench/gpu/encode_bench \
-    bench/gpu/link/spillway-link-bench bench/rpc/append_bench bench/rpc/rpc_bench \
+    bench/gpu/link/spillway-link-bench bench/gpu/handover/spillway-handover-bench \
+    bench/rpc/append_bench bench/rpc/rpc_bench \
     bench/rpc/rpc_echo_server \
     daemon/spillwayd clients/cpp/spillway \
-    clients/cpp/attend_example clients/c/libspillway.so.1; do
+    clients/cpp/attend_example clients/cpp/decode_example clients/c/libspillway.so.1; do
     if [[ -x "$build/$name" ]]; then
       programs+=("$build/$name")
     fi

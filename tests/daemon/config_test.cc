@@ -47,5 +47,36 @@ TEST(Config, AMemoryLimitAboveTheControlGroupsIsRefused) {
   EXPECT_TRUE(Parse(Machine(24 * kGiB, 8 * kGiB), {"--memory-limit", "8GiB"}).ok());
 }
 
+TEST(Config, MpsIsOffAutoOrOn) {
+  const Topology machine = Machine(24 * kGiB);
+  EXPECT_EQ(Parse(machine, {})->config.mps, MpsMode::kAuto);
+  EXPECT_EQ(Parse(machine, {"--mps", "off"})->config.mps, MpsMode::kOff);
+  EXPECT_EQ(Parse(machine, {"--mps", "on"})->config.mps, MpsMode::kOn);
+  EXPECT_THAT(ToToml(Parse(machine, {"--mps", "on"})->config), HasSubstr("mps = \"on\"\n"));
+  EXPECT_EQ(ModeName(MpsMode::kOff), "off");
+  const auto line = Parse(machine, {"--mps", "sometimes"});
+  ASSERT_TRUE(absl::IsInvalidArgument(line.status()));
+  EXPECT_THAT(std::string(line.status().message()),
+              HasSubstr("--mps: \"sometimes\" is not one of off, auto, on"));
+}
+
+TEST(Config, MpsIsForGpus) {
+  const Topology machine = Machine(24 * kGiB);
+  const auto line = Parse(machine, {"--mps", "on", "--device", "cpu"});
+  ASSERT_TRUE(absl::IsInvalidArgument(line.status()));
+  EXPECT_THAT(std::string(line.status().message()),
+              HasSubstr("--mps (device.mps) is on and --device (device.name) is cpu"));
+  for (const char* mode : {"off", "auto"}) {
+    EXPECT_TRUE(Parse(machine, {"--mps", mode, "--device", "cpu"}).ok());
+  }
+  EXPECT_TRUE(Parse(machine, {"--mps", "on", "--device", "cuda:0"}).ok());
+}
+
+TEST(Config, AnEmbeddedEngineHasItsProcessesCuda) {
+  const absl::Status status = EmbeddedConfig({{"device.mps", "on"}}, Machine(24 * kGiB)).status();
+  ASSERT_TRUE(absl::IsInvalidArgument(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("device.mps: an embedded engine shares"));
+}
+
 }  // namespace
 }  // namespace spillway

@@ -1,4 +1,4 @@
-"""The README's example of transformers runs."""
+"""The README's examples of a real model run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import spillway
+import torch
+from daemon_process import binary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,3 +31,23 @@ def test_generate(client: spillway.Client, loaded: tuple[Any, Any]) -> None:
     assert answer
     assert 0 < float(rows.split("%")[0]) < 40
     assert 0 < float(error.removeprefix("certified error ")) < 0.1
+
+
+def test_decode_in_cpp(language_model: Any) -> None:
+    program = binary().parents[1] / "clients/cpp/decode_example"
+    if not program.exists():
+        pytest.skip("built without Eigen")
+    # The README's command.
+    shown = next(x for x in (ROOT / "README.md").read_text().splitlines() if "decode_example" in x)
+    _, *arguments = shown.split()
+    done = subprocess.run(
+        [program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    folder, *ids, flag, count = arguments
+    assert (folder, flag) == ("build/models/SmolLM2-135M-Instruct", "--tokens")
+    prompt = torch.tensor([[int(token) for token in ids]], device=language_model.device)
+    made = language_model.generate(
+        prompt, max_new_tokens=int(count), do_sample=False, eos_token_id=None
+    )
+    assert [int(token) for token in done.stdout.split()] == made[0, len(ids) :].tolist()

@@ -13,24 +13,26 @@ VOCABULARY = 257
 DEVICE = torch.device("cuda" if on_gpu() else "cpu")
 
 
-def llama(layer_count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 1) -> Any:
-    """A random Llama whose greedy tokens vary and depend on the context."""
+def llama(
+    layer_count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 1, **config: Any
+) -> Any:
+    """A random Llama whose greedy tokens vary and depend on the context; config: what differs."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layer_count,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(DEVICE, dtype).eval()
+    shapes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": layer_count,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**shapes, **config})).to(DEVICE, dtype).eval()
 
 
 def prompt(*shape: int) -> torch.Tensor:

@@ -586,10 +586,13 @@ def test_abandoned_fetch_is_cancelled(
 @EVERY_TRANSPORT
 def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
     told = client.statistics().transport
-    assert told.steps == client.transport
+    assert told.steps == client.step_transport
+    gpus = [gpu for gpu in client.server_info.devices if gpu.uuid]
+    assert told.mps == (bool(gpus) and all(gpu.mps for gpu in gpus))
     if client.transport == "embedded":
-        assert told == spillway.Transport("embedded", "in place", "")
+        assert told == spillway.Transport("embedded", "in place", told.mps, "")
         return
+    assert ("not shared by way of MPS" in told.reason) == (bool(gpus) and not told.mps)
     assert told.rows == "messages"
     assert told.reason.startswith("the engine is in a daemon")
     assert told.reason.endswith("no region is attached: Client.attach_region")

@@ -90,6 +90,7 @@ def test_the_target_may_come_by_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"memory.limits": "1GiB"}, "unknown key memory.limits"),
         ({"device.thread_count": -1}, 'device.thread_count: "-1" is not an integer in'),
         ({"server.listen": "unix:/tmp/s"}, "server.listen: an embedded engine listens nowhere"),
+        ({"device.mps": "on"}, "device.mps: an embedded engine shares its process's CUDA"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, str | int], told: str) -> None:

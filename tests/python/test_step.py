@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import spillway
 import torch
+from daemon_process import device as daemon_device
+from daemon_process import on_gpu
 from spillway import Client, Model, Policy, Sequence
 
 pytestmark = pytest.mark.transports("grpcio", "libspillway", "embedded")
@@ -121,6 +123,33 @@ def test_a_policy_holds_for_the_step(
         for result, length in zip(step.results(), LENGTHS, strict=True):
             assert (result.touched_row_counts == length + 1).all()
             assert set(result.certificate.promises.ravel()) == {"exact"}
+
+
+@pytest.mark.skipif(not on_gpu(), reason="SPILLWAY_TEST_DEVICE names no GPU")
+def test_cuda_tensors_of_steps_one_after_the_other(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    """What a stream has yet to write is what is attended, step for step."""
+    sequences = filled(client, model, rng)
+    alone = [sequence.fork() for sequence in sequences]
+    device = daemon_device()
+    for _ in range(5):
+        # Long enough that copies which did not wait for it would be of what was before.
+        busy = torch.randn(4096, 4096, device=device)
+        with client.begin_step(sequences) as step, client.begin_step(alone) as other:
+            for layer in range(LAYERS):
+                wanted = tensors(rng)
+                on_device = [torch.zeros(x.shape, device=device) for x in wanted]
+                pinned = [torch.from_numpy(x).pin_memory() for x in wanted]
+                for _ in range(20):
+                    busy = busy @ busy / 64
+                for to, of in zip(on_device, pinned, strict=True):
+                    to.copy_(of, non_blocking=True)
+                out, lse = step.attend(layer, *on_device)
+                assert (out.device.type, lse.device.type) == ("cuda", "cuda")
+                expected, sums = other.attend(layer, *wanted)
+                np.testing.assert_array_equal(out.cpu().numpy(), expected)
+                np.testing.assert_array_equal(lse.cpu().numpy(), sums)
 
 
 # Misuse.

@@ -30,7 +30,8 @@ Json StatusJson(const v1::GetServerInfoResponse& info,
                        {"simd_target", device.simd_target()},
                        {"uuid", device.uuid()},
                        {"memory_limit_bytes", device.memory_limit_bytes()},
-                       {"memory_used_bytes", device.memory_used_bytes()}});
+                       {"memory_used_bytes", device.memory_used_bytes()},
+                       {"mps", device.mps()}});
   }
   Json models = Json::array();
   for (const v1::ModelStatistics& model : statistics.models()) {
@@ -83,6 +84,7 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
       out << "; " << FormatBytes(device.memory_used_bytes()) << " of "
           << FormatBytes(device.memory_limit_bytes()) << " of its memory";
     }
+    if (device.mps()) out << "; under MPS";
     out << '\n';
   }
   const v1::MemoryStatistics& memory = statistics.memory();

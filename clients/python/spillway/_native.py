@@ -127,7 +127,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("call_close", None, (pointer,)),
         ("step_begin", pointer, (pointer, text, size)),
         ("step_attend", number, (pointer, number, pointer)),
-        ("step_results", None, (pointer, pointer, pointer)),
+        ("step_results", number, (pointer, pointer, pointer)),
         ("step_end", None, (pointer,)),
         ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
         ("decoder_next", number, (pointer, pointer, pointer)),
@@ -204,7 +204,7 @@ class NativeChannel:
         return NativeCall(self.library, self._checked(handle))
 
     def begin_step(self, description: bytes) -> int:
-        """Announces a step of the engine: a serialised `DecodeStep`. Returns its handle.
+        """Announces a step: a serialised `DecodeStep`. Returns its handle.
 
         Raises:
             SpillwayError: It is refused.
@@ -224,7 +224,8 @@ class NativeChannel:
     def step_results(self, step: int) -> bytes:
         """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
-        self.library.spillway_step_results(step, ctypes.byref(data), ctypes.byref(size))
+        if self.library.spillway_step_results(step, *map(ctypes.byref, (data, size))):
+            raise self._error()
         return _bytes(data, size)
 
     def open_decoder(self, description: bytes, token_count_max: int) -> int:

@@ -42,7 +42,7 @@ from spillway.results import (
     Model,
     SequenceInfo,
 )
-from spillway.sequence import Sequence
+from spillway.sequence import Sequence, explained
 from spillway.server import ServerInfo, Statistics, Transport
 from spillway.step import DecodeStep
 from spillway.target import default_target, normalize_target
@@ -94,6 +94,8 @@ class Client:
         self.target = target
         self._timeout = timeout
         self._native_asked = native
+        # Why the daemon was found to have none; empty while nothing is known.
+        self._no_doorbell = ""
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
         # Carries decode streams, and everything to an engine in this process.
@@ -148,7 +150,7 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """What carries decode steps.
+        """What carries decode streams.
 
         `embedded`: function calls within the process; `libspillway`, or `grpcio`
         where that is not installed: a daemon's socket.
@@ -157,11 +159,23 @@ class Client:
             return "grpcio"
         return "embedded" if self.target == _native.EMBEDDED else "libspillway"
 
+    @property
+    def step_transport(self) -> str:
+        """What carries decode steps (`begin_step`).
+
+        As `transport`, or better than a socket: `doorbell`, memory that a daemon on
+        this host and libspillway share.
+        """
+        doorbell = self._native is not None and self._regions.available
+        return "doorbell" if doorbell and not self._no_doorbell else self.transport
+
     def _described_transport(self) -> Transport:
         """How the engine is reached, and why in no better way."""
-        steps = self.transport
+        steps = self.step_transport
+        gpus = [device for device in self.server_info.devices if device.uuid]
+        mps = bool(gpus) and all(gpu.mps for gpu in gpus)
         if steps == "embedded":
-            return Transport(steps, "in place", "")
+            return Transport(steps, "in place", mps, "")
         reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
         if steps == "grpcio":
             reasons.append(
@@ -169,14 +183,24 @@ class Client:
                 if self._native_asked is False
                 else "libspillway was not found: SPILLWAY_LIBRARY can name it"
             )
+        elif steps == "libspillway":
+            reasons.append(
+                self._no_doorbell or "no doorbell: that takes a unix socket of the daemon"
+            )
+        taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
+        if taking_turns:
+            reasons.append(
+                f"the daemon's {', '.join(taking_turns)} is not shared by way of MPS: kernels of "
+                "this process take turns with the daemon's (spillwayd --mps on)"
+            )
         if self._regions.attached:
-            return Transport(steps, "regions", "; ".join(reasons))
+            return Transport(steps, "regions", mps, "; ".join(reasons))
         reasons.append(
             "no region is attached: Client.attach_region"
             if self._regions.available
             else "there are no regions: that takes a unix socket of the daemon"
         )
-        return Transport(steps, "messages", "; ".join(reasons))
+        return Transport(steps, "messages", mps, "; ".join(reasons))
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response; raises SpillwayError."""
@@ -498,8 +522,7 @@ class Client:
             try:
                 response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
             except NotFound as error:
-                named = (s for s in sequences if s.name == error.metadata.get("name"))
-                raise next((s._explain(error) for s in named), error) from None
+                raise explained(error, sequences) from None
             for part, result in zip(group, response.results, strict=True):
                 answers[part.item].append(result)
 

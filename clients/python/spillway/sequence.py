@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,12 @@ def _selected_requests(
             indices=encode_numbers(indices[begin:end], tensor_pb2.DTYPE_U32),
         )
         yield slice(begin, end), attention_service_pb2.FetchPagesRequest(selection=chosen)
+
+
+def explained(error: NotFound, sequences: Iterable[Sequence]) -> SpillwayError:
+    """The same, or that a restart of the daemon took the one of these that it names."""
+    named = (s for s in sequences if s.name == error.metadata.get("name"))
+    return next((s._explain(error) for s in named), error)
 
 
 class Sequence:

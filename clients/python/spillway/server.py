@@ -21,6 +21,8 @@ class Device:
         uuid: Of a GPU, else empty.
         memory_limit_bytes: Memory of its own that codes may take; 0: host memory.
         memory_used_bytes: What they take now, bytes.
+        mps: Of a GPU: whether the engine's process shares it by way of CUDA MPS, so
+            that kernels of other processes need not wait their turn.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Device:
     uuid: str
     memory_limit_bytes: int
     memory_used_bytes: int
+    mps: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class ServerInfo:
                     d.uuid,
                     d.memory_limit_bytes,
                     d.memory_used_bytes,
+                    d.mps,
                 )
                 for d in message.devices
             ),
@@ -239,14 +243,17 @@ class Transport:
     """How a client reaches its engine.
 
     Attributes:
-        steps: What carries decode steps, as `Client.transport`.
+        steps: What carries decode steps: `Client.step_transport`.
         rows: What carries the K/V of appends: `in place`, nothing is copied on the
             way; `regions`, so are arrays in regions, others go in messages; `messages`.
+        mps: Whether all GPUs of the engine are shared by way of CUDA MPS; False where
+            it has none.
         reason: Why it is not a better way; empty for the best there is.
     """
 
     steps: str
     rows: str
+    mps: bool
     reason: str
 
 

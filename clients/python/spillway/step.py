@@ -13,11 +13,11 @@ import numpy as np
 
 from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
-from spillway.errors import SpillwayError
+from spillway.errors import NotFound, SpillwayError
 from spillway.policy import Policy
 from spillway.regions import Place, place_of
 from spillway.results import AttendResult, Model
-from spillway.sequence import Sequence
+from spillway.sequence import Sequence, explained
 from spillway.tensors import (
     Array,
     BFloat16,
@@ -26,6 +26,7 @@ from spillway.tensors import (
     dtype_number,
     dtype_of,
     is_torch,
+    on_gpu,
 )
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ class _Tensors(ctypes.Structure):
 
 
 def _empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
-    """An array of q's kind, on the CPU."""
+    """An array of q's kind, on the CPU; pinned where q is on a GPU."""
     if is_torch(q):
         torch = sys.modules["torch"]
         kind = q.dtype if dtype == dtype_of(q, "q") else torch.float32  # type: ignore[union-attr]
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, pin_memory=on_gpu(q))
     if isinstance(q, BFloat16) and dtype == dtype_of(q, "q"):
         return BFloat16(np.empty(shape, np.uint16))
     numpy_dtype = q.dtype if isinstance(q, np.ndarray) else np.float32
@@ -66,7 +67,7 @@ def _empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
 
 
 class _NativeStep:
-    """Steps of an engine in this process, which reads and writes arrays in place."""
+    """A step of an engine in this process, or by a daemon's doorbell."""
 
     def __init__(
         self, channel: NativeChannel, message: attention_service_pb2.DecodeStep, model: Model
@@ -97,6 +98,9 @@ class _NativeStep:
         place = place_of(lse)
         assert place is not None
         tensors.lse = place.address
+        on_their_way = {x.device for x in (q, k, v) if on_gpu(x)}
+        for device in on_their_way:
+            sys.modules["torch"].cuda.current_stream(device).synchronize()
         self._channel.attend_step(self._handle, layer, self._at)
         del kept
         return _back(out, q), _back(lse, q)
@@ -121,6 +125,8 @@ _F32 = dtype_number("float32")
 def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
     """Says where an array is, or a copy of it on the CPU whose rows lie side by side.
 
+    The copy of a CUDA tensor is complete when its current stream is.
+
     Args:
         tensor: What says it.
         array: [B, ...].
@@ -132,7 +138,10 @@ def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
     """
     place = place_of(array)
     if place is None:
-        if is_torch(array):
+        if on_gpu(array):
+            pinned = sys.modules["torch"].empty(array.shape, dtype=array.dtype, pin_memory=True)
+            array = pinned.copy_(array.detach(), non_blocking=True)
+        elif is_torch(array):
             array = array.detach().cpu().contiguous()
         elif isinstance(array, BFloat16):
             array = BFloat16(np.ascontiguousarray(array.bits))
@@ -153,7 +162,7 @@ def set_place(tensor: _Tensor, place: Place, token: int, head: int) -> None:
 
 def _back(array: Any, q: Any) -> Any:
     """An output on q's device."""
-    return array.to(q.device) if is_torch(q) and q.device.type != "cpu" else array
+    return array.to(q.device, non_blocking=True) if on_gpu(q) else array
 
 
 class _StreamStep:
@@ -271,7 +280,8 @@ class DecodeStep(_Together):
     Positions and policy are the same in all layers and are said once. Layers
     may come in any order; each is attended once its new tokens are appended.
     With an embedded engine nothing is copied: it reads q, k and v where they
-    are, and writes the outputs into new arrays. Not thread-safe.
+    are, and writes the outputs into new arrays. To a daemon on this host they go
+    through memory that both share; to others, in messages. Not thread-safe.
 
     Attributes:
         sequences: The sequences, in the order of the arrays.
@@ -290,12 +300,20 @@ class DecodeStep(_Together):
         self.starts = tuple(sequence.token_count for sequence in sequences)
         self._kind: _NativeStep | _StreamStep
         self._last: tuple[Any, Any] = (None, None)
-        if client.transport == "embedded":
+        kind = None
+        if client.step_transport in ("embedded", "doorbell"):
             assert client._native is not None
             message = self._description(self.starts, policy)
-            self._kind = _NativeStep(client._native, message, self._model)
-        else:
-            self._kind = _StreamStep(client, self.sequences, self.starts, policy)
+            try:
+                kind = _NativeStep(client._native, message, self._model)
+            except NotFound as error:
+                raise explained(error, sequences) from None
+            except SpillwayError as error:
+                if client.transport == "embedded" or error.code != "UNIMPLEMENTED":
+                    raise
+                # Statistics.transport tells.
+                client._no_doorbell = error.message
+        self._kind = kind or _StreamStep(client, self.sequences, self.starts, policy)
 
     def __enter__(self) -> DecodeStep:
         return self
@@ -332,9 +350,11 @@ class DecodeStep(_Together):
         asked = self._check(q, k, v, out_dtype)
         try:
             answer = self._kind.attend(layer, q, k, v, asked)
-        except SpillwayError:
+        except SpillwayError as error:
             for sequence in self.sequences:
                 sequence._forget()
+            if isinstance(error, NotFound):
+                raise explained(error, self.sequences) from None
             raise
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             sequence._expect(layer, start + self.token_count)

@@ -330,9 +330,9 @@ class RowStore:
         return [(row, queries[row], results[row]) for row in active]
 
     def _steps_together(self, counts: SequenceABC[int], limit: int) -> bool:
-        """Whether a step of the engine serves all rows: it is in this process."""
+        """Whether a step of the engine serves all rows, without messages."""
         alike = len(set(counts)) == 1 and 1 <= counts[0] <= limit
-        return alike and self.client.transport == "embedded"
+        return alike and self.client.step_transport in ("embedded", "doorbell")
 
     def _step_together(
         self,
@@ -352,8 +352,10 @@ class RowStore:
         try:
             self._announced.attend(layer, q[:, :, new].transpose(1, 2), k[:, :, new], v[:, :, new])
             return dict(enumerate(self._announced.results()))
-        except BaseException:
+        except BaseException as error:
             self._announced = None
+            if isinstance(error, Unavailable):
+                self._check_restart()
             raise
 
     def _step_stream(

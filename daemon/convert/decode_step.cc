@@ -1,13 +1,13 @@
-#include "daemon/services/decode_step.h"
+#include "daemon/convert/decode_step.h"
 
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
+#include "daemon/convert/lookup.h"
 #include "daemon/convert/policy.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/lookup.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

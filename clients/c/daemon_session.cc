@@ -1,0 +1,254 @@
+#include "clients/c/daemon_session.h"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
+#include "google/rpc/status.pb.h"
+#include "grpcpp/client_context.h"
+#include "host/base/status_macros.h"
+#include "spillway/v1/admin_service.grpc.pb.h"
+#include "spillway/v1/memory_service.grpc.pb.h"
+
+namespace spillway {
+namespace {
+
+constexpr size_t kNameBytesMax = 256;
+constexpr std::string_view kUnix = "unix:";
+// How long set-up may take.
+constexpr std::chrono::seconds kTimeout{30};
+// How often who waits for an answer looks whether the daemon is there.
+constexpr std::chrono::milliseconds kLookInterval{100};
+constexpr char kDetails[] = "spillway/rpc";
+// Doorbells kept for steps to come; each is a thread of the daemon.
+constexpr size_t kIdleMax = 4;
+
+absl::Status NoDoorbell(const std::string& why) {
+  return absl::UnimplementedError(absl::StrCat("no doorbell: ", why));
+}
+
+absl::Status FromGrpc(const grpc::Status& status) {
+  absl::Status made(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  if (!status.error_details().empty()) {
+    made.SetPayload(kDetails, absl::Cord(status.error_details()));
+  }
+  return made;
+}
+
+// Calls a method with one request. reached: the daemon is known to be there.
+template <typename Stub, typename Request, typename Response>
+absl::Status Called(Stub& stub,
+                    grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                    const Request& request, Response& response, bool reached) {
+  grpc::ClientContext context;
+  // A channel to a daemon that has restarted may not know it yet.
+  context.set_wait_for_ready(reached);
+  context.set_deadline(std::chrono::system_clock::now() + kTimeout);
+  return FromGrpc((stub.*method)(&context, request, &response));
+}
+
+}  // namespace
+
+std::string DaemonDetails(const absl::Status& status) {
+  const auto details = status.GetPayload(kDetails);
+  return details ? std::string(*details) : "";
+}
+
+absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std::string& path) {
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) {
+    return NoDoorbell(absl::StrCat(path, " is longer than a socket's path may be"));
+  }
+  std::memcpy(address.sun_path, path.data(), path.size());
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return NoDoorbell(absl::StrCat("socket: ", std::strerror(errno)));
+  std::array<char, kNameBytesMax> session;
+  ssize_t size = -1;
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
+    size = recv(fd, session.data(), session.size(), 0);
+  }
+  if (size <= 0) {
+    const std::string why = size < 0 ? std::strerror(errno) : "the daemon has too many sessions";
+    close(fd);
+    return NoDoorbell(absl::StrCat(path, ": ", why));
+  }
+  return std::shared_ptr<SessionSocket>(
+      new SessionSocket(fd, std::string(session.data(), static_cast<size_t>(size))));
+}
+
+SessionSocket::~SessionSocket() { close(fd_); }
+
+bool SessionSocket::alive() const {
+  pollfd socket = {fd_, POLLRDHUP, 0};
+  return poll(&socket, 1, 0) <= 0;
+}
+
+absl::StatusOr<int> SessionSocket::Receive(const std::string& region) const {
+  std::array<char, kNameBytesMax> text;
+  iovec part = {text.data(), text.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control;
+  msghdr message = {};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  ssize_t size = send(fd_, region.data(), region.size(), MSG_NOSIGNAL);
+  if (size >= 0) size = recvmsg(fd_, &message, MSG_CMSG_CLOEXEC);
+  if (size <= 0) return absl::UnavailableError("the daemon has ended the session");
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
+    return absl::UnavailableError(absl::StrCat(
+        region, " is not handed over: ", std::string(text.data(), static_cast<size_t>(size))));
+  }
+  int descriptor;
+  std::memcpy(&descriptor, CMSG_DATA(header), sizeof(descriptor));
+  return descriptor;
+}
+
+absl::StatusOr<std::unique_ptr<Doorbell>> Doorbell::Map(std::shared_ptr<SessionSocket> socket,
+                                                        std::string name, int descriptor,
+                                                        int64_t byte_count) {
+  void* const mapped = mmap(nullptr, static_cast<size_t>(byte_count), PROT_READ | PROT_WRITE,
+                            MAP_SHARED, descriptor, 0);
+  const int error = errno;
+  close(descriptor);
+  if (mapped == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("mapping ", byte_count, " bytes of ", name, ": ", std::strerror(error)));
+  }
+  return std::unique_ptr<Doorbell>(
+      new Doorbell(std::move(socket), std::move(name),
+                   {static_cast<std::byte*>(mapped), static_cast<size_t>(byte_count)}));
+}
+
+Doorbell::Doorbell(std::shared_ptr<SessionSocket> socket, std::string name,
+                   std::span<std::byte> bytes)
+    : socket_(std::move(socket)),
+      name_(std::move(name)),
+      bytes_(bytes),
+      memory_(*reinterpret_cast<DoorbellMemory*>(bytes.data())),
+      data_(bytes.subspan(DoorbellMemory::kDataOffset)) {}
+
+Doorbell::~Doorbell() { munmap(bytes_.data(), bytes_.size()); }
+
+absl::Status Doorbell::Await() {
+  // It answers with the call's number; any other is that of the call before.
+  while (!broken_ &&
+         !waiter_.Await(memory_.answered, rung_ - 1, BellWaiter::Clock::now() + kLookInterval)) {
+    broken_ = !socket_->alive();
+  }
+  return broken_ ? absl::UnavailableError("the daemon is gone") : absl::OkStatus();
+}
+
+void Doorbell::Post(const DoorbellCall& call) {
+  memory_.call = call;
+  memory_.rung.Ring(++rung_);
+}
+
+absl::StatusOr<DoorbellAnswer> Doorbell::Call(const DoorbellCall& call) {
+  // One that was posted.
+  if (rung_ != 0) {
+    RETURN_IF_ERROR(Await());
+  }
+  Post(call);
+  RETURN_IF_ERROR(Await());
+  const DoorbellAnswer answer = memory_.answer;
+  if (answer.byte_count < 0 || answer.byte_count > static_cast<int64_t>(data_.size()) ||
+      answer.text_bytes > sizeof(memory_.text)) {
+    broken_ = true;
+    return absl::InternalError("the daemon's answer makes no sense");
+  }
+  if (answer.code == 0) return answer;
+  const std::string details(reinterpret_cast<const char*>(memory_.text), answer.text_bytes);
+  google::rpc::Status told;
+  absl::Status status(static_cast<absl::StatusCode>(answer.code),
+                      told.ParseFromString(details) ? told.message() : "");
+  status.SetPayload(kDetails, absl::Cord(details));
+  return status;
+}
+
+absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
+  if (socket_ != nullptr && socket_->alive()) return socket_;
+  socket_.reset();
+  idle_.clear();
+  if (!target_.starts_with(kUnix)) {
+    return NoDoorbell("that takes a unix socket of the daemon");
+  }
+  const bool known = !path_.empty();
+  if (!known) {
+    v1::GetServerInfoResponse info;
+    const auto stub = v1::AdminService::NewStub(channel_);
+    RETURN_IF_ERROR(Called<v1::AdminService::Stub>(*stub, &v1::AdminService::Stub::GetServerInfo,
+                                                   v1::GetServerInfoRequest(), info, false));
+    if (info.region_socket().empty()) return NoDoorbell("the daemon shares no memory");
+    // The daemon may know its folder by another path.
+    const std::string path = target_.substr(kUnix.size());
+    const size_t folder = path.rfind('/');
+    path_ = absl::StrCat(folder == std::string::npos ? "" : path.substr(0, folder + 1),
+                         info.region_socket());
+  }
+  absl::StatusOr<std::shared_ptr<SessionSocket>> socket = SessionSocket::Connect(path_);
+  if (socket.ok()) return socket_ = *std::move(socket);
+  // One that was there before is gone, with its daemon.
+  if (known) return absl::UnavailableError(absl::StrCat("no daemon at ", target_));
+  path_.clear();
+  return socket.status();
+}
+
+absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes) {
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(std::shared_ptr<SessionSocket> socket, Connected());
+  for (auto idle = idle_.begin(); idle != idle_.end(); ++idle) {
+    if (static_cast<int64_t>((*idle)->data().size()) < data_bytes) continue;
+    std::unique_ptr<Doorbell> taken = std::move(*idle);
+    idle_.erase(idle);
+    return taken;
+  }
+  v1::AttachDoorbellRequest request;
+  request.set_session(socket->session());
+  request.set_byte_count(data_bytes);
+  v1::AttachDoorbellResponse response;
+  const auto stub = v1::MemoryService::NewStub(channel_);
+  RETURN_IF_ERROR(Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::AttachDoorbell,
+                                                  request, response, true));
+  const v1::Region& region = response.region();
+  ASSIGN_OR_RETURN(const int descriptor, socket->Receive(region.name()));
+  return Doorbell::Map(std::move(socket), region.name(), descriptor, region.byte_count());
+}
+
+void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {
+  {
+    const MutexLock lock(mutex_);
+    if (doorbell->socket() != socket_) return;
+    if (!doorbell->broken() && idle_.size() < kIdleMax) {
+      idle_.push_back(std::move(doorbell));
+      return;
+    }
+  }
+  Detach(*doorbell);
+}
+
+void DaemonSession::Detach(const Doorbell& doorbell) {
+  v1::DetachRegionRequest request;
+  request.set_session(doorbell.socket()->session());
+  request.set_name(doorbell.name());
+  v1::DetachRegionResponse response;
+  const auto stub = v1::MemoryService::NewStub(channel_);
+  // Where it fails the session's end detaches it.
+  Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::DetachRegion, request, response,
+                                  false)
+      .IgnoreError();
+}
+
+}  // namespace spillway

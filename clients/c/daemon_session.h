@@ -1,0 +1,111 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/doorbell/doorbell_memory.h"
+#include "grpcpp/channel.h"
+#include "host/base/mutex.h"
+#include "host/ipc/bell.h"
+
+namespace spillway {
+
+// The serialised google.rpc.Status of an error that a daemon has answered; empty of
+// another.
+std::string DaemonDetails(const absl::Status& status);
+
+// The socket that says that this process lives, and hands over its regions.
+class SessionSocket {
+ public:
+  // UNIMPLEMENTED where it cannot be reached.
+  static absl::StatusOr<std::shared_ptr<SessionSocket>> Connect(const std::string& path);
+  ~SessionSocket();
+  SessionSocket(const SessionSocket&) = delete;
+  SessionSocket& operator=(const SessionSocket&) = delete;
+
+  const std::string& session() const { return session_; }
+  // Whether the daemon still holds the other end.
+  bool alive() const;
+  // Descriptor of a region, the caller's to close. Not thread-safe.
+  absl::StatusOr<int> Receive(const std::string& region) const;
+
+ private:
+  SessionSocket(int fd, std::string session) : fd_(fd), session_(std::move(session)) {}
+
+  const int fd_;
+  const std::string session_;
+};
+
+// One doorbell of a daemon, mapped here. One thread at a time.
+class Doorbell {
+ public:
+  // Maps it. Takes the descriptor.
+  static absl::StatusOr<std::unique_ptr<Doorbell>> Map(std::shared_ptr<SessionSocket> socket,
+                                                       std::string name, int descriptor,
+                                                       int64_t byte_count);
+  ~Doorbell();
+  Doorbell(const Doorbell&) = delete;
+  Doorbell& operator=(const Doorbell&) = delete;
+
+  const std::string& name() const { return name_; }
+  const std::shared_ptr<SessionSocket>& socket() const { return socket_; }
+  // Whether no call can be made any more.
+  bool broken() const { return broken_; }
+  // What a call and its answer lie in.
+  std::span<std::byte> data() const { return data_; }
+
+  // Rings and waits for the answer. Errors are the daemon's, with DaemonDetails();
+  // UNAVAILABLE when it is gone, and from then on.
+  absl::StatusOr<DoorbellAnswer> Call(const DoorbellCall& call);
+  // Rings, and leaves the answer to be waited for by the next call.
+  void Post(const DoorbellCall& call);
+
+ private:
+  Doorbell(std::shared_ptr<SessionSocket> socket, std::string name, std::span<std::byte> bytes);
+
+  // Waits for the answer to the last call.
+  absl::Status Await();
+
+  const std::shared_ptr<SessionSocket> socket_;
+  const std::string name_;
+  const std::span<std::byte> bytes_;
+  DoorbellMemory& memory_;
+  const std::span<std::byte> data_;
+  BellWaiter waiter_;
+  uint32_t rung_ = 0;
+  bool broken_ = false;
+};
+
+// What a channel to a daemon on this host shares with it. Thread-safe.
+class DaemonSession {
+ public:
+  // target: as of spillway_channel_open.
+  DaemonSession(std::string target, std::shared_ptr<grpc::Channel> channel)
+      : target_(std::move(target)), channel_(std::move(channel)) {}
+
+  // A doorbell whose data hold so many bytes: one that was given back, or a new one.
+  // UNIMPLEMENTED, telling why, where the daemon shares no memory with this process.
+  absl::StatusOr<std::unique_ptr<Doorbell>> Take(int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  // For the next Take(); detaches one that is broken or not needed.
+  void Give(std::unique_ptr<Doorbell> doorbell) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  absl::StatusOr<std::shared_ptr<SessionSocket>> Connected() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Detach(const Doorbell& doorbell);
+
+  const std::string target_;
+  const std::shared_ptr<grpc::Channel> channel_;
+  Mutex mutex_;
+  std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty before it was reached
+  std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<Doorbell>> idle_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway

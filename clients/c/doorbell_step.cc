@@ -1,0 +1,111 @@
+#include "clients/c/doorbell_step.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "daemon/convert/tensor.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+namespace {
+
+absl::StatusOr<DoorbellAnswer> BegunAt(Doorbell& doorbell, std::string_view description) {
+  std::memcpy(doorbell.data().data(), description.data(), description.size());
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kBegin;
+  call.byte_count = static_cast<int64_t>(description.size());
+  return doorbell.Call(call);
+}
+
+// Queries and outputs in float32 take the most.
+int64_t DataBytes(const StepShape& shape, DType row_dtype) {
+  return StepLayout(shape, DType::kF32, row_dtype, DType::kF32).byte_count;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
+    std::shared_ptr<DaemonSession> session, std::string_view description) {
+  const auto description_bytes = static_cast<int64_t>(description.size());
+  ASSIGN_OR_RETURN(std::unique_ptr<Doorbell> doorbell, session->Take(description_bytes));
+  absl::StatusOr<DoorbellAnswer> answer = BegunAt(*doorbell, description);
+  if (!answer.ok()) {
+    session->Give(std::move(doorbell));
+    return answer.status();
+  }
+  const std::optional<DType> row_dtype = FromProto(static_cast<v1::DType>(answer->shape.row_dtype));
+  if (!row_dtype) return absl::InternalError("the daemon's answer makes no sense");
+  const int64_t data_bytes = std::max(description_bytes, DataBytes(answer->shape, *row_dtype));
+  if (data_bytes > static_cast<int64_t>(doorbell->data().size())) {
+    session->Give(std::move(doorbell));
+    ASSIGN_OR_RETURN(doorbell, session->Take(data_bytes));
+    answer = BegunAt(*doorbell, description);
+    if (!answer.ok()) {
+      session->Give(std::move(doorbell));
+      return answer.status();
+    }
+  }
+  return std::unique_ptr<DoorbellStep>(
+      new DoorbellStep(std::move(session), std::move(doorbell), answer->shape, *row_dtype));
+}
+
+DoorbellStep::~DoorbellStep() {
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kEnd;
+  doorbell_->Post(call);
+  session_->Give(std::move(doorbell_));
+}
+
+absl::Status DoorbellStep::Attend(int layer, const StepTensors& tensors) {
+  const StepLayout layout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype);
+  std::byte* const data = doorbell_->data().data();
+  const StepTensors shared = layout.At(data, tensors.lse != nullptr);
+  const auto rows = [this](int64_t head_count, DType dtype) {
+    return StepRows{shape_.sequence_count, shape_.token_count, head_count,
+                    int64_t{shape_.head_dim} * DTypeBytes(dtype)};
+  };
+  // The doorbell's memory is this process's to write until it rings.
+  const auto mine = [](const StepPlace<const std::byte>& place) {
+    return StepPlace<std::byte>{const_cast<std::byte*>(place.data), place.sequence_stride,
+                                place.token_stride, place.head_stride};
+  };
+  const auto given = [](const StepPlace<std::byte>& place) {
+    return StepPlace<const std::byte>{place.data, place.sequence_stride, place.token_stride,
+                                      place.head_stride};
+  };
+  CopyStepRows(rows(shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
+  CopyStepRows(rows(shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
+  CopyStepRows(rows(shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kAttend;
+  call.layer = layer;
+  call.q_dtype = static_cast<uint32_t>(ToProto(tensors.q_dtype));
+  call.out_dtype = static_cast<uint32_t>(ToProto(tensors.out_dtype));
+  call.wants_lse = tensors.lse != nullptr ? 1 : 0;
+  const absl::Status status = doorbell_->Call(call).status();
+  // Where one sequence fails, the others' are there.
+  CopyStepRows(rows(shape_.query_head_count, tensors.out_dtype), given(shared.out), tensors.out);
+  if (tensors.lse != nullptr) {
+    std::copy_n(shared.lse,
+                int64_t{shape_.sequence_count} * shape_.token_count * shape_.query_head_count,
+                tensors.lse);
+  }
+  return status;
+}
+
+absl::StatusOr<std::string> DoorbellStep::Results() {
+  std::string results;
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kResults;
+  for (;;) {
+    call.offset = static_cast<int64_t>(results.size());
+    ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
+    results.append(reinterpret_cast<const char*>(doorbell_->data().data()),
+                   static_cast<size_t>(answer.byte_count));
+    if (answer.left <= 0 || answer.byte_count == 0) return results;
+  }
+}
+
+}  // namespace spillway

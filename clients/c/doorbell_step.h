@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "clients/c/daemon_session.h"
+#include "clients/c/step.h"
+
+namespace spillway {
+
+// A decode step of a daemon's, by a doorbell.
+class DoorbellStep final : public ClientStep {
+ public:
+  // description: a serialised v1::DecodeStep. Errors as of DaemonSession::Take, and the
+  // daemon's.
+  static absl::StatusOr<std::unique_ptr<DoorbellStep>> Begin(std::shared_ptr<DaemonSession> session,
+                                                             std::string_view description);
+  ~DoorbellStep() override;
+
+  absl::Status Attend(int layer, const StepTensors& tensors) override;
+  absl::StatusOr<std::string> Results() override;
+  std::string DetailsOf(const absl::Status& status) const override { return DaemonDetails(status); }
+
+ private:
+  DoorbellStep(std::shared_ptr<DaemonSession> session, std::unique_ptr<Doorbell> doorbell,
+               const StepShape& shape, DType row_dtype)
+      : session_(std::move(session)),
+        doorbell_(std::move(doorbell)),
+        shape_(shape),
+        row_dtype_(row_dtype) {}
+
+  const std::shared_ptr<DaemonSession> session_;
+  std::unique_ptr<Doorbell> doorbell_;
+  const StepShape shape_;
+  const DType row_dtype_;
+};
+
+}  // namespace spillway

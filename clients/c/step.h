@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "host/device/step_tensors.h"
+
+namespace spillway {
+
+// A decode step of an engine, wherever that is. One thread at a time.
+class ClientStep {
+ public:
+  virtual ~ClientStep() = default;
+  // As spillway_step_attend.
+  virtual absl::Status Attend(int layer, const StepTensors& tensors) = 0;
+  // As spillway_step_results. An error where the engine is gone.
+  virtual absl::StatusOr<std::string> Results() = 0;
+  // The serialised google.rpc.Status of an error that it returned; may be empty.
+  virtual std::string DetailsOf(const absl::Status& status) const = 0;
+};
+
+}  // namespace spillway

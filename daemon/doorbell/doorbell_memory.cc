@@ -1,0 +1,67 @@
+#include "daemon/doorbell/doorbell_memory.h"
+
+#include <cstring>
+
+namespace spillway {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// [B, T, H, d] and [B, H, T, d] in C order are alike here: tokens and heads each have
+// their stride.
+template <typename Byte>
+StepPlace<Byte> Dense(Byte* data, const StepShape& shape, int64_t head_count, int64_t bytes) {
+  return {data, shape.token_count * head_count * bytes, head_count * bytes, bytes};
+}
+
+}  // namespace
+
+// The sizes that the API allows are far from overflowing.
+StepLayout::StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, DType out_dtype)
+    : shape(shape), q_dtype(q_dtype), row_dtype(row_dtype), out_dtype(out_dtype) {
+  const int64_t tokens = int64_t{shape.sequence_count} * shape.token_count;
+  const int64_t q_elements = tokens * shape.query_head_count * shape.head_dim;
+  const int64_t row_bytes = tokens * shape.kv_head_count * shape.head_dim * DTypeBytes(row_dtype);
+  k_offset = Aligned(q_elements * DTypeBytes(q_dtype));
+  v_offset = k_offset + Aligned(row_bytes);
+  out_offset = v_offset + Aligned(row_bytes);
+  lse_offset = out_offset + Aligned(q_elements * DTypeBytes(out_dtype));
+  byte_count = lse_offset + tokens * shape.query_head_count * int64_t{sizeof(float)};
+}
+
+StepTensors StepLayout::At(std::byte* data, bool with_lse) const {
+  const int64_t row_bytes = int64_t{shape.head_dim} * DTypeBytes(row_dtype);
+  const auto rows = [&](int64_t offset) {
+    return Dense<const std::byte>(data + offset, shape, shape.kv_head_count, row_bytes);
+  };
+  StepTensors tensors;
+  tensors.q_dtype = q_dtype;
+  tensors.q = Dense<const std::byte>(data, shape, shape.query_head_count,
+                                     int64_t{shape.head_dim} * DTypeBytes(q_dtype));
+  tensors.k = rows(k_offset);
+  tensors.v = rows(v_offset);
+  tensors.out_dtype = out_dtype;
+  tensors.out = Dense(data + out_offset, shape, shape.query_head_count,
+                      int64_t{shape.head_dim} * DTypeBytes(out_dtype));
+  if (with_lse) tensors.lse = reinterpret_cast<float*>(data + lse_offset);
+  return tensors;
+}
+
+void CopyStepRows(const StepRows& rows, const StepPlace<const std::byte>& from,
+                  const StepPlace<std::byte>& to) {
+  const bool heads_dense = from.head_stride == rows.bytes && to.head_stride == rows.bytes;
+  const int64_t head_count = heads_dense ? 1 : rows.head_count;
+  const auto bytes = static_cast<size_t>(heads_dense ? rows.bytes * rows.head_count : rows.bytes);
+  for (int64_t i = 0; i < rows.sequence_count; ++i) {
+    for (int64_t t = 0; t < rows.token_count; ++t) {
+      for (int64_t h = 0; h < head_count; ++h) {
+        std::memcpy(to.At(i) + t * to.token_stride + h * to.head_stride,
+                    from.At(i) + t * from.token_stride + h * from.head_stride, bytes);
+      }
+    }
+  }
+}
+
+}  // namespace spillway

@@ -1,0 +1,136 @@
+#include "daemon/server/mps.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace spillway {
+namespace {
+
+constexpr char kProgram[] = "nvidia-cuda-mps-control";
+
+absl::Status Refused(std::string why) {
+  return absl::FailedPreconditionError(absl::StrCat("--mps on: ", why));
+}
+
+// The user that a control daemon serves in place of this one. CUDA would wait
+// for that user's clients to end. A server of root may be one for all users.
+std::optional<int64_t> OtherUser(const MpsControl& control, int64_t user) {
+  const auto& users = control.server_users;
+  if (std::find(users.begin(), users.end(), user) != users.end()) return std::nullopt;
+  const auto other =
+      std::find_if(users.begin(), users.end(), [](int64_t server) { return server != 0; });
+  return other == users.end() ? std::nullopt : std::optional(*other);
+}
+
+// Why CUDA should be kept from the control daemon that was asked; empty: it
+// should not.
+std::string Trouble(const MpsControl& control, const MpsSystem& system) {
+  if (control.answer == MpsAnswer::kSilent) {
+    return absl::StrCat("the control daemon at ", system.Directory(),
+                        " does not answer; CUDA would wait for it");
+  }
+  if (control.answer != MpsAnswer::kAnswers) return "";
+  if (const std::optional<int64_t> other = OtherUser(control, system.User())) {
+    return absl::StrCat("the control daemon at ", system.Directory(), " serves user ", *other,
+                        ", and this process is user ", system.User(), "'s");
+  }
+  return "";
+}
+
+}  // namespace
+
+absl::StatusOr<Mps> Mps::Prepare(const Config& config, MpsSystem* system) {
+  Mps mps(config.mps, system);
+  if (config.devices == std::vector<std::string>{"cpu"}) {
+    if (config.mps == MpsMode::kOn) return Refused("device cpu is no GPU");
+    return mps;
+  }
+  if (config.mps == MpsMode::kOff) {
+    system->KeepAway();
+    mps.why_ = "--mps off";
+    return mps;
+  }
+  const MpsControl control = system->Ask();
+  const std::string directory = system->Directory();
+  const bool has_pipe = control.answer == MpsAnswer::kNoProgram && system->HasPipe();
+  const std::string trouble = Trouble(control, *system);
+  if (!trouble.empty()) {
+    if (config.mps == MpsMode::kOn) return Refused(trouble);
+    system->KeepAway();
+    mps.why_ = trouble;
+    mps.found_ = true;
+  } else if (control.answer == MpsAnswer::kAnswers) {
+    mps.why_ = absl::StrCat("a control daemon answers at ", directory);
+    mps.found_ = true;
+  } else if (has_pipe) {
+    // In a container that is given the pipe alone CUDA attaches all the same.
+    mps.why_ = absl::StrCat("a control daemon's pipe is at ", directory, ", and no ", kProgram,
+                            " to ask it with");
+    mps.found_ = true;
+  } else if (config.mps == MpsMode::kAuto) {
+    mps.why_ = absl::StrCat("no control daemon answers at ", directory);
+  } else if (control.answer == MpsAnswer::kNoProgram) {
+    return Refused(absl::StrCat("no control daemon runs at ", directory,
+                                ", and none can be started: ", control.detail));
+  } else {
+    const absl::Status status = system->Start();
+    if (!status.ok() && !absl::IsAlreadyExists(status)) {
+      return Refused(absl::StrCat("cannot start ", kProgram, " at ", directory, ": ",
+                                  std::string(status.message())));
+    }
+    mps.started_ = status.ok();
+    mps.found_ = true;
+    mps.why_ = absl::StrCat(mps.started_ ? "started a" : "a", " control daemon",
+                            mps.started_ ? " at " : " answers at ", directory);
+  }
+  return mps;
+}
+
+Mps::~Mps() {
+  if (started_) system_->Quit();
+}
+
+absl::StatusOr<std::optional<Mps::Report>> Mps::Check(
+    const std::vector<DeviceInfo>& devices) const {
+  std::vector<std::string> shared;
+  std::vector<std::string> apart;
+  bool unknown = false;
+  for (const DeviceInfo& device : devices) {
+    if (device.uuid.empty()) continue;  // no GPU
+    unknown |= !device.mps.has_value();
+    (device.mps.value_or(false) ? shared : apart).push_back(device.name);
+  }
+  if (shared.empty() && apart.empty()) {
+    if (mode_ == MpsMode::kOn) {
+      return Refused("no GPU can be used, so there is none to share (--device says which)");
+    }
+    return std::nullopt;
+  }
+  if (mode_ == MpsMode::kOff && !shared.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--mps off: CUDA shares ", absl::StrJoin(shared, ", "),
+                     " by way of MPS all the same; end its control daemon, or leave --mps out"));
+  }
+  if (apart.empty()) {
+    return Report{.attached = true,
+                  .reason = why_,
+                  .advice = absl::StrCat("run clients with CUDA_MPS_PIPE_DIRECTORY=",
+                                         system_->Directory(), ", as the same user")};
+  }
+  const std::string unsaid = unknown ? "; this driver does not say whether CUDA is attached" : "";
+  if (mode_ == MpsMode::kOn) {
+    return Refused(absl::StrCat("CUDA does not share ", absl::StrJoin(apart, ", "),
+                                " by way of MPS: ", why_, unsaid,
+                                "; see the log in CUDA_MPS_LOG_DIRECTORY, and whether the control "
+                                "daemon was started with another CUDA_VISIBLE_DEVICES"));
+  }
+  return Report{.warning = found_,
+                .reason = absl::StrCat(absl::StrJoin(apart, ", "), ": ", why_, unsaid),
+                .advice =
+                    "kernels of clients take turns with the daemon's; --mps on shares the "
+                    "GPU, and starts a control daemon where none runs"};
+}
+
+}  // namespace spillway
