@@ -21,11 +21,10 @@ struct LaunchShape {
 // Launches kKernel, which may take all the shared memory that a block can have.
 template <auto kKernel, typename... Arguments>
 cudaError_t Launch(const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
-  // 48 KiB less what a kernel may have of its own.
-  constexpr size_t kDefaultSharedBytes = 24 * 1024;
   constexpr int kDevicesMax = 64;
   static std::array<std::atomic<bool>, kDevicesMax> allowed{};
-  if (shape.shared_bytes > kDefaultSharedBytes) {
+  // How much is allowed without depends on what the kernel has of its own.
+  if (shape.shared_bytes > 0) {
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     if (device >= kDevicesMax || !allowed[device].load()) {

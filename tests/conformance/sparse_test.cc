@@ -80,8 +80,8 @@ TEST_P(Sparse, IsWeightedAttentionOverItsSelection) {
 }
 
 TEST_P(Sparse, EveryHeadDimAndManyGroups) {
-  for (const auto& [d, group] :
-       {std::pair(80, 1), std::pair(96, 5), std::pair(128, 8), std::pair(256, 16)}) {
+  for (const auto& [d, group] : {std::pair(16, 2), std::pair(48, 3), std::pair(80, 1),
+                                 std::pair(96, 5), std::pair(128, 8), std::pair(256, 16)}) {
     const ModelSpec spec = MakeSpec(1, group, d, DType::kBF16);
     DeviceBench bench(GetParam(), spec);
     const Context context = reference::TraceContext(spec, 2500, d);
