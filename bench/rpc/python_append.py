@@ -14,33 +14,19 @@ bytes to pinned memory. Ways take turns; medians; one JSON object a line.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import spillway
 import torch
+from bulk import HEAD_DIM, KV_HEADS, LAYERS, REPETITIONS, report, seconds
 from spillway import Client
 from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
-REPETITIONS = 5
-
-
-def report(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False) -> float:

@@ -12,23 +12,19 @@ copy of them from pinned memory. Ways take turns; medians; one JSON object a lin
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import spillway
 import torch
+from bulk import HEAD_DIM, KV_HEADS, LAYERS, REPETITIONS, report, seconds
 from spillway import Client, Selection, Sequence
 from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
-REPETITIONS = 5
 
 
 class Way(NamedTuple):
@@ -36,16 +32,6 @@ class Way(NamedTuple):
 
     sequence: Sequence
     target: Any
-
-
-def report(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def filled(client: Client, source: Any) -> Sequence:

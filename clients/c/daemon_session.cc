@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -71,30 +70,27 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std:
     return NoDoorbell(absl::StrCat(path, " is longer than a socket's path may be"));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (fd < 0) return NoDoorbell(absl::StrCat("socket: ", std::strerror(errno)));
+  Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!made.valid()) return NoDoorbell(absl::StrCat("socket: ", std::strerror(errno)));
   std::array<char, kNameBytesMax> session;
   ssize_t size = -1;
-  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
-    size = recv(fd, session.data(), session.size(), 0);
+  if (connect(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
+    size = recv(made.get(), session.data(), session.size(), 0);
   }
   if (size <= 0) {
     const std::string why = size < 0 ? std::strerror(errno) : "the daemon has too many sessions";
-    close(fd);
     return NoDoorbell(absl::StrCat(path, ": ", why));
   }
   return std::shared_ptr<SessionSocket>(
-      new SessionSocket(fd, std::string(session.data(), static_cast<size_t>(size))));
+      new SessionSocket(std::move(made), std::string(session.data(), static_cast<size_t>(size))));
 }
 
-SessionSocket::~SessionSocket() { close(fd_); }
-
 bool SessionSocket::alive() const {
-  pollfd socket = {fd_, POLLRDHUP, 0};
+  pollfd socket = {socket_.get(), POLLRDHUP, 0};
   return poll(&socket, 1, 0) <= 0;
 }
 
-absl::StatusOr<int> SessionSocket::Receive(const std::string& region) const {
+absl::StatusOr<Descriptor> SessionSocket::Receive(const std::string& region) const {
   std::array<char, kNameBytesMax> text;
   iovec part = {text.data(), text.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control;
@@ -103,29 +99,28 @@ absl::StatusOr<int> SessionSocket::Receive(const std::string& region) const {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t size = send(fd_, region.data(), region.size(), MSG_NOSIGNAL);
-  if (size >= 0) size = recvmsg(fd_, &message, MSG_CMSG_CLOEXEC);
+  ssize_t size = send(socket_.get(), region.data(), region.size(), MSG_NOSIGNAL);
+  if (size >= 0) size = recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
   if (size <= 0) return absl::UnavailableError("the daemon has ended the session");
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
     return absl::UnavailableError(absl::StrCat(
         region, " is not handed over: ", std::string(text.data(), static_cast<size_t>(size))));
   }
-  int descriptor;
-  std::memcpy(&descriptor, CMSG_DATA(header), sizeof(descriptor));
-  return descriptor;
+  int fd;
+  std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));
+  return Descriptor(fd);
 }
 
 absl::StatusOr<std::unique_ptr<Doorbell>> Doorbell::Map(std::shared_ptr<SessionSocket> socket,
-                                                        std::string name, int descriptor,
+                                                        std::string name,
+                                                        const Descriptor& descriptor,
                                                         int64_t byte_count) {
   void* const mapped = mmap(nullptr, static_cast<size_t>(byte_count), PROT_READ | PROT_WRITE,
-                            MAP_SHARED, descriptor, 0);
-  const int error = errno;
-  close(descriptor);
+                            MAP_SHARED, descriptor.get(), 0);
   if (mapped == MAP_FAILED) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("mapping ", byte_count, " bytes of ", name, ": ", std::strerror(error)));
+        absl::StrCat("mapping ", byte_count, " bytes of ", name, ": ", std::strerror(errno)));
   }
   return std::unique_ptr<Doorbell>(
       new Doorbell(std::move(socket), std::move(name),
@@ -223,7 +218,7 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   RETURN_IF_ERROR(Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::AttachDoorbell,
                                                   request, response, true));
   const v1::Region& region = response.region();
-  ASSIGN_OR_RETURN(const int descriptor, socket->Receive(region.name()));
+  ASSIGN_OR_RETURN(const Descriptor descriptor, socket->Receive(region.name()));
   return Doorbell::Map(std::move(socket), region.name(), descriptor, region.byte_count());
 }
 

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/doorbell/doorbell_memory.h"
 #include "grpcpp/channel.h"
+#include "host/base/descriptor.h"
 #include "host/base/mutex.h"
 #include "host/ipc/bell.h"
 
@@ -26,29 +27,28 @@ class SessionSocket {
  public:
   // UNIMPLEMENTED where it cannot be reached.
   static absl::StatusOr<std::shared_ptr<SessionSocket>> Connect(const std::string& path);
-  ~SessionSocket();
-  SessionSocket(const SessionSocket&) = delete;
-  SessionSocket& operator=(const SessionSocket&) = delete;
 
   const std::string& session() const { return session_; }
   // Whether the daemon still holds the other end.
   bool alive() const;
-  // Descriptor of a region, the caller's to close. Not thread-safe.
-  absl::StatusOr<int> Receive(const std::string& region) const;
+  // Descriptor of a region. Not thread-safe.
+  absl::StatusOr<Descriptor> Receive(const std::string& region) const;
 
  private:
-  SessionSocket(int fd, std::string session) : fd_(fd), session_(std::move(session)) {}
+  SessionSocket(Descriptor socket, std::string session)
+      : socket_(std::move(socket)), session_(std::move(session)) {}
 
-  const int fd_;
+  const Descriptor socket_;
   const std::string session_;
 };
 
 // One doorbell of a daemon, mapped here. One thread at a time.
 class Doorbell {
  public:
-  // Maps it. Takes the descriptor.
+  // Maps it.
   static absl::StatusOr<std::unique_ptr<Doorbell>> Map(std::shared_ptr<SessionSocket> socket,
-                                                       std::string name, int descriptor,
+                                                       std::string name,
+                                                       const Descriptor& descriptor,
                                                        int64_t byte_count);
   ~Doorbell();
   Doorbell(const Doorbell&) = delete;

@@ -71,10 +71,6 @@ absl::Status DoorbellStep::Attend(int layer, const StepTensors& tensors) {
     return StepPlace<std::byte>{const_cast<std::byte*>(place.data), place.sequence_stride,
                                 place.token_stride, place.head_stride};
   };
-  const auto given = [](const StepPlace<std::byte>& place) {
-    return StepPlace<const std::byte>{place.data, place.sequence_stride, place.token_stride,
-                                      place.head_stride};
-  };
   CopyStepRows(rows(shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
   CopyStepRows(rows(shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
   CopyStepRows(rows(shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
@@ -86,7 +82,7 @@ absl::Status DoorbellStep::Attend(int layer, const StepTensors& tensors) {
   call.wants_lse = tensors.lse != nullptr ? 1 : 0;
   const absl::Status status = doorbell_->Call(call).status();
   // Where one sequence fails, the others' are there.
-  CopyStepRows(rows(shape_.query_head_count, tensors.out_dtype), given(shared.out), tensors.out);
+  CopyStepRows(rows(shape_.query_head_count, tensors.out_dtype), shared.out, tensors.out);
   if (tensors.lse != nullptr) {
     std::copy_n(shared.lse,
                 int64_t{shape_.sequence_count} * shape_.token_count * shape_.query_head_count,

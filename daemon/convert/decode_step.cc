@@ -37,6 +37,12 @@ absl::StatusOr<std::vector<Step::Part>> PartsFromProto(Engine& engine, const v1:
 
 }  // namespace
 
+absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description) {
+  v1::DecodeStep step;
+  if (step.ParseFromArray(description.data(), static_cast<int>(description.size()))) return step;
+  return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
+}
+
 absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step) {
   ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, step));
   return Step::Create(&engine, std::move(parts), step.token_count());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 
 #include "absl/status/statusor.h"
 #include "daemon/convert/status.h"
@@ -9,6 +10,9 @@
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
+
+// A serialised v1::DecodeStep. INVALID_ARGUMENT.
+absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description);
 
 // A step as a client describes it. INVALID_ARGUMENT names the field, NOT_FOUND
 // the sequence.

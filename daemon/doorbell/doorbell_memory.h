@@ -79,14 +79,4 @@ struct StepLayout {
   int64_t byte_count;
 };
 
-// Elements of a step's tensor, [sequence, token, head, element], of `bytes` a head.
-struct StepRows {
-  int64_t sequence_count;
-  int64_t token_count;
-  int64_t head_count;
-  int64_t bytes;
-};
-void CopyStepRows(const StepRows& rows, const StepPlace<const std::byte>& from,
-                  const StepPlace<std::byte>& to);
-
 }  // namespace spillway

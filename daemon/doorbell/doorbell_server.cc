@@ -118,10 +118,7 @@ class DoorbellServer::Line {
     }
     const std::string description(reinterpret_cast<const char*>(data_.data()),
                                   static_cast<size_t>(call.byte_count));
-    v1::DecodeStep message;
-    if (!message.ParseFromString(description)) {
-      return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
-    }
+    ASSIGN_OR_RETURN(const v1::DecodeStep message, ParseDecodeStep(description));
     ASSIGN_OR_RETURN(step_, StepFromProto(*server_.engine_, message));
     const ModelSpec& spec = step_->model().spec;
     shape_ = {step_->part_count(),   static_cast<int32_t>(step_->token_count()),

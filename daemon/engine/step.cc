@@ -1,7 +1,6 @@
 #include "daemon/engine/step.h"
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -60,7 +59,16 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tens
       tensors.q.head_stride == q_bytes &&
       (token_count_ == 1 || tensors.q.token_stride == spec.query_head_count * q_bytes);
   const int64_t q_part_bytes = token_count_ * spec.query_head_count * q_bytes;
-  if (!q_dense) q_.resize(parts_.size() * static_cast<size_t>(q_part_bytes));
+  StepPlace<const std::byte> q = tensors.q;
+  if (!q_dense) {
+    q_.resize(parts_.size() * static_cast<size_t>(q_part_bytes));
+    const StepPlace<std::byte> dense = {q_.data(), q_part_bytes, spec.query_head_count * q_bytes,
+                                        q_bytes};
+    CopyStepRows(
+        {static_cast<int64_t>(parts_.size()), token_count_, spec.query_head_count, q_bytes},
+        tensors.q, dense);
+    q = dense;
+  }
   AttendRequest request;
   request.layer = layer;
   request.waited_for = true;
@@ -82,17 +90,7 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tens
     item.attend.policy = part.policy;
     item.attend.q_dtype = tensors.q_dtype;
     item.attend.query_count = token_count_;
-    item.attend.q = tensors.q.At(at);
-    if (!q_dense) {
-      std::byte* to = q_.data() + at * q_part_bytes;
-      item.attend.q = to;
-      for (int64_t t = 0; t < token_count_; ++t) {
-        for (int64_t h = 0; h < spec.query_head_count; ++h, to += q_bytes) {
-          std::memcpy(to, tensors.q.At(at) + t * tensors.q.token_stride + h * tensors.q.head_stride,
-                      static_cast<size_t>(q_bytes));
-        }
-      }
-    }
+    item.attend.q = q.At(at);
     RETURN_IF_ERROR(CheckFinite(item.attend, spec, "q"));
   }
   return request;

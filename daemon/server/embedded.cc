@@ -27,24 +27,14 @@ absl::StatusOr<std::unique_ptr<Embedded>> Embedded::Open(
 Embedded::Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server)
     : home_(std::move(home)), server_(std::move(server)), channel_(server_->InProcessChannel()) {}
 
-namespace {
-
-absl::StatusOr<v1::DecodeStep> Described(std::string_view description) {
-  v1::DecodeStep step;
-  if (step.ParseFromArray(description.data(), static_cast<int>(description.size()))) return step;
-  return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
-}
-
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(std::string_view description) {
-  ASSIGN_OR_RETURN(const v1::DecodeStep step, Described(description));
+  ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
   return StepFromProto(home_->engine(), step);
 }
 
 absl::StatusOr<std::unique_ptr<StreamDecoder>> Embedded::OpenDecoder(std::string_view description,
                                                                      int64_t token_count_max) {
-  ASSIGN_OR_RETURN(const v1::DecodeStep step, Described(description));
+  ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
   return DecoderFromProto(home_->engine(), step, token_count_max);
 }
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
+#include "gpu/device/gpu_rows.h"
 #include "host/base/status_macros.h"
 #include "host/device/append_rows.h"
 #include "host/device/errors.h"
@@ -144,18 +144,9 @@ bool AppendPipeline::ComesFromGpu(size_t item) const {
   JobItem& of_job = context_->item(item);
   const AppendWork& append = *of_job.append;
   for (const auto& [source, name] : {std::pair(&append.k, "k"), std::pair(&append.v, "v")}) {
-    cudaPointerAttributes attributes{};
+    of_job.status.Update(CheckInGpu(context_->gpu(), name, source->data));
     of_job.status.Update(
-        ToStatus(cudaPointerGetAttributes(&attributes, source->data), "cudaPointerGetAttributes"));
-    const int64_t together =
-        reinterpret_cast<intptr_t>(source->data) | source->head_stride | source->token_stride;
-    if (attributes.type != cudaMemoryTypeDevice || attributes.device != context_->gpu().ordinal) {
-      of_job.status.Update(absl::InvalidArgumentError(
-          absl::StrCat(name, " is not in the memory of ", std::string(context_->gpu().name))));
-    } else if (together % 16 != 0) {
-      of_job.status.Update(absl::InvalidArgumentError(
-          absl::StrCat("rows of ", name, " are not aligned to 16 bytes")));
-    }
+        CheckAligned(name, source->data, source->head_stride, source->token_stride));
   }
   return of_job.status.ok();
 }

@@ -13,6 +13,7 @@
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/cuda/mps.h"
+#include "gpu/cuda/poll.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/row_fetcher.h"
 #include "gpu/device/stream_step.h"
@@ -297,14 +298,8 @@ void CudaDevice::Finish() {
       running = std::move(running_.front());
       running_.pop_front();
     }
-    const auto begin = std::chrono::steady_clock::now();
-    cudaError_t error = cudaErrorNotReady;
-    while ((error = cudaStreamQuery(running.slot->stream())) == cudaErrorNotReady) {
-      running.run->Cancelled();
-      if (std::chrono::steady_clock::now() - begin > kBusy) {
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
-    }
+    const cudaError_t error = cuda::Poll([&] { return cudaStreamQuery(running.slot->stream()); },
+                                         kBusy, [&] { running.run->Cancelled(); });
     if (running.status.ok()) running.status = cuda::ToStatus(error, "an attend on the GPU");
     End(std::move(running));
   }

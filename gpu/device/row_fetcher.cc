@@ -2,33 +2,23 @@
 
 #include <algorithm>
 #include <chrono>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "gpu/cuda/current_device.h"
+#include "gpu/cuda/poll.h"
+#include "gpu/device/gpu_rows.h"
 #include "host/base/limits.h"
 #include "host/base/status_macros.h"
 
 namespace spillway::cuda {
 namespace {
 
-constexpr int64_t kAlignment = 16;
-
 // Without holding a core for as long as a long fetch takes.
 template <typename Query>
 absl::Status Await(const Query& query, std::string_view what) {
-  constexpr auto kBusy = std::chrono::microseconds(200);
-  const auto begin = std::chrono::steady_clock::now();
-  cudaError_t error = cudaErrorNotReady;
-  while ((error = query()) == cudaErrorNotReady) {
-    if (std::chrono::steady_clock::now() - begin > kBusy) {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  }
-  return ToStatus(error, what);
+  return ToStatus(Poll(query, std::chrono::microseconds(200), [] {}), what);
 }
 
 }  // namespace
@@ -104,18 +94,9 @@ absl::Status RowFetcher::CheckTargets(const FetchWork& work) const {
   for (const auto& [target, name] : {std::pair(&work.k, "k"), std::pair(&work.v, "v")}) {
     const std::byte* const first = target->data;
     const std::byte* const last = target->Row(last_head, last_token) + half - 1;
-    for (const std::byte* at : {first, last}) {
-      cudaPointerAttributes attributes{};
-      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaPointerGetAttributes(&attributes, at));
-      if (attributes.type == cudaMemoryTypeDevice && attributes.device == gpu_.ordinal) continue;
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, " is not in the memory of ", std::string(gpu_.name)));
-    }
-    const int64_t together = static_cast<int64_t>(reinterpret_cast<intptr_t>(target->data)) |
-                             target->head_stride | target->token_stride;
-    if (together % kAlignment == 0) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("rows of ", name, " are not aligned to ", kAlignment, " bytes"));
+    RETURN_IF_ERROR(CheckInGpu(gpu_, name, first));
+    RETURN_IF_ERROR(CheckInGpu(gpu_, name, last));
+    RETURN_IF_ERROR(CheckAligned(name, first, target->head_stride, target->token_stride));
   }
   return absl::OkStatus();
 }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "host/base/dtype.h"
 
@@ -17,6 +18,10 @@ struct StepPlace {
   int64_t token_stride = 0;
   int64_t head_stride = 0;
   Byte* At(int64_t sequence) const { return data + sequence * sequence_stride; }
+  // The same, to be read alone.
+  operator StepPlace<const Byte>() const requires(!std::is_const_v<Byte>) {
+    return {data, sequence_stride, token_stride, head_stride};
+  }
 };
 
 // One layer of a decode step, sequences in the step's order.
@@ -29,5 +34,15 @@ struct StepTensors {
   StepPlace<std::byte> out;  // [B, T, H_q, d]
   float* lse = nullptr;      // [B, T, H_q] in C order, or null
 };
+
+// Elements of a step's tensor, [sequence, token, head, element], of `bytes` a head.
+struct StepRows {
+  int64_t sequence_count;
+  int64_t token_count;
+  int64_t head_count;
+  int64_t bytes;
+};
+void CopyStepRows(const StepRows& rows, const StepPlace<const std::byte>& from,
+                  const StepPlace<std::byte>& to);
 
 }  // namespace spillway

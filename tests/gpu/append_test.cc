@@ -11,6 +11,7 @@
 #include "gpu/device/append_pipeline.h"
 #include "host/codes/rotation.h"
 #include "tests/gpu/expect_page.h"
+#include "tests/gpu/pin_extents.h"
 
 namespace spillway::cuda {
 namespace {
@@ -34,14 +35,7 @@ ModelSpec Spec(DType dtype) {
 class Gpu0 {
  public:
   explicit Gpu0(const ModelSpec& model_spec) : spec(model_spec) {
-    Arena::ExtentObserver pin;
-    pin.committed = [](std::span<std::byte> extent) {
-      return ToStatus(cudaHostRegister(extent.data(), extent.size(),
-                                       cudaHostRegisterPortable | cudaHostRegisterMapped),
-                      "cudaHostRegister");
-    };
-    pin.released = [](std::span<std::byte> extent) { cudaHostUnregister(extent.data()); };
-    host_ = Arena::Create({.limit_bytes = 256 * kMiB}, &host_budget_, pin).value();
+    host_ = Arena::Create({.limit_bytes = 256 * kMiB}, &host_budget_, PinExtents()).value();
     device_ = Arena::Create({.limit_bytes = 256 * kMiB, .extent_bytes = 32 * kMiB}, &device_budget_,
                             CreateDeviceBacking(0, 256 * kMiB).value())
                   .value();

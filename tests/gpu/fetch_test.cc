@@ -9,6 +9,7 @@
 
 #include "gpu/device/row_fetcher.h"
 #include "tests/gpu/device_array.h"
+#include "tests/gpu/pin_extents.h"
 
 namespace spillway::cuda {
 namespace {
@@ -23,14 +24,7 @@ class FetchTest : public ::testing::TestWithParam<std::pair<int, int>> {
     spec.kv_head_count = GetParam().first;
     spec.head_dim = GetParam().second;
     spec.dtype = DType::kF16;
-    Arena::ExtentObserver pin;
-    pin.committed = [](std::span<std::byte> extent) {
-      return ToStatus(cudaHostRegister(extent.data(), extent.size(),
-                                       cudaHostRegisterPortable | cudaHostRegisterMapped),
-                      "cudaHostRegister");
-    };
-    pin.released = [](std::span<std::byte> extent) { cudaHostUnregister(extent.data()); };
-    arena = Arena::Create({.limit_bytes = 512 * kMiB}, &host_budget, pin).value();
+    arena = Arena::Create({.limit_bytes = 512 * kMiB}, &host_budget, PinExtents()).value();
     pool = std::make_unique<PagePool>(arena.get(), kPageTokenCount * spec.row_bytes());
     rows = std::make_unique<LayerRows>(pool.get(), spec);
     ASSERT_TRUE(rows->PrepareAppend(tokens).ok());

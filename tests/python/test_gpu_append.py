@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from daemon_process import on_gpu
-from helpers import refused
+from helpers import delete_model, refused
 from spillway import Client, Model, OutOfRange, Policy, Sequence
 from spillway._proto import attention_service_pb2
 from spillway.tensors import dtype_number
@@ -31,9 +31,7 @@ def model(engine: Client, request: pytest.FixtureRequest) -> Iterator[Model]:
         dtype=request.param,
     )
     yield model
-    for info in list(engine.list_sequences(model)):
-        engine.get_sequence(info.name).delete()
-    engine.delete_model(model)
+    delete_model(engine, model)
 
 
 def rows(model: Model, tokens: int, seed: int = 2) -> torch.Tensor:

@@ -27,6 +27,7 @@ from spillway.tensors import (
     dtype_of,
     is_torch,
     on_gpu,
+    wait_for_stream,
 )
 
 if TYPE_CHECKING:
@@ -98,9 +99,8 @@ class _NativeStep:
         place = place_of(lse)
         assert place is not None
         tensors.lse = place.address
-        on_their_way = {x.device for x in (q, k, v) if on_gpu(x)}
-        for device in on_their_way:
-            sys.modules["torch"].cuda.current_stream(device).synchronize()
+        for array in {x.device: x for x in (q, k, v) if on_gpu(x)}.values():
+            wait_for_stream(array)
         self._channel.attend_step(self._handle, layer, self._at)
         del kept
         return _back(out, q), _back(lse, q)
