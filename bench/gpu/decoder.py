@@ -8,10 +8,12 @@ each round, over sequences with the same rows:
   the engine's kernels take between two events on a stream of its own;
 - eager: `Client.open_decoder`, attends enqueued one by one;
 - graph: the same, captured once and replayed for each token;
+- resident: the same in an engine that keeps all rows in GPU memory too
+  (`device.gpu_resident_limit`);
 - sdpa: torch's attention (cuDNN's, else flash) with K/V in GPU memory, in a graph.
 
 Times are of the GPU, between events around the attends of all layers, for a layer;
-`next` is the host's. Before anything is timed, outputs of the first three must be
+`next` is the host's. Before anything is timed, outputs of the first four must be
 equal, and their error against sdpa's is printed beside the times. One JSON object a line.
 
     python bench/trace_data.py --tokens 131072 --output FOLDER
@@ -209,25 +211,32 @@ def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
     return torch.cat(outs)
 
 
-def measure(client: spillway.Client, trace: Trace, count: int) -> None:
-    model = client.create_model(
-        layer_count=LAYERS,
-        query_head_count=HEADS,
-        kv_head_count=KV_HEADS,
-        head_dim=DIM,
-        dtype="bfloat16",
+def measure(client: spillway.Client, resident: spillway.Client, trace: Trace, count: int) -> None:
+    model, resident_model = (
+        engine.create_model(
+            layer_count=LAYERS,
+            query_head_count=HEADS,
+            kv_head_count=KV_HEADS,
+            head_dim=DIM,
+            dtype="bfloat16",
+        )
+        for engine in (client, resident)
     )
     ways = {
         "job": Job(client, model, trace, count),
         "eager": Eager(client, model, trace, count),
         "graph": Captured(client, model, trace, count),
+        "resident": Captured(resident, resident_model, trace, count),
     }
+    (gpu,) = resident.get_server_info().devices
+    row_bytes = LAYERS * count * KV_HEADS * trace.tokens * 4 * DIM
+    assert gpu.resident_used_bytes > 0.9 * row_bytes, gpu
     start = trace.tokens - STEPS * (ROUNDS + 2)
     for step in range(2 * STEPS):  # checked, and warmed up
         outs = {name: way.step()[0] for name, way in ways.items()}
         for layer in range(LAYERS):
             wanted = outs["job"][layer].cuda()
-            for name in ("eager", "graph"):
+            for name in ("eager", "graph", "resident"):
                 assert torch.equal(outs[name][layer], wanted), (step, layer, name)
     errors = []
     for layer in range(LAYERS):
@@ -243,7 +252,7 @@ def measure(client: spillway.Client, trace: Trace, count: int) -> None:
             times[name] += [way.step()[1] for _ in range(STEPS)]
         times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
     job = statistics.median(times["job"])
-    row_bytes = ways["job"].moved_row_count * 4 * DIM  # type: ignore[attr-defined]
+    moved_bytes = ways["job"].moved_row_count * 4 * DIM  # type: ignore[attr-defined]
     for name, all_of in times.items():
         host = ways[name].host_us if name in ways else []
         report(
@@ -253,8 +262,8 @@ def measure(client: spillway.Client, trace: Trace, count: int) -> None:
             layer_us=round(statistics.median(all_of), 1),
             p90_us=round(float(np.percentile(all_of, 90)), 1),
             beyond_job_us=round(statistics.median(all_of) - job, 1),
-            moved_gb_per_s=round(row_bytes / statistics.median(all_of) / 1000, 1)
-            if name != "sdpa"
+            moved_gb_per_s=round(moved_bytes / statistics.median(all_of) / 1000, 1)
+            if name in ("job", "eager", "graph")
             else None,
             next_host_us=round(statistics.median(host), 1) if host else None,
             error_median=round(statistics.median(errors), 4),
@@ -262,12 +271,13 @@ def measure(client: spillway.Client, trace: Trace, count: int) -> None:
             rounds=ROUNDS,
             steps=STEPS,
         )
-    for name in ("eager", "graph"):
+    for name in ("eager", "graph", "resident"):
         ways[name].decoder.close()  # type: ignore[attr-defined]
     for way in ways.values():
         for sequence in way.sequences:
             sequence.delete()
     client.delete_model(model)
+    resident.delete_model(resident_model)
 
 
 def main() -> None:
@@ -280,8 +290,13 @@ def main() -> None:
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for tokens in arguments.tokens:
         settings = {"memory.limit": "100GiB", "device.name": arguments.device}
-        with spillway.connect("embedded:", settings=settings) as client:
-            measure(client, Trace(arguments.folder, tokens), arguments.sequences)
+        with (
+            spillway.connect("embedded:", settings=settings) as client,
+            spillway.connect(
+                "embedded:", settings=settings | {"device.gpu_resident_limit": "68GiB"}
+            ) as resident,
+        ):
+            measure(client, resident, Trace(arguments.folder, tokens), arguments.sequences)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ _NAMES = {
     "job": "Spillway, a job on its own stream",
     "eager": "Spillway, enqueued on the runner's stream",
     "graph": "Spillway, in the runner's CUDA graph",
+    "resident": "the same, all rows in GPU memory too",
 }
 
 
@@ -42,7 +43,7 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
     return [
         "`bench/gpu/decoder.py`: four layers of 32 query heads over 8 KV heads of 128, bf16, one",
         "sequence of K/V like a real model's, default policy; time on the GPU between events",
-        "around the layers, for one of them, medians. The first three give the same bits. Their",
+        "around the layers, for one of them, medians. Those of Spillway give the same bits. Their",
         "error is that of the output, against attention over all rows in float32, per query head.",
         "",
         "| us a layer | " + " | ".join(label(n) for n in lengths) + " |",

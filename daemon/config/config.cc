@@ -79,6 +79,26 @@ Setting Seconds(const char* key, const char* flag, const char* help, double Conf
       absl::StrCat("a number of seconds in [0, ", high, "]"));
 }
 
+// Of a GPU: a number with a unit, or 0.
+Setting BytesOrZero(const char* key, const char* flag, const char* help, int64_t Config::*field) {
+  return {key,
+          flag,
+          help,
+          true,
+          [field](Config& config, const std::string& text) {
+            if (text == "0") {
+              config.*field = 0;
+              return absl::OkStatus();
+            }
+            const absl::StatusOr<int64_t> bytes = ParseBytes(text);
+            if (bytes.ok()) config.*field = *bytes;
+            return bytes.status();
+          },
+          [field](const Config& config) {
+            return config.*field == 0 ? "0" : FormatBytes(config.*field);
+          }};
+}
+
 Setting Choice(const char* key, const char* flag, const char* help, std::vector<std::string> names,
                std::function<void(Config&, size_t)> set,
                std::function<std::string(const Config&)> get) {
@@ -165,22 +185,15 @@ const std::vector<Setting>& Settings() {
       {"device.name", "--device",
        "auto (every GPU, or else the CPU), cpu, or GPUs with commas between: cuda:N or a UUID",
        true, SetDevices, [](const Config& config) { return absl::StrJoin(config.devices, ","); }},
-      {"device.gpu_memory_limit", "--gpu-memory-limit",
-       "memory of each GPU for codes and workspaces, such as 20GiB; 0: nine tenths of what is free",
-       true,
-       [](Config& config, const std::string& text) {
-         if (text == "0") {
-           config.gpu_memory_limit_bytes = 0;
-           return absl::OkStatus();
-         }
-         const absl::StatusOr<int64_t> bytes = ParseBytes(text);
-         if (bytes.ok()) config.gpu_memory_limit_bytes = *bytes;
-         return bytes.status();
-       },
-       [](const Config& config) {
-         return config.gpu_memory_limit_bytes == 0 ? "0"
-                                                   : FormatBytes(config.gpu_memory_limit_bytes);
-       }},
+      BytesOrZero(
+          "device.gpu_memory_limit", "--gpu-memory-limit",
+          "memory of each GPU for codes and workspaces, such as 20GiB; 0: nine tenths of what is "
+          "free",
+          &Config::gpu_memory_limit_bytes),
+      BytesOrZero("device.gpu_resident_limit", "--gpu-resident-limit",
+                  "of that memory, what copies of all K/V rows of the sequences in use may take, "
+                  "so that their attends read none over the link; 0: none",
+                  &Config::gpu_resident_limit_bytes),
       Choice(
           "device.mps", "--mps",
           "off, auto or on: share GPUs by way of CUDA MPS, so that kernels of other processes need "

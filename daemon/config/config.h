@@ -40,6 +40,8 @@ struct Config {
   // Memory of each GPU for codes and workspaces; 0: nine tenths of what is
   // free.
   int64_t gpu_memory_limit_bytes = 0;
+  // Of it, for copies of all rows of the sequences that are used; 0: none.
+  int64_t gpu_resident_limit_bytes = 0;
   MpsMode mps = MpsMode::kAuto;
   // Worker threads; 0: one per core.
   int thread_count = 0;

@@ -29,6 +29,7 @@ absl::StatusOr<std::unique_ptr<Device>> OpenGpus(const Config& config, MemoryBud
     absl::StatusOr<std::unique_ptr<Device>> device =
         CreateCudaDevice({.ordinal = ordinal,
                           .memory_limit_bytes = config.gpu_memory_limit_bytes,
+                          .resident_limit_bytes = config.gpu_resident_limit_bytes,
                           .thread_count = config.thread_count},
                          budget);
     if (!device.ok()) {

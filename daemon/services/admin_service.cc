@@ -53,6 +53,8 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       device.set_memory_limit_bytes(memory->limit_bytes);
       device.set_memory_used_bytes(memory->used_bytes);
+      device.set_resident_limit_bytes(memory->resident_limit_bytes);
+      device.set_resident_used_bytes(memory->resident_used_bytes);
     }
   }
   v1::ServerLimits& limits = *response->mutable_limits();

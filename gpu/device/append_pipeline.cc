@@ -227,8 +227,11 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     rows.row_pages = index.row_pages(rows.first_head);
     rows.k = append.k.data + rows.first_head * append.k.head_stride;
     rows.v = append.v.data + rows.first_head * append.v.head_stride;
-    for (int h = 0; h < rows.head_count && encodes; ++h) {
-      rows.resident[h] = index.resident(rows.first_head + h);
+    for (int h = 0; h < rows.head_count; ++h) {
+      ResidentRows& resident = rows.resident[h] = index.resident(rows.first_head + h);
+      // Else they are copied when the rows are indexed.
+      if (!encodes) resident.pages = nullptr;
+      if (!encodes) resident.recent = nullptr;
     }
     for (rows.begin = first; rows.begin < end; rows.begin = rows.end) {
       rows.end = std::min(end, (rows.begin / kPageTokenCount + kStagePages) * kPageTokenCount);
@@ -252,6 +255,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   for (const StreamSlot::Stage& events : slot.stages()) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, events.coded.get()));
   }
+  index.whole().SetFilled(end);
   if (encodes) {
     index.SetIndexed(end);
   } else if (indexes) {
@@ -288,6 +292,7 @@ absl::Status AppendPipeline::Enqueue(bool step_later, std::byte* stage) {
   }
   if (from_gpu.size() > 1) return absl::UnimplementedError("a job appends from GPU memory once");
   std::vector<size_t> few, longer;
+  std::vector<WholeCopy> fills;
   bool reads_tables = false;
   for (size_t i = 0; i < items.size(); ++i) {
     const JobItem& item = items[i];
@@ -295,21 +300,29 @@ absl::Status AppendPipeline::Enqueue(bool step_later, std::byte* stage) {
     const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
     LayerIndex& index = context_->index(i);
     RETURN_IF_ERROR(index.Update(rows, updates_));
-    if (!item.append.has_value() || item.append->on_gpu || !spec().has_index()) continue;
-    if (rows.token_count() < kCentreTokenCount) continue;
-    if (!AppendsFew(i)) {
+    const bool on_gpu = item.append.has_value() && item.append->on_gpu;
+    const bool indexes = item.append.has_value() && !on_gpu && spec().has_index() &&
+                         rows.token_count() >= kCentreTokenCount;
+    if (indexes && AppendsFew(i)) {
+      few.push_back(i);
+      step_rows_ += NewTokens(i) * spec().kv_head_count;
+      reads_tables |= ClosesPages(i);
+      index.FillResident(rows, rows.token_count(), step_copies_);
+      index.FillWhole(rows, index.indexed_token_count(), rows.token_count(), step_copies_);
+    } else if (indexes) {
       longer.push_back(i);
-      continue;
     }
-    few.push_back(i);
-    step_rows_ += NewTokens(i) * spec().kv_head_count;
-    reads_tables |= ClosesPages(i);
-    index.FillResident(rows, rows.token_count(), step_copies_);
+    // What comes from GPU memory goes there with the rest.
+    fills.push_back(index.FillWhole(on_gpu ? item.append->start : rows.token_count()));
+    if (fills.back().begin == fills.back().end) fills.pop_back();
   }
-  // Encoders read the tables.
-  reads_tables |= !longer.empty() || !from_gpu.empty();
+  // Encoders read the tables, and so do copies of all rows.
+  reads_tables |= !longer.empty() || !from_gpu.empty() || !fills.empty();
   if (step_rows_ == 0 || reads_tables || updates_.size() > AppendLists::kPieceMax) {
     RETURN_IF_ERROR(UpdateTables());
+  }
+  for (const WholeCopy& fill : fills) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchWholeCopy(fill, context_->stream()));
   }
   for (const size_t i : from_gpu) RETURN_IF_ERROR(AppendFromGpu(i, stage));
   for (const size_t i : few) {

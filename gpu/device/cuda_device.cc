@@ -39,6 +39,10 @@ constexpr int64_t kWaveBytes = int64_t{1} << 30;
 // fills the rest can be attended to.
 constexpr int64_t kWorkspaceBytes = int64_t{4} << 30;
 
+int64_t WorkspaceBytes(int64_t memory_limit_bytes) {
+  return std::min(memory_limit_bytes / 4, kWorkspaceBytes);
+}
+
 std::string UuidName(const cudaUUID_t& uuid) {
   std::string name = "GPU-";
   for (int i = 0; i < 16; ++i) {
@@ -84,29 +88,35 @@ class CudaDevice final : public Device {
     RETURN_IF_ERROR(current.status());
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));
-    return CudaModel::Create(spec, arena_.get(), &budget_, std::move(methods));
+    return CudaModel::Create(spec, arena_.get(), resident_arena_.get(), &budget_,
+                             std::move(methods));
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
-    return std::make_unique<CudaSequence>(static_cast<CudaModel&>(model), &blocks_);
+    return std::make_unique<CudaSequence>(static_cast<CudaModel&>(model), &blocks_, &residency_);
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel& model,
                                                                DeviceSequence& source,
                                                                int64_t token_count) override {
-    return std::make_unique<CudaSequence>(static_cast<CudaModel&>(model), &blocks_,
-                                          static_cast<CudaSequence&>(source), token_count);
+    auto& of_source = static_cast<CudaSequence&>(source);
+    const ResidencyUse use = of_source.Use();
+    return std::make_unique<CudaSequence>(static_cast<CudaModel&>(model), &blocks_, &residency_,
+                                          of_source, token_count);
   }
 
   void TruncateSequence(DeviceModel&, DeviceSequence& sequence, int64_t token_count) override {
-    for (cuda::LayerIndex& layer : static_cast<CudaSequence&>(sequence).layers) {
-      layer.Truncate(token_count);
-    }
+    auto& truncated = static_cast<CudaSequence&>(sequence);
+    const ResidencyUse use = truncated.Use();
+    for (cuda::LayerIndex& layer : truncated.layers) layer.Truncate(token_count);
   }
 
   absl::Status PrepareAppend(DeviceModel&, DeviceSequence& sequence, int layer, int64_t start,
                              int64_t count) override {
-    return static_cast<CudaSequence&>(sequence).layers[layer].Prepare(start, count);
+    auto& appended = static_cast<CudaSequence&>(sequence);
+    const ResidencyUse use = appended.Use();
+    appended.ResumeWhole(start);
+    return appended.layers[layer].Prepare(start, count, [&] { return residency_.MakeRoom(); });
   }
 
   int64_t WeightBytes(const ModelSpec& spec) const override { return CudaModel::HostBytesOf(spec); }
@@ -121,7 +131,14 @@ class CudaDevice final : public Device {
 
   std::optional<DeviceMemory> memory() const override {
     // Slabs that are committed and free are as good as memory never taken.
-    return DeviceMemory{budget_.limit_bytes(), budget_.limit_bytes() - arena_->free_bytes()};
+    DeviceMemory memory;
+    memory.limit_bytes = budget_.limit_bytes();
+    memory.used_bytes = budget_.limit_bytes() - arena_->free_bytes();
+    if (resident_arena_ != nullptr) {
+      memory.resident_limit_bytes = resident_limit_bytes_;
+      memory.resident_used_bytes = resident_limit_bytes_ - resident_arena_->free_bytes();
+    }
+    return memory;
   }
 
   absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
@@ -137,21 +154,26 @@ class CudaDevice final : public Device {
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {
+    Task task{{}, std::move(job), std::move(done)};
+    for (const JobItem& item : task.job->items) {
+      task.uses.push_back(static_cast<CudaSequence&>(*item.sequence).Use());
+    }
     StreamSlot* slot = nullptr;
     {
       const MutexLock lock(mutex_);
       if (idle_.empty()) {
-        waiting_.push_back({std::move(job), std::move(done)});
+        waiting_.push_back(std::move(task));
         return;
       }
       slot = idle_.back();
       idle_.pop_back();
     }
-    Start({std::move(job), std::move(done)}, slot);
+    Start(std::move(task), slot);
   }
 
  private:
   struct Task {
+    std::vector<ResidencyUse> uses;  // of its sequences
     std::unique_ptr<Job> job;
     Completion done;
   };
@@ -162,11 +184,14 @@ class CudaDevice final : public Device {
     absl::Status status;  // of enqueuing
   };
 
-  CudaDevice(int ordinal, int64_t memory_limit_bytes, int thread_count, MemoryBudget* host_budget)
+  CudaDevice(int ordinal, int64_t memory_limit_bytes, int64_t resident_limit_bytes,
+             int thread_count, MemoryBudget* host_budget)
       : ordinal_(ordinal),
         host_budget_(host_budget),
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
-        arena_limit_bytes_(memory_limit_bytes - std::min(memory_limit_bytes / 4, kWorkspaceBytes)),
+        resident_limit_bytes_(resident_limit_bytes),
+        arena_limit_bytes_(memory_limit_bytes - WorkspaceBytes(memory_limit_bytes) -
+                           resident_limit_bytes),
         workers_(thread_count) {}
 
   void Start(Task task, StreamSlot* slot);
@@ -179,8 +204,12 @@ class CudaDevice final : public Device {
   cuda::Gpu gpu_;
   DeviceInfo info_;
   MemoryBudget budget_;  // GPU memory
+  const int64_t resident_limit_bytes_;
   const int64_t arena_limit_bytes_;
   std::unique_ptr<Arena> arena_;
+  // Of the copies of all rows; null: there are none.
+  std::unique_ptr<Arena> resident_arena_;
+  Residency residency_;
   cuda::BlockPools blocks_;
   tbb::task_arena workers_;
   std::vector<std::unique_ptr<StreamSlot>> slots_;
@@ -219,24 +248,36 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free, &total));
   const int64_t limit = options.memory_limit_bytes > 0 ? options.memory_limit_bytes
                                                        : static_cast<int64_t>(free / 10 * 9);
+  const int64_t resident_limit = options.resident_limit_bytes / kSlabBytes * kSlabBytes;
+  const int64_t resident_most = (limit - WorkspaceBytes(limit)) / 4 * 3;
+  if (resident_limit > resident_most) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--gpu-resident-limit: ", options.resident_limit_bytes, " bytes are more than ",
+        resident_most, ": three quarters of what the GPU memory limit of ", limit,
+        " leaves beside workspaces, for codes need the rest"));
+  }
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
-  std::unique_ptr<CudaDevice> device(new CudaDevice(options.ordinal, limit, threads, host_budget));
+  std::unique_ptr<CudaDevice> device(
+      new CudaDevice(options.ordinal, limit, resident_limit, threads, host_budget));
   device->gpu_ = {properties.multiProcessorCount,
                   static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9};
-  absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
-      cuda::CreateDeviceBacking(options.ordinal, limit);
-  if (!backing.ok()) return backing.status();
-  absl::StatusOr<std::unique_ptr<Arena>> arena =
-      Arena::Create({.limit_bytes = device->arena_limit_bytes_, .extent_bytes = int64_t{32} << 20},
-                    &device->budget_, *std::move(backing));
-  if (!arena.ok()) return arena.status();
-  device->arena_ = *std::move(arena);
+  const auto create_arena = [&](int64_t bytes) -> absl::StatusOr<std::unique_ptr<Arena>> {
+    absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
+        cuda::CreateDeviceBacking(options.ordinal, bytes);
+    if (!backing.ok()) return backing.status();
+    return Arena::Create({.limit_bytes = bytes, .extent_bytes = int64_t{32} << 20},
+                         &device->budget_, *std::move(backing));
+  };
+  ASSIGN_OR_RETURN(device->arena_, create_arena(device->arena_limit_bytes_));
+  if (resident_limit > 0) {
+    ASSIGN_OR_RETURN(device->resident_arena_, create_arena(resident_limit));
+  }
   device->blocks_.SetArena(device->arena_.get());
   for (int i = 0; i < kStreamSlotCount; ++i) {
-    absl::StatusOr<std::unique_ptr<StreamSlot>> slot = StreamSlot::Create(
-        &device->budget_, host_budget,
-        std::min(kWaveBytes, (limit - device->arena_limit_bytes_) / kStreamSlotCount));
+    absl::StatusOr<std::unique_ptr<StreamSlot>> slot =
+        StreamSlot::Create(&device->budget_, host_budget,
+                           std::min(kWaveBytes, WorkspaceBytes(limit) / kStreamSlotCount));
     if (!slot.ok()) return slot.status();
     device->slots_.push_back(*std::move(slot));
     const MutexLock lock(device->mutex_);
@@ -318,7 +359,12 @@ void CudaDevice::End(Running running) {
       if (item.attend.has_value()) item.status.Update(status);
     }
   }
+  for (const JobItem& item : job.items) {
+    static_cast<CudaSequence&>(*item.sequence)
+        .CountMoved(item.result.moved_row_count * job.model->spec().row_bytes());
+  }
   running.run.reset();
+  running.task.uses.clear();
   Task next;
   {
     const MutexLock lock(mutex_);

@@ -25,6 +25,8 @@ struct CudaDeviceOptions {
   // GPU memory that codes, tables and workspaces may take; 0: nine tenths of
   // what is free.
   int64_t memory_limit_bytes = 0;
+  // Of it, what copies of all rows of some sequences may take (Residency); 0: none.
+  int64_t resident_limit_bytes = 0;
   // Host threads that copy rows; 0: one per core.
   int thread_count = 0;
 };
@@ -32,7 +34,8 @@ struct CudaDeviceOptions {
 // The CUDA device: codes, factors and tables in GPU memory, rows in pinned
 // host memory. Pinned buffers are charged to host_budget, which outlives it.
 // The same job gives the same bits whatever runs beside it. NOT_FOUND without
-// the GPU; UNIMPLEMENTED where the GPU cannot read host memory in place.
+// the GPU; INVALID_ARGUMENT for limits that leave too little; UNIMPLEMENTED where the GPU cannot
+// read host memory in place.
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions& options,
                                                          MemoryBudget* host_budget);
 

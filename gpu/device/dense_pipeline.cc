@@ -54,7 +54,10 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
         !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
         parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->wave_bytes());
     if (!fits) parts_.emplace_back().staged = staged;
-    if (!fits || !staged) result.moved_row_count += n * spec().kv_head_count;
+    if (!fits || !staged) {
+      const int64_t held = std::min(n, context_->index(item).whole().end());
+      result.moved_row_count += (n - held) * spec().kv_head_count;
+    }
     Part& part = parts_.back();
     part.partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
@@ -123,7 +126,7 @@ void DensePipeline::Fill(Part& part) const {
     unit.place = {static_cast<int32_t>(block.item), static_cast<int16_t>(block.begin),
                   static_cast<int16_t>(block.kv_head)};
     unit.row_pages = part.staged ? part.device_stage_table + block.kv_head * kStagePages
-                                 : context_->index(block.item).row_pages(block.kv_head);
+                                 : context_->index(block.item).read_pages(block.kv_head);
     unit.error_token = part.errors + i;
     unit.result = part.results + i;
     unit.lse = part.lse + i * kDenseQueryRows;
@@ -217,7 +220,7 @@ absl::Status DensePipeline::Fold(const Part& part, DenseWave wave) {
     const int64_t pages =
         std::min(kStagePages, (n + kPageTokenCount - 1) / kPageTokenCount - first_page);
     for (int h = 0; h < spec().kv_head_count; ++h) {
-      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStagePages(layer.row_pages(h) + first_page, 0, 1, pages,
+      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStagePages(layer.read_pages(h) + first_page, 0, 1, pages,
                                                      kPageTokenCount * spec().row_bytes(),
                                                      part.stage + h * StageBytes(), stream));
     }

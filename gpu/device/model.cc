@@ -23,17 +23,21 @@ std::vector<float> TransposedRotation(const ModelSpec& spec, int layer) {
 
 }  // namespace
 
-CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, std::unique_ptr<ModelMethods> methods)
+CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
+                     std::unique_ptr<ModelMethods> methods)
     : spec_(spec), tiling_(CodeTiling::Of(spec)), methods_(std::move(methods)) {
+  if (resident_arena != nullptr) {
+    whole_pool_ = std::make_unique<PagePool>(resident_arena, kPageTokenCount * spec.row_bytes());
+  }
   if (!spec.has_index()) return;
   code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
   row_pool_ = std::make_unique<PagePool>(arena, kResidentPageRows * spec.row_bytes());
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(
-    const ModelSpec& spec, Arena* arena, MemoryBudget* budget,
+    const ModelSpec& spec, Arena* arena, Arena* resident_arena, MemoryBudget* budget,
     std::unique_ptr<ModelMethods> methods) {
-  std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, std::move(methods)));
+  std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, resident_arena, std::move(methods)));
   Packer packer;
   if (model->has_rotation()) {
     AddMatrices(spec, TransposedRotation, model->rotations_, packer);

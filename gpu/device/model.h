@@ -16,8 +16,10 @@ namespace spillway::cuda {
 // the rows that the GPU holds.
 class CudaModel final : public DeviceModel {
  public:
-  // methods: the model's, null if this build has none. RESOURCE_EXHAUSTED.
+  // resident_arena: of whole sequences' rows, may be null. methods: the model's,
+  // null if this build has none. RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<CudaModel>> Create(const ModelSpec& spec, Arena* arena,
+                                                           Arena* resident_arena,
                                                            MemoryBudget* budget,
                                                            std::unique_ptr<ModelMethods> methods);
 
@@ -36,6 +38,8 @@ class CudaModel final : public DeviceModel {
   PagePool* code_pool() const { return code_pool_.get(); }
   // Of kResidentPageRows rows a page.
   PagePool* row_pool() const { return row_pool_.get(); }
+  // Of kPageTokenCount rows a page; null where no sequence is held whole.
+  PagePool* whole_pool() const { return whole_pool_.get(); }
   bool has_rotation() const { return spec_.hash.kind == HashKind::kRotation; }
   RotationWeights rotation(int layer) const;
   // May be null.
@@ -43,12 +47,14 @@ class CudaModel final : public DeviceModel {
   bool methods_encode() const { return methods_ != nullptr && methods_->encodes(); }
 
  private:
-  CudaModel(const ModelSpec& spec, Arena* arena, std::unique_ptr<ModelMethods> methods);
+  CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
+            std::unique_ptr<ModelMethods> methods);
 
   const ModelSpec spec_;
   const CodeTiling tiling_;
   std::unique_ptr<PagePool> code_pool_;
   std::unique_ptr<PagePool> row_pool_;
+  std::unique_ptr<PagePool> whole_pool_;
   DeviceBuffer weights_;                 // everything below, and what the methods added
   std::vector<const float*> rotations_;  // transposed [d][d], per layer
   const std::unique_ptr<ModelMethods> methods_;

@@ -24,7 +24,8 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
     : model_(&model),
       blocks_(blocks),
       resident_(model.spec(), model.row_pool(), blocks, layer),
-      mirror_(2 * model.spec().kv_head_count) {
+      whole_(model.spec(), model.whole_pool()),
+      mirror_(3 * model.spec().kv_head_count) {
   for (int h = 0; model.spec().has_index() && h < model.spec().kv_head_count; ++h) {
     codes_.emplace_back(model.code_pool(), kPageTokenCount);
   }
@@ -36,7 +37,8 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIn
       blocks_(blocks),
       indexed_token_count_(Indexed(std::min(token_count, source.indexed_token_count_))),
       resident_(source.resident_, indexed_token_count_),
-      mirror_(2 * model.spec().kv_head_count) {
+      whole_(source.whole_, token_count),
+      mirror_(3 * model.spec().kv_head_count) {
   if (indexed_token_count_ > 0) heads_ = source.heads_.Share();
   for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(indexed_token_count_));
 }
@@ -52,6 +54,7 @@ void LayerIndex::Truncate(int64_t token_count) {
   if (indexed_token_count_ == 0) heads_ = Block();
   for (PageTable& table : codes_) table.Truncate(indexed_token_count_);
   resident_.Truncate(indexed_token_count_);
+  whole_.Truncate(token_count);
   // A page that is written next may be replaced first, if a fork shares it.
   synced_row_pages_ = std::min(synced_row_pages_, token_count / kPageTokenCount);
   synced_code_pages_ = std::min(synced_code_pages_, indexed_token_count_ / kPageTokenCount);
@@ -77,10 +80,12 @@ EncodeWork LayerIndex::Work(int64_t begin, int64_t end) const {
   return work;
 }
 
-absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
+absl::Status LayerIndex::Prepare(int64_t start, int64_t count,
+                                 WholeRowsOfLayer::MakeRoom make_room) {
   // Of an append that was undone; nothing in the ordinary case.
   Truncate(start);
   RETURN_IF_ERROR(Grow(PagesFor(start + count)));
+  whole_.Prepare(start, start + count, make_room);
   if (codes_.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
   if (indexed_token_count_ == 0) {
     ASSIGN_OR_RETURN(heads_, Block::Create(blocks_->Of(HeadBytes())));
@@ -111,7 +116,7 @@ absl::Status LayerIndex::Grow(int64_t page_count) {
 
 void LayerIndex::ForgetTables() {
   for (auto& pages : mirror_) pages.clear();
-  synced_row_pages_ = synced_code_pages_ = 0;
+  synced_row_pages_ = synced_code_pages_ = synced_read_pages_ = 0;
   tables_new_ = true;
 }
 
@@ -130,13 +135,17 @@ absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>&
       updates.push_back({slots + table * capacity_ + p, reinterpret_cast<uint64_t>(address)});
     }
   };
+  const int64_t read_from =
+      std::min({synced_read_pages_, synced_row_pages_, whole_.TakeChangedPage()});
   for (int h = 0; h < heads; ++h) {
     sync(h, synced_row_pages_, row_pages, [&](int64_t p) { return rows.Page(h, p); });
+    sync(2 * heads + h, read_from, row_pages,
+         [&](int64_t p) { return p < whole_.page_count() ? whole_.Page(h, p) : rows.Page(h, p); });
     if (codes_.empty()) continue;
     sync(heads + h, synced_code_pages_, codes_[h].page_count(),
          [&](int64_t p) { return codes_[h].Page(p); });
   }
-  synced_row_pages_ = row_pages;
+  synced_row_pages_ = synced_read_pages_ = row_pages;
   synced_code_pages_ = codes_.empty() ? 0 : codes_.front().page_count();
   resident_.Sync(resident_tables(), capacity_, tables_new_, updates);
   tables_new_ = false;
@@ -180,28 +189,90 @@ const std::byte* const* LayerIndex::row_pages(int kv_head) const {
   return reinterpret_cast<const std::byte* const*>(tables_.data()) + kv_head * capacity_;
 }
 
+const std::byte* const* LayerIndex::read_pages(int kv_head) const {
+  return row_pages(2 * model_->spec().kv_head_count + kv_head);
+}
+
+ResidentRows LayerIndex::resident(int kv_head) const {
+  ResidentRows view = resident_.View(resident_tables(), capacity_, kv_head);
+  view.whole_pages = tables_ ? read_pages(kv_head) : nullptr;
+  view.whole_end = whole_.end();
+  return view;
+}
+
+int64_t LayerIndex::MissingBytes(int64_t token_count) const {
+  if (!whole_.Lacks(token_count)) return 0;
+  const ModelSpec& spec = model_->spec();
+  return (token_count - whole_.end()) * spec.kv_head_count * spec.row_bytes();
+}
+
+void LayerIndex::FillWhole(const LayerRows& rows, int64_t begin, int64_t end,
+                           std::vector<RowCopy>& copies) {
+  if (whole_.FirstUnfilled(end) != begin) return;
+  for (int h = 0; h < rows.kv_head_count(); ++h) {
+    for (int64_t token = begin; token < std::min(end, whole_.end()); ++token) {
+      copies.push_back({rows.Row(h, token), whole_.Row(h, token)});
+    }
+  }
+  whole_.SetFilled(end);
+}
+
+WholeCopy LayerIndex::FillWhole(int64_t token_count) {
+  WholeCopy copy;
+  copy.from = row_pages(0);
+  copy.to = read_pages(0);
+  copy.capacity = capacity_;
+  copy.head_count = model_->spec().kv_head_count;
+  copy.begin = whole_.FirstUnfilled(token_count);
+  copy.end = std::max(copy.begin, std::min(token_count, whole_.end()));
+  copy.row_bytes = model_->spec().row_bytes();
+  whole_.SetFilled(token_count);
+  return copy;
+}
+
 std::byte* const* LayerIndex::code_pages(int kv_head) const {
   return reinterpret_cast<std::byte* const*>(tables_.data()) +
          (model_->spec().kv_head_count + kv_head) * capacity_;
 }
 
-CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks) {
+CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, Residency* residency)
+    : residency_(residency) {
   layers.reserve(model.spec().layer_count);
   for (int l = 0; l < model.spec().layer_count; ++l) layers.emplace_back(model, blocks, l);
+  residency_->Add(*this);
 }
 
-CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, const CudaSequence& source,
-                           int64_t token_count) {
+CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, Residency* residency,
+                           const CudaSequence& source, int64_t token_count)
+    : residency_(residency) {
   layers.reserve(source.layers.size());
   for (int l = 0; l < model.spec().layer_count; ++l) {
     layers.emplace_back(model, blocks, source.layers[l], token_count);
   }
+  residency_->Add(*this);
 }
 
 int64_t CudaSequence::index_bytes() const {
   int64_t bytes = 0;
   for (const LayerIndex& layer : layers) bytes += layer.bytes();
   return bytes;
+}
+
+void CudaSequence::GiveUp() {
+  for (LayerIndex& layer : layers) layer.whole().GiveUp();
+}
+
+int64_t CudaSequence::held_bytes() const {
+  int64_t bytes = 0;
+  for (const LayerIndex& layer : layers) bytes += layer.whole().bytes();
+  return bytes;
+}
+
+void CudaSequence::ResumeWhole(int64_t token_count) {
+  int64_t bytes = 0;  // that attends read over the link
+  for (const LayerIndex& layer : layers) bytes += layer.MissingBytes(token_count);
+  if (bytes == 0 || !residency_->TakeTurn(*this, bytes)) return;
+  for (LayerIndex& layer : layers) layer.whole().Resume();
 }
 
 }  // namespace spillway::cuda

@@ -7,7 +7,9 @@
 #include "gpu/device/block.h"
 #include "gpu/device/model.h"
 #include "gpu/device/resident_rows.h"
+#include "gpu/device/whole_rows.h"
 #include "gpu/kernels/attend.h"
+#include "host/device/residency.h"
 #include "host/memory/page_table.h"
 
 namespace spillway::cuda {
@@ -26,15 +28,16 @@ class LayerIndex {
   // closed.
   int64_t indexed_token_count() const { return indexed_token_count_; }
   int64_t coded_page_count() const { return ClosedPages(indexed_token_count_); }
-  // Of index pages and rows in GPU memory.
+  // Of index pages and rows in GPU memory, without those of whole().
   int64_t bytes() const;
 
   // Addresses of so many tokens at least stay where they are from now on.
   // RESOURCE_EXHAUSTED.
   absl::Status Reserve(int64_t token_count);
   // Room for the index, rows and addresses of tokens up to start + count; see
-  // Device::PrepareAppend. RESOURCE_EXHAUSTED.
-  absl::Status Prepare(int64_t start, int64_t count);
+  // Device::PrepareAppend. make_room: for copies of all rows, which go as far as
+  // there is room. RESOURCE_EXHAUSTED.
+  absl::Status Prepare(int64_t start, int64_t count, WholeRowsOfLayer::MakeRoom make_room);
   void Truncate(int64_t token_count);
 
   // Adds what the GPU's tables lack of the pages of rows and of the index. Room
@@ -53,6 +56,16 @@ class LayerIndex {
       copies.push_back({rows.Row(kv_head, token), to});
     });
   }
+  WholeRowsOfLayer& whole() { return whole_; }
+  const WholeRowsOfLayer& whole() const { return whole_; }
+  // Adds copies of the rows of tokens [begin, end) to `copies`, where those before them
+  // are there; all that have room are, from then on.
+  void FillWhole(const LayerRows& rows, int64_t begin, int64_t end, std::vector<RowCopy>& copies);
+  // Copies of rows that are in host memory and have room, but are not here yet, of
+  // tokens up to token_count; those are here from then on. Reads the tables.
+  WholeCopy FillWhole(int64_t token_count);
+  // Of the rows of tokens up to token_count that have no room in whole().
+  int64_t MissingBytes(int64_t token_count) const;
   // The keys of tokens [begin, end) to encode.
   EncodeWork Work(int64_t begin, int64_t end) const;
   // Says that tokens up to token_count are indexed, and what is known of heads
@@ -61,10 +74,10 @@ class LayerIndex {
 
   // Device addresses, valid until the next Prepare or Update.
   const std::byte* const* row_pages(int kv_head) const;
+  // The same for who only reads rows: in GPU memory as far as whole() goes.
+  const std::byte* const* read_pages(int kv_head) const;
   std::byte* const* code_pages(int kv_head) const;
-  ResidentRows resident(int kv_head) const {
-    return resident_.View(resident_tables(), capacity_, kv_head);
-  }
+  ResidentRows resident(int kv_head) const;
   int64_t page_capacity() const { return capacity_; }
   // Of a KV head, null while nothing is indexed. Statistics: with a rotation;
   // centre [d]: of methods that encode keys.
@@ -96,25 +109,44 @@ class LayerIndex {
   // indexed.
   Block heads_;
   ResidentRowsOfLayer resident_;
-  Block tables_;  // [2][H][capacity] addresses of pages of rows and the index, then resident_'s
+  WholeRowsOfLayer whole_;
+  // [3][H][capacity] addresses of pages of rows, of the index, and of rows to read; then
+  // resident_'s.
+  Block tables_;
   int64_t capacity_ = 0;
   // What the GPU's tables hold, or will once the updates that were handed out
-  // have run: [2 H][pages].
+  // have run: [3 H][pages].
   std::vector<std::vector<const std::byte*>> mirror_;
   // Pages below these cannot have changed since the last Update.
   int64_t synced_row_pages_ = 0;
   int64_t synced_code_pages_ = 0;
+  int64_t synced_read_pages_ = 0;
   bool tables_new_ = true;  // nothing was handed out for tables_ yet
 };
 
-class CudaSequence final : public DeviceSequence {
+class CudaSequence final : public DeviceSequence, public Residency::Member {
  public:
-  CudaSequence(const CudaModel& model, BlockPools* blocks);
-  CudaSequence(const CudaModel& model, BlockPools* blocks, const CudaSequence& source,
-               int64_t token_count);
+  CudaSequence(const CudaModel& model, BlockPools* blocks, Residency* residency);
+  CudaSequence(const CudaModel& model, BlockPools* blocks, Residency* residency,
+               const CudaSequence& source, int64_t token_count);
+  ~CudaSequence() override { residency_->Remove(*this); }
 
   int64_t index_bytes() const override;
+  // Residency::Member.
+  void GiveUp() override;
+  int64_t held_bytes() const override;
+  // Of token_count tokens a layer, rows that have no room here get some with the next
+  // PrepareAppend() once attends have read as many bytes over the link. REQUIRES: in use.
+  void ResumeWhole(int64_t token_count);
+  void CountMoved(int64_t bytes) { residency_->CountMoved(*this, bytes); }
+  bool MakeRoom() { return residency_->MakeRoom(); }
+  // In use, no one asks it to give up.
+  ResidencyUse Use() { return {*residency_, *this}; }
+
   std::vector<LayerIndex> layers;
+
+ private:
+  Residency* const residency_;
 };
 
 }  // namespace spillway::cuda

@@ -209,7 +209,7 @@ int64_t SparsePipeline::Reserve(Carver& requests, Carver& results) {
 void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
   const LayerIndex& index = context_->index(unit.item);
   const int layer = context_->layer();
-  r.row_pages = index.row_pages(unit.kv_head);
+  r.row_pages = index.read_pages(unit.kv_head);
   if (spec().has_index()) r.code_pages = index.code_pages(unit.kv_head);
   r.resident = index.resident(unit.kv_head);
   if (spec().hash.kind == HashKind::kRotation) {

@@ -52,7 +52,7 @@ struct AppendLists {
   AppendCounts counts;
   // Of the rows that an append brings from GPU memory, see RowsAppend.
   unsigned long long bad_row;
-  std::array<RowCopy, 2 * kStepRowsMax> step_copies;
+  std::array<RowCopy, kCopiesOfRow * kStepRowsMax> step_copies;
   // Of the rows and pages of longer appends, a piece at a time.
   std::array<RowCopy, kPieceMax> copies;
   std::array<TableUpdate, kPieceMax> updates;

@@ -64,7 +64,11 @@ struct LayerBytes {
 class CudaStreamStep final : public StreamStep {
  public:
   CudaStreamStep(const StreamStepHome& home, StreamStepOptions options)
-      : home_(home), options_(std::move(options)) {}
+      : home_(home), options_(std::move(options)) {
+    for (const StreamStepPart& part : options_.parts) {
+      uses_.push_back(static_cast<CudaSequence&>(*part.sequence).Use());
+    }
+  }
   ~CudaStreamStep() override {
     const CurrentDevice current(home_.ordinal);
     // Of what was not concluded, launches may be on their way on any stream.
@@ -102,10 +106,11 @@ class CudaStreamStep final : public StreamStep {
   // What a layer takes at most, and the workspace of all.
   LayerBytes Measure(std::optional<Selector> selector, int64_t& workspace_bytes) const;
   absl::Status CheckLengths() const;
-  // Indexes what parts have that no step has: their first pages.
-  absl::Status IndexNow(cudaStream_t stream);
-  // Whether the layer's new rows are indexed as they come.
-  bool Indexes(const StreamStepPart& part, int layer) const;
+  // What parts have and no step can: indexes their first pages, copies rows that are to be in
+  // GPU memory.
+  absl::Status CatchUp(cudaStream_t stream);
+  // Whether the layer's first pages are there and not indexed.
+  bool LacksIndex(const StreamStepPart& part, int layer) const;
   // Whether a layer that is planned has room; request_bytes are taken already.
   absl::Status CheckFits(LayerRun& run, int64_t request_bytes) const;
   // What is announced in a slot, and its tables.
@@ -117,6 +122,7 @@ class CudaStreamStep final : public StreamStep {
 
   const StreamStepHome home_;
   const StreamStepOptions options_;
+  std::vector<ResidencyUse> uses_;  // for what is on its way
   LayerBytes layer_bytes_;
   int64_t upload_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
@@ -253,8 +259,9 @@ absl::Status CudaStreamStep::Open() {
   return absl::OkStatus();
 }
 
-bool CudaStreamStep::Indexes(const StreamStepPart& part, int layer) const {
-  return spec().has_index() && index(part, layer).indexed_token_count() > 0;
+bool CudaStreamStep::LacksIndex(const StreamStepPart& part, int layer) const {
+  return spec().has_index() && (*part.rows)[layer].token_count() >= kCentreTokenCount &&
+         index(part, layer).indexed_token_count() == 0;
 }
 
 // What announces tokens, or waits, is no part of a graph.
@@ -291,14 +298,16 @@ absl::Status CudaStreamStep::CheckLengths() const {
   return absl::OkStatus();
 }
 
-absl::Status CudaStreamStep::IndexNow(cudaStream_t stream) {
-  for (int layer = 0; layer < spec().layer_count && spec().has_index(); ++layer) {
+absl::Status CudaStreamStep::CatchUp(cudaStream_t stream) {
+  for (int layer = 0; layer < spec().layer_count; ++layer) {
     auto job = std::make_unique<Job>();
     job->model = home_.model;
     job->layer = layer;
     for (const StreamStepPart& part : options_.parts) {
       LayerRows& rows = (*part.rows)[layer];
-      if (rows.token_count() < kCentreTokenCount || Indexes(part, layer)) continue;
+      if (!LacksIndex(part, layer) && !index(part, layer).whole().LacksRows(rows.token_count())) {
+        continue;
+      }
       JobItem& item = job->items.emplace_back();
       item.sequence = part.sequence;
       item.append.emplace();
@@ -342,10 +351,12 @@ absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>
     RowTarget* const targets = run.targets + static_cast<int64_t>(i) * count * heads;
     for (int64_t t = 0; t < count; ++t) {
       for (int h = 0; h < heads; ++h) {
-        targets[t * heads + h] = {const_cast<std::byte*>(rows.Row(h, append.start + t)), nullptr,
-                                  nullptr};
+        RowTarget& target = targets[t * heads + h] = {};
+        target.row = const_cast<std::byte*>(rows.Row(h, append.start + t));
+        target.whole = index.whole().Row(h, append.start + t);
       }
     }
+    index.whole().SetFilled(append.start + count);
     StepEncode& encode = run.encodes[i];
     encode = {};
     if (!spec().has_index() || index.indexed_token_count() == 0) continue;
@@ -382,7 +393,7 @@ absl::Status CudaStreamStep::Announce(void* on) {
   auto* const stream = static_cast<cudaStream_t>(on);
   RETURN_IF_ERROR(CheckNotCaptured(stream));
   RETURN_IF_ERROR(CheckLengths());
-  RETURN_IF_ERROR(IndexNow(stream));
+  RETURN_IF_ERROR(CatchUp(stream));
   Slot& slot = slots_[announced_count_ % kSlotCount];
   if (absl::Status status = Fill(slot, stream); !status.ok()) {
     for (const StreamStepPart& part : options_.parts) {
@@ -548,7 +559,10 @@ absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
     run->dense.Collect();
     outcome.ran |= run->step.ran;
     for (size_t i = 0; i < outcome.parts.size(); ++i) {
-      outcome.parts[i].Update(run->job.items[i].status);
+      const JobItem& item = run->job.items[i];
+      outcome.parts[i].Update(item.status);
+      static_cast<CudaSequence&>(*item.sequence)
+          .CountMoved(item.result.moved_row_count * spec().row_bytes());
     }
   }
   return outcome;

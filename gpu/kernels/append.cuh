@@ -45,6 +45,43 @@ __global__ void RowCopyKernel(const RowCopy* copies, int64_t count, int64_t row_
            int64_t{gridDim.x} * warps);
 }
 
+inline constexpr int kWholeCopyThreads = 1024;
+
+// A warp a row, neighbours neighbours.
+__global__ void __launch_bounds__(kWholeCopyThreads) WholeCopyKernel(WholeCopy c) {
+  constexpr int kAhead = 4;  // rows that a warp has on their way
+  const int64_t tokens = c.end - c.begin;
+  const int64_t rows = c.head_count * tokens;
+  const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
+  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+  const auto address = [&](const std::byte* const* pages, int64_t row) {
+    return RowAddress(pages + row / tokens * c.capacity, c.row_bytes, c.begin + row % tokens);
+  };
+  for (int64_t first = warp; first < rows; first += kAhead * warps) {
+    const uint4* from[kAhead];
+    uint4* to[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const int64_t row = first + n * warps;
+      from[n] = nullptr;
+      if (row >= rows) continue;
+      from[n] = reinterpret_cast<const uint4*>(address(c.from, row));
+      to[n] = reinterpret_cast<uint4*>(const_cast<std::byte*>(address(c.to, row)));
+    }
+    for (int64_t j = threadIdx.x % 32; j < c.row_bytes / 16; j += 32) {
+      uint4 bytes[kAhead];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (from[n] != nullptr) bytes[n] = from[n][j];
+      }
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (from[n] != nullptr) to[n][j] = bytes[n];
+      }
+    }
+  }
+}
+
 __global__ void TableUpdateKernel(const TableUpdate* updates, int64_t count) {
   UpdateTables(updates, count, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                int64_t{gridDim.x} * blockDim.x);

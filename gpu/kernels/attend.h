@@ -111,13 +111,17 @@ inline constexpr int kResidentSink = 64;
 // Rows of a ring of the newest tokens, by token % kRecentRows.
 inline constexpr int kRecentRows = 128;
 
-// Rows of one KV head that lie in GPU memory. Null pages: none.
+// Rows of one KV head that lie in GPU memory. Null pages: none of the sample.
 struct ResidentRows {
   const ResidentPage* pages;          // of every page of tokens that are indexed
   const std::byte* const* row_pages;  // kResidentPageRows rows each, by token
   int64_t sink;                       // tokens [0, sink) are all there
   const std::byte* recent;            // ring [kRecentRows] of rows
   int64_t recent_begin;               // tokens from here on are in the ring
+  // Tokens [0, whole_end) are there whatever the rest says: those of page p at
+  // whole_pages[p].
+  const std::byte* const* whole_pages;
+  int64_t whole_end;
 };
 
 // What the kernels find out about a unit.
@@ -196,7 +200,7 @@ static_assert(kGroupMax <= kStepReportHeads);
 // say otherwise. Made with {}, so that what is not set is 0.
 struct UnitRequest {
   UnitPlace place;
-  const std::byte* const* row_pages;
+  const std::byte* const* row_pages;  // in GPU memory where whole pages are
   const std::byte* const* code_pages;
   ResidentRows resident;
   const float* rotation_transposed;  // [d][d], with a rotation

@@ -142,15 +142,15 @@ __device__ inline bool IsLastBlock(int count, uint32_t& counter) {
   return last;
 }
 
-// Whether the GPU holds the row of a token that is indexed and not in the window.
-__device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
+// Whether the resident sample, or the first tokens, have a token that is indexed.
+__device__ inline bool IsSampled(const ResidentRows& rows, uint32_t token) {
   if (rows.pages == nullptr) return false;
   const uint32_t slot = token % kPageTokenCount;
   return (rows.pages[token / kPageTokenCount].mask[slot / 32] >> (slot % 32) & 1u) != 0;
 }
-// Its address. REQUIRES: IsResident().
-__device__ inline const std::byte* ResidentRow(const ResidentRows& rows, int64_t row_bytes,
-                                               uint32_t token) {
+// Its address there. REQUIRES: IsSampled().
+__device__ inline const std::byte* SampledRow(const ResidentRows& rows, int64_t row_bytes,
+                                              uint32_t token) {
   const ResidentPage& page = rows.pages[token / kPageTokenCount];
   const uint32_t word = token % kPageTokenCount / 32;
   uint32_t rank = page.before + __popc(page.mask[word] & ((1u << (token % 32)) - 1));
@@ -158,12 +158,30 @@ __device__ inline const std::byte* ResidentRow(const ResidentRows& rows, int64_t
   return rows.row_pages[rank / kResidentPageRows] + (rank % kResidentPageRows) * row_bytes;
 }
 
+// Whether the GPU holds the row of a token that is not in the window.
+__device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
+  return token < rows.whole_end || IsSampled(rows, token);
+}
+// Its address. REQUIRES: IsResident().
+__device__ inline const std::byte* ResidentRow(const ResidentRows& rows, int64_t row_bytes,
+                                               uint32_t token) {
+  return token < rows.whole_end ? RowAddress(rows.whole_pages, row_bytes, token)
+                                : SampledRow(rows, row_bytes, token);
+}
+// Of a token of the window that the GPU holds.
+__device__ inline const std::byte* WindowRow(const ResidentRows& rows, int64_t row_bytes,
+                                             uint32_t token) {
+  return token < rows.whole_end ? RowAddress(rows.whole_pages, row_bytes, token)
+                                : rows.recent + token % kRecentRows * row_bytes;
+}
+
 // Rows of the sink (its last ones) and of the window (its first ones) that the
-// GPU does not hold.
+// GPU does not hold; of a window that whole pages end in, all before the ring.
 __device__ inline int64_t MissedSink(const UnitRequest& u) {
-  return max(u.sink - u.resident.sink, int64_t{0});
+  return max(u.sink - max(u.resident.sink, u.resident.whole_end), int64_t{0});
 }
 __device__ inline int64_t MissedWindow(const UnitRequest& u) {
+  if (u.resident.whole_end >= min(u.resident.recent_begin, u.n)) return 0;
   return min(max(u.resident.recent_begin - (u.n - u.window), int64_t{0}), u.window);
 }
 

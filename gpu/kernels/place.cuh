@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
       if (i < missed_window) {
         bring(token, window_at + i, window_turn + i);
       } else {
-        put(token, window_at + i, u.resident.recent + token % kRecentRows * row_bytes);
+        put(token, window_at + i, WindowRow(u.resident, row_bytes, token));
       }
     }
   }

@@ -52,7 +52,10 @@ class RowMove {
     }
     const ResidentRows& resident = a.resident[head_];
     const auto token = static_cast<uint32_t>(token_);
-    if (IsResident(resident, token)) Put(ResidentRow(resident, a.row_bytes, token), chunk, bytes);
+    if (token_ < resident.whole_end) {
+      Put(RowAddress(resident.whole_pages, a.row_bytes, token), chunk, bytes);
+    }
+    if (IsSampled(resident, token)) Put(SampledRow(resident, a.row_bytes, token), chunk, bytes);
     if (resident.recent != nullptr && token_ >= a.recent_begin) {
       Put(resident.recent + token_ % kRecentRows * a.row_bytes, chunk, bytes);
     }

@@ -11,19 +11,17 @@ namespace {
 // (docs/link.md).
 constexpr unsigned kBlocks = 8;
 constexpr int kThreads = 1024;
-// Pieces of 16 bytes that a thread has on their way.
+// Rows that a warp has on their way.
 constexpr int kAhead = 4;
 
-// Where 16 bytes come from and go to.
-struct Piece {
+// Where a row comes from, and where its K and V go.
+struct Move {
   const uint4* from;
-  uint4* to;
+  uint4* k;
+  uint4* v;
 };
 
-__device__ Piece PieceAt(const RowsFetch& f, uint32_t index) {
-  const auto half = static_cast<uint32_t>(f.row_bytes / 32);
-  const uint32_t row = index / (2 * half);
-  const uint32_t chunk = index % (2 * half);
+__device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
   uint32_t head = 0, token = row, slot = 0;
   if (f.slots != nullptr) {
     slot = f.slots[row];
@@ -33,32 +31,35 @@ __device__ Piece PieceAt(const RowsFetch& f, uint32_t index) {
     slot = head * f.head_pages * kPageTokenCount + f.first + token;
   }
   const std::byte* from = f.pages[slot / kPageTokenCount] + slot % kPageTokenCount * f.row_bytes;
-  std::byte* to = chunk < half ? f.k + head * f.k_head_stride + token * f.k_token_stride
-                               : f.v + head * f.v_head_stride + token * f.v_token_stride;
-  return {reinterpret_cast<const uint4*>(from) + chunk,
-          reinterpret_cast<uint4*>(to) + (chunk < half ? chunk : chunk - half)};
+  return {reinterpret_cast<const uint4*>(from),
+          reinterpret_cast<uint4*>(f.k + head * f.k_head_stride + token * f.k_token_stride),
+          reinterpret_cast<uint4*>(f.v + head * f.v_head_stride + token * f.v_token_stride)};
 }
 
-// Neighbours take neighbouring pieces, so that a warp reads rows of a page side by side.
+// A warp a row, neighbours neighbours.
 __global__ void __launch_bounds__(kThreads) RowsFetchKernel(RowsFetch f) {
-  const uint64_t count = f.row_count * static_cast<uint64_t>(f.row_bytes / 16);
-  const uint32_t step = gridDim.x * blockDim.x;
-  for (uint64_t first = blockIdx.x * blockDim.x + threadIdx.x; first < count;
-       first += uint64_t{kAhead} * step) {
-    uint4 bytes[kAhead];
-    uint4* to[kAhead];
+  const int half = static_cast<int>(f.row_bytes / 32);
+  const auto rows = static_cast<uint32_t>(f.row_count);
+  const uint32_t warps = gridDim.x * blockDim.x / 32;
+  const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  for (uint32_t first = warp; first < rows; first += kAhead * warps) {
+    Move moves[kAhead];
 #pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      const uint64_t at = first + n * uint64_t{step};
-      to[n] = nullptr;
-      if (at >= count) continue;
-      const Piece piece = PieceAt(f, static_cast<uint32_t>(at));
-      bytes[n] = __ldcs(piece.from);
-      to[n] = piece.to;
+    for (uint32_t n = 0; n < kAhead; ++n) {
+      const uint32_t row = first + n * warps;
+      moves[n] = row < rows ? MoveOf(f, row) : Move{};
     }
+    for (int chunk = threadIdx.x % 32; chunk < 2 * half; chunk += 32) {
+      uint4 bytes[kAhead];
 #pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      if (to[n] != nullptr) *to[n] = bytes[n];
+      for (int n = 0; n < kAhead; ++n) {
+        if (moves[n].from != nullptr) bytes[n] = __ldcs(moves[n].from + chunk);
+      }
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (moves[n].from == nullptr) continue;
+        (chunk < half ? moves[n].k + chunk : moves[n].v + chunk - half)[0] = bytes[n];
+      }
     }
   }
 }
@@ -66,10 +67,10 @@ __global__ void __launch_bounds__(kThreads) RowsFetchKernel(RowsFetch f) {
 }  // namespace
 
 cudaError_t LaunchRowsFetch(const RowsFetch& fetch, cudaStream_t stream) {
-  const int64_t pieces = fetch.row_count * (fetch.row_bytes / 16);
-  if (pieces == 0) return cudaSuccess;
+  if (fetch.row_count == 0) return cudaSuccess;
+  constexpr int kWarps = kThreads / 32;
   const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>((pieces + kThreads - 1) / kThreads, kBlocks));
+      static_cast<unsigned>(std::min<int64_t>((fetch.row_count + kWarps - 1) / kWarps, kBlocks));
   return Launch<RowsFetchKernel>({{blocks}, kThreads}, stream, fetch);
 }
 

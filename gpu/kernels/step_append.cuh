@@ -45,6 +45,7 @@ __global__ void TensorAppendKernel(TensorAppend a) {
       reinterpret_cast<uint4*>(target.row)[j] = bytes;
       if (target.resident != nullptr) reinterpret_cast<uint4*>(target.resident)[j] = bytes;
       if (target.recent != nullptr) reinterpret_cast<uint4*>(target.recent)[j] = bytes;
+      if (target.whole != nullptr) reinterpret_cast<uint4*>(target.whole)[j] = bytes;
     }
   }
   const int64_t query_heads = a.step.query_head_count;

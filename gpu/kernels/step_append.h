@@ -16,6 +16,7 @@ struct RowTarget {
   std::byte* row = nullptr;       // pinned
   std::byte* resident = nullptr;  // device, may be null
   std::byte* recent = nullptr;    // the same
+  std::byte* whole = nullptr;     // the same
 };
 
 struct TensorAppend {

@@ -39,6 +39,9 @@ struct DeviceInfo {
 struct DeviceMemory {
   int64_t limit_bytes = 0;
   int64_t used_bytes = 0;
+  // Of the limit, for copies of all rows of some sequences, and what these take.
+  int64_t resident_limit_bytes = 0;
+  int64_t resident_used_bytes = 0;
 };
 
 // A model's weights on a device (rotations, MLPs). Opaque; thread-safe.

@@ -311,6 +311,8 @@ class PlacedDevice final : public Device {
       if (!sum) sum.emplace();
       sum->limit_bytes += memory->limit_bytes;
       sum->used_bytes += memory->used_bytes;
+      sum->resident_limit_bytes += memory->resident_limit_bytes;
+      sum->resident_used_bytes += memory->resident_used_bytes;
     }
     return sum;
   }

@@ -31,6 +31,14 @@ const std::vector<DeviceFactory>& DeviceFactories() {
                                                 budget)
                             .value();
                       }});
+      // The same where all rows of all sequences are in GPU memory.
+      all->push_back({"cuda_resident", [](int thread_count, Arena*, MemoryBudget* budget) {
+                        return CreateCudaDevice({.memory_limit_bytes = int64_t{4} << 30,
+                                                 .resident_limit_bytes = int64_t{2} << 30,
+                                                 .thread_count = thread_count},
+                                                budget)
+                            .value();
+                      }});
     }
 #endif
     return all;

@@ -39,8 +39,11 @@ class Gpu0 {
     device_ = Arena::Create({.limit_bytes = 256 * kMiB, .extent_bytes = 32 * kMiB}, &device_budget_,
                             CreateDeviceBacking(0, 256 * kMiB).value())
                   .value();
+    whole_ = Arena::Create({.limit_bytes = 64 * kMiB, .extent_bytes = 32 * kMiB}, &device_budget_,
+                           CreateDeviceBacking(0, 64 * kMiB).value())
+                 .value();
     blocks.SetArena(device_.get());
-    model = CudaModel::Create(spec, device_.get(), &device_budget_,
+    model = CudaModel::Create(spec, device_.get(), whole_.get(), &device_budget_,
                               CreateModelMethods(spec, {}).value())
                 .value();
     slot = StreamSlot::Create(&device_budget_, &host_budget_, 64 * kMiB).value();
@@ -65,8 +68,10 @@ class Gpu0 {
   MemoryBudget device_budget_{512 * kMiB};
   std::unique_ptr<Arena> host_;
   std::unique_ptr<Arena> device_;
+  std::unique_ptr<Arena> whole_;
 
  public:
+  Residency residency;
   BlockPools blocks;
   std::unique_ptr<CudaModel> model;
   std::unique_ptr<StreamSlot> slot;
@@ -77,21 +82,24 @@ class Gpu0 {
 class Sequence {
  public:
   explicit Sequence(Gpu0* gpu)
-      : gpu_(gpu), rows_(gpu->row_pool.get(), gpu->spec), on_gpu_(*gpu->model, &gpu->blocks) {}
+      : gpu_(gpu),
+        rows_(gpu->row_pool.get(), gpu->spec),
+        on_gpu_(*gpu->model, &gpu->blocks, &gpu->residency) {}
   Sequence(const Sequence& source, int64_t token_count)
       : gpu_(source.gpu_),
         rows_(source.rows_.Share(token_count)),
-        on_gpu_(*gpu_->model, &gpu_->blocks, source.on_gpu_, token_count) {}
+        on_gpu_(*gpu_->model, &gpu_->blocks, &gpu_->residency, source.on_gpu_, token_count) {}
 
   int64_t token_count() const { return rows_.token_count(); }
   const LayerIndex& index() const { return on_gpu_.layers[kLayer]; }
+  WholeRowsOfLayer& whole() { return on_gpu_.layers[kLayer].whole(); }
 
   // Makes a job's item of the next `count` tokens.
   JobItem Next(int64_t count, std::mt19937& random) {
     const ModelSpec& spec = gpu_->spec;
     const int64_t start = token_count();
     EXPECT_TRUE(rows_.PrepareAppend(count).ok());
-    EXPECT_TRUE(on_gpu_.layers[kLayer].Prepare(start, count).ok());
+    EXPECT_TRUE(on_gpu_.layers[kLayer].Prepare(start, count, [] { return false; }).ok());
     for (std::vector<std::byte>* side : {&k_, &v_}) {
       const std::vector<float> x = Normals(spec.kv_head_count * count * spec.head_dim, 1, random);
       side->resize(x.size() * DTypeBytes(spec.dtype));
@@ -112,6 +120,8 @@ class Sequence {
     for (LayerIndex& layer : on_gpu_.layers) layer.Truncate(token_count);
   }
 
+  const std::byte* HostPage(int head, int64_t page) const { return rows_.Page(head, page); }
+
   // The code pages of a KV head, closed ones.
   std::vector<std::vector<std::byte>> FetchPages(int head) const {
     const auto count = static_cast<size_t>(index().coded_page_count());
@@ -126,8 +136,32 @@ class Sequence {
     return pages;
   }
 
+  // The first token_count tokens' rows are in GPU memory, where readers look for them.
+  void ExpectWhole(int64_t token_count) const {
+    const ModelSpec& spec = gpu_->spec;
+    ASSERT_EQ(index().whole().end(),
+              (token_count + kPageTokenCount - 1) / kPageTokenCount * kPageTokenCount);
+    const int64_t page_count = index().whole().page_count();
+    const int64_t bytes = kPageTokenCount * spec.row_bytes();
+    std::vector<std::byte> page(bytes);
+    std::vector<std::byte*> addresses(page_count);
+    for (int h = 0; h < spec.kv_head_count; ++h) {
+      Check(cudaMemcpy(addresses.data(), index().read_pages(h), page_count * sizeof(addresses[0]),
+                       cudaMemcpyDefault));
+      for (int64_t p = 0; p < page_count; ++p) {
+        ASSERT_EQ(addresses[p], index().whole().Page(h, p)) << "head " << h << " page " << p;
+        Check(cudaMemcpy(page.data(), addresses[p], bytes, cudaMemcpyDefault));
+        const int64_t rows = std::min<int64_t>(kPageTokenCount, token_count - p * kPageTokenCount);
+        ASSERT_EQ(std::memcmp(page.data(), rows_.Page(h, p), rows * spec.row_bytes()), 0)
+            << "head " << h << " page " << p;
+      }
+    }
+  }
+
   void ExpectIndex(const std::string& what) const {
     SCOPED_TRACE(what + ", " + std::to_string(token_count()) + " tokens");
+    // A fork has no tables before a job.
+    if (index().page_capacity() > 0) ExpectWhole(token_count());
     const ModelSpec& spec = gpu_->spec;
     const bool long_enough = token_count() >= kCentreTokenCount;
     ASSERT_EQ(index().coded_page_count(), long_enough ? ClosedPages(token_count()) : 0);
@@ -211,6 +245,27 @@ TEST_F(GpuAppend, TruncationOpensPagesAgain) {
   sequence.Truncate(300);
   sequence.Append(1100, random_);
   sequence.ExpectIndex("other first tokens");
+}
+
+TEST_F(GpuAppend, RowsThatGaveTheirRoomUpComeBack) {
+  Gpu0 gpu(Spec(DType::kBF16));
+  Sequence sequence(&gpu);
+  sequence.Append(1500, random_);
+  sequence.ExpectWhole(1500);
+  sequence.whole().GiveUp();
+  sequence.Append(1, random_);
+  sequence.ExpectWhole(0);
+  std::vector<std::byte*> first(1);
+  Check(cudaMemcpy(first.data(), sequence.index().read_pages(0), sizeof(first[0]),
+                   cudaMemcpyDefault));
+  EXPECT_EQ(first[0], sequence.HostPage(0, 0));
+  sequence.whole().Resume();
+  sequence.Append(1, random_);
+  sequence.ExpectIndex("copied by a step");
+  sequence.whole().GiveUp();
+  sequence.whole().Resume();
+  sequence.Append(300, random_);
+  sequence.ExpectIndex("copied by a long append");
 }
 
 TEST_F(GpuAppend, ForksShareWhatTheyHave) {

@@ -31,6 +31,8 @@ Json StatusJson(const v1::GetServerInfoResponse& info,
                        {"uuid", device.uuid()},
                        {"memory_limit_bytes", device.memory_limit_bytes()},
                        {"memory_used_bytes", device.memory_used_bytes()},
+                       {"resident_limit_bytes", device.resident_limit_bytes()},
+                       {"resident_used_bytes", device.resident_used_bytes()},
                        {"mps", device.mps()}});
   }
   Json models = Json::array();
@@ -83,6 +85,10 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
     if (device.memory_limit_bytes() > 0) {
       out << "; " << FormatBytes(device.memory_used_bytes()) << " of "
           << FormatBytes(device.memory_limit_bytes()) << " of its memory";
+    }
+    if (device.resident_limit_bytes() > 0) {
+      out << ", whole sequences " << FormatBytes(device.resident_used_bytes()) << " of "
+          << FormatBytes(device.resident_limit_bytes());
     }
     if (device.mps()) out << "; under MPS";
     out << '\n';

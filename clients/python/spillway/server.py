@@ -23,6 +23,10 @@ class Device:
         memory_used_bytes: What they take now, bytes.
         mps: Of a GPU: whether the engine's process shares it by way of CUDA MPS, so
             that kernels of other processes need not wait their turn.
+        resident_limit_bytes: Of memory_limit_bytes, what copies of all K/V rows of the
+            sequences in use may take (`--gpu-resident-limit`). Attends of a sequence
+            that is copied whole read no rows over the link.
+        resident_used_bytes: What the copies take now, bytes.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Device:
     memory_limit_bytes: int
     memory_used_bytes: int
     mps: bool
+    resident_limit_bytes: int
+    resident_used_bytes: int
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,8 @@ class ServerInfo:
                     d.memory_limit_bytes,
                     d.memory_used_bytes,
                     d.mps,
+                    d.resident_limit_bytes,
+                    d.resident_used_bytes,
                 )
                 for d in message.devices
             ),

@@ -1,0 +1,53 @@
+#include "host/device/residency.h"
+
+namespace spillway {
+
+void Residency::Add(Member& member) {
+  const MutexLock lock(mutex_);
+  member.last_used_ = now_();
+  member.place_ = members_.insert(members_.end(), &member);
+}
+
+void Residency::Remove(Member& member) {
+  const MutexLock lock(mutex_);
+  members_.erase(member.place_);
+}
+
+void Residency::Begin(Member& member) {
+  const MutexLock lock(mutex_);
+  ++member.use_count_;
+}
+
+void Residency::End(Member& member) {
+  const MutexLock lock(mutex_);
+  --member.use_count_;
+  member.last_used_ = now_();
+  members_.splice(members_.end(), members_, member.place_);
+}
+
+bool Residency::MakeRoom() {
+  const MutexLock lock(mutex_);
+  const absl::Time latest = now_() - kIdle;
+  for (Member* const member : members_) {
+    if (member->last_used_ > latest) return false;
+    if (member->use_count_ > 0 || member->held_bytes() == 0) continue;
+    member->GiveUp();
+    member->moved_bytes_ = 0;
+    return true;
+  }
+  return false;
+}
+
+void Residency::CountMoved(Member& member, int64_t bytes) {
+  const MutexLock lock(mutex_);
+  member.moved_bytes_ += bytes;
+}
+
+bool Residency::TakeTurn(Member& member, int64_t row_bytes) {
+  const MutexLock lock(mutex_);
+  if (member.moved_bytes_ < row_bytes) return false;
+  member.moved_bytes_ = 0;
+  return true;
+}
+
+}  // namespace spillway

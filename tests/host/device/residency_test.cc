@@ -1,0 +1,101 @@
+#include "host/device/residency.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace spillway {
+namespace {
+
+// A sequence that holds 1 byte, until it is asked to give it up.
+class Holder : public Residency::Member {
+ public:
+  Holder(Residency* residency, std::string name, std::vector<std::string>* given_up)
+      : residency_(residency), name_(std::move(name)), given_up_(given_up) {
+    residency_->Add(*this);
+  }
+  ~Holder() override { residency_->Remove(*this); }
+  void GiveUp() override {
+    given_up_->push_back(name_);
+    holds_ = false;
+  }
+  int64_t held_bytes() const override { return holds_ ? 1 : 0; }
+  void Hold() { holds_ = true; }
+  ResidencyUse Use() { return {*residency_, *this}; }
+
+ private:
+  Residency* residency_;
+  const std::string name_;
+  std::vector<std::string>* const given_up_;
+  bool holds_ = true;
+};
+
+class ResidencyTest : public ::testing::Test {
+ protected:
+  using Names = std::vector<std::string>;
+
+  void Pass(absl::Duration time) { now_ += time; }
+
+  absl::Time now_ = absl::UnixEpoch();
+  Residency residency_{[this] { return now_; }};
+  Names given_up_;
+  Holder a_{&residency_, "a", &given_up_};
+  Holder b_{&residency_, "b", &given_up_};
+  Holder c_{&residency_, "c", &given_up_};
+};
+
+TEST_F(ResidencyTest, TheLongestIdleGivesUpFirst) {
+  for (Holder* used : {&b_, &c_, &a_}) {
+    Pass(absl::Seconds(5));
+    used->Use();
+  }
+  Pass(absl::Seconds(5));
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_, (Names{"b", "c"}));
+  EXPECT_TRUE(residency_.MakeRoom());
+  // Nobody has anything left.
+  EXPECT_FALSE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_, (Names{"b", "c", "a"}));
+  b_.Hold();
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_.back(), "b");
+}
+
+TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
+  Pass(absl::Seconds(5));
+  const ResidencyUse outer = a_.Use();
+  { const ResidencyUse inner = a_.Use(); }
+  b_.Use();
+  Pass(absl::Seconds(0.5));
+  // a is in use, b was half a second ago; c never was, for 5.5 seconds.
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_, Names{"c"});
+  EXPECT_FALSE(residency_.MakeRoom());
+  Pass(absl::Seconds(0.5));
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_, (Names{"c", "b"}));
+  // In use as long as it takes.
+  Pass(absl::Hours(1));
+  EXPECT_FALSE(residency_.MakeRoom());
+}
+
+TEST_F(ResidencyTest, ACopyIsDueOnceAsMuchWasMoved) {
+  residency_.CountMoved(a_, 99);
+  EXPECT_FALSE(residency_.TakeTurn(a_, 100));
+  EXPECT_FALSE(residency_.TakeTurn(b_, 100));
+  residency_.CountMoved(a_, 1);
+  EXPECT_TRUE(residency_.TakeTurn(a_, 100));
+  // Counted anew.
+  EXPECT_FALSE(residency_.TakeTurn(a_, 100));
+  // What it moved before it gave up does not count.
+  residency_.CountMoved(a_, 1000);
+  Pass(absl::Seconds(5));
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_, Names{"a"});
+  EXPECT_FALSE(residency_.TakeTurn(a_, 100));
+}
+
+}  // namespace
+}  // namespace spillway

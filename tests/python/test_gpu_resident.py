@@ -1,0 +1,184 @@
+"""All rows of the sequences in use kept in GPU memory: the same bits, and none over the link."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import spillway
+import torch
+from daemon_process import binary, device, on_gpu
+from spillway import Client, Model, Policy, Sequence, TopK
+from spillway_lab.serving import prefer_library
+
+pytestmark = pytest.mark.skipif(
+    not on_gpu() or "," in device(), reason="counts the memory of one GPU"
+)
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
+TOKENS = 4096
+# A sequence of TOKENS takes 4 MiB; one fits, and a part of a second one.
+LIMIT = 6 << 20
+POLICIES = [Policy(), Policy(selector="all"), Policy(heavy=TopK(fraction=0.02), tail="none")]
+
+
+def connect(limit: int) -> Client:
+    prefer_library(binary())
+    settings = {
+        "memory.limit": "2GiB",
+        "device.name": device(),
+        "device.gpu_memory_limit": "4GiB",
+        "device.gpu_resident_limit": str(limit),
+    }
+    return spillway.connect("embedded:", settings=settings)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Client]:
+    """An engine whose attends read rows over the link."""
+    with connect(0) as client:
+        yield client
+
+
+@pytest.fixture
+def resident() -> Iterator[Client]:
+    with connect(LIMIT) as client:
+        yield client
+
+
+def create_model(client: Client) -> Model:
+    return client.create_model(
+        layer_count=LAYERS,
+        query_head_count=HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=DIM,
+        dtype="bfloat16",
+    )
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def filled(client: Client, model: Model, seed: int, where: str = "cpu") -> Sequence:
+    sequence = client.create_sequence(model)
+    k, v = normal(seed, 2, LAYERS, KV_HEADS, TOKENS, DIM).to(where)
+    for start in (0, TOKENS // 2 + 3):
+        end = TOKENS // 2 + 3 if start == 0 else TOKENS
+        sequence.append(0, start, k[:, :, start:end], v[:, :, start:end])
+    return sequence
+
+
+def step(
+    client: Client, sequence: Sequence, seed: int, policy: Policy
+) -> tuple[list[torch.Tensor], int]:
+    """Outputs and log-sum-exps of all layers, and the rows that came over the link."""
+    q = normal(seed, LAYERS, 1, 1, HEADS, DIM)
+    k, v = normal(seed + 1, 2, LAYERS, 1, KV_HEADS, 1, DIM)
+    outs, moved = [], 0
+    with client.begin_step([sequence], policy=policy) as step:
+        for layer in range(LAYERS):
+            outs += list(step.attend(layer, q[layer], k[layer], v[layer]))
+            moved += step.results()[0].moved_row_count
+    return outs, moved
+
+
+def used(client: Client) -> int:
+    (gpu,) = client.get_server_info().devices
+    assert gpu.resident_limit_bytes <= LIMIT
+    assert gpu.memory_used_bytes <= gpu.memory_limit_bytes
+    return gpu.resident_used_bytes
+
+
+@pytest.mark.parametrize("where", ["cpu", device() or "cuda:0"])
+def test_the_same_bits_without_the_link(plain: Client, resident: Client, where: str) -> None:
+    mine = filled(resident, create_model(resident), 1, where)
+    other = filled(plain, create_model(plain), 1, where)
+    assert used(resident) == 4 << 20
+    assert used(plain) == 0
+    for seed in range(300):  # pages close on the way
+        policy = POLICIES[seed % 3]
+        outs, moved = step(resident, mine, seed, policy)
+        wanted, over_the_link = step(plain, other, seed, policy)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True)), seed
+        assert moved == 0
+        assert over_the_link > 0
+    fork = mine.fork()
+    fork.truncate(TOKENS - 700)
+    q = np.random.default_rng(3).standard_normal((40, HEADS, DIM), np.float32)
+    for policy in POLICIES:
+        a = fork.attend(1, q, policy)
+        b = other.attend(1, q, policy, [TOKENS - 700 - 39 + t for t in range(40)])
+        np.testing.assert_array_equal(a.out, b.out)
+        assert a.moved_row_count == 0
+    mine.truncate(TOKENS // 2)
+    other.truncate(TOKENS // 2)
+    for seed in range(3):
+        outs, moved = step(resident, mine, seed, POLICIES[seed])
+        wanted, _ = step(plain, other, seed, POLICIES[seed])
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True)), seed
+        assert moved == 0
+
+
+def test_a_decoder_reads_them_too(plain: Client, resident: Client) -> None:
+    outs = []
+    for client in (plain, resident):
+        sequence = filled(client, create_model(client), 5)
+        with client.open_decoder([sequence]) as decoder:
+            for t in range(150):
+                decoder.next()
+                q = normal(t, LAYERS, 1, 1, HEADS, DIM).cuda()
+                k, v = normal(t + 1, 2, LAYERS, 1, KV_HEADS, 1, DIM).cuda()
+                outs += [decoder.attend(i, q[i], k[i], v[i])[0].clone() for i in range(LAYERS)]
+        # What the decoder appended is whole too.
+        sequence_outs, moved = step(client, sequence, 9, POLICIES[1])
+        outs += sequence_outs
+        assert (moved == 0) == (client is resident)
+    half = len(outs) // 2
+    assert all(torch.equal(a, b) for a, b in zip(outs[:half], outs[half:], strict=True))
+
+
+def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Client) -> None:
+    model = create_model(resident)
+    first = filled(resident, model, 1)
+    assert step(resident, first, 0, POLICIES[1])[1] == 0
+    # The first was used just now. Of the second there is room for one layer of the first
+    # chunk, 17 pages of 128 tokens a head; the second chunk needs 15 more, and 14 are free.
+    second = filled(resident, model, 2)
+    assert step(resident, first, 1, POLICIES[1])[1] == 0
+    assert step(resident, second, 1, POLICIES[1])[1] == KV_HEADS * (
+        LAYERS * (TOKENS + 1) - 17 * 128
+    )
+    time.sleep(1.1)
+    third = filled(resident, model, 3)
+    assert step(resident, third, 2, POLICIES[1])[1] == 0
+    # The first gave its room up, and attends are as they were.
+    other = filled(plain, create_model(plain), 1)
+    for seed in (0, 1):
+        step(plain, other, seed, POLICIES[1])
+    outs, moved = step(resident, first, 4, POLICIES[1])
+    wanted, over_the_link = step(plain, other, 4, POLICIES[1])
+    assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    assert moved == over_the_link == LAYERS * KV_HEADS * (TOKENS + 3)
+    # As many bytes went over the link as a copy takes; but nobody is idle.
+    assert step(resident, third, 5, POLICIES[1])[1] == 0
+    assert step(resident, first, 5, POLICIES[1])[1] > 0
+    third.delete()
+    second.delete()
+    step(plain, other, 5, POLICIES[1])
+    for seed in (6, 7, 8):
+        outs, moved = step(resident, first, seed, POLICIES[1])
+        wanted, _ = step(plain, other, seed, POLICIES[1])
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    assert moved == 0
+    assert used(resident) <= LIMIT
+
+
+def test_a_limit_that_leaves_nothing_is_refused() -> None:
+    text = "--gpu-resident-limit: 3221225472 bytes are more than 2415919104"
+    with pytest.raises(spillway.InvalidArgument, match=re.escape(text)):
+        connect(3 << 30)
