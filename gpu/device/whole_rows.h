@@ -49,7 +49,7 @@ class WholeRowsOfLayer {
   // A token's row; null if it has no room.
   std::byte* Row(int kv_head, int64_t token) const;
   // Pages below this have been where they are since it was last asked.
-  int64_t TakeChangedPage() { return std::exchange(changed_page_, end_ / kPageTokenCount); }
+  int64_t TakeChangedPage() { return std::exchange(changed_page_, INT64_MAX); }
   int64_t bytes() const;
 
  private:

@@ -122,7 +122,7 @@ TEST(WholeRows, ForksShareThePagesAndWriteTheirOwn) {
   EXPECT_NE(two.Page(0, 5), one.Page(0, 5));
   EXPECT_NE(two.Page(1, 5), one.Page(1, 5));
   EXPECT_EQ(two.TakeChangedPage(), 0);
-  EXPECT_EQ(two.TakeChangedPage(), 6);
+  EXPECT_EQ(two.TakeChangedPage(), INT64_MAX);
   // What one gives up, the other still has.
   one.GiveUp();
   EXPECT_EQ(Pages(memory), 12);
@@ -155,6 +155,9 @@ TEST(WholeRows, WithoutAPoolHoldNothing) {
   EXPECT_EQ(rows.Row(0, 0), nullptr);
   rows.Truncate(10);
   EXPECT_EQ(rows.end(), 0);
+  rows.TakeChangedPage();
+  rows.Truncate(5);
+  EXPECT_EQ(rows.TakeChangedPage(), INT64_MAX);
 }
 
 }  // namespace
