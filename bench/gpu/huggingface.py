@@ -381,10 +381,9 @@ def measure_policy(
 
 
 def measure_spillway(
-    bench: Bench, client: spillway.Client, keys: str, steps: int, wanted: Step
+    bench: Bench, way: str, client: spillway.Client, keys: str, steps: int, wanted: Step
 ) -> None:
     """SpillwayCache, with each policy whose outputs mean something over such keys."""
-    way = "embedded" if client.transport == "embedded" else "daemon"
     say(f"spillway, {way}, {keys} keys: appending")
     bench.model.set_attn_implementation("spillway")
     with SpillwayCache(bench.model.config, client) as cache:
@@ -443,7 +442,15 @@ def main() -> None:
         target = stack.enter_context(running_daemon(options.device, memory_bytes))
         client = stack.enter_context(spillway.connect(target))
         settings = {"memory.limit": memory_bytes, "device.name": options.device}
-        embedded = stack.enter_context(spillway.connect("embedded:", settings=settings))
+        ways = {
+            "daemon": client,
+            "embedded": stack.enter_context(spillway.connect("embedded:", settings=settings)),
+        }
+        if on_gpu:
+            settings["device.gpu_resident_limit"] = memory_bytes
+            ways["embedded, all rows on the GPU too"] = stack.enter_context(
+                spillway.connect("embedded:", settings=settings)
+            )
         with client.decode() as stream:
             transport = stream.transport
         report(
@@ -466,8 +473,8 @@ def main() -> None:
             if on_gpu and index == 0:
                 # What it copies does not depend on the keys.
                 measure_transformers(bench, keys, True, options.offloaded_steps, wanted)
-            for one in (client, embedded):
-                measure_spillway(bench, one, keys, options.steps, wanted)
+            for way, one in ways.items():
+                measure_spillway(bench, way, one, keys, options.steps, wanted)
         if not on_gpu:
             say("transformers' offloaded cache needs CUDA: not measured")
     say("done")

@@ -131,6 +131,20 @@ def test_guarantee_from_end_to_end(tiny: tuple[Path, Path], target: str, tmp_pat
     assert (tmp_path / "guarantee.png").exists()
 
 
+def test_reuse_from_end_to_end(tiny: tuple[Path, Path], target: str, tmp_path: Path) -> None:
+    told = evaluate(tiny, target, tmp_path, "reuse")
+    found = told["found"]
+    assert [layer["layer"] for layer in found["layers"]] == [0, 1]
+    assert found["layers"][0]["guessed_shares"] is None
+    for layer in found["layers"]:
+        hits = layer["hit_shares"]
+        assert hits == sorted(hits)
+        assert 0 <= layer["moved"] <= layer["heavy"] + layer["sampled"]
+        assert layer["sample_kept_share_held"] >= layer["sample_kept_share"]
+    assert (tmp_path / "reuse.png").stat().st_size > 10_000
+    assert "heavy rows among them" in (tmp_path / "README.md").read_text()
+
+
 def test_retrieval_and_ablation(tiny: tuple[Path, Path], target: str, tmp_path: Path) -> None:
     names = "oracle,lsh-32,lsh-128,codes-1,codes-4"
     told = evaluate(tiny, target, tmp_path, "retrieval", "--rankings", names)

@@ -28,6 +28,7 @@ from spillway_lab.evaluation import (
     report,
     results,
     retrieval,
+    reuse,
 )
 from spillway_lab.evaluation import biases as model_biases
 from spillway_lab.evaluation.asking import ASKED
@@ -186,6 +187,11 @@ def _ablation(
     ablation.run(bench, parts)
 
 
+def _reuse(bench: Workbench) -> None:
+    """What neighbouring steps and layers have in common: caches, samples, guesses."""
+    reuse.run(bench)
+
+
 def _perplexity(
     bench: Workbench,
     methods: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
@@ -235,7 +241,8 @@ def _all(
     report.show(bench.setting.output, console)
 
 
-for _run in (_fidelity, _guarantee, _retrieval, _ablation, _perplexity, _needle, _ruler, _all):
+_RUNS = (_fidelity, _guarantee, _retrieval, _ablation, _perplexity, _needle, _ruler, _reuse, _all)
+for _run in _RUNS:
     app.command(_run.__name__[1:])(_section(_run))
 app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity))
 

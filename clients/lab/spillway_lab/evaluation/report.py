@@ -21,6 +21,7 @@ from spillway_lab.evaluation import (
     perplexity_plots,
     results,
     retrieval_plots,
+    reuse_plots,
     style,
 )
 
@@ -393,6 +394,36 @@ def _asked(told: Told) -> list[str]:
     ]
 
 
+def _reuse(told: Told) -> list[str]:
+    found, parameters = told["found"], told["parameters"]
+
+    def shares(text: str, *values: float | None) -> tuple[str, str]:
+        return text, ", ".join("-" if x is None else percent(x) for x in values)
+
+    capacities = " / ".join(str(c) for c in parameters["capacities"])
+    budgets = " / ".join(str(b) for b in parameters["guess_budgets"])
+    rows = [
+        ("rows over the link, a KV head and step", f"{found['moved']:,.0f}"),
+        shares("heavy rows among them", found["heavy_share_of_moved"]),
+        shares("heavy rows that the step before had", found["neighbours_share"]),
+        shares(f"heavy rows that a cache of {capacities} x as many has", *found["hit_shares"]),
+        shares("sampled rows that the step before had", found["sample_kept_share"]),
+        shares("the same, the sample's phase held", found["sample_kept_share_held"]),
+        ("cosine of neighbouring steps' errors", f"{found['error_correlation']:.2f}"),
+        ("the same, the sample's phase held", f"{found['error_correlation_held']:.2f}"),
+        shares(
+            f"heavy rows that a guess of the layer's query finds, {budgets} x as many rows",
+            *found["guessed_shares"],
+        ),
+    ]
+    return [
+        f"The last {parameters['steps']} tokens' queries as decode steps, the default policy; "
+        f"caches are judged after {parameters['warm_up']} steps, and shares are of rows.",
+        "",
+        *table(("", "all layers"), rows),
+    ]
+
+
 _SECTIONS: dict[
     str, tuple[str, Callable[[Told], list[str]], Callable[[Told, Path], list[Path]]]
 ] = {
@@ -404,4 +435,5 @@ _SECTIONS: dict[
     "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),
     "needle": ("Needle", _asked, needle_plots.draw_needle),
     "ruler": ("Tasks after RULER", _asked, needle_plots.draw_ruler),
+    "reuse": ("Between steps", _reuse, reuse_plots.draw),
 }
