@@ -34,7 +34,7 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
     times = {(r["way"], r["tokens"]): r for r in records}
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for way in ways:
-        points = [(n, times[way, n]["layer_us"]) for n in lengths]
+        points = [(n, times[way, n]["layer_us"]) for n in lengths if (way, n) in times]
         style = "-" if way in _NAMES else ":"
         axes.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=_name(way))
     finish_axes(axes, "A layer of a decode step: 32 query heads over 8 KV heads of 128, bf16")
@@ -50,7 +50,9 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
         "|" + (1 + len(lengths)) * "---|",
         *(
             f"| {_name(way)} | "
-            + " | ".join(f"{times[way, n]['layer_us']:.0f}" for n in lengths)
+            + " | ".join(
+                f"{times[way, n]['layer_us']:.0f}" if (way, n) in times else "-" for n in lengths
+            )
             + " |"
             for way in ways
         ),
