@@ -82,10 +82,15 @@ class Way:
     """A sequence that decodes, all layers a step."""
 
     def __init__(
-        self, client: spillway.Client, model: spillway.Model, trace: Trace, count: int
+        self,
+        client: spillway.Client,
+        model: spillway.Model,
+        trace: Trace,
+        count: int,
+        policy: spillway.Policy,
     ) -> None:
         self.client = client
-        self.sequences = [client.create_sequence(model) for _ in range(count)]
+        self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
         self.new: list[tuple[torch.Tensor, ...]] = []  # of each layer: q, k and v of all steps
         start = trace.tokens - STEPS * (ROUNDS + 2)
         for layer in range(LAYERS):
@@ -218,6 +223,7 @@ def measure(
     trace: Trace,
     count: int,
     names: Sequence[str],
+    policy: spillway.Policy,
 ) -> None:
     model, resident_model = (
         engine.create_model(
@@ -230,10 +236,10 @@ def measure(
         for engine in (client, resident)
     )
     make: dict[str, Callable[[], Any]] = {
-        "job": lambda: Job(client, model, trace, count),
-        "eager": lambda: Eager(client, model, trace, count),
-        "graph": lambda: Captured(client, model, trace, count),
-        "resident": lambda: Captured(resident, resident_model, trace, count),
+        "job": lambda: Job(client, model, trace, count, policy),
+        "eager": lambda: Eager(client, model, trace, count, policy),
+        "graph": lambda: Captured(client, model, trace, count, policy),
+        "resident": lambda: Captured(resident, resident_model, trace, count, policy),
     }
     ways = {name: make[name]() for name in names}
     streams = [name for name in names if name != "job"]
@@ -277,6 +283,7 @@ def measure(
             next_host_us=round(statistics.median(host), 1) if host else None,
             error_median=round(statistics.median(errors), 4),
             error_max=round(max(errors), 4),
+            **({} if policy == spillway.Policy() else {"policy": str(policy)}),
             rounds=ROUNDS,
             steps=STEPS,
         )
@@ -295,8 +302,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="job among them")
+    parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
+    policy = spillway.Policy()
+    if arguments.top is not None:
+        policy = spillway.Policy(heavy=spillway.TopK(fraction=arguments.top), tail="none")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for tokens in arguments.tokens:
         settings = {"memory.limit": "100GiB", "device.name": arguments.device}
@@ -307,7 +318,7 @@ def main() -> None:
             ) as resident,
         ):
             trace = Trace(arguments.folder, tokens)
-            measure(client, resident, trace, arguments.sequences, arguments.ways)
+            measure(client, resident, trace, arguments.sequences, arguments.ways, policy)
 
 
 if __name__ == "__main__":
