@@ -283,7 +283,7 @@ def measure(
             next_host_us=round(statistics.median(host), 1) if host else None,
             error_median=round(statistics.median(errors), 4),
             error_max=round(max(errors), 4),
-            **({} if policy == spillway.Policy() else {"policy": str(policy)}),
+            **({"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway.TopK) else {}),
             rounds=ROUNDS,
             steps=STEPS,
         )

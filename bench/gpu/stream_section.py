@@ -19,11 +19,13 @@ def section(decodes: list[Record], appends: list[Record], folder: Path) -> list[
     """Decoding by `Client.open_decoder`, and appends of CUDA tensors."""
     if not decodes:
         return []
+    of_default = [r for r in decodes if "way" in r and "top" not in r]
     return [
         "## On the runner's stream",
         "",
-        *_decoding([r for r in decodes if r.get("sequences", 1) == 1 and "way" in r], folder),
-        *_together([r for r in decodes if r.get("sequences", 1) > 1 and "way" in r]),
+        *_decoding([r for r in of_default if r.get("sequences", 1) == 1], folder),
+        *_together([r for r in of_default if r.get("sequences", 1) > 1]),
+        *_top([r for r in decodes if "top" in r]),
         *_appends(appends),
     ]
 
@@ -86,6 +88,26 @@ def _together(records: list[Record]) -> list[str]:
             f"| {_name(way)} | " + " | ".join(f"{times[way, n]:.0f}" for n in counts) + " |"
             for way in ways
         ),
+        "",
+    ]
+
+
+def _top(records: list[Record]) -> list[str]:
+    if not records:
+        return []
+    times = {r["way"]: r for r in records}
+    graph, resident = times["graph"], times["resident"]
+    moved_gb = graph["moved_gb_per_s"] * graph["layer_us"]
+    of_link = moved_gb / (graph["layer_us"] - resident["layer_us"])
+    (peer,) = (r for r in records if r["way"].startswith("sdpa"))
+    return [
+        f"The top {100 * graph['top']:g} % of the rows and no sample, {graph['sequences']} sequences "
+        f"of {label(graph['tokens'])} tokens, relative",
+        f"error {graph['error_median']:.3f} median, {graph['error_max']:.3f} at most: "
+        f"{graph['layer_us']:.0f} us in a graph, {resident['layer_us']:.0f} with all rows in GPU "
+        f"memory too,",
+        f"{peer['layer_us']:.0f} by cuDNN. What lies between the first two is the rows' way over "
+        f"the link, at {of_link:.1f} GB/s.",
         "",
     ]
 
