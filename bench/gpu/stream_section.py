@@ -101,8 +101,8 @@ def _top(records: list[Record]) -> list[str]:
     of_link = moved_gb / (graph["layer_us"] - resident["layer_us"])
     (peer,) = (r for r in records if r["way"].startswith("sdpa"))
     return [
-        f"The top {100 * graph['top']:g} % of the rows and no sample, {graph['sequences']} sequences "
-        f"of {label(graph['tokens'])} tokens, relative",
+        f"The top {100 * graph['top']:g} % of the rows and no sample, {graph['sequences']} "
+        f"sequences of {label(graph['tokens'])} tokens, relative",
         f"error {graph['error_median']:.3f} median, {graph['error_max']:.3f} at most: "
         f"{graph['layer_us']:.0f} us in a graph, {resident['layer_us']:.0f} with all rows in GPU "
         f"memory too,",
