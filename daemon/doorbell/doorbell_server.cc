@@ -24,6 +24,9 @@ namespace {
 
 // How long a wake that went amiss can leave a thread asleep.
 constexpr std::chrono::seconds kLookInterval{1};
+// While so many calls are answered a thread that has nothing to do sleeps at once: the
+// device has work, and a spin would take a core from it.
+constexpr int kAnsweringToSpinMax = 4;
 
 absl::StatusOr<DType> DTypeOf(uint32_t number, const char* field) {
   const std::optional<DType> dtype = FromProto(static_cast<v1::DType>(number));
@@ -58,9 +61,14 @@ class DoorbellServer::Line {
     BellWaiter waiter;
     uint32_t seen = 0;
     while (!closed_) {
-      if (!waiter.Await(memory_.rung, seen, BellWaiter::Clock::now() + kLookInterval)) continue;
+      const bool may_spin = server_.answering_ < kAnsweringToSpinMax;
+      if (!waiter.Await(memory_.rung, seen, BellWaiter::Clock::now() + kLookInterval, may_spin)) {
+        continue;
+      }
       seen = memory_.rung.number.load(std::memory_order_acquire);
+      ++server_.answering_;
       memory_.answer = AnswerTo(memory_.call);
+      --server_.answering_;
       memory_.answered.Ring(seen);
     }
     step_.reset();

@@ -48,6 +48,7 @@ class DoorbellServer {
   RegionTable* const regions_;
   const StatusConverter* const status_;
   std::atomic<bool> draining_ = false;
+  mutable std::atomic<int> answering_ = 0;
   Mutex mutex_;
   std::list<std::shared_ptr<Line>> lines_ ABSL_GUARDED_BY(mutex_);
 };

@@ -1,9 +1,11 @@
 #include "gpu/device/cuda_device.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <deque>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -13,13 +15,13 @@
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/cuda/mps.h"
-#include "gpu/cuda/poll.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/row_fetcher.h"
 #include "gpu/device/stream_step.h"
 #include "host/base/elements.h"
 #include "host/base/mutex.h"
 #include "host/base/status_macros.h"
+#include "host/device/job_queue.h"
 #include "tbb/task_arena.h"
 
 namespace spillway {
@@ -31,8 +33,11 @@ using cuda::CurrentDevice;
 using cuda::JobRun;
 using cuda::StreamSlot;
 
-// Jobs on the GPU at once; more wait their turn.
-constexpr int kStreamSlotCount = 2;
+// Jobs of a kind on the GPU at once; more wait their turn. Two, so that the rows of one
+// cross the link while the other is scored.
+constexpr int kSlotsOfKind = 2;
+constexpr JobKind kJobKinds[] = {JobKind::kStep, JobKind::kLong};
+constexpr int kStreamSlotCount = kSlotsOfKind * static_cast<int>(std::size(kJobKinds));
 // What the units of one wave take of a stream slot's workspace.
 constexpr int64_t kWaveBytes = int64_t{1} << 30;
 // GPU memory, at most a quarter, that codes leave to attends, so that what
@@ -52,8 +57,9 @@ std::string UuidName(const cudaUUID_t& uuid) {
   return name;
 }
 
-// Serves jobs on one GPU. Jobs are enqueued by the thread that submits them,
-// or, while all slots are taken, by the one that finishes jobs.
+// Serves jobs on one GPU, decode steps and longer jobs on slots of their own. Jobs are
+// enqueued by the thread that submits one, or, while all slots are taken, by the one
+// that finishes jobs.
 class CudaDevice final : public Device {
  public:
   static absl::StatusOr<std::unique_ptr<Device>> Create(const CudaDeviceOptions& options,
@@ -154,32 +160,19 @@ class CudaDevice final : public Device {
   }
 
   void Submit(std::unique_ptr<Job> job, Completion done) override {
-    Task task{{}, std::move(job), std::move(done)};
-    for (const JobItem& item : task.job->items) {
-      task.uses.push_back(static_cast<CudaSequence&>(*item.sequence).Use());
-    }
-    StreamSlot* slot = nullptr;
     {
       const MutexLock lock(mutex_);
-      if (idle_.empty()) {
-        waiting_.push_back(std::move(task));
-        return;
-      }
-      slot = idle_.back();
-      idle_.pop_back();
+      waiting_.Push({std::move(job), std::move(done)});
     }
-    Start(std::move(task), slot);
+    StartWaiting();
   }
 
  private:
-  struct Task {
-    std::vector<ResidencyUse> uses;  // of its sequences
-    std::unique_ptr<Job> job;
-    Completion done;
-  };
   struct Running {
-    Task task;
+    JobBatch batch;
+    JobKind kind;
     StreamSlot* slot;
+    std::vector<ResidencyUse> uses;  // of its sequences
     std::unique_ptr<JobRun> run;
     absl::Status status;  // of enqueuing
   };
@@ -194,10 +187,15 @@ class CudaDevice final : public Device {
                            resident_limit_bytes),
         workers_(thread_count) {}
 
-  void Start(Task task, StreamSlot* slot);
+  // Starts what waits, as far as slots are idle.
+  void StartWaiting();
+  void Start(JobBatch batch, JobKind kind, StreamSlot* slot);
   // The thread that waits for the GPU.
   void Finish();
   void End(Running running);
+  std::vector<StreamSlot*>& Idle(JobKind kind) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return idle_[static_cast<size_t>(kind)];
+  }
 
   const int ordinal_;
   MemoryBudget* const host_budget_;
@@ -218,9 +216,10 @@ class CudaDevice final : public Device {
   Mutex mutex_;
   CondVar changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<StreamSlot*> idle_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Running> running_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StreamSlot*> idle_[std::size(kJobKinds)] ABSL_GUARDED_BY(mutex_);
+  JobQueue waiting_ ABSL_GUARDED_BY(mutex_);
+  // What the finisher has not taken over yet.
+  std::vector<Running> started_ ABSL_GUARDED_BY(mutex_);
   std::thread finisher_;
 };
 
@@ -275,13 +274,15 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   }
   device->blocks_.SetArena(device->arena_.get());
   for (int i = 0; i < kStreamSlotCount; ++i) {
+    const JobKind kind = kJobKinds[i / kSlotsOfKind];
     absl::StatusOr<std::unique_ptr<StreamSlot>> slot =
         StreamSlot::Create(&device->budget_, host_budget,
-                           std::min(kWaveBytes, WorkspaceBytes(limit) / kStreamSlotCount));
+                           std::min(kWaveBytes, WorkspaceBytes(limit) / kStreamSlotCount),
+                           /*urgent=*/kind == JobKind::kStep);
     if (!slot.ok()) return slot.status();
     device->slots_.push_back(*std::move(slot));
     const MutexLock lock(device->mutex_);
-    device->idle_.push_back(device->slots_.back().get());
+    device->Idle(kind).push_back(device->slots_.back().get());
   }
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
   device->gpu_.name = device->info_.name;
@@ -299,9 +300,30 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   return device;
 }
 
-void CudaDevice::Start(Task task, StreamSlot* slot) {
-  Running running{std::move(task), slot, nullptr, absl::OkStatus()};
-  Job& job = *running.task.job;
+void CudaDevice::StartWaiting() {
+  for (const JobKind kind : kJobKinds) {
+    for (;;) {
+      std::optional<JobBatch> batch;
+      StreamSlot* slot = nullptr;
+      {
+        const MutexLock lock(mutex_);
+        if (Idle(kind).empty()) break;
+        batch = waiting_.Take(kind);
+        if (!batch) break;
+        slot = Idle(kind).back();
+        Idle(kind).pop_back();
+      }
+      Start(*std::move(batch), kind, slot);
+    }
+  }
+}
+
+void CudaDevice::Start(JobBatch batch, JobKind kind, StreamSlot* slot) {
+  Running running{std::move(batch), kind, slot, {}, nullptr, absl::OkStatus()};
+  Job& job = running.batch.job();
+  for (const JobItem& item : job.items) {
+    running.uses.push_back(static_cast<CudaSequence&>(*item.sequence).Use());
+  }
   // What was cancelled or is late before it begins is not begun.
   if (job.cancel != nullptr) {
     if (const absl::Status status = job.cancel->Check(); !status.ok()) {
@@ -320,34 +342,54 @@ void CudaDevice::Start(Task task, StreamSlot* slot) {
   });
   {
     const MutexLock lock(mutex_);
-    running_.push_back(std::move(running));
+    started_.push_back(std::move(running));
   }
   changed_.NotifyOne();
 }
 
 void CudaDevice::Finish() {
-  // The wait is a busy one at first: a decode step's work takes less than a
-  // thread takes to wake.
+  using Clock = std::chrono::steady_clock;
+  // While one job runs, the wait for it is a busy one at first: a decode step's work
+  // takes less than a thread takes to wake. While several run, a nap delays one and
+  // leaves a core to those who asked for them.
   constexpr auto kBusy = std::chrono::milliseconds(2);
+  constexpr auto kNap = std::chrono::microseconds(10);
   SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
+  // Naps as short as they are asked for; without it they take 50 us more.
+  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
+  std::vector<Running> running;
+  Clock::time_point changed;
   for (;;) {
-    Running running;
     {
       const MutexLock lock(mutex_);
-      while (!stopping_ && running_.empty()) changed_.Wait(mutex_);
-      if (running_.empty()) return;
-      running = std::move(running_.front());
-      running_.pop_front();
+      while (!stopping_ && running.empty() && started_.empty()) changed_.Wait(mutex_);
+      if (running.empty() && started_.empty()) return;
+      if (!started_.empty()) changed = Clock::now();
+      std::move(started_.begin(), started_.end(), std::back_inserter(running));
+      started_.clear();
     }
-    const cudaError_t error = cuda::Poll([&] { return cudaStreamQuery(running.slot->stream()); },
-                                         kBusy, [&] { running.run->Cancelled(); });
-    if (running.status.ok()) running.status = cuda::ToStatus(error, "an attend on the GPU");
-    End(std::move(running));
+    const auto done = std::find_if(running.begin(), running.end(), [](Running& one) {
+      const cudaError_t error = cudaStreamQuery(one.slot->stream());
+      if (error == cudaErrorNotReady) {
+        one.run->Cancelled();
+        return false;
+      }
+      if (one.status.ok()) one.status = cuda::ToStatus(error, "an attend on the GPU");
+      return true;
+    });
+    if (done != running.end()) {
+      Running ended = std::move(*done);
+      running.erase(done);
+      End(std::move(ended));
+      changed = Clock::now();
+    } else if (running.size() > 1 || Clock::now() - changed > kBusy) {
+      std::this_thread::sleep_for(kNap);
+    }
   }
 }
 
 void CudaDevice::End(Running running) {
-  Job& job = *running.task.job;
+  Job& job = running.batch.job();
   if (running.status.ok()) {
     running.run->Collect();
   } else {
@@ -363,20 +405,26 @@ void CudaDevice::End(Running running) {
     static_cast<CudaSequence&>(*item.sequence)
         .CountMoved(item.result.moved_row_count * job.model->spec().row_bytes());
   }
+  const bool reserved = running.run->reserved();
   running.run.reset();
-  running.task.uses.clear();
-  Task next;
+  running.uses.clear();
+  std::vector<QueuedJob> parts = running.batch.Split();
   {
     const MutexLock lock(mutex_);
-    if (waiting_.empty()) {
-      idle_.push_back(running.slot);
-    } else {
-      next = std::move(waiting_.front());
-      waiting_.pop_front();
+    Idle(running.kind).push_back(running.slot);
+    // Nothing was begun for want of memory: each alone may find enough.
+    if (parts.size() > 1 && !reserved && absl::IsResourceExhausted(running.status)) {
+      for (QueuedJob& part : parts) {
+        for (JobItem& item : part.job->items) {
+          item.status = absl::OkStatus();
+          item.result = {};
+        }
+      }
+      waiting_.PutBack(std::exchange(parts, {}));
     }
   }
-  if (next.job != nullptr) Start(std::move(next), running.slot);
-  running.task.done(std::move(running.task.job));
+  StartWaiting();
+  for (QueuedJob& part : parts) part.done(std::move(part.job));
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ absl::Status JobRun::EnqueuePipelines() {
 absl::Status JobRun::Enqueue() {
   Plan();
   RETURN_IF_ERROR(Reserve());
+  reserved_ = true;
   StreamSlot& slot = context_.slot();
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.start(), slot.stream()));
   if (absl::Status status = EnqueuePipelines(); !status.ok()) {

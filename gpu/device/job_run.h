@@ -20,6 +20,8 @@ class JobRun {
   // Everything that the GPU is to do. The caller waits for the slot's stream
   // before it ends the run, also after an error, which is of the whole job.
   absl::Status Enqueue();
+  // Whether Enqueue() found the memory that it needs. Without it nothing has changed.
+  bool reserved() const { return reserved_; }
   // Whether nobody waits for the job's attends any more. Tells the kernels.
   bool Cancelled() { return context_.Cancelled(); }
   // Results and statuses of the items, once the GPU is done.
@@ -38,6 +40,7 @@ class JobRun {
   DensePipeline dense_{&context_};
   std::byte* pinned_ = nullptr;
   std::byte* workspace_ = nullptr;
+  bool reserved_ = false;
 };
 
 }  // namespace spillway::cuda

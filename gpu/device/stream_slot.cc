@@ -28,12 +28,12 @@ GraphCache::Entry* GraphCache::Find(const Wave& wave) {
 
 absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* device_budget,
                                                                MemoryBudget* host_budget,
-                                                               int64_t wave_bytes) {
+                                                               int64_t wave_bytes, bool urgent) {
   auto slot = std::make_unique<StreamSlot>();
   slot->device_budget_ = device_budget;
   slot->host_budget_ = host_budget;
   slot->wave_bytes_ = wave_bytes;
-  ASSIGN_OR_RETURN(slot->stream_, Stream::Create());
+  ASSIGN_OR_RETURN(slot->stream_, urgent ? Stream::CreateUrgent() : Stream::Create());
   ASSIGN_OR_RETURN(slot->side_stream_, Stream::Create());
   for (Stage& stage : slot->stages_) {
     ASSIGN_OR_RETURN(stage.filled, Event::Create(/*timing=*/false));

@@ -63,10 +63,10 @@ struct AppendLists {
 class StreamSlot {
  public:
   // wave_bytes: what a wave takes of the workspace, unless a unit alone takes
-  // more.
+  // more. urgent: the GPU takes up its kernels before those of slots that are not.
   static absl::StatusOr<std::unique_ptr<StreamSlot>> Create(MemoryBudget* device_budget,
                                                             MemoryBudget* host_budget,
-                                                            int64_t wave_bytes);
+                                                            int64_t wave_bytes, bool urgent);
 
   // At least as many bytes. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);

@@ -3,6 +3,7 @@
 #include <tbb/global_control.h>
 
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,7 +15,9 @@
 #include "host/cpu/worker_pinning.h"
 #include "host/cpu/workspace.h"
 #include "host/device/append_rows.h"
+#include "host/device/job_queue.h"
 #include "host/device/results.h"
+#include "host/device/turns.h"
 
 namespace spillway {
 namespace {
@@ -89,11 +92,15 @@ class CpuDevice final : public Device {
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const int64_t bytes = RowBytes(*job);
     if (bytes <= kMomentBytes || job->waited_for) {
-      if (bytes <= kSerialBytes) {
-        const SerialScope serial;
-        Run(*job);
-      } else {
-        workers_.execute([&] { Run(*job); });
+      {
+        std::optional<Turn> turn;
+        if (KindOf(*job) == JobKind::kStep) turn.emplace(turns_);
+        if (bytes <= kSerialBytes) {
+          const SerialScope serial;
+          Run(*job);
+        } else {
+          workers_.execute([&] { Run(*job); });
+        }
       }
       return done(std::move(job));
     }
@@ -199,6 +206,9 @@ class CpuDevice final : public Device {
   tbb::global_control allowed_;
   tbb::task_arena workers_;
   WorkerPinning pinning_{workers_, thread_count_};
+  // Of callers that serve their decode steps themselves: as many as there are threads, or
+  // whom the system favours would be served more often.
+  Turns turns_{thread_count_};
   DeviceInfo info_;
 };
 

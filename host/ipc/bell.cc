@@ -49,13 +49,13 @@ void Bell::Ring(uint32_t next) {
 
 void Bell::Wake() { Futex(number, FUTEX_WAKE, INT_MAX, nullptr); }
 
-bool BellWaiter::Await(Bell& bell, uint32_t seen, Clock::time_point deadline) {
+bool BellWaiter::Await(Bell& bell, uint32_t seen, Clock::time_point deadline, bool may_spin) {
   if (bell.number.load(std::memory_order_acquire) != seen) {
     Learn(nanoseconds(0));
     return true;
   }
   const Clock::time_point start = Clock::now();
-  if (spin_.count() > 0 && MaySpin()) {
+  if (may_spin && spin_.count() > 0 && MaySpin()) {
     const Clock::time_point end = std::min(start + spin_, deadline);
     bool changed = false;
     do {

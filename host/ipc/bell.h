@@ -29,8 +29,8 @@ class BellWaiter {
   static constexpr std::chrono::nanoseconds kSpinMax = std::chrono::microseconds(50);
 
   // Returns once the number is not `seen`: true; or no earlier than the deadline,
-  // or when it was woken, false.
-  bool Await(Bell& bell, uint32_t seen, Clock::time_point deadline);
+  // or when it was woken, false. may_spin: else it sleeps at once.
+  bool Await(Bell& bell, uint32_t seen, Clock::time_point deadline, bool may_spin = true);
 
   // What the next wait spins at most.
   std::chrono::nanoseconds spin() const { return spin_; }

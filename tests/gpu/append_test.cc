@@ -46,7 +46,7 @@ class Gpu0 {
     model = CudaModel::Create(spec, device_.get(), whole_.get(), &device_budget_,
                               CreateModelMethods(spec, {}).value())
                 .value();
-    slot = StreamSlot::Create(&device_budget_, &host_budget_, 64 * kMiB).value();
+    slot = StreamSlot::Create(&device_budget_, &host_budget_, 64 * kMiB, /*urgent=*/false).value();
     row_pool = std::make_unique<PagePool>(host_.get(), kPageTokenCount * spec.row_bytes());
   }
 

@@ -1,0 +1,143 @@
+// The order in which a device serves what many submit at once: nobody starves, and what
+// is served together is what each would get alone.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <thread>
+#include <vector>
+
+#include "tests/conformance/device_bench.h"
+#include "tests/reference/trace.h"
+
+namespace spillway {
+namespace {
+
+using reference::Context;
+
+class Order : public ::testing::TestWithParam<DeviceFactory> {
+ protected:
+  static constexpr int64_t kTokens = 8192;
+
+  Order()
+      : spec_(MakeSpec(2, 4, 64, DType::kBF16)),
+        bench_(GetParam(), spec_),
+        context_(reference::TraceContext(spec_, kTokens + kSteps, 7)),
+        q_(reference::TraceQueries(context_, 1, 8, 1.5)),
+        long_q_(reference::TraceQueries(context_, kLongQueries, 9, 1.5)) {}
+
+  // A sequence with the context's first kTokens.
+  BenchSequence Filled() {
+    BenchSequence sequence(bench_);
+    EXPECT_TRUE(sequence.Append(context_, 0, kTokens).ok());
+    return sequence;
+  }
+
+  // Exact attends of so many queries: thousands of times the work of a step.
+  std::future<JobItem> StartLong(BenchSequence& sequence) {
+    auto job = std::make_unique<Job>();
+    job->model = &bench_.model();
+    job->items.push_back(sequence.AttendItem(DefaultPolicy(spec_), long_q_, false));
+    auto promise = std::make_shared<std::promise<JobItem>>();
+    bench_.device().Submit(std::move(job), [promise](std::unique_ptr<Job> done) {
+      promise->set_value(std::move(done->items[0]));
+    });
+    return promise->get_future();
+  }
+
+  static constexpr int kSteps = 40;
+  static constexpr int64_t kLongQueries = 4096;
+  const ModelSpec spec_;
+  DeviceBench bench_;
+  const Context context_;
+  const std::vector<float> q_;
+  const std::vector<float> long_q_;
+};
+
+bool IsReady(const std::future<JobItem>& result) {
+  return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+TEST_P(Order, StepsDoNotWaitForLongJobs) {
+  std::vector<BenchSequence> sequences;
+  std::vector<std::future<JobItem>> results;
+  for (int i = 0; i < 12; ++i) sequences.push_back(Filled());
+  for (BenchSequence& sequence : sequences) results.push_back(StartLong(sequence));
+  BenchSequence stepping = Filled();
+  const JobItem step = stepping.Step(context_, DefaultPolicy(spec_), q_);
+  EXPECT_TRUE(step.status.ok()) << step.status;
+  EXPECT_FALSE(IsReady(results.back())) << "twelve long jobs ended before one step";
+  for (std::future<JobItem>& result : results) EXPECT_TRUE(result.get().status.ok());
+}
+
+TEST_P(Order, ALongJobEndsAlthoughStepsNeverStop) {
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> runners;
+  for (int i = 0; i < 4; ++i) {
+    runners.emplace_back([&] {
+      BenchSequence sequence = Filled();
+      while (!stop) {
+        const JobItem step = sequence.Step(context_, DefaultPolicy(spec_), q_);
+        EXPECT_TRUE(step.status.ok()) << step.status;
+        sequence.Truncate(kTokens);
+      }
+    });
+  }
+  BenchSequence sequence = Filled();
+  EXPECT_TRUE(StartLong(sequence).get().status.ok());
+  stop = true;
+  for (std::thread& runner : runners) runner.join();
+}
+
+TEST_P(Order, StepsOfManyAtOnceHaveTheBitsOfEachAlone) {
+  const Policy policy = DefaultPolicy(spec_);
+  constexpr int kRunners = 8;
+  // Runner r decodes with queries of its own.
+  std::vector<std::vector<float>> queries;
+  for (uint64_t r = 0; r < kRunners; ++r) {
+    queries.push_back(reference::TraceQueries(context_, 1, 100 + r, 1.5));
+  }
+  const auto decode = [&](int r, std::vector<AttendResult>& results) {
+    BenchSequence sequence = Filled();
+    for (int i = 0; i < kSteps; ++i) {
+      JobItem step = sequence.Step(context_, policy, queries[r]);
+      EXPECT_TRUE(step.status.ok()) << step.status;
+      results.push_back(std::move(step.result));
+    }
+  };
+  std::vector<std::vector<AttendResult>> alone(kRunners), together(kRunners);
+  for (int r = 0; r < kRunners; ++r) decode(r, alone[r]);
+  std::vector<std::thread> runners;
+  for (int r = 0; r < kRunners; ++r) runners.emplace_back([&, r] { decode(r, together[r]); });
+  for (std::thread& runner : runners) runner.join();
+  for (int r = 0; r < kRunners; ++r) {
+    for (int i = 0; i < kSteps; ++i) {
+      EXPECT_EQ(alone[r][i].out, together[r][i].out) << "runner " << r << ", step " << i;
+      EXPECT_EQ(alone[r][i].lse, together[r][i].lse) << "runner " << r << ", step " << i;
+    }
+  }
+}
+
+TEST_P(Order, AnErrorOfOneLeavesTheOthersAlone) {
+  constexpr int kRunners = 6;
+  std::vector<std::thread> runners;
+  for (int r = 0; r < kRunners; ++r) {
+    runners.emplace_back([&, r] {
+      BenchSequence sequence = Filled();
+      std::vector<float> q = q_;
+      // Its logits are not finite.
+      if (r == 0) std::fill(q.begin(), q.end(), 3e38f);
+      for (int i = 0; i < kSteps; ++i) {
+        const JobItem step = sequence.Step(context_, DefaultPolicy(spec_), q);
+        EXPECT_EQ(step.status.ok(), r != 0) << "runner " << r << ": " << step.status;
+      }
+    });
+  }
+  for (std::thread& runner : runners) runner.join();
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Order, ::testing::ValuesIn(DeviceFactories()),
+                         [](const auto& param) { return param.param.name; });
+
+}  // namespace
+}  // namespace spillway
