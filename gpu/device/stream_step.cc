@@ -29,6 +29,8 @@ constexpr int kSlotCount = 2;
 constexpr int64_t kUpdatesMax = 1 << 16;
 // Row pointers of tensors.
 constexpr int64_t kAlignment = 16;
+// Graphs that a layer keeps, each of tensors of its own.
+constexpr size_t kGraphsOfLayer = 4;
 
 // One layer of an announcement.
 struct LayerRun {
@@ -55,6 +57,13 @@ struct Slot {
   std::vector<std::unique_ptr<LayerRun>> layers;
 };
 
+// A layer's launches for tensors that it was given. Callers that enqueue attends one by one
+// give the same memory again and again, for their allocators do.
+struct LayerGraph {
+  StepTensors tensors;
+  Graph graph;  // from the second time on
+};
+
 // Bytes of one layer: what is uploaded, and what comes back.
 struct LayerBytes {
   int64_t requests = 0;
@@ -78,6 +87,8 @@ class CudaStreamStep final : public StreamStep {
                                           : cudaDeviceSynchronize());
     }
     slots_ = {};
+    graphs_.clear();
+    capture_stream_ = {};
     memory_ = {};
     stop_ = {};
   }
@@ -119,6 +130,10 @@ class CudaStreamStep final : public StreamStep {
   absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                             cudaStream_t stream) const;
   absl::Status CheckTensors(const StepTensors& tensors) const;
+  // Puts a layer's kernels on the stream.
+  absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
+  // The layer's graph for the tensors, which may be empty; null the first time.
+  LayerGraph* FindGraph(int layer, const StepTensors& tensors);
 
   const StreamStepHome home_;
   const StreamStepOptions options_;
@@ -137,6 +152,9 @@ class CudaStreamStep final : public StreamStep {
   // As the newest announcement launches them, all layers.
   std::vector<Wave> waves_;
   std::vector<DenseWave> dense_waves_;
+  // By layer, the latest first; of this version.
+  std::vector<std::vector<LayerGraph>> graphs_;
+  Stream capture_stream_;  // the caller's may be one that cannot be captured
   const Slot* settled_ = nullptr;
 };
 
@@ -240,6 +258,8 @@ absl::Status CudaStreamStep::Open() {
     slot.results = slot.memory.data() + results_at;
     slot.updates = reinterpret_cast<TableUpdate*>(slot.memory.data() + updates_at);
   }
+  graphs_.resize(static_cast<size_t>(spec().layer_count));
+  ASSIGN_OR_RETURN(capture_stream_, Stream::Create());
   ASSIGN_OR_RETURN(stop_, PinnedBuffer::Create(64, home_.host_budget, kWhat));
   std::memset(stop_.data(), 0, 64);
   device.Take<std::byte>(upload_bytes_);
@@ -264,11 +284,16 @@ bool CudaStreamStep::LacksIndex(const StreamStepPart& part, int layer) const {
          index(part, layer).indexed_token_count() == 0;
 }
 
-// What announces tokens, or waits, is no part of a graph.
-absl::Status CheckNotCaptured(cudaStream_t stream) {
+absl::StatusOr<bool> IsCaptured(cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamIsCapturing(stream, &capture));
-  if (capture == cudaStreamCaptureStatusNone) return absl::OkStatus();
+  return capture != cudaStreamCaptureStatusNone;
+}
+
+// What announces tokens, or waits, is no part of a graph.
+absl::Status CheckNotCaptured(cudaStream_t stream) {
+  ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
+  if (!captured) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "the stream is being captured: only attends can be, and tokens are announced before each "
       "replay");
@@ -445,7 +470,10 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
     for (DenseWave& wave : run->dense.Views()) dense_waves.push_back(wave);
     slot.layers.push_back(std::move(run));
   }
-  if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) ++version_;
+  if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) {
+    ++version_;
+    for (std::vector<LayerGraph>& of_layer : graphs_) of_layer.clear();
+  }
   waves_ = std::move(waves);
   dense_waves_ = std::move(dense_waves);
   *slot.header = {version_, number, 0};
@@ -502,8 +530,32 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   }
   const CurrentDevice current(home_.ordinal);
   RETURN_IF_ERROR(CheckTensors(tensors));
-  LayerRun& run = *newest().layers[layer];
   auto* const stream = static_cast<cudaStream_t>(on);
+  ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
+  LayerGraph* const known = captured ? nullptr : FindGraph(layer, tensors);
+  if (known == nullptr) return Enqueue(layer, tensors, stream);
+  if (!known->graph) {
+    cudaStream_t capture = capture_stream_.get();
+    ASSIGN_OR_RETURN(known->graph,
+                     Graph::Capture(capture, [&] { return Enqueue(layer, tensors, capture); }));
+  }
+  return known->graph.Launch(stream);
+}
+
+LayerGraph* CudaStreamStep::FindGraph(int layer, const StepTensors& tensors) {
+  std::vector<LayerGraph>& graphs = graphs_[static_cast<size_t>(layer)];
+  const auto found = std::ranges::find(graphs, tensors, &LayerGraph::tensors);
+  if (found != graphs.end()) {
+    std::rotate(graphs.begin(), found, found + 1);
+    return &graphs.front();
+  }
+  if (graphs.size() == kGraphsOfLayer) graphs.pop_back();
+  graphs.insert(graphs.begin(), LayerGraph{tensors, {}});
+  return nullptr;
+}
+
+absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream) {
+  LayerRun& run = *newest().layers[layer];
   run.step.stream = stream;
   CallerTensors& of_step = run.step.tensors;
   of_step.q_dtype = tensors.q_dtype;

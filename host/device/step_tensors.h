@@ -22,6 +22,7 @@ struct StepPlace {
   operator StepPlace<const Byte>() const requires(!std::is_const_v<Byte>) {
     return {data, sequence_stride, token_stride, head_stride};
   }
+  bool operator==(const StepPlace&) const = default;
 };
 
 // One layer of a decode step, sequences in the step's order.
@@ -33,6 +34,8 @@ struct StepTensors {
   DType out_dtype = DType::kF32;
   StepPlace<std::byte> out;  // [B, T, H_q, d]
   float* lse = nullptr;      // [B, T, H_q] in C order, or null
+
+  bool operator==(const StepTensors&) const = default;
 };
 
 // Elements of a step's tensor, [sequence, token, head, element], of `bytes` a head.
