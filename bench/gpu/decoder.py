@@ -10,11 +10,14 @@ each round, over sequences with the same rows:
 - graph: the same, captured once and replayed for each token;
 - resident: the same in an engine that keeps all rows in GPU memory too
   (`device.gpu_resident_limit`);
+- halves: the same by two decoders of half the sequences each, whose graphs run at once on
+  two streams: against `graph` of half as many, how much of one hides behind the other;
 - sdpa: torch's attention (cuDNN's, else flash) with K/V in GPU memory, in a graph.
 
 Times are of the GPU, between events around the attends of all layers, for a layer;
-`next` is the host's. Before anything is timed, outputs of the first four must be
-equal, and their error against sdpa's is printed beside the times. One JSON object a line.
+`next` and `attend` are the host's, for a step and for a layer. Before anything is timed,
+outputs of all but the last must be equal, and their error against sdpa's is printed beside
+the times. One JSON object a line.
 
     python bench/trace_data.py --tokens 131072 --output FOLDER
     python bench/gpu/decoder.py FOLDER --tokens 131072
@@ -38,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 LAYERS, HEADS, KV_HEADS, DIM = 4, 32, 8, 128
 STEPS = 24
 ROUNDS = 5
-WAYS = ("job", "eager", "graph", "resident")
+WAYS = ("job", "eager", "graph", "halves", "resident")
 
 
 class Trace:
@@ -100,12 +103,17 @@ class Way:
             new = q[None, None], k[None, :, start:], v[None, :, start:]
             self.new.append(tuple(x.expand(count, -1, -1, -1) for x in new))
         self.step_count = 0
-        self.host_us: list[float] = []
+        self.next_us: list[float] = []
+        self.attend_us: list[float] = []
 
     def inputs(self, layer: int, device: str) -> tuple[torch.Tensor, ...]:
         q, k, v = self.new[layer]
         now = slice(self.step_count, self.step_count + 1)
         return tuple(x.contiguous().to(device) for x in (q, k[:, :, now], v[:, :, now]))
+
+    def close(self) -> None:
+        for sequence in self.sequences:
+            sequence.delete()
 
 
 class Job(Way):
@@ -130,20 +138,26 @@ class Eager(Way):
         super().__init__(*arguments)
         self.decoder = self.client.open_decoder(self.sequences)
 
+    def close(self) -> None:
+        self.decoder.close()
+        super().close()
+
     def step(self) -> tuple[list[torch.Tensor], float]:
         inputs = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
         torch.cuda.synchronize()
         begin = time.perf_counter()
         self.decoder.next()
-        self.host_us.append((time.perf_counter() - begin) * 1e6)
+        self.next_us.append((time.perf_counter() - begin) * 1e6)
         outs: list[torch.Tensor] = []
+
+        def attend() -> None:
+            begin = time.perf_counter()
+            outs.extend(self.decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS))
+            self.attend_us.append((time.perf_counter() - begin) * 1e6 / LAYERS)
+
         # The host is ahead, as it is in a model.
         torch.cuda._sleep(1_000_000)
-        taken = timed(
-            lambda: outs.extend(
-                self.decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS)
-            )
-        )
+        taken = timed(attend)
         self.step_count += 1
         return outs, taken / LAYERS
 
@@ -156,10 +170,15 @@ class Captured(Way):
         self.graph = torch.cuda.CUDAGraph()
         self.outs: list[torch.Tensor] = []
 
-    def step(self) -> tuple[list[torch.Tensor], float]:
+    def close(self) -> None:
+        self.decoder.close()
+        super().close()
+
+    def prepare(self) -> None:
+        """Announces the next token and puts its tensors where the graph reads them."""
         begin = time.perf_counter()
         changed = self.decoder.next()
-        self.host_us.append((time.perf_counter() - begin) * 1e6)
+        self.next_us.append((time.perf_counter() - begin) * 1e6)
         if changed:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
@@ -170,9 +189,43 @@ class Captured(Way):
             for to, new in zip(self.held[layer], self.inputs(layer, "cuda"), strict=True):
                 to.copy_(new)
         torch.cuda.synchronize()
-        taken = timed(self.graph.replay)
         self.step_count += 1
+
+    def step(self) -> tuple[list[torch.Tensor], float]:
+        self.prepare()
+        taken = timed(self.graph.replay)
         return [out.clone() for out in self.outs], taken / LAYERS
+
+
+class Halves(Way):
+    def __init__(self, *arguments: Any) -> None:
+        client, model, trace, count, policy = arguments
+        self.halves = [Captured(client, model, trace, count // 2, policy) for _ in range(2)]
+        self.streams = [torch.cuda.Stream() for _ in range(2)]
+        self.sequences = [x for half in self.halves for x in half.sequences]
+        self.next_us: list[float] = []
+        self.attend_us: list[float] = []
+
+    def step(self) -> tuple[list[torch.Tensor], float]:
+        for half in self.halves:
+            half.prepare()
+
+        def both() -> None:
+            now = torch.cuda.current_stream()
+            for half, stream in zip(self.halves, self.streams, strict=True):
+                stream.wait_stream(now)
+                with torch.cuda.stream(stream):
+                    half.graph.replay()
+            for stream in self.streams:
+                now.wait_stream(stream)
+
+        taken = timed(both)
+        outs = [torch.cat(pair) for pair in zip(*(half.outs for half in self.halves), strict=True)]
+        return outs, taken / LAYERS
+
+    def close(self) -> None:
+        for half in self.halves:
+            half.close()
 
 
 class Sdpa:
@@ -217,6 +270,10 @@ def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
     return torch.cat(outs)
 
 
+def host_us(times: list[float] | None) -> float | None:
+    return round(statistics.median(times), 1) if times else None
+
+
 def measure(
     client: spillway.Client,
     resident: spillway.Client,
@@ -239,8 +296,10 @@ def measure(
         "job": lambda: Job(client, model, trace, count, policy),
         "eager": lambda: Eager(client, model, trace, count, policy),
         "graph": lambda: Captured(client, model, trace, count, policy),
+        "halves": lambda: Halves(client, model, trace, count, policy),
         "resident": lambda: Captured(resident, resident_model, trace, count, policy),
     }
+    names = [name for name in names if name != "halves" or count % 2 == 0]
     ways = {name: make[name]() for name in names}
     streams = [name for name in names if name != "job"]
     (gpu,) = resident.get_server_info().devices
@@ -260,7 +319,8 @@ def measure(
         errors += ((mine - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
     sdpa = Sdpa(trace, count)
     for way in ways.values():
-        way.host_us.clear()
+        way.next_us.clear()
+        way.attend_us.clear()
     times: dict[str, list[float]] = {name: [] for name in (*ways, "sdpa")}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -269,7 +329,7 @@ def measure(
     job = statistics.median(times["job"])
     moved_bytes = ways["job"].moved_row_count * 4 * DIM
     for name, all_of in times.items():
-        host = ways[name].host_us if name in ways else []
+        way = ways.get(name)
         report(
             tokens=trace.tokens,
             sequences=count,
@@ -278,20 +338,18 @@ def measure(
             p90_us=round(float(np.percentile(all_of, 90)), 1),
             beyond_job_us=round(statistics.median(all_of) - job, 1),
             moved_gb_per_s=round(moved_bytes / statistics.median(all_of) / 1000, 1)
-            if name in ("job", "eager", "graph")
+            if name in ("job", "eager", "graph", "halves")
             else None,
-            next_host_us=round(statistics.median(host), 1) if host else None,
+            next_host_us=host_us(way and way.next_us),
+            attend_host_us=host_us(way and way.attend_us),
             error_median=round(statistics.median(errors), 4),
             error_max=round(max(errors), 4),
             **({"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway.TopK) else {}),
             rounds=ROUNDS,
             steps=STEPS,
         )
-    for name in streams:
-        ways[name].decoder.close()
     for way in ways.values():
-        for sequence in way.sequences:
-            sequence.delete()
+        way.close()
     client.delete_model(model)
     resident.delete_model(resident_model)
 
@@ -300,7 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of bench/trace_data.py")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1])
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="job among them")
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
     parser.add_argument("--device", default="cuda:0")
@@ -318,7 +376,8 @@ def main() -> None:
             ) as resident,
         ):
             trace = Trace(arguments.folder, tokens)
-            measure(client, resident, trace, arguments.sequences, arguments.ways, policy)
+            for count in arguments.sequences:
+                measure(client, resident, trace, count, arguments.ways, policy)
 
 
 if __name__ == "__main__":

@@ -380,10 +380,11 @@ def measure_policy(
     cache.crop(bench.tokens - cache.get_seq_length())
 
 
-def measure_spillway(
-    bench: Bench, way: str, client: spillway.Client, keys: str, steps: int, wanted: Step
-) -> None:
-    """SpillwayCache, with each policy whose outputs mean something over such keys."""
+@contextmanager
+def filled(
+    bench: Bench, way: str, client: spillway.Client, keys: str
+) -> Iterator[tuple[SpillwayCache, float]]:
+    """A SpillwayCache that holds the context, and the seconds that this took."""
     say(f"spillway, {way}, {keys} keys: appending")
     bench.model.set_attn_implementation("spillway")
     with SpillwayCache(bench.model.config, client) as cache:
@@ -392,7 +393,14 @@ def measure_spillway(
             cache.sequences[0].append(layer, 1, k[0], v[0], timeout=300)
             cache.layers[layer].length = bench.tokens
 
-        seconds = bench.fill(cache, SPREADS[keys], put)
+        yield cache, bench.fill(cache, SPREADS[keys], put)
+
+
+def measure_spillway(
+    bench: Bench, way: str, client: spillway.Client, keys: str, steps: int, wanted: Step
+) -> None:
+    """SpillwayCache, with each policy whose outputs mean something over such keys."""
+    with filled(bench, way, client, keys) as (cache, seconds):
         info = cache.sequences[0].refresh()
         cache.request_policy = ALL
         checked = bench.checked(bench.first_step(cache), wanted)
@@ -414,6 +422,45 @@ def measure_spillway(
                 measure_policy(bench, cache, way, name, keys, steps, wanted)
 
 
+def measure_turns(
+    bench: Bench, clients: dict[str, spillway.Client], keys: str, steps: int, rounds: int
+) -> None:
+    """The default policy and transformers' resident cache, which take turns.
+
+    A machine's pace changes from minute to minute, and here it changes for all alike. In
+    each turn a cache is filled anew and is alone.
+    """
+    resident = "transformers, resident"
+    times: dict[str, list[float]] = {}
+    compared: dict[str, dict[str, Any]] = {resident: {}}
+    wanted: Step | None = None
+
+    def turn(name: str, cache: Any) -> None:
+        nonlocal wanted
+        first = bench.first_step(cache)
+        wanted = wanted or first
+        compared[name] = {} if name == resident else bench.compared(first, wanted)
+        times.setdefault(name, []).extend(bench.times(cache, steps))
+
+    say(f"{keys} keys: in turns")
+    for _ in range(rounds):
+        turn(resident, transformers_cache(bench, keys, False))
+        for way, client in clients.items():
+            with filled(bench, way, client, keys) as (cache, _):
+                turn(f"spillway, {way}", cache)
+    peer = statistics.median(times[resident])
+    for name, of_way in times.items():
+        report(
+            name=f"{name}, in turns",
+            keys=keys,
+            tokens=bench.tokens,
+            rounds=rounds,
+            **bench.timed(of_way),
+            step_over_resident=statistics.median(of_way) / peer,
+            **compared[name],
+        )
+
+
 def round_trip_us(client: spillway.Client) -> float:
     """An empty call and its answer, median."""
     times = []
@@ -432,6 +479,8 @@ def main() -> None:
     parser.add_argument("--keys", nargs="+", choices=sorted(SPREADS), default=list(SPREADS))
     parser.add_argument("--steps", type=int, default=50, help="timed steps")
     parser.add_argument("--offloaded-steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10, help="of caches that take turns")
+    parser.add_argument("--only-turns", action="store_true", help="no more than those")
     options = parser.parse_args()
 
     device = torch.device(options.device)
@@ -468,6 +517,12 @@ def main() -> None:
         if on_gpu:
             measure_link(bench)
         rehearse(bench, options.keys[0], options.steps)
+        for keys in options.keys:
+            # Over flat keys the default policy reads nearly every row.
+            if keys != "flat":
+                measure_turns(bench, ways, keys, options.steps, options.rounds)
+        if options.only_turns:
+            return
         for index, keys in enumerate(options.keys):
             wanted = measure_transformers(bench, keys, False, options.steps, None)
             if on_gpu and index == 0:

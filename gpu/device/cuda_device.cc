@@ -350,10 +350,12 @@ void CudaDevice::Start(JobBatch batch, JobKind kind, StreamSlot* slot) {
 void CudaDevice::Finish() {
   using Clock = std::chrono::steady_clock;
   // While one job runs, the wait for it is a busy one at first: a decode step's work
-  // takes less than a thread takes to wake. While several run, a nap delays one and
-  // leaves a core to those who asked for them.
+  // takes less than a thread takes to wake. While several run, the GPU has work when one
+  // ends, so that a nap costs nothing but the answer's delay, and leaves a core to those
+  // who asked.
   constexpr auto kBusy = std::chrono::milliseconds(2);
   constexpr auto kNap = std::chrono::microseconds(10);
+  constexpr auto kNapOfSeveral = std::chrono::microseconds(40);
   SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
   // Naps as short as they are asked for; without it they take 50 us more.
   prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
@@ -382,7 +384,9 @@ void CudaDevice::Finish() {
       running.erase(done);
       End(std::move(ended));
       changed = Clock::now();
-    } else if (running.size() > 1 || Clock::now() - changed > kBusy) {
+    } else if (running.size() > 1) {
+      std::this_thread::sleep_for(kNapOfSeveral);
+    } else if (Clock::now() - changed > kBusy) {
       std::this_thread::sleep_for(kNap);
     }
   }

@@ -42,6 +42,11 @@ struct StepContext {
   cudaStream_t stream = nullptr;
   CallerTensors tensors;
   const int32_t* cancel = nullptr;  // 0
+  // A second stream, for halves of many units: begins after `fork` on the first, which goes
+  // on after `join` on the second.
+  cudaStream_t side_stream = nullptr;
+  cudaEvent_t fork = nullptr;
+  cudaEvent_t join = nullptr;
 };
 
 // A job on a stream slot, or a layer of a step: what its pipelines share. Used by

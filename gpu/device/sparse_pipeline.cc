@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "gpu/device/wave_kernels.h"
@@ -24,6 +26,9 @@ constexpr int64_t kStagingRowsMin = 8192;
 // flight than are translated.
 constexpr int kGatherBlocks = 8;
 constexpr int64_t kReferencePagesStep = 16;
+// Units of a step from which on two halves at once are faster than all together.
+constexpr int64_t kLanesUnitsMin = 96;
+constexpr int64_t kLaneAlignment = 256;
 
 // Tokens that grids are made for, of a unit of n.
 int64_t GridTokens(int64_t n) {
@@ -177,14 +182,20 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
+  const int lanes = lane_count();
+  const auto units_max =
+      static_cast<size_t>(lanes > 1 ? (context_->unit_count() + lanes - 1) / lanes
+                                    : std::numeric_limits<int64_t>::max());
   const auto fits = [&](const UnitWave& wave, int units) {
-    return wave.shape == alone.shape && wave.first == alone.first &&
+    return wave.units.size() + static_cast<size_t>(units) <= units_max &&
+           wave.shape == alone.shape && wave.first == alone.first &&
            wave.tail_kernels == alone.tail_kernels && wave.select_only == alone.select_only &&
            wave.bytes_max + units * bytes <= context_->wave_bytes();
   };
   for (int h = 0; h < heads; ++h) {
     const bool may_split = !whole || h == 0;
     if (waves_.empty() || (may_split && !fits(waves_.back(), whole ? heads : 1))) {
+      alone.lane = static_cast<int>(waves_.size()) % lanes;
       waves_.push_back(alone);
       waves_.back().units.reserve(heads);
     }
@@ -195,15 +206,27 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   }
 }
 
+int SparsePipeline::lane_count() const {
+  return context_->step() != nullptr && context_->unit_count() >= kLanesUnitsMin ? kLanesMax : 1;
+}
+
+std::array<int64_t, SparsePipeline::kLanesMax> SparsePipeline::LaneBytes() const {
+  std::array<int64_t, kLanesMax> bytes{};
+  for (const UnitWave& wave : waves_) {
+    bytes[wave.lane] = std::max(bytes[wave.lane], RoundUp(wave.bytes, kLaneAlignment));
+  }
+  return bytes;
+}
+
 int64_t SparsePipeline::Reserve(Carver& requests, Carver& results) {
-  int64_t bytes = 0;
   for (UnitWave& wave : waves_) {
     Carver workspace;
     LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, requests, results,
                workspace);
-    bytes = std::max(bytes, workspace.bytes() + wave.unit_bytes);
+    wave.bytes = workspace.bytes() + wave.unit_bytes;
   }
-  return bytes;
+  const std::array<int64_t, kLanesMax> lanes = LaneBytes();
+  return std::accumulate(lanes.begin(), lanes.end(), int64_t{0});
 }
 
 void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
@@ -252,8 +275,9 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
 }
 
 void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* workspace) {
+  const int64_t second_lane = LaneBytes().front();
   for (UnitWave& wave : waves_) {
-    Carver carver(workspace);
+    Carver carver(workspace + (wave.lane == 0 ? 0 : second_lane));
     LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, requests, results,
                carver);
     Fill(wave, carver);
@@ -261,8 +285,24 @@ void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* works
 }
 
 absl::Status SparsePipeline::Launch(StepAppend append) {
-  for (const UnitWave& wave : waves_) RETURN_IF_ERROR(Launch(wave, std::exchange(append, {})));
-  return absl::OkStatus();
+  StepContext* const step = context_->step();
+  if (waves_.size() < 2 || waves_[1].lane == 0) {
+    for (const UnitWave& wave : waves_) RETURN_IF_ERROR(Launch(wave, std::exchange(append, {})));
+    return absl::OkStatus();
+  }
+  cudaStream_t first = step->stream;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(step->fork, first));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(step->side_stream, step->fork));
+  absl::Status status;
+  for (const UnitWave& wave : waves_) {
+    step->stream = wave.lane == 0 ? first : step->side_stream;
+    if (status.ok()) status = Launch(wave, {});
+  }
+  step->stream = first;
+  // Also after an error: what was launched ends before the stream goes on.
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(step->join, step->side_stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(first, step->join));
+  return status;
 }
 
 std::vector<Wave> SparsePipeline::Views() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -20,8 +21,8 @@ class SparsePipeline {
   void Add(size_t item, int64_t query);
   bool empty() const { return waves_.empty(); }
   // Takes the pinned memory of all from carvers that only measure: what the GPU
-  // reads, and what it writes. Returns the bytes of the workspace, which waves
-  // have one after the other.
+  // reads, and what it writes. Returns the bytes of the workspace, which the waves of
+  // a lane have one after the other.
   int64_t Reserve(Carver& requests, Carver& results);
   // Lays everything out and writes the requests.
   void Prepare(Carver& requests, Carver& results, std::byte* workspace);
@@ -46,10 +47,12 @@ class SparsePipeline {
     std::optional<AttendShape> first;
     const TailKernels* tail_kernels = nullptr;
     bool select_only = false;
+    int lane = 0;
     // Of the workspace: what all units have of their own, and what the wave
     // takes at most.
     int64_t unit_bytes = 0;
     int64_t bytes_max = 0;
+    int64_t bytes = 0;  // once measured
     // Pinned.
     UnitRequest* requests = nullptr;
     float* q = nullptr;
@@ -66,6 +69,13 @@ class SparsePipeline {
   const Policy& PolicyOf(const UnitWave& wave) const {
     return context_->attend(wave.units.front().item).policy;
   }
+
+  // Waves of different lanes run at once. A step of many units has two, so that the rows
+  // of one half cross the link while the other half is scored; jobs run beside other jobs.
+  static constexpr int kLanesMax = 2;
+  int lane_count() const;
+  // The bytes of the workspace that each lane has.
+  std::array<int64_t, kLanesMax> LaneBytes() const;
 
   // A wave for queries of an item, without units.
   UnitWave WaveFor(size_t item) const;

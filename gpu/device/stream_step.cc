@@ -89,6 +89,9 @@ class CudaStreamStep final : public StreamStep {
     slots_ = {};
     graphs_.clear();
     capture_stream_ = {};
+    side_stream_ = {};
+    fork_ = {};
+    join_ = {};
     memory_ = {};
     stop_ = {};
   }
@@ -155,6 +158,8 @@ class CudaStreamStep final : public StreamStep {
   // By layer, the latest first; of this version.
   std::vector<std::vector<LayerGraph>> graphs_;
   Stream capture_stream_;  // the caller's may be one that cannot be captured
+  Stream side_stream_;
+  Event fork_, join_;
   const Slot* settled_ = nullptr;
 };
 
@@ -183,8 +188,11 @@ std::unique_ptr<LayerRun> CudaStreamStep::Plan(int layer, const std::vector<int6
     for (int64_t t = 1; t <= count; ++t) attend.visible.push_back(lengths[i] - count + t);
     item.result.certificates.resize(static_cast<size_t>(count * spec().query_head_count));
     item.result.touched_row_counts.resize(static_cast<size_t>(count * spec().kv_head_count));
+  }
+  for (size_t i = 0; i < job.items.size(); ++i) {
     CutQueries(
-        spec(), attend, layer, [&](int64_t begin, int64_t end) { run->dense.Add(i, begin, end); },
+        spec(), *job.items[i].attend, layer,
+        [&](int64_t begin, int64_t end) { run->dense.Add(i, begin, end); },
         [&](int64_t query) { run->sparse.Add(i, query); });
   }
   return run;
@@ -260,6 +268,9 @@ absl::Status CudaStreamStep::Open() {
   }
   graphs_.resize(static_cast<size_t>(spec().layer_count));
   ASSIGN_OR_RETURN(capture_stream_, Stream::Create());
+  ASSIGN_OR_RETURN(side_stream_, Stream::Create());
+  ASSIGN_OR_RETURN(fork_, Event::Create(/*timing=*/false));
+  ASSIGN_OR_RETURN(join_, Event::Create(/*timing=*/false));
   ASSIGN_OR_RETURN(stop_, PinnedBuffer::Create(64, home_.host_budget, kWhat));
   std::memset(stop_.data(), 0, 64);
   device.Take<std::byte>(upload_bytes_);
@@ -444,6 +455,9 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   step.wave_bytes = home_.wave_bytes;
   step.upload_offset = memory_.data() - slot.memory.data();
   step.number = number;
+  step.side_stream = side_stream_.get();
+  step.fork = fork_.get();
+  step.join = join_.get();
   step.cancel = reinterpret_cast<const int32_t*>(stop_.data());
   std::vector<int64_t> lengths;
   for (const StreamStepPart& part : options_.parts) {

@@ -59,11 +59,11 @@ bool IsReady(const std::future<JobItem>& result) {
 }
 
 TEST_P(Order, StepsDoNotWaitForLongJobs) {
+  BenchSequence stepping = Filled();
   std::vector<BenchSequence> sequences;
   std::vector<std::future<JobItem>> results;
   for (int i = 0; i < 12; ++i) sequences.push_back(Filled());
   for (BenchSequence& sequence : sequences) results.push_back(StartLong(sequence));
-  BenchSequence stepping = Filled();
   const JobItem step = stepping.Step(context_, DefaultPolicy(spec_), q_);
   EXPECT_TRUE(step.status.ok()) << step.status;
   EXPECT_FALSE(IsReady(results.back())) << "twelve long jobs ended before one step";
