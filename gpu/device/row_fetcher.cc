@@ -21,6 +21,11 @@ absl::Status Await(const Query& query, std::string_view what) {
   return ToStatus(Poll(query, std::chrono::microseconds(200), [] {}), what);
 }
 
+FetchTarget TargetOf(const FetchWork& work) {
+  return {work.rows.row_bytes(), work.k.data,        work.v.data,        work.k.head_stride,
+          work.k.token_stride,   work.v.head_stride, work.v.token_stride};
+}
+
 }  // namespace
 
 RowFetcher::RowFetcher(const Gpu& gpu, MemoryBudget* device_budget, MemoryBudget* host_budget)
@@ -74,11 +79,19 @@ absl::Status RowFetcher::Run(const FetchWork& work) {
 }
 
 absl::Status RowFetcher::Prepare() {
-  if (stages_.back().done.get() != nullptr) return absl::OkStatus();
-  constexpr std::string_view kWhat = "lists of rows to fetch";
   if (stream_.get() == nullptr) {
     ASSIGN_OR_RETURN(stream_, Stream::Create());
   }
+  for (Event& launched : launched_) {
+    if (launched.get() != nullptr) continue;
+    ASSIGN_OR_RETURN(launched, Event::Create(/*timing=*/false));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RowFetcher::PrepareLists() {
+  if (stages_.back().done.get() != nullptr) return absl::OkStatus();
+  constexpr std::string_view kWhat = "lists of rows to fetch";
   for (Stage& stage : stages_) {
     ASSIGN_OR_RETURN(stage.pinned, PinnedBuffer::Create(sizeof(Lists), host_budget_, kWhat));
     ASSIGN_OR_RETURN(stage.device, DeviceBuffer::Create(sizeof(Lists), device_budget_, kWhat));
@@ -115,60 +128,52 @@ absl::Status RowFetcher::Launch(Stage& stage, int64_t pages, RowsFetch fetch) {
                            stream_.get());
   };
   SPILLWAY_CUDA_RETURN_IF_ERROR(upload(stage.on_gpu().pages, stage.host().pages, pages));
-  if (fetch.slots != nullptr) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        upload(stage.on_gpu().slots, stage.host().slots, fetch.row_count));
-  }
+  SPILLWAY_CUDA_RETURN_IF_ERROR(upload(stage.on_gpu().slots, stage.host().slots, fetch.row_count));
   fetch.pages = stage.on_gpu().pages.data();
+  fetch.slots = stage.on_gpu().slots.data();
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsFetch(fetch, stream_.get()));
   return ToStatus(cudaEventRecord(stage.done.get(), stream_.get()), "cudaEventRecord");
 }
 
+absl::Status RowFetcher::Launch(const FetchWork& work, PagesFetch& fetch) {
+  if (fetch.piece_count == 0) return absl::OkStatus();
+  if (work.cancel != nullptr) RETURN_IF_ERROR(work.cancel->Check());
+  Event& launched = launched_[launch_++ % kLaunches];
+  RETURN_IF_ERROR(
+      Await([&] { return cudaEventQuery(launched.get()); }, "a part of a fetch on the GPU"));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchPagesFetch(fetch, stream_.get()));
+  fetch.piece_count = 0;
+  return ToStatus(cudaEventRecord(launched.get(), stream_.get()), "cudaEventRecord");
+}
+
 absl::Status RowFetcher::CopyRange(const FetchWork& work) {
-  const int heads = work.rows.kv_head_count();
   const int64_t end = work.start + work.count;
-  const int64_t pages_at_once = std::max<int64_t>(kRangePages / heads, 1);
-  for (int64_t begin = work.start; begin < end;) {
-    ASSIGN_OR_RETURN(Stage * stage, NextStage(work));
-    const int64_t first_page = begin / kPageTokenCount;
-    const int64_t to = std::min(end, (first_page + pages_at_once) * kPageTokenCount);
-    const int64_t head_pages = (to - 1) / kPageTokenCount - first_page + 1;
-    for (int h = 0; h < heads; ++h) {
-      for (int64_t p = 0; p < head_pages; ++p) {
-        stage->host().pages[h * head_pages + p] = work.rows.Page(h, first_page + p);
-      }
+  PagesFetch fetch;
+  fetch.to = TargetOf(work);
+  for (int h = 0; h < work.rows.kv_head_count(); ++h) {
+    for (int64_t token = work.start; token < end;) {
+      const int64_t count = std::min(kPageTokenCount - token % kPageTokenCount, end - token);
+      fetch.pieces[fetch.piece_count++] = {work.rows.Row(h, token),
+                                           static_cast<uint32_t>(token - work.start),
+                                           static_cast<uint16_t>(h), static_cast<uint16_t>(count)};
+      if (fetch.piece_count == PagesFetch::kPieceCountMax) RETURN_IF_ERROR(Launch(work, fetch));
+      token += count;
     }
-    RowsFetch fetch;
-    fetch.row_bytes = work.rows.row_bytes();
-    fetch.row_count = static_cast<uint32_t>(heads * (to - begin));
-    fetch.token_count = static_cast<uint32_t>(to - begin);
-    fetch.head_pages = static_cast<uint32_t>(head_pages);
-    fetch.first = static_cast<uint32_t>(begin % kPageTokenCount);
-    fetch.k = work.k.Row(0, begin - work.start);
-    fetch.v = work.v.Row(0, begin - work.start);
-    fetch.k_head_stride = work.k.head_stride;
-    fetch.k_token_stride = work.k.token_stride;
-    fetch.v_head_stride = work.v.head_stride;
-    fetch.v_token_stride = work.v.token_stride;
-    RETURN_IF_ERROR(Launch(*stage, heads * head_pages, fetch));
-    begin = to;
   }
-  return absl::OkStatus();
+  return Launch(work, fetch);
 }
 
 absl::Status RowFetcher::CopyChosen(const FetchWork& work) {
+  RETURN_IF_ERROR(PrepareLists());
   Stage* stage = nullptr;
   int64_t pages = 0, rows = 0, written = 0;
   const auto launch = [&]() -> absl::Status {
     if (rows == 0) return absl::OkStatus();
     RowsFetch fetch;
-    fetch.row_bytes = work.rows.row_bytes();
+    fetch.to = TargetOf(work);
+    fetch.to.k = work.k.Row(0, written);
+    fetch.to.v = work.v.Row(0, written);
     fetch.row_count = static_cast<uint32_t>(rows);
-    fetch.slots = stage->on_gpu().slots.data();
-    fetch.k = work.k.Row(0, written);
-    fetch.v = work.v.Row(0, written);
-    fetch.k_token_stride = work.k.token_stride;
-    fetch.v_token_stride = work.v.token_stride;
     written += rows;
     const int64_t row_pages = std::exchange(pages, 0);
     rows = 0;
