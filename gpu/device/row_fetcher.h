@@ -19,7 +19,8 @@
 namespace spillway::cuda {
 
 // Copies rows from their pages in pinned memory to tensors in GPU memory, one fetch
-// after the other, on a stream and in a thread of its own: attends wait for neither.
+// after the other, on a stream and in a thread of its own: attends wait for neither. Of a
+// range, the GPU's copy engine takes what lies together in large pieces, a kernel the rest.
 // Rows that the GPU holds too, a hundredth of all, cross the link as well: they are
 // the sequence's, which may go on meanwhile. Thread-safe.
 class RowFetcher {
@@ -74,8 +75,12 @@ class RowFetcher {
   absl::StatusOr<Stage*> NextStage(const FetchWork& work);
   // Launches what the stage lists: `pages` pages, and slots.
   absl::Status Launch(Stage& stage, int64_t pages, RowsFetch fetch);
-  // Launches pieces of a range, once few launches are on their way, and empties the list;
-  // an error of the call's if nobody waits for the rows.
+  // Copies rows [token, token + count) of a KV head that lie in one extent by the copy engine.
+  absl::Status CopyByEngine(const FetchWork& work, int kv_head, int64_t token, int64_t count);
+  // The next event of a launch's, once few launches are on their way; an error of the
+  // call's if nobody waits for the rows.
+  absl::StatusOr<cudaEvent_t> NextLaunch(const FetchWork& work);
+  // Launches pieces of a range, and empties the list. Errors as of NextLaunch().
   absl::Status Launch(const FetchWork& work, PagesFetch& fetch);
 
   const Gpu gpu_;

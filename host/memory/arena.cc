@@ -333,6 +333,16 @@ std::byte* Arena::base() const { return impl_->backing->base(); }
 
 int64_t Arena::slab_capacity() const { return impl_->slab_capacity; }
 
+int64_t Arena::BytesToExtentEnd(const std::byte* at) const {
+  const int64_t offset = at - base();
+  const MutexLock lock(impl_->mutex);
+  const auto after = impl_->extents.upper_bound(offset / kSlabBytes);
+  assert(after != impl_->extents.begin());
+  const auto& [first, extent] = *std::prev(after);
+  assert(offset / kSlabBytes < first + extent.slab_count);
+  return (first + extent.slab_count) * kSlabBytes - offset;
+}
+
 void Arena::Copy(std::byte* to, const std::byte* from, int64_t bytes) {
   impl_->backing->Copy(to, from, bytes);
 }

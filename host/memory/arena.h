@@ -100,6 +100,9 @@ class Arena {
   std::byte* base() const;
   // Slabs of the limit.
   int64_t slab_capacity() const;
+  // Bytes from a place in a slab that is handed out to the end of its extent: what a
+  // device has registered as one.
+  int64_t BytesToExtentEnd(const std::byte* at) const;
   // Between two places in slabs that are handed out and do not overlap.
   void Copy(std::byte* to, const std::byte* from, int64_t bytes);
 

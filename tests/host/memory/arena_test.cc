@@ -172,6 +172,18 @@ TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
   EXPECT_EQ(arena->statistics().committed_bytes, 200 * kS);
 }
 
+TEST(Arena, TellsHowFarAnExtentReaches) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(16, 4, &budget);
+  std::byte* const first = *arena->AllocateSlabs(3);
+  std::byte* const across = *arena->AllocateSlabs(2);
+  EXPECT_EQ(arena->BytesToExtentEnd(first), 4 * kS);
+  EXPECT_EQ(arena->BytesToExtentEnd(first + kS + 1), 3 * kS - 1);
+  ASSERT_EQ(across, first + 3 * kS);
+  EXPECT_EQ(arena->BytesToExtentEnd(across + kS - 1), 1);
+  EXPECT_EQ(arena->BytesToExtentEnd(across + kS), 4 * kS);
+}
+
 TEST(Arena, OfWhatIsExpectedOnlyWhatTheObserverRefusesIsGivenBack) {
   MemoryBudget budget(256 * kS);
   std::vector<std::span<std::byte>> live;
