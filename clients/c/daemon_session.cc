@@ -5,7 +5,9 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -137,13 +139,27 @@ Doorbell::Doorbell(std::shared_ptr<SessionSocket> socket, std::string name,
 
 Doorbell::~Doorbell() { munmap(bytes_.data(), bytes_.size()); }
 
-absl::Status Doorbell::Await() {
-  // It answers with the call's number; any other is that of the call before.
-  while (!broken_ &&
-         !waiter_.Await(memory_.answered, rung_ - 1, BellWaiter::Clock::now() + kLookInterval)) {
+bool Doorbell::answered() const {
+  return memory_.answered.number.load(std::memory_order_acquire) == rung_;
+}
+
+absl::StatusOr<bool> Doorbell::Await(BellWaiter::Clock::time_point deadline) {
+  // It answers with the call's number. Any other is that of a call before: of the last
+  // one, or of the one before where that was abandoned.
+  while (!broken_ && !answered()) {
+    const uint32_t before = memory_.answered.number.load(std::memory_order_acquire);
+    if (before == rung_) break;
+    const auto until = std::min(deadline, BellWaiter::Clock::now() + kLookInterval);
+    if (waiter_.Await(memory_.answered, before, until)) continue;
     broken_ = !socket_->alive();
+    if (broken_ || deadline == BellWaiter::Clock::time_point::max()) continue;
+    // Before its time where a signal has ended it.
+    const auto now = BellWaiter::Clock::now();
+    if (now < until || now >= deadline) return false;
   }
-  return broken_ ? absl::UnavailableError("the daemon is gone") : absl::OkStatus();
+  if (broken_) return absl::UnavailableError("the daemon is gone");
+  abandoned_ = false;
+  return true;
 }
 
 void Doorbell::Post(const DoorbellCall& call) {
@@ -151,13 +167,34 @@ void Doorbell::Post(const DoorbellCall& call) {
   memory_.rung.Ring(++rung_);
 }
 
-absl::StatusOr<DoorbellAnswer> Doorbell::Call(const DoorbellCall& call) {
+void Doorbell::Abandon() {
+  // The daemon may be reading the call: nothing of it changes but what it is, so that it
+  // finds the one or the other.
+  std::atomic_ref<DoorbellCallKind>(memory_.call.kind).store(DoorbellCallKind::kEnd);
+  memory_.rung.Ring(++rung_);
+  abandoned_ = true;
+}
+
+absl::Status Doorbell::Ring(const DoorbellCall& call) {
   // One that was posted.
   if (rung_ != 0) {
-    RETURN_IF_ERROR(Await());
+    RETURN_IF_ERROR(Await(BellWaiter::Clock::time_point::max()).status());
   }
   Post(call);
-  RETURN_IF_ERROR(Await());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DoorbellAnswer> Doorbell::Call(const DoorbellCall& call) {
+  RETURN_IF_ERROR(Ring(call));
+  ASSIGN_OR_RETURN(const std::optional<DoorbellAnswer> answer,
+                   Answer(BellWaiter::Clock::time_point::max()));
+  return *answer;
+}
+
+absl::StatusOr<std::optional<DoorbellAnswer>> Doorbell::Answer(
+    BellWaiter::Clock::time_point deadline) {
+  ASSIGN_OR_RETURN(const bool answered, Await(deadline));
+  if (!answered) return std::nullopt;
   const DoorbellAnswer answer = memory_.answer;
   if (answer.byte_count < 0 || answer.byte_count > static_cast<int64_t>(data_.size()) ||
       answer.text_bytes > sizeof(memory_.text)) {
@@ -205,7 +242,7 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   const MutexLock lock(mutex_);
   ASSIGN_OR_RETURN(std::shared_ptr<SessionSocket> socket, Connected());
   for (auto idle = idle_.begin(); idle != idle_.end(); ++idle) {
-    if (static_cast<int64_t>((*idle)->data().size()) < data_bytes) continue;
+    if (static_cast<int64_t>((*idle)->data().size()) < data_bytes || (*idle)->busy()) continue;
     std::unique_ptr<Doorbell> taken = std::move(*idle);
     idle_.erase(idle);
     return taken;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -58,20 +59,31 @@ class Doorbell {
   const std::shared_ptr<SessionSocket>& socket() const { return socket_; }
   // Whether no call can be made any more.
   bool broken() const { return broken_; }
+  // Whether a call that was given up may keep the daemon from the next one.
+  bool busy() const { return abandoned_ && !answered(); }
   // What a call and its answer lie in.
   std::span<std::byte> data() const { return data_; }
 
   // Rings and waits for the answer. Errors are the daemon's, with DaemonDetails();
   // UNAVAILABLE when it is gone, and from then on.
   absl::StatusOr<DoorbellAnswer> Call(const DoorbellCall& call);
+  // The same in two. Rings, once what was posted is answered;
+  absl::Status Ring(const DoorbellCall& call);
+  // and waits for the answer, or until the deadline or a signal: nullopt. Call again.
+  absl::StatusOr<std::optional<DoorbellAnswer>> Answer(BellWaiter::Clock::time_point deadline);
   // Rings, and leaves the answer to be waited for by the next call.
   void Post(const DoorbellCall& call);
+  // Ends the daemon's step though its last call is not answered: a call that is being
+  // answered is answered first, and one that is not is dropped.
+  void Abandon();
+  // Whether all calls are answered.
+  bool answered() const;
 
  private:
   Doorbell(std::shared_ptr<SessionSocket> socket, std::string name, std::span<std::byte> bytes);
 
-  // Waits for the answer to the last call.
-  absl::Status Await();
+  // Waits for the answer to the last call, or until the deadline or a signal: false.
+  absl::StatusOr<bool> Await(BellWaiter::Clock::time_point deadline);
 
   const std::shared_ptr<SessionSocket> socket_;
   const std::string name_;
@@ -81,6 +93,7 @@ class Doorbell {
   BellWaiter waiter_;
   uint32_t rung_ = 0;
   bool broken_ = false;
+  bool abandoned_ = false;  // since the last answer
 };
 
 // What a channel to a daemon on this host shares with it. Thread-safe.
@@ -90,7 +103,8 @@ class DaemonSession {
   DaemonSession(std::string target, std::shared_ptr<grpc::Channel> channel)
       : target_(std::move(target)), channel_(std::move(channel)) {}
 
-  // A doorbell whose data hold so many bytes: one that was given back, or a new one.
+  // A doorbell whose data hold so many bytes: one that was given back and is not busy, or
+  // a new one.
   // UNIMPLEMENTED, telling why, where the daemon shares no memory with this process.
   absl::StatusOr<std::unique_ptr<Doorbell>> Take(int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   // For the next Take(); detaches one that is broken or not needed.

@@ -19,6 +19,10 @@ absl::StatusOr<DoorbellAnswer> BegunAt(Doorbell& doorbell, std::string_view desc
   return doorbell.Call(call);
 }
 
+absl::Status StillUnanswered() {
+  return absl::FailedPreconditionError("the step's last attend is not answered yet");
+}
+
 // Queries and outputs in float32 take the most.
 int64_t DataBytes(const StepShape& shape, DType row_dtype) {
   return StepLayout(shape, DType::kF32, row_dtype, DType::kF32).byte_count;
@@ -52,46 +56,62 @@ absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
 }
 
 DoorbellStep::~DoorbellStep() {
-  DoorbellCall call = {};
-  call.kind = DoorbellCallKind::kEnd;
-  doorbell_->Post(call);
+  if (unanswered_ && !doorbell_->answered()) {
+    doorbell_->Abandon();
+  } else {
+    DoorbellCall call = {};
+    call.kind = DoorbellCallKind::kEnd;
+    doorbell_->Post(call);
+  }
   session_->Give(std::move(doorbell_));
 }
 
-absl::Status DoorbellStep::Attend(int layer, const StepTensors& tensors) {
+std::optional<absl::Status> DoorbellStep::Attend(int layer, const StepTensors& tensors,
+                                                 BellWaiter::Clock::time_point deadline) {
+  if (unanswered_) return StillUnanswered();
   const StepLayout layout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype);
   std::byte* const data = doorbell_->data().data();
   const StepTensors shared = layout.At(data, tensors.lse != nullptr);
-  const auto rows = [this](int64_t head_count, DType dtype) {
-    return StepRows{shape_.sequence_count, shape_.token_count, head_count,
-                    int64_t{shape_.head_dim} * DTypeBytes(dtype)};
-  };
   // The doorbell's memory is this process's to write until it rings.
   const auto mine = [](const StepPlace<const std::byte>& place) {
     return StepPlace<std::byte>{const_cast<std::byte*>(place.data), place.sequence_stride,
                                 place.token_stride, place.head_stride};
   };
-  CopyStepRows(rows(shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
-  CopyStepRows(rows(shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
-  CopyStepRows(rows(shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
+  CopyStepRows(Rows(shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
+  CopyStepRows(Rows(shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
+  CopyStepRows(Rows(shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
   DoorbellCall call = {};
   call.kind = DoorbellCallKind::kAttend;
   call.layer = layer;
   call.q_dtype = static_cast<uint32_t>(ToProto(tensors.q_dtype));
   call.out_dtype = static_cast<uint32_t>(ToProto(tensors.out_dtype));
   call.wants_lse = tensors.lse != nullptr ? 1 : 0;
-  const absl::Status status = doorbell_->Call(call).status();
+  absl::Status rung = doorbell_->Ring(call);
+  if (!rung.ok()) return rung;
+  unanswered_ = true;
+  return Await(tensors, deadline);
+}
+
+std::optional<absl::Status> DoorbellStep::Await(const StepTensors& tensors,
+                                                BellWaiter::Clock::time_point deadline) {
+  if (!unanswered_) return absl::FailedPreconditionError("the step has no attend to wait for");
+  const absl::StatusOr<std::optional<DoorbellAnswer>> answer = doorbell_->Answer(deadline);
+  if (answer.ok() && !answer->has_value()) return std::nullopt;
+  unanswered_ = false;
   // Where one sequence fails, the others' are there.
-  CopyStepRows(rows(shape_.query_head_count, tensors.out_dtype), shared.out, tensors.out);
+  const StepTensors shared = StepLayout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype)
+                                 .At(doorbell_->data().data(), tensors.lse != nullptr);
+  CopyStepRows(Rows(shape_.query_head_count, tensors.out_dtype), shared.out, tensors.out);
   if (tensors.lse != nullptr) {
     std::copy_n(shared.lse,
                 int64_t{shape_.sequence_count} * shape_.token_count * shape_.query_head_count,
                 tensors.lse);
   }
-  return status;
+  return answer.status();
 }
 
 absl::StatusOr<std::string> DoorbellStep::Results() {
+  if (unanswered_) return StillUnanswered();
   std::string results;
   DoorbellCall call = {};
   call.kind = DoorbellCallKind::kResults;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -20,7 +21,10 @@ class DoorbellStep final : public ClientStep {
                                                              std::string_view description);
   ~DoorbellStep() override;
 
-  absl::Status Attend(int layer, const StepTensors& tensors) override;
+  std::optional<absl::Status> Attend(int layer, const StepTensors& tensors,
+                                     BellWaiter::Clock::time_point deadline) override;
+  std::optional<absl::Status> Await(const StepTensors& tensors,
+                                    BellWaiter::Clock::time_point deadline) override;
   absl::StatusOr<std::string> Results() override;
   std::string DetailsOf(const absl::Status& status) const override { return DaemonDetails(status); }
 
@@ -32,10 +36,16 @@ class DoorbellStep final : public ClientStep {
         shape_(shape),
         row_dtype_(row_dtype) {}
 
+  StepRows Rows(int64_t head_count, DType dtype) const {
+    return {shape_.sequence_count, shape_.token_count, head_count,
+            int64_t{shape_.head_dim} * DTypeBytes(dtype)};
+  }
+
   const std::shared_ptr<DaemonSession> session_;
   std::unique_ptr<Doorbell> doorbell_;
   const StepShape shape_;
   const DType row_dtype_;
+  bool unanswered_ = false;  // an attend
 };
 
 }  // namespace spillway

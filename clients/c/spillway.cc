@@ -34,10 +34,11 @@ namespace {
 using Clock = std::chrono::system_clock;
 
 // For ever where seconds is negative, no number, or decades.
-Clock::time_point After(double seconds) {
+template <typename Clock>
+typename Clock::time_point After(double seconds) {
   if (!(seconds >= 0 && seconds < 1e9)) return Clock::time_point::max();
-  return Clock::now() +
-         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return Clock::now() + std::chrono::duration_cast<typename Clock::duration>(
+                            std::chrono::duration<double>(seconds));
 }
 
 std::shared_ptr<grpc::Channel> Connect(const char* target) {
@@ -134,8 +135,13 @@ class EmbeddedStep final : public spillway::ClientStep {
   EmbeddedStep(std::shared_ptr<spillway::Embedded> engine, std::unique_ptr<spillway::Step> step)
       : engine_(std::move(engine)), step_(std::move(step)) {}
 
-  absl::Status Attend(int layer, const spillway::StepTensors& tensors) override {
+  std::optional<absl::Status> Attend(int layer, const spillway::StepTensors& tensors,
+                                     spillway::BellWaiter::Clock::time_point) override {
     return step_->Attend(layer, tensors);
+  }
+  std::optional<absl::Status> Await(const spillway::StepTensors&,
+                                    spillway::BellWaiter::Clock::time_point) override {
+    return absl::FailedPreconditionError("the step has no attend to wait for");
   }
   absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
   std::string DetailsOf(const absl::Status& status) const override {
@@ -160,6 +166,20 @@ struct spillway_channel {
 struct spillway_step {
   std::unique_ptr<spillway::ClientStep> step;
   std::string results;
+
+  // Of what f returns: SPILLWAY_UNANSWERED for nullopt, 0, or the error's code, which is
+  // this thread's last.
+  template <typename F>
+  int Code(F f) const {
+    std::optional<absl::Status> status;
+    const absl::Status thrown = Caught([&] {
+      status = f();
+      return absl::OkStatus();
+    });
+    if (!thrown.ok()) status = thrown;
+    if (!status.has_value()) return SPILLWAY_UNANSWERED;
+    return status->ok() ? 0 : SetError(*status, step->DetailsOf(*status));
+  }
 };
 
 struct spillway_decoder {
@@ -181,7 +201,7 @@ struct spillway_call {
   spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
                 double timeout_seconds)
       : stub_(channel) {
-    if (timeout_seconds > 0) context_.set_deadline(After(timeout_seconds));
+    if (timeout_seconds > 0) context_.set_deadline(After<Clock>(timeout_seconds));
     call_ = stub_.PrepareCall(&context_, method, &queue_);
     call_->StartCall(Tag(Event::kStarted));
   }
@@ -213,7 +233,7 @@ struct spillway_call {
   }
 
   int Receive(double timeout_seconds, const void** message, size_t* size) {
-    const Clock::time_point deadline = After(timeout_seconds);
+    const auto deadline = After<Clock>(timeout_seconds);
     const spillway::MutexLock lock(mutex_);
     wanted_ = true;
     ReadNext();
@@ -426,11 +446,25 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
 }
 
 int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
-  const absl::Status status = Caught([&]() -> absl::Status {
-    ASSIGN_OR_RETURN(const spillway::StepTensors places, TensorsOf(*tensors));
-    return step->step->Attend(layer, places);
+  return spillway_step_attend_for(step, layer, tensors, -1);
+}
+
+int spillway_step_attend_for(spillway_step* step, int layer, const spillway_step_tensors* tensors,
+                             double timeout_seconds) {
+  return step->Code([&]() -> std::optional<absl::Status> {
+    const absl::StatusOr<spillway::StepTensors> places = TensorsOf(*tensors);
+    if (!places.ok()) return places.status();
+    return step->step->Attend(layer, *places, After<spillway::BellWaiter::Clock>(timeout_seconds));
   });
-  return status.ok() ? 0 : SetError(status, step->step->DetailsOf(status));
+}
+
+int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
+                        double timeout_seconds) {
+  return step->Code([&]() -> std::optional<absl::Status> {
+    const absl::StatusOr<spillway::StepTensors> places = TensorsOf(*tensors);
+    if (!places.ok()) return places.status();
+    return step->step->Await(*places, After<spillway::BellWaiter::Clock>(timeout_seconds));
+  });
 }
 
 int spillway_step_results(spillway_step* step, const void** message, size_t* size) {

@@ -144,6 +144,24 @@ typedef struct {
 SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
                                          const spillway_step_tensors* tensors);
 
+/* What the following two return where no answer has come yet. */
+enum { SPILLWAY_UNANSWERED = -1 };
+
+/* The same, for callers that look now and then whether they are to stop: returns
+ * SPILLWAY_UNANSWERED where a daemon has not answered within timeout_seconds (less than
+ * 0: for ever), or a signal came. Until an answer has come by spillway_step_await, the
+ * step's other functions refuse (FAILED_PRECONDITION), but spillway_step_end: that gives
+ * the attend up, and nothing of the caller's is written any more. The daemon then either
+ * never begins it or ends it: whether its tokens are appended, the sequences tell. An
+ * engine in this process answers first, whatever the timeout. */
+SPILLWAY_EXPORT int spillway_step_attend_for(spillway_step* step, int layer,
+                                             const spillway_step_tensors* tensors,
+                                             double timeout_seconds);
+
+/* Waits on for an attend that is unanswered, given the same tensors. */
+SPILLWAY_EXPORT int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
+                                        double timeout_seconds);
+
 /* Certificates and counts of the step's last attend: a serialised
  * spillway.v1.AttendResponse without tensors, a result for each part. Valid
  * until the step's next function. Returns 0, or -- of a daemon that is gone -- a gRPC

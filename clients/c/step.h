@@ -1,9 +1,11 @@
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "host/device/step_tensors.h"
+#include "host/ipc/bell.h"
 
 namespace spillway {
 
@@ -11,8 +13,12 @@ namespace spillway {
 class ClientStep {
  public:
   virtual ~ClientStep() = default;
-  // As spillway_step_attend.
-  virtual absl::Status Attend(int layer, const StepTensors& tensors) = 0;
+  // As spillway_step_attend_for; nullopt: unanswered.
+  virtual std::optional<absl::Status> Attend(int layer, const StepTensors& tensors,
+                                             BellWaiter::Clock::time_point deadline) = 0;
+  // As spillway_step_await; nullopt: unanswered.
+  virtual std::optional<absl::Status> Await(const StepTensors& tensors,
+                                            BellWaiter::Clock::time_point deadline) = 0;
   // As spillway_step_results. An error where the engine is gone.
   virtual absl::StatusOr<std::string> Results() = 0;
   // The serialised google.rpc.Status of an error that it returned; may be empty.

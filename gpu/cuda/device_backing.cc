@@ -87,9 +87,22 @@ class DeviceBacking final : public ArenaBacking {
 
   std::byte* base() const override { return reinterpret_cast<std::byte*>(range_); }
 
-  absl::Status Commit(std::span<std::byte> memory) override {
+  absl::Status Commit(std::span<const std::span<std::byte>> extents, size_t& done) override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
+    for (done = 0; done < extents.size(); ++done) RETURN_IF_ERROR(Map(extents[done]));
+    return absl::OkStatus();
+  }
+
+  void Copy(std::byte* to, const std::byte* from, int64_t bytes) override {
+    const CurrentDevice current(ordinal_);
+    SPILLWAY_CUDA_REPORT(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes),
+                                         cudaMemcpyDeviceToDevice, stream_.get()));
+    SPILLWAY_CUDA_REPORT(cudaStreamSynchronize(stream_.get()));
+  }
+
+ private:
+  absl::Status Map(std::span<std::byte> memory) {
     const size_t bytes = memory.size();
     const auto at = reinterpret_cast<CUdeviceptr>(memory.data());
     CUmemAllocationProp properties = {};
@@ -116,14 +129,6 @@ class DeviceBacking final : public ArenaBacking {
     return absl::OkStatus();
   }
 
-  void Copy(std::byte* to, const std::byte* from, int64_t bytes) override {
-    const CurrentDevice current(ordinal_);
-    SPILLWAY_CUDA_REPORT(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes),
-                                         cudaMemcpyDeviceToDevice, stream_.get()));
-    SPILLWAY_CUDA_REPORT(cudaStreamSynchronize(stream_.get()));
-  }
-
- private:
   struct Extent {
     CUdeviceptr at;
     size_t bytes;

@@ -221,6 +221,23 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     rows.recent_begin = std::max(index.indexed_token_count(), end - kRecentRows);
     index.FillResident(end, [](int, int64_t, std::byte*, bool) {});
   }
+  // Launches, in groups of heads and of a stage's pages.
+  const auto ceil = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
+  const int64_t launch_count =
+      ceil(spec().kv_head_count, kRowsAppendHeads) *
+      ceil(ceil(end, kPageTokenCount) - first / kPageTokenCount, kStagePages);
+  int64_t launched = 0;
+  const auto launch = [&]() -> absl::Status {
+    cudaEvent_t half = context_->model().half_appended();
+    if (launched == 0 && launch_count > 1) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, half));
+    }
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, stream));
+    if (++launched == launch_count / 2) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(half, stream));
+    }
+    return absl::OkStatus();
+  };
   for (rows.first_head = 0; rows.first_head < spec().kv_head_count;
        rows.first_head += kRowsAppendHeads) {
     rows.head_count = std::min(kRowsAppendHeads, spec().kv_head_count - rows.first_head);
@@ -236,7 +253,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     for (rows.begin = first; rows.begin < end; rows.begin = rows.end) {
       rows.end = std::min(end, (rows.begin / kPageTokenCount + kStagePages) * kPageTokenCount);
       if (!encodes) {
-        SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, stream));
+        RETURN_IF_ERROR(launch());
         continue;
       }
       const int64_t turn = stage_count++ % kStages;
@@ -245,7 +262,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
       StreamSlot::Stage& events = slot.stages()[turn];
       // Once what was there is coded.
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, events.coded.get()));
-      SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchRowsAppend(rows, stream));
+      RETURN_IF_ERROR(launch());
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(events.filled.get(), stream));
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(slot.side_stream(), events.filled.get()));
       RETURN_IF_ERROR(EncodeStage(item, rows, stage_page, slot.side_stream()));

@@ -38,6 +38,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(
     const ModelSpec& spec, Arena* arena, Arena* resident_arena, MemoryBudget* budget,
     std::unique_ptr<ModelMethods> methods) {
   std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, resident_arena, std::move(methods)));
+  ASSIGN_OR_RETURN(model->half_appended_, Event::Create(/*timing=*/false));
   Packer packer;
   if (model->has_rotation()) {
     AddMatrices(spec, TransposedRotation, model->rotations_, packer);

@@ -5,6 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "gpu/cuda/buffer.h"
+#include "gpu/cuda/stream.h"
 #include "gpu/device/model_methods.h"
 #include "gpu/kernels/encode.h"
 #include "host/device/device.h"
@@ -45,6 +46,10 @@ class CudaModel final : public DeviceModel {
   // May be null.
   const ModelMethods* methods() const { return methods_.get(); }
   bool methods_encode() const { return methods_ != nullptr && methods_->encodes(); }
+  // Recorded when half of a long append's rows from GPU memory are copied: the next one's
+  // begin then. So of two that are on their way together one ends while the other
+  // copies, and what follows it is prepared meanwhile. Nothing but speed depends on it.
+  cudaEvent_t half_appended() const { return half_appended_.get(); }
 
  private:
   CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
@@ -58,6 +63,7 @@ class CudaModel final : public DeviceModel {
   DeviceBuffer weights_;                 // everything below, and what the methods added
   std::vector<const float*> rotations_;  // transposed [d][d], per layer
   const std::unique_ptr<ModelMethods> methods_;
+  Event half_appended_;
 };
 
 }  // namespace spillway::cuda

@@ -19,7 +19,8 @@
 namespace spillway::cuda {
 
 // Copies rows from their pages in pinned memory to tensors in GPU memory, one fetch
-// after the other, on a stream and in a thread of its own: attends wait for neither.
+// after the other, on a stream and in a thread of its own: attends wait for neither. Of a
+// range, the GPU's copy engine takes what lies together in large pieces, a kernel the rest.
 // Rows that the GPU holds too, a hundredth of all, cross the link as well: they are
 // the sequence's, which may go on meanwhile. Thread-safe.
 class RowFetcher {
@@ -36,10 +37,8 @@ class RowFetcher {
   void Fetch(const FetchWork& work, Device::FetchDone done) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // Rows of one launch, and of its list.
+  // Chosen rows of one launch, and of its list.
   static constexpr int64_t kRowsMax = 65536;
-  // Pages of one launch without a list, unless one of each head is more.
-  static constexpr int64_t kRangePages = 2048;
 
   // What a launch reads, in both memories: filled anew while the one before runs.
   struct Lists {
@@ -56,6 +55,8 @@ class RowFetcher {
     Lists& on_gpu() const { return *reinterpret_cast<Lists*>(device.data()); }
   };
   static constexpr size_t kStages = 2;
+  // Launches of a range that are on their way: enough that none waits for the host.
+  static constexpr size_t kLaunches = 4;
   struct Task {
     const FetchWork* work = nullptr;
     Device::FetchDone done;
@@ -64,6 +65,7 @@ class RowFetcher {
   void Serve() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Run(const FetchWork& work);
   absl::Status Prepare();
+  absl::Status PrepareLists();
   // OK, or INVALID_ARGUMENT: whether k and v are this GPU's, and aligned.
   absl::Status CheckTargets(const FetchWork& work) const;
   absl::Status CopyRange(const FetchWork& work);
@@ -71,8 +73,15 @@ class RowFetcher {
   // The next stage, once nothing reads it any more; an error of the call's if nobody
   // waits for the rows.
   absl::StatusOr<Stage*> NextStage(const FetchWork& work);
-  // Launches what the stage lists: `pages` pages, and slots with fetch.slots set.
+  // Launches what the stage lists: `pages` pages, and slots.
   absl::Status Launch(Stage& stage, int64_t pages, RowsFetch fetch);
+  // Copies rows [token, token + count) of a KV head that lie in one extent by the copy engine.
+  absl::Status CopyByEngine(const FetchWork& work, int kv_head, int64_t token, int64_t count);
+  // The next event of a launch's, once few launches are on their way; an error of the
+  // call's if nobody waits for the rows.
+  absl::StatusOr<cudaEvent_t> NextLaunch(const FetchWork& work);
+  // Launches pieces of a range, and empties the list. Errors as of NextLaunch().
+  absl::Status Launch(const FetchWork& work, PagesFetch& fetch);
 
   const Gpu gpu_;
   MemoryBudget* const device_budget_;
@@ -81,6 +90,8 @@ class RowFetcher {
   Stream stream_;
   std::array<Stage, kStages> stages_;
   size_t turn_ = 0;
+  std::array<Event, kLaunches> launched_;
+  size_t launch_ = 0;
 
   Mutex mutex_;
   CondVar changed_;

@@ -21,25 +21,35 @@ struct Move {
   uint4* v;
 };
 
-__device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
-  uint32_t head = 0, token = row, slot = 0;
-  if (f.slots != nullptr) {
-    slot = f.slots[row];
-  } else {
-    head = row / f.token_count;
-    token = row % f.token_count;
-    slot = head * f.head_pages * kPageTokenCount + f.first + token;
-  }
-  const std::byte* from = f.pages[slot / kPageTokenCount] + slot % kPageTokenCount * f.row_bytes;
+__device__ Move MoveTo(const FetchTarget& to, const std::byte* from, int64_t head, int64_t token) {
   return {reinterpret_cast<const uint4*>(from),
-          reinterpret_cast<uint4*>(f.k + head * f.k_head_stride + token * f.k_token_stride),
-          reinterpret_cast<uint4*>(f.v + head * f.v_head_stride + token * f.v_token_stride)};
+          reinterpret_cast<uint4*>(to.k + head * to.k_head_stride + token * to.k_token_stride),
+          reinterpret_cast<uint4*>(to.v + head * to.v_head_stride + token * to.v_token_stride)};
 }
 
-// A warp a row, neighbours neighbours.
-__global__ void __launch_bounds__(kThreads) RowsFetchKernel(RowsFetch f) {
-  const int half = static_cast<int>(f.row_bytes / 32);
-  const auto rows = static_cast<uint32_t>(f.row_count);
+__device__ uint32_t RowCount(const RowsFetch& f) { return f.row_count; }
+
+__device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
+  const uint32_t slot = f.slots[row];
+  return MoveTo(f.to, f.pages[slot / kPageTokenCount] + slot % kPageTokenCount * f.to.row_bytes, 0,
+                row);
+}
+
+// As many of each piece as of a page: those that it has not are nowhere.
+__device__ uint32_t RowCount(const PagesFetch& f) { return f.piece_count * kPageTokenCount; }
+
+__device__ Move MoveOf(const PagesFetch& f, uint32_t row) {
+  const PagesFetch::Piece& piece = f.pieces[row / kPageTokenCount];
+  const uint32_t at = row % kPageTokenCount;
+  if (at >= piece.count) return {};
+  return MoveTo(f.to, piece.rows + at * f.to.row_bytes, piece.head, int64_t{piece.token} + at);
+}
+
+// A warp a row, neighbours neighbours. The list stays where parameters are.
+template <typename Fetch>
+__global__ void __launch_bounds__(kThreads) RowsFetchKernel(const __grid_constant__ Fetch f) {
+  const int half = static_cast<int>(f.to.row_bytes / 32);
+  const uint32_t rows = RowCount(f);
   const uint32_t warps = gridDim.x * blockDim.x / 32;
   const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   for (uint32_t first = warp; first < rows; first += kAhead * warps) {
@@ -64,14 +74,24 @@ __global__ void __launch_bounds__(kThreads) RowsFetchKernel(RowsFetch f) {
   }
 }
 
+// For so many rows.
+unsigned BlocksFor(uint32_t rows) {
+  constexpr int kWarps = kThreads / 32;
+  return static_cast<unsigned>(std::min<int64_t>((int64_t{rows} + kWarps - 1) / kWarps, kBlocks));
+}
+
 }  // namespace
 
 cudaError_t LaunchRowsFetch(const RowsFetch& fetch, cudaStream_t stream) {
   if (fetch.row_count == 0) return cudaSuccess;
-  constexpr int kWarps = kThreads / 32;
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>((fetch.row_count + kWarps - 1) / kWarps, kBlocks));
-  return Launch<RowsFetchKernel>({{blocks}, kThreads}, stream, fetch);
+  return Launch<RowsFetchKernel<RowsFetch>>({{BlocksFor(fetch.row_count)}, kThreads}, stream,
+                                            fetch);
+}
+
+cudaError_t LaunchPagesFetch(const PagesFetch& fetch, cudaStream_t stream) {
+  if (fetch.piece_count == 0) return cudaSuccess;
+  return Launch<RowsFetchKernel<PagesFetch>>(
+      {{BlocksFor(fetch.piece_count * kPageTokenCount)}, kThreads}, stream, fetch);
 }
 
 }  // namespace spillway::cuda

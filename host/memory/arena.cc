@@ -6,6 +6,7 @@
 #include <list>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
@@ -18,6 +19,10 @@ namespace spillway {
 namespace {
 
 constexpr int64_t kSlabCountMax = std::numeric_limits<int64_t>::max() / kSlabBytes;
+// Of one extent.
+constexpr int64_t kExtentSlabsMax = (int64_t{64} << 20) / kSlabBytes;
+// Committed at a time, in extents: one is touched while a device registers the one before.
+constexpr int64_t kStepSlabsMax = 4 * kExtentSlabsMax;
 
 int64_t RoundDown(int64_t bytes) { return std::max<int64_t>(bytes, 0) / kSlabBytes * kSlabBytes; }
 
@@ -132,12 +137,23 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
     reservation = reserve();
   }
   if (!reservation.ok()) return reservation.status();
-  absl::Status status = backing->Commit({At(first), static_cast<size_t>(count * kSlabBytes)});
-  if (!status.ok()) return status;
-  extents.emplace(first, Extent{count, 0, *std::move(reservation)});
-  committed_count += count;
-  GiveRun(first, count);
-  return absl::OkStatus();
+  std::vector<std::span<std::byte>> parts;
+  for (int64_t at = 0; at < count; at += kExtentSlabsMax) {
+    const int64_t slabs = std::min(count - at, kExtentSlabsMax);
+    parts.emplace_back(At(first + at), static_cast<size_t>(slabs * kSlabBytes));
+  }
+  size_t done = 0;
+  absl::Status status = backing->Commit(parts, done);
+  // What is there stays, also after an error.
+  for (size_t i = 0; i < done; ++i) {
+    const auto bytes = static_cast<int64_t>(parts[i].size());
+    const int64_t slabs = bytes / kSlabBytes;
+    extents.emplace(first, Extent{slabs, 0, reservation->Split(bytes)});
+    committed_count += slabs;
+    GiveRun(first, slabs);
+    first += slabs;
+  }
+  return status;
 }
 
 void Arena::Impl::CountFree(int64_t first, int64_t slab_count, int sign) {
@@ -283,14 +299,13 @@ void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
 }
 
 void Arena::Expect(int64_t bytes) {
-  constexpr int64_t kStepMax = (int64_t{128} << 20) / kSlabBytes;
   const int64_t wanted = std::min((bytes + kSlabBytes - 1) / kSlabBytes, impl_->slab_capacity);
   for (;;) {
     // Others may allocate between extents.
     const MutexLock lock(impl_->mutex);
     const int64_t missing = wanted - impl_->free_count;
     if (missing <= impl_->extent_slabs) return;
-    if (!impl_->Grow(1, std::min(missing, kStepMax)).ok()) return;
+    if (!impl_->Grow(1, std::min(missing, kStepSlabsMax)).ok()) return;
   }
 }
 
@@ -317,6 +332,16 @@ absl::Status Arena::Exhausted(std::string_view what, int64_t needed_bytes,
 std::byte* Arena::base() const { return impl_->backing->base(); }
 
 int64_t Arena::slab_capacity() const { return impl_->slab_capacity; }
+
+int64_t Arena::BytesToExtentEnd(const std::byte* at) const {
+  const int64_t offset = at - base();
+  const MutexLock lock(impl_->mutex);
+  const auto after = impl_->extents.upper_bound(offset / kSlabBytes);
+  assert(after != impl_->extents.begin());
+  const auto& [first, extent] = *std::prev(after);
+  assert(offset / kSlabBytes < first + extent.slab_count);
+  return (first + extent.slab_count) * kSlabBytes - offset;
+}
 
 void Arena::Copy(std::byte* to, const std::byte* from, int64_t bytes) {
   impl_->backing->Copy(to, from, bytes);

@@ -41,10 +41,11 @@ class ArenaBacking {
   virtual ~ArenaBacking() = default;
   // Slab-aligned; the same for all its life.
   virtual std::byte* base() const = 0;
-  // Memory of whole slabs from base on, not committed now, becomes usable, or
-  // everything is as before.
-  virtual absl::Status Commit(std::span<std::byte> memory) = 0;
-  // The opposite, for what one Commit was given. False: this memory is kept.
+  // Extents become usable: adjacent memory of whole slabs from base on, not committed
+  // now. On an error those before the one that fails; the rest is as before. done: how
+  // many.
+  virtual absl::Status Commit(std::span<const std::span<std::byte>> extents, size_t& done) = 0;
+  // The opposite, for one extent. False: this memory is kept.
   virtual bool Release(std::span<std::byte>) { return false; }
   // Between two places of committed memory that do not overlap; done when it
   // returns.
@@ -83,7 +84,7 @@ class Arena {
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);
   // So much is about to be allocated: commits what lacks in extents as large as
-  // that, up to 128 MiB, where each costs a device's registration. Where it cannot, the
+  // that, up to 64 MiB, where each costs a device's registration. Where it cannot, the
   // allocations say so.
   void Expect(int64_t bytes);
 
@@ -99,6 +100,9 @@ class Arena {
   std::byte* base() const;
   // Slabs of the limit.
   int64_t slab_capacity() const;
+  // Bytes from a place in a slab that is handed out to the end of its extent: what a
+  // device has registered as one.
+  int64_t BytesToExtentEnd(const std::byte* at) const;
   // Between two places in slabs that are handed out and do not overlap.
   void Copy(std::byte* to, const std::byte* from, int64_t bytes);
 

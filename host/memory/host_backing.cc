@@ -8,11 +8,15 @@
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "host/base/mutex.h"
 #include "host/base/status_macros.h"
 #include "host/memory/topology.h"
 #include "tbb/parallel_for.h"
@@ -66,6 +70,62 @@ void Touch(std::span<std::byte> extent, int thread_count) {
   });
 }
 
+// Touches extents in order, one of several ahead of who waits for it.
+class Toucher {
+ public:
+  // extents outlive it.
+  Toucher(std::span<const std::span<std::byte>> extents, int thread_count)
+      : extents_(extents), thread_count_(thread_count) {
+    if (extents_.size() == 1) {
+      Run();
+      return;
+    }
+    // A worker could be one that waits for the arena's lock, which its owner holds.
+    try {
+      thread_ = std::thread([this] { Run(); });
+    } catch (const std::system_error&) {
+      Run();  // not ahead, then
+    }
+  }
+  // What was not begun is left.
+  ~Toucher() {
+    {
+      const MutexLock lock(mutex_);
+      stopping_ = true;
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+  Toucher(const Toucher&) = delete;
+  Toucher& operator=(const Toucher&) = delete;
+
+  void Await(size_t extent) ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    while (touched_ <= extent) changed_.Wait(mutex_);
+  }
+
+ private:
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
+    for (const std::span<std::byte> extent : extents_) {
+      {
+        const MutexLock lock(mutex_);
+        if (stopping_) return;
+      }
+      Touch(extent, thread_count_);
+      const MutexLock lock(mutex_);
+      ++touched_;
+      changed_.NotifyOne();
+    }
+  }
+
+  const std::span<const std::span<std::byte>> extents_;
+  const int thread_count_;
+  Mutex mutex_;
+  CondVar changed_;
+  size_t touched_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
 class HostBacking final : public ArenaBacking {
  public:
   HostBacking(AddressSpace space, int numa_node, int touch_thread_count,
@@ -82,13 +142,20 @@ class HostBacking final : public ArenaBacking {
 
   std::byte* base() const override { return space_.base(); }
 
-  absl::Status Commit(std::span<std::byte> memory) override {
-    absl::Status status = Prepare(memory);
+  absl::Status Commit(std::span<const std::span<std::byte>> extents, size_t& done) override {
+    done = 0;
+    std::byte* const end = extents.back().data() + extents.back().size();
+    absl::Status status = Prepare({extents.front().data(), end});
     if (status.ok()) {
-      extents_.push_back(memory);
-    } else {
-      Unprepare(memory);
+      Toucher toucher(extents, touch_thread_count_);
+      for (; done < extents.size(); ++done) {
+        toucher.Await(done);
+        if (observer_.committed) status = observer_.committed(extents[done]);
+        if (!status.ok()) break;
+        extents_.push_back(extents[done]);
+      }
     }
+    if (!status.ok()) Unprepare({extents[done].data(), end});
     return status;
   }
 
@@ -108,6 +175,7 @@ class HostBacking final : public ArenaBacking {
   }
 
  private:
+  // Memory that can be touched.
   absl::Status Prepare(std::span<std::byte> memory) const;
   static void Unprepare(std::span<std::byte> memory);
 
@@ -128,11 +196,7 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
     return SystemError("madvise", bytes);
   }
-  if (numa_node_ >= 0) {
-    RETURN_IF_ERROR(BindMemory(memory, numa_node_));
-  }
-  Touch(memory, touch_thread_count_);
-  return observer_.committed ? observer_.committed(memory) : absl::OkStatus();
+  return numa_node_ >= 0 ? BindMemory(memory, numa_node_) : absl::OkStatus();
 }
 
 void HostBacking::Unprepare(std::span<std::byte> memory) {

@@ -58,6 +58,15 @@ void LayerRows::WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, 
   }
 }
 
+int64_t LayerRows::AdjacentRows(int kv_head, int64_t token, int64_t count) const {
+  int64_t rows = std::min(kPageTokenCount - token % kPageTokenCount, count);
+  const std::byte* const first = Row(kv_head, token);
+  while (rows < count && Row(kv_head, token + rows) == first + rows * row_bytes_) {
+    rows = std::min(rows + kPageTokenCount, count);
+  }
+  return rows;
+}
+
 void LayerRows::ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowTarget& k,
                          const RowTarget& v) const {
   assert(0 <= from && from <= to && start >= 0 && start + to <= token_count_);

@@ -73,6 +73,10 @@ class LayerRows {
   const std::byte* Row(int kv_head, int64_t token) const {
     return Page(kv_head, token / kPageTokenCount) + (token % kPageTokenCount) * row_bytes_;
   }
+  // Rows from `token` on, at most `count`, that lie one after the other in memory.
+  int64_t AdjacentRows(int kv_head, int64_t token, int64_t count) const;
+  // As of PagePool, of a row's memory.
+  int64_t BytesToExtentEnd(const std::byte* row) const { return pool_->BytesToExtentEnd(row); }
   // Copies tokens [from, to) of one KV head: token start + t goes to row t of k
   // and of v. The opposite of WriteRows; different (head, range) may run in parallel.
   void ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowTarget& k,

@@ -101,6 +101,11 @@ class MemoryReservation {
       : budget_(std::exchange(o.budget_, nullptr)),
         bytes_(std::exchange(o.bytes_, 0)),
         use_(o.use_) {}
+  // Takes off a part, which is given back by itself. REQUIRES: it has as many bytes.
+  MemoryReservation Split(int64_t bytes) {
+    bytes_ -= bytes;
+    return MemoryReservation(budget_, bytes, use_);
+  }
   MemoryReservation& operator=(MemoryReservation&& o) noexcept {
     if (this != &o) {
       Release();

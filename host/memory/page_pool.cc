@@ -246,6 +246,10 @@ std::byte* PagePool::Data(PageRef page) const {
   return impl_->SlabBase(impl_->SlabOf(page)) + impl_->PlaceOf(page) * page_bytes_;
 }
 
+int64_t PagePool::BytesToExtentEnd(const std::byte* data) const {
+  return impl_->arena->BytesToExtentEnd(data);
+}
+
 void PagePool::Copy(std::byte* to, const std::byte* from) {
   impl_->arena->Copy(to, from, page_bytes_);
 }

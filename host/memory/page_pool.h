@@ -46,6 +46,10 @@ class PagePool {
   // nullptr if the reference is stale.
   std::byte* Data(PageRef page) const;
 
+  // Bytes from a page's memory to the end of what the arena has committed, and a device
+  // registered, together with it.
+  int64_t BytesToExtentEnd(const std::byte* data) const;
+
   // The contents of a page to another, both of this pool.
   void Copy(std::byte* to, const std::byte* from);
 

@@ -27,6 +27,8 @@ class FetchTest : public ::testing::TestWithParam<std::pair<int, int>> {
     arena = Arena::Create({.limit_bytes = 512 * kMiB}, &host_budget, PinExtents()).value();
     pool = std::make_unique<PagePool>(arena.get(), kPageTokenCount * spec.row_bytes());
     rows = std::make_unique<LayerRows>(pool.get(), spec);
+    // As the engine does: large extents, in which pages lie together.
+    arena->Expect(spec.kv_head_count * tokens * spec.row_bytes());
     ASSERT_TRUE(rows->PrepareAppend(tokens).ok());
     std::vector<std::byte> source(spec.kv_head_count * tokens * spec.row_bytes() / 2);
     for (std::byte& b : source) b = static_cast<std::byte>(random());
@@ -84,6 +86,29 @@ TEST_P(FetchTest, Tokens) {
   // [count, H_kv + 1, d]
   FetchWork work{.rows = rows->Share(kTokens), .start = 77, .count = 1000};
   ExpectSame(std::move(work), 1, heads + 1, 1000 * (heads + 1) * half);
+}
+
+// A head's rows in long pieces, of which the copy engine takes some, and in pages apart.
+TEST_P(FetchTest, TokensOfScatteredPages) {
+  constexpr int64_t kTokens = 40'000;
+  Open(kTokens);
+  const int heads = spec.kv_head_count;
+  const int64_t half = spec.row_bytes() / 2;
+  // A fork that goes on: page by page, each beside those of the other heads, then at once.
+  LayerRows fork = rows->Share(kTokens / 2);
+  while (fork.token_count() < kTokens) {
+    const int64_t begin = fork.token_count();
+    const int64_t count =
+        begin < kTokens / 2 + 20 * kPageTokenCount ? kPageTokenCount : kTokens - begin;
+    ASSERT_TRUE(fork.PrepareAppend(count).ok());
+    std::vector<std::byte> source(heads * count * half);
+    for (std::byte& b : source) b = static_cast<std::byte>(random());
+    const RowSource dense = RowSource::Dense(source.data(), count, half);
+    for (int h = 0; h < heads; ++h) fork.WriteRows(h, begin, 0, count, dense, dense);
+    fork.Commit(begin + count);
+  }
+  FetchWork work{.rows = fork.Share(kTokens), .start = 100, .count = kTokens - 100};
+  ExpectSame(std::move(work), kTokens, 1, heads * kTokens * half);
 }
 
 TEST_P(FetchTest, ChosenRows) {

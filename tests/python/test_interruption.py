@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,100 @@ def test_interrupted_decode(target: str, heavy: Sequence) -> None:
         assert process.stdout.readline() == "interrupted\n"
         assert process.wait(10) == 0
     assert seconds_of_a_small_attend(heavy) < 2.0
+
+
+def test_interrupted_step(target: str, heavy: Sequence) -> None:
+    """The same of a step that the daemon has begun; the client goes on meanwhile."""
+    script = Path(__file__).with_name("step_for_ever.py")
+    process = subprocess.Popen(
+        [sys.executable, script, target, heavy.name, str(QUERIES // 4)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "doorbell\n"
+    time.sleep(0.3)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "interrupted\n"
+    assert time.monotonic() - start < 0.3
+    assert process.stdout.readline() == "another\n"
+    assert process.stdout.readline() == "the same again\n"
+    assert process.wait(10) == 0
+
+
+@contextmanager
+def stopped(target: str) -> Iterator[None]:
+    """The daemon does nothing meanwhile."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(target.removeprefix("unix:"))
+        told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    daemon, _, _ = struct.unpack("3i", told)
+
+    def states() -> set[str]:
+        threads = Path("/proc", str(daemon), "task").glob("*/stat")
+        return {stat.read_text().rpartition(")")[2].split()[0] for stat in threads}
+
+    os.kill(daemon, signal.SIGSTOP)
+    # Who waits for it for ever is to fail, not to hang.
+    watchdog = threading.Timer(10, os.kill, (daemon, signal.SIGCONT))
+    watchdog.start()
+    try:
+        wait_for(lambda: states() == {"T"})
+        yield
+    finally:
+        watchdog.cancel()
+        os.kill(daemon, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("wakes_who_waits", [True, False])
+def test_an_interrupted_step_that_was_not_begun_never_is(
+    tmp_path: Path, rng: np.random.Generator, wakes_who_waits: bool
+) -> None:
+    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        if wakes_who_waits:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            signal.raise_signal(signal.SIGINT)  # to this thread
+
+    q = rng.standard_normal((2, 1, 1, 4, 16), F32)
+    k, v = rng.standard_normal((2, 2, 1, 2, 1, 16), F32)
+    with running_daemon(tmp_path) as target, spillway.connect(target) as client:
+        model = client.create_model(
+            layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
+        )
+        undisturbed, sequence = client.create_sequence(model), client.create_sequence(model)
+        with client.begin_step([undisturbed]) as step:
+            expected = [step.attend(layer, q[layer], k[layer], v[layer])[0] for layer in (0, 1)]
+        step = client.begin_step([sequence])
+        step.attend(0, q[0], k[0], v[0])
+        timer = threading.Timer(0.3, interrupt)
+        with stopped(target):
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                step.attend(1, q[1], k[1], v[1])
+            came = time.monotonic()
+            signal.signal(signal.SIGINT, handled)
+            timer.join()
+            assert came - sent[0] < 0.2
+            for call in (step.results, lambda: step.attend(1, q[1], k[1], v[1])):
+                with pytest.raises(ValueError, match="the step is closed"):
+                    call()
+        for _ in range(10):
+            with client.begin_step([undisturbed]) as step:
+                for layer in (0, 1):
+                    step.attend(layer, q[layer], k[layer], v[layer])
+        assert undisturbed.refresh().layer_token_counts == (11, 11)
+        assert sequence.refresh().layer_token_counts == (1, 0)
+        sequence.truncate(0)
+        with client.begin_step([sequence]) as step:
+            for layer in (0, 1):
+                out, _ = step.attend(layer, q[layer], k[layer], v[layer])
+                np.testing.assert_array_equal(out, expected[layer])
 
 
 def test_cancelled_append(client: Client, model: Model, no_leak: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ _OWN = Path(__file__).with_name("_lib") / _INSTALLED
 # The target that is an engine in this process.
 EMBEDDED = "embedded:"
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
+_UNANSWERED = -1
 # Python looks at signals, Ctrl-C among them, between two waits.
 _WAIT_SECONDS = 0.2
 
@@ -126,7 +127,8 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("call_cancel", None, (pointer,)),
         ("call_close", None, (pointer,)),
         ("step_begin", pointer, (pointer, text, size)),
-        ("step_attend", number, (pointer, number, pointer)),
+        ("step_attend_for", number, (pointer, number, pointer, seconds)),
+        ("step_await", number, (pointer, pointer, seconds)),
         ("step_results", number, (pointer, pointer, pointer)),
         ("step_end", None, (pointer,)),
         ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
@@ -216,9 +218,16 @@ class NativeChannel:
         return self._checked(handle)
 
     def attend_step(self, step: int, layer: int, tensors: Any) -> None:
-        """Attends at a layer of a step; tensors: by reference, a spillway_step_tensors."""
+        """Attends at a layer of a step; tensors: by reference, a spillway_step_tensors.
+
+        An interrupt is raised while a daemon's answer is waited for; then the step can but be
+        ended.
+        """
         self._check_open()
-        if self.library.spillway_step_attend(step, layer, tensors):
+        code = self.library.spillway_step_attend_for(step, layer, tensors, _WAIT_SECONDS)
+        while code == _UNANSWERED:
+            code = self.library.spillway_step_await(step, tensors, _WAIT_SECONDS)
+        if code:
             raise self._error()
 
     def step_results(self, step: int) -> bytes:

@@ -346,18 +346,23 @@ class DecodeStep(_Together):
             SpillwayError: The first sequence's failure. Its layer has no new
                 tokens then; the others' may have.
             ValueError: A shape that does not fit the step.
+            KeyboardInterrupt: While the answer was waited for. The step is closed then. The
+                daemon may still append this layer's new tokens: `Sequence.truncate` to
+                `starts` waits for that, and makes all layers equally long again.
         """
         asked = self._check(q, k, v, out_dtype)
         try:
             answer = self._kind.attend(layer, q, k, v, asked)
-        except SpillwayError as error:
+            for sequence, start in zip(self.sequences, self.starts, strict=True):
+                sequence._expect(layer, start + self.token_count)
+        except BaseException as error:
             for sequence in self.sequences:
                 sequence._forget()
             if isinstance(error, NotFound):
                 raise explained(error, self.sequences) from None
+            if not isinstance(error, Exception):
+                self.close()
             raise
-        for sequence, start in zip(self.sequences, self.starts, strict=True):
-            sequence._expect(layer, start + self.token_count)
         self._last = answer
         return answer
 

@@ -157,12 +157,12 @@ TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
   arena->Expect(4 * kS);
   arena->Expect(-1);
   EXPECT_THAT(extents, ElementsAre());
-  // 128 MiB at a time.
+  // 64 MiB each.
   arena->Expect(134 * kS - 1);
-  EXPECT_THAT(extents, ElementsAre(64, 64, 6));
+  EXPECT_THAT(extents, ElementsAre(32, 32, 32, 32, 6));
   EXPECT_EQ(arena->spare_bytes(), 134 * kS);
   arena->Expect(134 * kS);
-  EXPECT_EQ(extents.size(), 3u);
+  EXPECT_EQ(extents.size(), 5u);
   // What is in use does not count.
   ASSERT_TRUE(arena->AllocateSlabs(120).ok());
   arena->Expect(24 * kS);
@@ -170,6 +170,43 @@ TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
   // Beyond the limit as far as it goes.
   arena->Expect(int64_t{1} << 50);
   EXPECT_EQ(arena->statistics().committed_bytes, 200 * kS);
+}
+
+TEST(Arena, TellsHowFarAnExtentReaches) {
+  MemoryBudget budget(64 * kS);
+  auto arena = MakeArena(16, 4, &budget);
+  std::byte* const first = *arena->AllocateSlabs(3);
+  std::byte* const across = *arena->AllocateSlabs(2);
+  EXPECT_EQ(arena->BytesToExtentEnd(first), 4 * kS);
+  EXPECT_EQ(arena->BytesToExtentEnd(first + kS + 1), 3 * kS - 1);
+  ASSERT_EQ(across, first + 3 * kS);
+  EXPECT_EQ(arena->BytesToExtentEnd(across + kS - 1), 1);
+  EXPECT_EQ(arena->BytesToExtentEnd(across + kS), 4 * kS);
+}
+
+TEST(Arena, OfWhatIsExpectedOnlyWhatTheObserverRefusesIsGivenBack) {
+  MemoryBudget budget(256 * kS);
+  std::vector<std::span<std::byte>> live;
+  auto arena = MakeArena(200, 4, &budget,
+                         {.committed =
+                              [&](std::span<std::byte> extent) {
+                                if (live.size() == 2) return absl::InternalError("cannot pin");
+                                live.push_back(extent);
+                                return absl::OkStatus();
+                              },
+                          .released = [](std::span<std::byte>) {}});
+  arena->Expect(134 * kS);
+  ASSERT_EQ(live.size(), 2u);
+  EXPECT_EQ(live[1].data(), live[0].data() + live[0].size());
+  EXPECT_EQ(budget.used_bytes(), 64 * kS);
+  EXPECT_EQ(arena->statistics().committed_bytes, 64 * kS);
+  // What is there serves; what follows is as it was.
+  ASSERT_TRUE(arena->AllocateSlabs(64).ok());
+  EXPECT_EQ(arena->AllocateSlabs(1).status().code(), absl::StatusCode::kInternal);
+  live.pop_back();
+  const auto slab = arena->AllocateSlabs(1);
+  ASSERT_TRUE(slab.ok()) << slab.status();
+  std::memset(*slab, 1, kS);
 }
 
 TEST(Arena, AExtentThatTheObserverRefusesIsGivenBack) {

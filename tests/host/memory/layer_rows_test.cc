@@ -57,6 +57,21 @@ class LayerRowsTest : public ::testing::Test {
   PagePool pool_{arena_.get(), kPageTokenCount* Spec().row_bytes()};
 };
 
+TEST_F(LayerRowsTest, TellsWhichRowsLieTogether) {
+  LayerRows one(&pool_, spec_);
+  Append(one, 300, 1);  // three pages a head
+  for (int h = 0; h < kHeads; ++h) {
+    EXPECT_EQ(one.AdjacentRows(h, 0, 300), 300);
+    EXPECT_EQ(one.AdjacentRows(h, 130, 100), 100);
+    EXPECT_EQ(one.AdjacentRows(h, 299, 1), 1);
+  }
+  // Heads took turns: each one's pages are apart.
+  LayerRows other(&pool_, spec_);
+  for (int i = 0; i < 3; ++i) Append(other, kPageTokenCount, 2 + i);
+  EXPECT_EQ(other.AdjacentRows(0, 5, 300), kPageTokenCount - 5);
+  EXPECT_EQ(other.AdjacentRows(0, kPageTokenCount, 10), 10);
+}
+
 TEST_F(LayerRowsTest, RowsHoldKeyThenValueOfTheirHead) {
   LayerRows rows(&pool_, spec_);
   const auto first = Append(rows, 200, 1);
