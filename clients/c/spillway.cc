@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "clients/c/daemon_session.h"
 #include "clients/c/doorbell_step.h"
+#include "clients/c/gpu.h"
 #include "clients/c/step.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
@@ -160,6 +161,10 @@ struct spillway_channel {
 struct spillway_step {
   std::unique_ptr<spillway::ClientStep> step;
   std::string results;
+};
+
+struct spillway_gpu_region {
+  std::unique_ptr<spillway::ClientGpu> memory;
 };
 
 struct spillway_decoder {
@@ -442,6 +447,19 @@ int spillway_step_results(spillway_step* step, const void** message, size_t* siz
 }
 
 void spillway_step_end(spillway_step* step) { delete step; }
+
+spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle, size_t size,
+                                             void** address, int* ordinal) {
+  return OrNull<spillway_gpu_region>([&]() -> absl::StatusOr<spillway_gpu_region*> {
+    ASSIGN_OR_RETURN(std::unique_ptr<spillway::ClientGpu> memory,
+                     spillway::MapGpuMemory(device, {static_cast<const char*>(handle), size}));
+    *address = memory->data();
+    *ordinal = memory->ordinal();
+    return new spillway_gpu_region{std::move(memory)};
+  });
+}
+
+void spillway_gpu_region_unmap(spillway_gpu_region* region) { delete region; }
 
 spillway_decoder* spillway_decoder_open(spillway_channel* channel, const void* description,
                                         size_t size, int64_t token_count_max) {

@@ -152,6 +152,27 @@ SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** mess
 
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
+/* --- Regions of a GPU's memory, which a daemon on this host has attached
+ * (MemoryService.AttachRegion with a device). */
+
+typedef struct spillway_gpu_region spillway_gpu_region;
+
+/* Maps one into this process, once.
+ *
+ * device: its Region.device. handle: its AttachRegionResponse.ipc_handle.
+ * address: where it is, for this process's CUDA. ordinal: CUDA's number of the GPU in
+ * this process.
+ *
+ * NULL where the library was built without CUDA (UNIMPLEMENTED), this process does not
+ * see the GPU (NOT_FOUND), or CUDA refuses. */
+SPILLWAY_EXPORT spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle,
+                                                             size_t size, void** address,
+                                                             int* ordinal);
+
+/* Waits for the GPU and unmaps it: nothing may use its addresses afterwards. Belongs
+ * before DetachRegion. */
+SPILLWAY_EXPORT void spillway_gpu_region_unmap(spillway_gpu_region* region);
+
 /* --- Decoding on CUDA streams, by an engine in this process on a GPU: tensors in
  * the GPU's memory, attends that are enqueued and can be captured into a CUDA
  * graph. */

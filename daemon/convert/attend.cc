@@ -45,6 +45,7 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
                                     const std::string& path, TensorMemory tensor_memory) {
   Chunk out;
   int on_gpu = 0;
+  std::vector<const Device*> gpus;
   for (const auto& [tensor, name, source, memory] :
        {std::tuple(&rows.k(), "k", &out.k, &out.k_memory),
         std::tuple(&rows.v(), "v", &out.v, &out.v_memory)}) {
@@ -57,11 +58,16 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
     *memory = view.region;
     out.shared_source |= view.region != nullptr;
     on_gpu += view.region != nullptr && view.region->on_gpu ? 1 : 0;
+    gpus.push_back(view.region == nullptr ? nullptr : view.region->gpu());
   }
   if (on_gpu == 1) {
     return InvalidField(path + "v.slice.region", "one of k and v lies in GPU memory, not both");
   }
   out.on_gpu = on_gpu == 2;
+  out.gpu = out.on_gpu ? gpus[0] : nullptr;
+  if (out.on_gpu && gpus[0] != gpus[1]) {
+    return InvalidField(path + "v.slice.region", "k and v lie in the memory of two GPUs");
+  }
   const auto& k_shape = rows.k().shape();
   if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
     return InvalidField(path + "v.shape",

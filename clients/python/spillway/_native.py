@@ -129,6 +129,8 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("step_attend", number, (pointer, number, pointer)),
         ("step_results", number, (pointer, pointer, pointer)),
         ("step_end", None, (pointer,)),
+        ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
+        ("gpu_region_unmap", None, (pointer,)),
         ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
         ("decoder_next", number, (pointer, pointer, pointer)),
         ("decoder_attend", number, (pointer, number, pointer, pointer)),
@@ -227,6 +229,20 @@ class NativeChannel:
         if self.library.spillway_step_results(step, *map(ctypes.byref, (data, size))):
             raise self._error()
         return _bytes(data, size)
+
+    def map_gpu_region(self, device: str, handle: bytes) -> GpuMapping:
+        """Maps memory of a GPU that a daemon has shared.
+
+        Raises:
+            SpillwayError: The library is without CUDA, or does not see the GPU.
+            ValueError: The channel is closed.
+        """
+        self._check_open()
+        address, ordinal = ctypes.c_void_p(), ctypes.c_int()
+        mapped = self.library.spillway_gpu_region_map(
+            device.encode(), handle, len(handle), ctypes.byref(address), ctypes.byref(ordinal)
+        )
+        return GpuMapping(self.library, self._checked(mapped), address.value or 0, ordinal.value)
 
     def open_decoder(self, description: bytes, token_count_max: int) -> int:
         """Opens a decoder on streams of the engine's GPU: a serialised `DecodeStep`.
@@ -352,6 +368,21 @@ class NativeChannel:
         # It may still end with an error.
         call.receive()
         return of(response)
+
+
+class GpuMapping:
+    """Memory of a GPU that a daemon shares, mapped here for as long as this lives.
+
+    Attributes:
+        address: Where it is.
+        ordinal: CUDA's number of the GPU in this process.
+    """
+
+    def __init__(self, loaded: ctypes.CDLL, handle: int, address: int, ordinal: int) -> None:
+        self.address, self.ordinal = address, ordinal
+        unmapping: Any = weakref.finalize(self, loaded.spillway_gpu_region_unmap, handle)
+        # CUDA is going then, and unmaps it.
+        unmapping.atexit = False
 
 
 def _bytes(data: ctypes.c_void_p, size: ctypes.c_size_t) -> bytes:

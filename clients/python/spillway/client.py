@@ -36,7 +36,7 @@ from spillway.errors import (
 )
 from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway.policy import Policy
-from spillway.regions import Region, Regions
+from spillway.regions import GpuRegion, Region, Regions
 from spillway.results import (
     AttendResult,
     Model,
@@ -607,7 +607,13 @@ class Client:
 
     # Memory.
 
-    def attach_region(self, byte_count: int) -> Region:
+    @overload
+    def attach_region(self, byte_count: int, device: None = None) -> Region: ...
+
+    @overload
+    def attach_region(self, byte_count: int, device: str) -> GpuRegion: ...
+
+    def attach_region(self, byte_count: int, device: str | None = None) -> Any:
         """Has the daemon allocate memory that this process sees too.
 
         What is appended from arrays in it is not copied into messages. It takes
@@ -616,14 +622,22 @@ class Client:
         in place and needs none.
 
         Args:
-            byte_count: Its size.
+            byte_count: Its size; of a GPU's memory it is rounded up to 2 MiB.
+            device: The daemon's GPU whose memory it shall be, by the name or UUID that
+                `server_info.devices` gives; None: host memory.
 
         Raises:
-            ResourceExhausted: The daemon's memory limit, or too many regions.
-            ValueError: The daemon is not reached by a unix socket.
+            ResourceExhausted: The daemon's memory limit, the GPU's, or too many regions.
+            ValueError: The daemon is not reached by a unix socket, or there is no
+                libspillway for a GPU's.
+            InvalidArgument: The daemon has no such GPU.
+            SpillwayError: UNIMPLEMENTED where libspillway is without CUDA, NOT_FOUND
+                where this process does not see the GPU.
             Unavailable: The region cannot be handed over.
         """
-        return self._regions.attach(byte_count)
+        if device is None:
+            return self._regions.attach(byte_count)
+        return self._regions.attach_gpu(byte_count, device)
 
     # The daemon.
 
