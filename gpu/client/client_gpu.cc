@@ -116,8 +116,12 @@ class CudaClientGpu final : public ClientGpu {
     if (attributes.type == cudaMemoryTypeDevice && attributes.device == ordinal_) {
       return absl::OkStatus();
     }
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, ": is not in the memory of the sequences' GPU, cuda:", ordinal_, " of this process"));
+    if (attributes.type != cudaMemoryTypeDevice) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": is not in the memory of cuda:", ordinal_));
+    }
+    return absl::InvalidArgumentError(absl::StrCat(name, ": is in the memory of cuda:",
+                                                   attributes.device, ", not of cuda:", ordinal_));
   }
 
   absl::Status CheckTensors(const StepTensors& tensors) const {
