@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -64,6 +65,8 @@ class Doorbell {
   // Rings and waits for the answer. Errors are the daemon's, with DaemonDetails();
   // UNAVAILABLE when it is gone, and from then on.
   absl::StatusOr<DoorbellAnswer> Call(const DoorbellCall& call);
+  // How long waits for answers spin at most.
+  void SetSpinMax(std::chrono::nanoseconds most) { waiter_.SetSpinMax(most); }
   // Rings, and leaves the answer to be waited for by the next call.
   void Post(const DoorbellCall& call);
 

@@ -1,5 +1,6 @@
 #include "clients/c/doorbell_decoder.h"
 
+#include <chrono>
 #include <cstring>
 #include <optional>
 #include <type_traits>
@@ -7,17 +8,20 @@
 #include "clients/c/gpu.h"
 #include "daemon/convert/tensor.h"
 #include "host/base/status_macros.h"
+#include "host/ipc/bell.h"
 
 namespace spillway {
 namespace {
+
+// An attend on a GPU takes less at most lengths.
+constexpr std::chrono::microseconds kSpinMax{500};
 
 absl::Status NoSense() { return absl::InternalError("the daemon's answer makes no sense"); }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DoorbellDecoder>> DoorbellDecoder::Open(
-    std::shared_ptr<DaemonSession> session, std::string_view description,
-    int64_t token_count_max) {
+    std::shared_ptr<DaemonSession> session, std::string_view description, int64_t token_count_max) {
   ASSIGN_OR_RETURN(std::unique_ptr<Doorbell> doorbell,
                    session->Take(static_cast<int64_t>(description.size())));
   // From here on it closes what it has opened.
@@ -31,6 +35,7 @@ absl::StatusOr<std::unique_ptr<DoorbellDecoder>> DoorbellDecoder::Open(
   call.offset = token_count_max;
   ASSIGN_OR_RETURN(const DoorbellAnswer answer, rung.Call(call));
   RETURN_IF_ERROR(decoder->Map(answer));
+  rung.SetSpinMax(kSpinMax);
   return decoder;
 }
 
@@ -51,6 +56,7 @@ absl::Status DoorbellDecoder::Map(const DoorbellAnswer& answer) {
 DoorbellDecoder::~DoorbellDecoder() {
   gpu_.reset();
   Call(DoorbellCallKind::kCloseDecoder).IgnoreError();
+  doorbell_->SetSpinMax(BellWaiter::kSpinMax);
   session_->Give(std::move(doorbell_));
 }
 

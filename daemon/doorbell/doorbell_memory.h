@@ -83,8 +83,8 @@ struct DoorbellMemory {
 };
 static_assert(sizeof(DoorbellMemory) <= DoorbellMemory::kDataOffset);
 
-// Where a layer's tensors lie, in the data or in a decoder's memory: one after the other in C order, each on a
-// boundary of 64 bytes.
+// Where a layer's tensors lie, in the data or in a decoder's memory: one after the other in C
+// order, each on a boundary of 64 bytes.
 struct StepLayout {
   StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, DType out_dtype);
 

@@ -28,6 +28,9 @@ namespace {
 // How long a wake that went amiss can leave a thread asleep.
 constexpr std::chrono::seconds kLookInterval{1};
 
+// Between two layers of a decoder the model's own kernels run.
+constexpr std::chrono::microseconds kDecoderSpinMax{200};
+
 absl::StatusOr<DType> DTypeOf(uint32_t number, const char* field) {
   const std::optional<DType> dtype = FromProto(static_cast<v1::DType>(number));
   if (dtype) return *dtype;
@@ -58,10 +61,9 @@ class DoorbellServer::Line {
 
  private:
   void Run() {
-    BellWaiter waiter;
     uint32_t seen = 0;
     while (!closed_) {
-      if (!waiter.Await(memory_.rung, seen, BellWaiter::Clock::now() + kLookInterval)) continue;
+      if (!waiter_.Await(memory_.rung, seen, BellWaiter::Clock::now() + kLookInterval)) continue;
       seen = memory_.rung.number.load(std::memory_order_acquire);
       memory_.answer = AnswerTo(memory_.call);
       memory_.answered.Ring(seen);
@@ -140,8 +142,7 @@ class DoorbellServer::Line {
       case DoorbellCallKind::kDecoderResults:
         RETURN_IF_ERROR(check());
         if (call.offset == 0 || !results_) {
-          results_ =
-              ResultsOf(decoder_->ended(call.layer), *server_.status_).SerializeAsString();
+          results_ = ResultsOf(decoder_->ended(call.layer), *server_.status_).SerializeAsString();
         }
         return SendResults(call.offset, answer);
       case DoorbellCallKind::kDecoderSums:
@@ -193,16 +194,15 @@ class DoorbellServer::Line {
                      DecoderFromProto(*server_.engine_, message, call.offset));
     const StepShape shape = ShapeOf(*decoder);
     const StepLayout layout = DecoderLayout(shape, decoder->model().spec.dtype);
-    ASSIGN_OR_RETURN(exchange_,
-                     decoder->home().OpenExchange(layout.byte_count, layout.out_offset));
+    ASSIGN_OR_RETURN(exchange_, decoder->home().OpenExchange(layout.byte_count, layout.out_offset));
     decoder_ = std::move(decoder);
+    waiter_.SetSpinMax(kDecoderSpinMax);
     answer.shape = shape_ = shape;
     const SharedDeviceMemory& shared = exchange_->shared();
     DecoderMemory memory = {};
     memory.byte_count = static_cast<int64_t>(shared.bytes().size());
     const std::string& device = shared.device().info().uuid;
-    if (device.size() >= sizeof(memory.device) ||
-        shared.handle().size() != sizeof(memory.handle)) {
+    if (device.size() >= sizeof(memory.device) || shared.handle().size() != sizeof(memory.handle)) {
       CloseDecoder();
       return absl::InternalError("a GPU's UUID, or a handle of its memory, has another size");
     }
@@ -216,6 +216,7 @@ class DoorbellServer::Line {
     decoder_.reset();
     exchange_.reset();
     results_.reset();
+    waiter_.SetSpinMax(BellWaiter::kSpinMax);
   }
 
   absl::Status AttendOnGpu(const DoorbellCall& call) {
@@ -300,6 +301,7 @@ class DoorbellServer::Line {
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ended_ = false;
   // The thread's alone.
+  BellWaiter waiter_;
   std::unique_ptr<Step> step_;
   StepShape shape_ = {};  // of the step, or the decoder
   std::unique_ptr<DeviceExchange> exchange_;

@@ -340,11 +340,11 @@ def test_a_region_of_another_gpu(client: Client) -> None:
             sequence.append(0, 10 * appended, k, v)
             appended += 1
         except spillway.InvalidArgument as error:
-            told.append(error.message)
-            assert error.fields[0].field == "chunk.k"
+            told.append((error.fields[0].field, error.message))
     assert appended == 1
     assert len(told) == len(regions) - 1
-    for message in told:
+    for field, message in told:
+        assert field == "chunk.k"
         assert "lies in the memory of cuda:" in message
         assert "lives on cuda:" in message
     delete_model(client, model)

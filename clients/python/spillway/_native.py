@@ -132,10 +132,11 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
         ("gpu_region_unmap", None, (pointer,)),
         ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
+        ("decoder_gpu", number, (pointer,)),
         ("decoder_next", number, (pointer, pointer, pointer)),
         ("decoder_attend", number, (pointer, number, pointer, pointer)),
         ("decoder_finish", number, (pointer, pointer)),
-        ("decoder_results", None, (pointer, number, pointer, pointer)),
+        ("decoder_results", number, (pointer, number, pointer, pointer)),
         ("decoder_sums_of", Sums, (pointer, number)),
         ("decoder_close", None, (pointer,)),
     ):
@@ -283,7 +284,9 @@ class NativeChannel:
     def decoder_results(self, decoder: int, layer: int) -> bytes:
         """As `step_results`, of a layer of the last step that has ended."""
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
-        self.library.spillway_decoder_results(decoder, layer, *map(ctypes.byref, (data, size)))
+        out = map(ctypes.byref, (data, size))
+        if self.library.spillway_decoder_results(decoder, layer, *out):
+            raise self._error()
         return _bytes(data, size)
 
     def close(self) -> None:

@@ -580,10 +580,11 @@ class Client:
         token_count_max: int | None = None,
         policy: Policy | None = None,
     ) -> StreamDecoder:
-        """Opens a decoder of sequences of one model on CUDA streams.
+        """Opens a decoder of sequences of one model, for steps with CUDA tensors.
 
-        For an embedded engine on a GPU: attends are enqueued on torch's current
-        stream, with CUDA tensors, and can be captured into a CUDA graph.
+        By an embedded engine on a GPU attends are enqueued on torch's current stream,
+        and can be captured into a CUDA graph. By a daemon on this host, on a GPU that
+        this process sees too, they are calls through memory of that GPU.
 
         Args:
             sequences: 1 to 256, none twice, each with as many tokens in all layers.
@@ -595,11 +596,14 @@ class Client:
                 oracle.
 
         Raises:
-            SpillwayError: UNIMPLEMENTED where the engine's device is no GPU, or the
-                policy's methods are not served on streams.
+            SpillwayError: UNIMPLEMENTED where the engine's device is no GPU, the
+                policy's methods are not served on streams, or a daemon shares no
+                memory with this process.
+            NotFound: A sequence is gone, or this process does not see its GPU.
             FailedPrecondition: A sequence is held by another decoder.
             ResourceExhausted: The GPU's memory limit.
-            ValueError: As of `begin_step`, or the client is not of an embedded engine.
+            ValueError: As of `begin_step`, or the client reaches its daemon over TCP or
+                without libspillway.
         """
         from spillway.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
 
