@@ -3,9 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include <chrono>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/poll.h"
@@ -46,10 +48,19 @@ class SharedHeap::Memory final : public SharedDeviceMemory {
 
   absl::Status Read(const std::byte* from, int64_t stride, int64_t row_bytes, int64_t row_count,
                     std::byte* to) override {
-    // Rows side by side, or one over the other as a stride of 0 has them, are no pitch of
-    // CUDA's.
     if (stride == row_bytes) return Copy(to, from, row_bytes * row_count, cudaMemcpyDeviceToHost);
-    if (stride < row_bytes || stride > std::numeric_limits<int32_t>::max()) {
+    // Neither is a pitch of CUDA's. Rows that lie in one another are few bytes.
+    if (stride < row_bytes) {
+      std::vector<std::byte> reach(static_cast<size_t>((row_count - 1) * stride + row_bytes));
+      RETURN_IF_ERROR(
+          Copy(reach.data(), from, static_cast<int64_t>(reach.size()), cudaMemcpyDeviceToHost));
+      for (int64_t row = 0; row < row_count; ++row) {
+        std::memcpy(to + row * row_bytes, reach.data() + row * stride,
+                    static_cast<size_t>(row_bytes));
+      }
+      return absl::OkStatus();
+    }
+    if (stride > std::numeric_limits<int32_t>::max()) {
       for (int64_t row = 0; row < row_count; ++row) {
         RETURN_IF_ERROR(
             Copy(to + row * row_bytes, from + row * stride, row_bytes, cudaMemcpyDeviceToHost));

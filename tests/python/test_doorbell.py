@@ -242,8 +242,8 @@ def test_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model
 def test_decoder_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model) -> None:
     sequence = client.create_sequence(model)
     named = description(sequence)
-    opening = {"kind": OPEN, "byte_count": len(named), "data": named}
-    for code, said, call in (
+    opening: dict[str, Any] = {"kind": OPEN, "byte_count": len(named), "data": named}
+    cases: tuple[tuple[int, str, dict[str, Any]], ...] = (
         *((9, "no decoder is open", {"kind": kind}) for kind in range(NEXT, CLOSE)),
         (0, "", {"kind": CLOSE}),
         (3, "12 is no call", {"kind": 12}),
@@ -253,7 +253,8 @@ def test_decoder_calls_that_make_no_sense(raw: RawDoorbell, client: Client, mode
         (3, "token_count_max: value 0 is not in [1, ", opening),
         (3, "token_count_max: value -5 is not in [1, ", {**opening, "offset": -5}),
         (3, "token_count_max: value 4611686018427387904", {**opening, "offset": 2**62}),
-    ):
+    )
+    for code, said, call in cases:
         told, text = raw.call(**call)
         assert (told, said in text) == (code, True), (call, told, text)
     if not on_gpu():

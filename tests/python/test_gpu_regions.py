@@ -233,6 +233,11 @@ def test_queries_and_outputs_in_it(client: Client, region: GpuRegion) -> None:
     q = torch.randn((3, HEADS, DIM), generator=generator)
     expected = sequence.attend(0, q)
     there = placed(region, q, "float32")
+    assert client._regions.slice_on_gpu_of(there) is not None
+    assert client._regions.slice_on_gpu_of(q.cuda()) is None
+    result_there = sequence.attend(0, there)
+    assert result_there.out.device == there.device
+    assert torch.equal(result_there.out.cpu(), expected.out)
     turned = placed(region, q.transpose(0, 1).contiguous(), "float32")
     torch.cuda.synchronize()
     for one, strides in ((there, ()), (turned, (DIM * 4, 3 * DIM * 4, 4))):

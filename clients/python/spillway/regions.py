@@ -260,6 +260,10 @@ class Regions:
             region=name, offset=place.address - start, strides=place.strides
         )
 
+    def slice_on_gpu_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
+        """The same of a CUDA tensor that lies in a region of a daemon's GPU; of others None."""
+        return self.slice_of(array) if on_gpu(array) and not self._process else None
+
     def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same of a CUDA tensor that an embedded engine on its GPU reads and writes."""
         tensor: torch.Tensor = array  # type: ignore[assignment]
