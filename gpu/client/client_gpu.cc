@@ -44,6 +44,8 @@ class CudaClientGpu final : public ClientGpu {
   int ordinal() const override { return ordinal_; }
 
   absl::Status CheckNotCaptured(void* stream) const override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture));
@@ -120,8 +122,8 @@ class CudaClientGpu final : public ClientGpu {
       return absl::InvalidArgumentError(
           absl::StrCat(name, ": is not in the memory of cuda:", ordinal_));
     }
-    return absl::InvalidArgumentError(absl::StrCat(name, ": is in the memory of cuda:",
-                                                   attributes.device, ", not of cuda:", ordinal_));
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, ": is in the memory of cuda:", attributes.device, ", not of cuda:", ordinal_));
   }
 
   absl::Status CheckTensors(const StepTensors& tensors) const {
@@ -161,8 +163,14 @@ absl::StatusOr<std::unique_ptr<ClientGpu>> CreateClientGpu(const std::string& uu
     ASSIGN_OR_RETURN(Event put, Event::Create(/*timing=*/false));
     ASSIGN_OR_RETURN(Event taken, Event::Create(/*timing=*/false));
     void* data = nullptr;
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaIpcOpenMemHandle(&data, opened, cudaIpcMemLazyEnablePeerAccess));
+    if (const cudaError_t error =
+            cudaIpcOpenMemHandle(&data, opened, cudaIpcMemLazyEnablePeerAccess);
+        error != cudaSuccess) {
+      const absl::Status status = cuda::ToStatus(error, "cudaIpcOpenMemHandle");
+      return absl::UnimplementedError(
+          absl::StrCat("this process cannot map memory of the daemon's cuda:", gpu.ordinal, ": ",
+                       std::string(status.message())));
+    }
     return std::make_unique<CudaClientGpu>(gpu.ordinal, static_cast<std::byte*>(data),
                                            std::move(put), std::move(taken));
   }

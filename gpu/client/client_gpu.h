@@ -11,7 +11,7 @@ namespace spillway {
 
 // Maps memory of the GPU of that UUID by a handle that another process has given.
 // NOT_FOUND where this process does not see the GPU; INVALID_ARGUMENT for what is no
-// handle.
+// handle; UNIMPLEMENTED where CUDA does not map it, saying why.
 absl::StatusOr<std::unique_ptr<ClientGpu>> CreateClientGpu(const std::string& uuid,
                                                            std::string_view handle);
 

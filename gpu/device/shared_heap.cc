@@ -6,9 +6,11 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/poll.h"
 #include "gpu/cuda/stream.h"
@@ -109,6 +111,7 @@ class SharedHeap::Exchange final : public DeviceExchange {
     {
       const CurrentDevice current(heap_->gpu_.ordinal);
       SPILLWAY_CUDA_REPORT(cudaStreamSynchronize(stream_.get()));
+      kept_.clear();
       stream_ = Stream();
     }
     heap_->FreeLater(std::move(inputs_), 0);
@@ -125,6 +128,22 @@ class SharedHeap::Exchange final : public DeviceExchange {
                         cudaMemcpyDeviceToDevice, stream_.get()),
         "cudaMemcpyAsync");
   }
+  absl::Status Run(int slot, uint64_t tag, const std::function<absl::Status()>& enqueue) override {
+    const CurrentDevice current(heap_->gpu_.ordinal);
+    RETURN_IF_ERROR(current.status());
+    if (slot >= static_cast<int>(kept_.size())) kept_.resize(static_cast<size_t>(slot) + 1);
+    Kept& kept = kept_[static_cast<size_t>(slot)];
+    if (!kept.ran || kept.tag != tag) {
+      // What runs once is not worth a graph.
+      kept = Kept();
+      kept.tag = tag;
+      RETURN_IF_ERROR(enqueue());
+      kept.ran = true;
+      return absl::OkStatus();
+    }
+    if (kept.graph == nullptr) RETURN_IF_ERROR(Capture(enqueue, kept));
+    return ToStatus(cudaGraphLaunch(kept.graph.get(), stream_.get()), "cudaGraphLaunch");
+  }
   absl::Status Await() override {
     const CurrentDevice current(heap_->gpu_.ordinal);
     RETURN_IF_ERROR(current.status());
@@ -133,10 +152,38 @@ class SharedHeap::Exchange final : public DeviceExchange {
   }
 
  private:
+  struct DestroyGraph {
+    void operator()(cudaGraphExec_t graph) const {
+      SPILLWAY_CUDA_REPORT(cudaGraphExecDestroy(graph));
+    }
+  };
+  using Graph = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, DestroyGraph>;
+  struct Kept {
+    uint64_t tag = 0;
+    bool ran = false;
+    Graph graph;
+  };
+
+  absl::Status Capture(const std::function<absl::Status()>& enqueue, Kept& kept) const {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal));
+    absl::Status status = enqueue();
+    cudaGraph_t captured = nullptr;
+    status.Update(ToStatus(cudaStreamEndCapture(stream_.get(), &captured), "a step's capture"));
+    cudaGraphExec_t graph = nullptr;
+    if (status.ok()) {
+      status = ToStatus(cudaGraphInstantiate(&graph, captured, 0), "cudaGraphInstantiate");
+    }
+    if (captured != nullptr) SPILLWAY_CUDA_REPORT(cudaGraphDestroy(captured));
+    if (status.ok()) kept.graph.reset(graph);
+    return status;
+  }
+
   SharedHeap* const heap_;
   const std::unique_ptr<SharedDeviceMemory> shared_;
   DeviceBuffer inputs_;
   Stream stream_;
+  std::vector<Kept> kept_;  // by slot
 };
 
 SharedHeap::~SharedHeap() {
@@ -158,7 +205,11 @@ absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> SharedHeap::Allocate(int64_t
       cudaMemsetAsync(buffer.data(), 0, static_cast<size_t>(buffer.bytes()), stream.get()));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream.get()));
   cudaIpcMemHandle_t handle;
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaIpcGetMemHandle(&handle, buffer.data()));
+  if (const cudaError_t error = cudaIpcGetMemHandle(&handle, buffer.data()); error != cudaSuccess) {
+    const absl::Status status = ToStatus(error, "cudaIpcGetMemHandle");
+    return absl::UnimplementedError(absl::StrCat(
+        std::string(gpu_.name), " shares no memory here: ", std::string(status.message())));
+  }
   used_bytes_ += buffer.bytes();
   return std::make_unique<Memory>(
       this, std::move(buffer), std::move(stream),

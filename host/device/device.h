@@ -231,12 +231,12 @@ class Device {
 
   // Memory of the device, this one or a part, of that name or UUID, that other processes
   // can map: `bytes` rounded up. INVALID_ARGUMENT for a device that is not there or has no
-  // memory of its own; RESOURCE_EXHAUSTED.
+  // memory of its own; UNIMPLEMENTED where its driver shares none; RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(
       std::string_view device, int64_t bytes);
   // For one other process, with so much of shared memory and of inputs. REQUIRES: this
-  // is what HomeOf() has given. UNIMPLEMENTED where the device has no memory of its own;
-  // RESOURCE_EXHAUSTED.
+  // is what HomeOf() has given. UNIMPLEMENTED where the device has no memory of its own, or
+  // its driver shares none; RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<DeviceExchange>> OpenExchange(int64_t bytes,
                                                                        int64_t input_bytes);
 
