@@ -35,6 +35,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "gpu/cuda": ("host/base", "host/memory"),
     "gpu/kernels": ("host/base", "host/core", "host/model", "host/codes"),
     "gpu/device": (*HOST, "gpu/cuda", "gpu/kernels"),
+    "gpu/client": (*HOST, "gpu/cuda", "gpu/kernels", "gpu/device/cuda_device.h"),
     "gpu/methods": (*HOST, "host/methods", "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/engine": HOST,
@@ -52,7 +53,9 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "clients/c": (
         "host/base",
         "host/ipc",
+        "host/device/client_gpu.h",
         "host/device/step_tensors.h",
+        "gpu/client/client_gpu.h",
         "daemon/convert/tensor.h",
         "daemon/doorbell/doorbell_memory.h",
         "daemon/engine/step.h",

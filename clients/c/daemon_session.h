@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -71,6 +72,8 @@ class Doorbell {
   absl::Status Ring(const DoorbellCall& call);
   // and waits for the answer, or until the deadline or a signal: nullopt. Call again.
   absl::StatusOr<std::optional<DoorbellAnswer>> Answer(BellWaiter::Clock::time_point deadline);
+  // How long waits for answers spin at most.
+  void SetSpinMax(std::chrono::nanoseconds most) { waiter_.SetSpinMax(most); }
   // Rings, and leaves the answer to be waited for by the next call.
   void Post(const DoorbellCall& call);
   // Ends the daemon's step though its last call is not answered: a call that is being

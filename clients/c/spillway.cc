@@ -14,7 +14,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "clients/c/daemon_session.h"
+#include "clients/c/decoder.h"
+#include "clients/c/doorbell_decoder.h"
 #include "clients/c/doorbell_step.h"
+#include "clients/c/gpu.h"
 #include "clients/c/step.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
@@ -154,6 +157,34 @@ class EmbeddedStep final : public spillway::ClientStep {
   const std::unique_ptr<spillway::Step> step_;
 };
 
+// A decoder of an engine in this process.
+class EmbeddedDecoder final : public spillway::ClientDecoder {
+ public:
+  EmbeddedDecoder(std::shared_ptr<spillway::Embedded> engine,
+                  std::unique_ptr<spillway::StreamDecoder> decoder)
+      : engine_(std::move(engine)), decoder_(std::move(decoder)) {}
+
+  absl::Status Next(void* stream) override { return decoder_->Next(stream); }
+  uint64_t version() const override { return decoder_->version(); }
+  absl::Status Attend(int layer, const spillway::StepTensors& tensors, void* stream) override {
+    return decoder_->Attend(layer, tensors, stream);
+  }
+  absl::Status Finish(void* stream) override { return decoder_->Finish(stream); }
+  absl::StatusOr<std::string> Results(int layer) override {
+    return engine_->ResultsOf(decoder_->ended(layer));
+  }
+  absl::StatusOr<spillway::AttendSums> Sums(int layer) override { return decoder_->sums(layer); }
+  int gpu() const override { return -1; }
+  std::string DetailsOf(const absl::Status& status) const override {
+    return engine_->DetailsOf(status);
+  }
+
+ private:
+  // First: it goes last.
+  const std::shared_ptr<spillway::Embedded> engine_;
+  const std::unique_ptr<spillway::StreamDecoder> decoder_;
+};
+
 }  // namespace
 
 struct spillway_channel {
@@ -182,15 +213,17 @@ struct spillway_step {
   }
 };
 
+struct spillway_gpu_region {
+  std::unique_ptr<spillway::ClientGpu> memory;
+};
+
 struct spillway_decoder {
-  // First: it goes last.
-  std::shared_ptr<spillway::Embedded> embedded;
-  std::unique_ptr<spillway::StreamDecoder> decoder;
+  std::unique_ptr<spillway::ClientDecoder> decoder;
   std::string results;
 
   // 0, or the error's code, which is this thread's last.
   int Code(const absl::Status& status) const {
-    return status.ok() ? 0 : SetError(status, embedded.get());
+    return status.ok() ? 0 : SetError(status, decoder->DetailsOf(status));
   }
 };
 
@@ -477,21 +510,40 @@ int spillway_step_results(spillway_step* step, const void** message, size_t* siz
 
 void spillway_step_end(spillway_step* step) { delete step; }
 
+spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle, size_t size,
+                                             void** address, int* ordinal) {
+  return OrNull<spillway_gpu_region>([&]() -> absl::StatusOr<spillway_gpu_region*> {
+    ASSIGN_OR_RETURN(std::unique_ptr<spillway::ClientGpu> memory,
+                     spillway::MapGpuMemory(device, {static_cast<const char*>(handle), size}));
+    *address = memory->data();
+    *ordinal = memory->ordinal();
+    return new spillway_gpu_region{std::move(memory)};
+  });
+}
+
+void spillway_gpu_region_unmap(spillway_gpu_region* region) { delete region; }
+
 spillway_decoder* spillway_decoder_open(spillway_channel* channel, const void* description,
                                         size_t size, int64_t token_count_max) {
   spillway::Embedded* const engine = channel->embedded.get();
   return OrNull<spillway_decoder>(
       [&]() -> absl::StatusOr<spillway_decoder*> {
-        if (engine == nullptr) {
-          return absl::UnimplementedError("decoders on streams are of an engine in this process");
+        const std::string_view text(static_cast<const char*>(description), size);
+        std::unique_ptr<spillway::ClientDecoder> decoder;
+        if (engine != nullptr) {
+          ASSIGN_OR_RETURN(std::unique_ptr<spillway::StreamDecoder> opened,
+                           engine->OpenDecoder(text, token_count_max));
+          decoder = std::make_unique<EmbeddedDecoder>(channel->embedded, std::move(opened));
+        } else {
+          ASSIGN_OR_RETURN(
+              decoder, spillway::DoorbellDecoder::Open(channel->session, text, token_count_max));
         }
-        ASSIGN_OR_RETURN(
-            std::unique_ptr<spillway::StreamDecoder> decoder,
-            engine->OpenDecoder({static_cast<const char*>(description), size}, token_count_max));
-        return new spillway_decoder{channel->embedded, std::move(decoder), ""};
+        return new spillway_decoder{std::move(decoder), ""};
       },
       engine);
 }
+
+int spillway_decoder_gpu(const spillway_decoder* decoder) { return decoder->decoder->gpu(); }
 
 int spillway_decoder_next(spillway_decoder* decoder, void* stream, uint64_t* version) {
   const absl::Status status = Caught([&] { return decoder->decoder->Next(stream); });
@@ -511,15 +563,19 @@ int spillway_decoder_finish(spillway_decoder* decoder, void* stream) {
   return decoder->Code(Caught([&] { return decoder->decoder->Finish(stream); }));
 }
 
-void spillway_decoder_results(spillway_decoder* decoder, int layer, const void** message,
-                              size_t* size) {
-  decoder->results = decoder->embedded->ResultsOf(decoder->decoder->ended(layer));
+int spillway_decoder_results(spillway_decoder* decoder, int layer, const void** message,
+                             size_t* size) {
+  const absl::StatusOr<std::string> results =
+      Caught([&] { return decoder->decoder->Results(layer); });
+  decoder->results = results.value_or("");
   *message = decoder->results.data();
   *size = decoder->results.size();
+  return decoder->Code(results.status());
 }
 
-spillway_decoder_sums spillway_decoder_sums_of(const spillway_decoder* decoder, int layer) {
-  const spillway::AttendSums& sums = decoder->decoder->sums(layer);
+spillway_decoder_sums spillway_decoder_sums_of(spillway_decoder* decoder, int layer) {
+  const spillway::AttendSums sums =
+      Caught([&] { return decoder->decoder->Sums(layer); }).value_or(spillway::AttendSums());
   return {sums.attend_count,          sums.touched_row_count,  sums.visible_row_count,
           sums.exact_count,           sums.statistical_count,  sums.none_count,
           sums.certified_error_count, sums.certified_error_sum};

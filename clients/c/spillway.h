@@ -170,9 +170,31 @@ SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** mess
 
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
-/* --- Decoding on CUDA streams, by an engine in this process on a GPU: tensors in
- * the GPU's memory, attends that are enqueued and can be captured into a CUDA
- * graph. */
+/* --- Regions of a GPU's memory, which a daemon on this host has attached
+ * (MemoryService.AttachRegion with a device). */
+
+typedef struct spillway_gpu_region spillway_gpu_region;
+
+/* Maps one into this process, once.
+ *
+ * device: its Region.device. handle: its AttachRegionResponse.ipc_handle.
+ * address: where it is, for this process's CUDA. ordinal: CUDA's number of the GPU in
+ * this process.
+ *
+ * NULL where the library was built without CUDA (UNIMPLEMENTED), this process does not
+ * see the GPU (NOT_FOUND), or CUDA refuses. */
+SPILLWAY_EXPORT spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle,
+                                                             size_t size, void** address,
+                                                             int* ordinal);
+
+/* Waits for the GPU and unmaps it: nothing may use its addresses afterwards. Belongs
+ * before DetachRegion. */
+SPILLWAY_EXPORT void spillway_gpu_region_unmap(spillway_gpu_region* region);
+
+/* --- Decoding on CUDA streams, with tensors in the GPU's memory. By an engine in this
+ * process attends are enqueued and can be captured into a CUDA graph; by a daemon on this
+ * host, with a GPU that this process sees too, each attend is a call, which waits for the
+ * stream and for the daemon: no stream may be captured. */
 
 typedef struct spillway_decoder spillway_decoder;
 
@@ -181,11 +203,16 @@ typedef struct spillway_decoder spillway_decoder;
  * refused. token_count_max: tokens that a sequence may come to, for which memory
  * is made. One thread at a time uses a decoder.
  *
- * NULL where it is refused, or the channel is to a daemon or the device is no GPU
- * (UNIMPLEMENTED). */
+ * NULL where it is refused, the device is no GPU, or a daemon shares no memory with this
+ * process (UNIMPLEMENTED), or its GPU is none of this process's (NOT_FOUND). A client of
+ * a daemon that ends, however it does, lets its sequences go. */
 SPILLWAY_EXPORT spillway_decoder* spillway_decoder_open(spillway_channel* channel,
                                                         const void* description, size_t size,
                                                         int64_t token_count_max);
+
+/* CUDA's number in this process of the daemon's GPU, which tensors lie on; -1 of an engine
+ * in this process, which has one of its own. */
+SPILLWAY_EXPORT int spillway_decoder_gpu(const spillway_decoder* decoder);
 
 /* Begins a step: announces the next tokens of every sequence on a cudaStream_t,
  * behind all that the step before has put there. Not while it is captured. Returns
@@ -201,8 +228,9 @@ SPILLWAY_EXPORT int spillway_decoder_next(spillway_decoder* decoder, void* strea
                                           uint64_t* version);
 
 /* Enqueues a layer of the step: appends its K and V and attends. All tensors lie in
- * the GPU's memory; rows of q, k and v are aligned to 16 bytes. lse may be NULL. The
- * stream may be one that is captured. */
+ * the GPU's memory; rows of q, k and v are aligned to 16 bytes. lse may be NULL. With an
+ * engine in this process the stream may be one that is captured; with a daemon that is
+ * FAILED_PRECONDITION, and what is left on the stream are the copies of out and lse. */
 SPILLWAY_EXPORT int spillway_decoder_attend(spillway_decoder* decoder, int layer,
                                             const spillway_step_tensors* tensors, void* stream);
 
@@ -211,8 +239,8 @@ SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* str
 
 /* Certificates and counts of a layer of the step that spillway_decoder_finish has
  * ended, until the next begins: as spillway_step_results. */
-SPILLWAY_EXPORT void spillway_decoder_results(spillway_decoder* decoder, int layer,
-                                              const void** message, size_t* size);
+SPILLWAY_EXPORT int spillway_decoder_results(spillway_decoder* decoder, int layer,
+                                             const void** message, size_t* size);
 
 /* Sums over a layer's steps that have ended well. */
 typedef struct {
@@ -226,8 +254,8 @@ typedef struct {
   double certified_error_sum;
 } spillway_decoder_sums;
 
-/* layer: one of the model's. */
-SPILLWAY_EXPORT spillway_decoder_sums spillway_decoder_sums_of(const spillway_decoder* decoder,
+/* layer: one of the model's. Zeros of a daemon that is gone. */
+SPILLWAY_EXPORT spillway_decoder_sums spillway_decoder_sums_of(spillway_decoder* decoder,
                                                                int layer);
 
 /* Ends the step, waits for the GPU, and lets the sequences go. */

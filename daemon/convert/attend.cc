@@ -45,6 +45,7 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
                                     const std::string& path, TensorMemory tensor_memory) {
   Chunk out;
   int on_gpu = 0;
+  std::vector<const Device*> gpus;
   for (const auto& [tensor, name, source, memory] :
        {std::tuple(&rows.k(), "k", &out.k, &out.k_memory),
         std::tuple(&rows.v(), "v", &out.v, &out.v_memory)}) {
@@ -57,11 +58,16 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
     *memory = view.region;
     out.shared_source |= view.region != nullptr;
     on_gpu += view.region != nullptr && view.region->on_gpu ? 1 : 0;
+    gpus.push_back(view.region == nullptr ? nullptr : view.region->gpu());
   }
   if (on_gpu == 1) {
     return InvalidField(path + "v.slice.region", "one of k and v lies in GPU memory, not both");
   }
   out.on_gpu = on_gpu == 2;
+  out.gpu = out.on_gpu ? gpus[0] : nullptr;
+  if (out.on_gpu && gpus[0] != gpus[1]) {
+    return InvalidField(path + "v.slice.region", "k and v lie in the memory of two GPUs");
+  }
   const auto& k_shape = rows.k().shape();
   if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
     return InvalidField(path + "v.shape",
@@ -79,8 +85,8 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
 }
 
 // Takes a chunk of one layer and few tokens into memory of ours.
-void TakeRows(const ModelSpec& spec, Chunk& chunk) {
-  if (!chunk.shared_source) return;
+absl::Status TakeRows(const ModelSpec& spec, Chunk& chunk) {
+  if (!chunk.shared_source) return absl::OkStatus();
   const std::array<int64_t, 3> shape = {spec.kv_head_count, chunk.count, spec.head_dim};
   for (auto [source, memory] :
        {std::pair(&chunk.k, &chunk.k_memory), std::pair(&chunk.v, &chunk.v_memory)}) {
@@ -88,11 +94,16 @@ void TakeRows(const ModelSpec& spec, Chunk& chunk) {
     view.dtype = spec.dtype;
     view.data = source->first.data;
     view.strides = {source->first.head_stride, source->first.token_stride, DTypeBytes(spec.dtype)};
-    const std::shared_ptr<const std::byte[]> copy = CopyOf(view, shape);
+    // What a tensor lies in, if that is not the message.
+    view.region = std::static_pointer_cast<const Region>(*memory);
+    ASSIGN_OR_RETURN(const std::shared_ptr<const std::byte[]> copy, CopyOf(view, shape));
     *source = ChunkSource::Dense(copy.get(), spec.kv_head_count, chunk.count, spec.row_bytes() / 2);
     *memory = copy;
   }
   chunk.shared_source = false;
+  chunk.on_gpu = false;
+  chunk.gpu = nullptr;
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -127,7 +138,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
                                      const RegionTable& regions) {
   absl::StatusOr<Chunk> out = RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim},
-                                            spec, regions, "append.", TensorMemory::kHost);
+                                            spec, regions, "append.", TensorMemory::kCopied);
   if (!out.ok()) return out;
   if (out->count > kSparseQueryCountMax) {
     return InvalidField("append.k.shape", absl::StrCat(out->count, " tokens are not in [1, ",
@@ -135,7 +146,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
   }
   out->layer_start = layer;
   out->layer_count = 1;
-  TakeRows(spec, *out);
+  RETURN_IF_ERROR(TakeRows(spec, *out));
   RETURN_IF_ERROR(CheckFinite(*out, spec, "append."));
   return out;
 }
@@ -171,8 +182,9 @@ absl::Status QueryFromProto(const Item& item, const RegionTable& regions, const 
     attend.policy = sequence.policy;
   }
   if (q.region != nullptr) {
-    const std::shared_ptr<const std::byte[]> copy =
-        CopyOf(q, {item.q().shape().data(), static_cast<size_t>(item.q().shape_size())});
+    ASSIGN_OR_RETURN(
+        const std::shared_ptr<const std::byte[]> copy,
+        CopyOf(q, {item.q().shape().data(), static_cast<size_t>(item.q().shape_size())}));
     attend.q = copy.get();
     out.q_memory = copy;
   }
@@ -268,15 +280,21 @@ void FillCertificate(const JobItem& item, v1::Certificate& certificate) {
   for (const TailPolicy& tail : item.attend->tails) certificate.add_head_inflations(tail.inflation);
 }
 
-void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec,
-                const ResultPlaces& places, v1::AttendResult& out) {
+absl::Status FillResult(const Job& job, const JobItem& item, const ModelSpec& spec,
+                        const ResultPlaces& places, v1::AttendResult& out) {
   const AttendResult& result = item.result;
   const int64_t query_count = item.attend->query_count;
-  FillTensor(result.out, places.out_dtype, {query_count, spec.query_head_count, spec.head_dim},
-             places.out, *out.mutable_out());
-  FillTensor(result.lse, DType::kF32, {query_count, spec.query_head_count}, places.lse,
-             *out.mutable_lse());
-  FillFacts(job, item, out);
+  absl::Status status =
+      FillTensor(result.out, places.out_dtype, {query_count, spec.query_head_count, spec.head_dim},
+                 places.out, *out.mutable_out());
+  status.Update(FillTensor(result.lse, DType::kF32, {query_count, spec.query_head_count},
+                           places.lse, *out.mutable_lse()));
+  if (status.ok()) {
+    FillFacts(job, item, out);
+  } else {
+    out.Clear();
+  }
+  return status;
 }
 
 void FillFacts(const Job& job, const JobItem& item, v1::AttendResult& out) {

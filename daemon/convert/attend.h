@@ -51,8 +51,8 @@ absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dty
 int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const ResultPlaces& places);
 
 // The result of an item that succeeded.
-void FillResult(const Job& job, const JobItem& item, const ModelSpec& spec,
-                const ResultPlaces& places, v1::AttendResult& out);
+absl::Status FillResult(const Job& job, const JobItem& item, const ModelSpec& spec,
+                        const ResultPlaces& places, v1::AttendResult& out);
 // The same without its tensors.
 void FillFacts(const Job& job, const JobItem& item, v1::AttendResult& out);
 void FillCertificate(const JobItem& item, v1::Certificate& certificate);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -69,7 +70,9 @@ absl::StatusOr<std::shared_ptr<const Region>> RegionOf(const v1::RegionSlice& sl
   const absl::StatusOr<std::string> id = ParseName(slice.region(), "regions", field + ".region");
   if (!id.ok()) return id.status();
   ASSIGN_OR_RETURN(const std::shared_ptr<const Region> region, regions.Find(*id));
-  if (!region->on_gpu || memory == TensorMemory::kAny) return region;
+  if (!region->on_gpu || region->gpu_memory != nullptr || memory == TensorMemory::kAny) {
+    return region;
+  }
   return InvalidField(field + ".region", absl::StrCat("regions/", region->id,
                                                       " holds rows that Append brings or "
                                                       "FetchPages writes, and nothing else"));
@@ -210,18 +213,34 @@ absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
   return view;
 }
 
-std::shared_ptr<const std::byte[]> CopyOf(const TensorView& view, std::span<const int64_t> shape) {
+absl::StatusOr<std::shared_ptr<const std::byte[]>> CopyOf(const TensorView& view,
+                                                          std::span<const int64_t> shape) {
   int64_t rows = 1;
   for (size_t axis = 0; axis + 1 < shape.size(); ++axis) rows *= shape[axis];
   const int64_t row_bytes = shape.back() * DTypeBytes(view.dtype);
   std::shared_ptr<std::byte[]> copy(new std::byte[static_cast<size_t>(rows * row_bytes)]);
-  for (int64_t row = 0; row < rows; ++row) {
+  SharedDeviceMemory* const gpu = view.region == nullptr ? nullptr : view.region->gpu_memory.get();
+  // Rows that one copy takes from a GPU: those of the dimension before the last, and of all
+  // before it where they go on at its stride.
+  int64_t together = 1;
+  int64_t stride = row_bytes;
+  for (size_t axis = shape.size() - 1; gpu != nullptr && axis-- > 0;) {
+    if (axis + 2 == shape.size()) stride = view.strides[axis];
+    if (view.strides[axis] != together * stride) break;
+    together *= shape[axis];
+  }
+  for (int64_t row = 0; row < rows; row += together) {
     const std::byte* from = view.data;
     int64_t rest = row;
     for (size_t axis = shape.size() - 1; axis-- > 0; rest /= shape[axis]) {
       from += rest % shape[axis] * view.strides[axis];
     }
-    std::memcpy(copy.get() + row * row_bytes, from, static_cast<size_t>(row_bytes));
+    std::byte* const to = copy.get() + row * row_bytes;
+    if (gpu != nullptr) {
+      RETURN_IF_ERROR(gpu->Read(from, stride, row_bytes, together, to));
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(row_bytes));
+    }
   }
   return copy;
 }
@@ -232,7 +251,7 @@ absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t co
     return InvalidField(field + ".strides", "a result is written in C order");
   }
   TensorPlace place;
-  ASSIGN_OR_RETURN(place.region, RegionOf(slice, regions, field, TensorMemory::kHost));
+  ASSIGN_OR_RETURN(place.region, RegionOf(slice, regions, field, TensorMemory::kCopied));
   RETURN_IF_ERROR(
       CheckWithin(slice, *place.region, count * DTypeBytes(dtype), DTypeBytes(dtype), field));
   place.slice = slice;
@@ -249,14 +268,25 @@ void FillTensor(std::span<const float> values, DType dtype, std::initializer_lis
             reinterpret_cast<std::byte*>(data.data()));
 }
 
-void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
-                const TensorPlace& place, v1::Tensor& tensor) {
-  if (place.region == nullptr) return FillTensor(values, dtype, shape, tensor);
+absl::Status FillTensor(std::span<const float> values, DType dtype,
+                        std::initializer_list<int64_t> shape, const TensorPlace& place,
+                        v1::Tensor& tensor) {
+  if (place.region == nullptr) {
+    FillTensor(values, dtype, shape, tensor);
+    return absl::OkStatus();
+  }
   tensor.set_dtype(ToProto(dtype));
   for (const int64_t size : shape) tensor.add_shape(size);
   *tensor.mutable_slice() = place.slice;
-  FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()),
-            place.region->bytes.data() + place.slice.offset());
+  const auto count = static_cast<int64_t>(values.size());
+  std::byte* const to = place.region->bytes.data() + place.slice.offset();
+  if (place.region->gpu_memory == nullptr) {
+    FromFloat(dtype, values.data(), count, to);
+    return absl::OkStatus();
+  }
+  std::vector<std::byte> rounded(static_cast<size_t>(count * DTypeBytes(dtype)));
+  FromFloat(dtype, values.data(), count, rounded.data());
+  return place.region->gpu_memory->Write(to, rounded.data(), static_cast<int64_t>(rounded.size()));
 }
 
 void FillTensor(std::span<const uint32_t> values, v1::Tensor& tensor) {

@@ -37,17 +37,20 @@ struct TensorView {
 // Checks an F32, F16 or BF16 tensor: rank, dimensions, and that its bytes are
 // exactly what dtype and shape say, or that all of them lie in a region. Errors
 // name `field` and what in it is wrong: INVALID_ARGUMENT, or NOT_FOUND for the
-// region, which is not looked at. kHost: GPU memory is refused.
-enum class TensorMemory { kHost, kAny };
+// region, which is not looked at. kCopied: memory of a GPU is refused where it cannot be
+// copied to the host, as an engine's in its client's own process; kAny: it may be any.
+enum class TensorMemory { kCopied, kAny };
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
                                       const RegionTable& regions, const std::string& field,
-                                      TensorMemory memory = TensorMemory::kHost);
+                                      TensorMemory memory = TensorMemory::kCopied);
 inline const std::byte* BytesOf(const v1::Tensor& tensor) {
   return reinterpret_cast<const std::byte*>(tensor.data().data());
 }
-// The elements of a view in C order, in memory that nobody else writes to.
-std::shared_ptr<const std::byte[]> CopyOf(const TensorView& view, std::span<const int64_t> shape);
+// The elements of a view in C order, in memory that nobody else writes to. An error is a
+// GPU's, which they are copied from.
+absl::StatusOr<std::shared_ptr<const std::byte[]>> CopyOf(const TensorView& view,
+                                                          std::span<const int64_t> shape);
 
 // Where rows shall be written, as they lie in a region.
 struct TensorTarget {
@@ -73,9 +76,11 @@ absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t co
 // A tensor of values, rounded to nearest even where dtype is narrower.
 void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
                 v1::Tensor& tensor);
-// The same with the elements where they were wanted.
-void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
-                const TensorPlace& place, v1::Tensor& tensor);
+// The same with the elements where they were wanted. An error is a GPU's, which they are
+// copied to.
+absl::Status FillTensor(std::span<const float> values, DType dtype,
+                        std::initializer_list<int64_t> shape, const TensorPlace& place,
+                        v1::Tensor& tensor);
 // One-dimensional tensors of raw elements.
 void FillTensor(std::span<const uint32_t> values, v1::Tensor& tensor);
 void FillTensor(std::span<const uint8_t> values, v1::Tensor& tensor);

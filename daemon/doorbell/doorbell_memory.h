@@ -17,6 +17,16 @@ enum class DoorbellCallKind : uint32_t {
   kAttend = 2,   // data: tensors, as StepLayout says
   kResults = 3,  // asks for the last attend's v1::AttendResponse from `offset` on
   kEnd = 4,
+  // A decoder's, whose tensors lie in memory of the GPU that both map, as StepLayout
+  // says. data: a serialised v1::DecodeStep; offset: token_count_max. It is answered
+  // with a DecoderMemory. What was begun or open before ends.
+  kOpenDecoder = 5,
+  kDecoderNext = 6,     // announces the next tokens
+  kDecoderAttend = 7,   // answered when out and lse are written
+  kDecoderFinish = 8,   // ends the step
+  kDecoderResults = 9,  // as kResults, of a layer of the step that has ended
+  kDecoderSums = 10,    // of a layer; answered with an AttendSums
+  kCloseDecoder = 11,   // lets the sequences go
 };
 
 // Numbers as of v1::DType.
@@ -27,7 +37,7 @@ struct DoorbellCall {
   uint32_t out_dtype;
   uint32_t wants_lse;
   uint32_t reserved;
-  int64_t offset;      // bytes
+  int64_t offset;      // bytes, or token_count_max
   int64_t byte_count;  // of the data
 };
 
@@ -46,7 +56,15 @@ struct DoorbellAnswer {
   uint32_t text_bytes;  // of the text
   int64_t byte_count;   // kResults: of the data
   int64_t left;         // kResults: bytes that follow those
-  StepShape shape;      // kBegin
+  StepShape shape;      // kBegin, kOpenDecoder
+  uint64_t version;     // kDecoderNext: of the launches
+};
+
+// Where a decoder's tensors lie.
+struct DecoderMemory {
+  int64_t byte_count;
+  char device[64];  // the GPU's UUID, ends with NUL
+  char handle[64];  // what CUDA maps it by (cudaIpcMemHandle_t)
 };
 
 // A region begins with this; the data follow. Errors have a place of their own, for
@@ -65,8 +83,8 @@ struct DoorbellMemory {
 };
 static_assert(sizeof(DoorbellMemory) <= DoorbellMemory::kDataOffset);
 
-// Where a layer's tensors lie in the data: one after the other in C order, each on a
-// boundary of 64 bytes.
+// Where a layer's tensors lie, in the data or in a decoder's memory: one after the other in C
+// order, each on a boundary of 64 bytes.
 struct StepLayout {
   StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, DType out_dtype);
 
@@ -78,5 +96,10 @@ struct StepLayout {
   int64_t k_offset, v_offset, out_offset, lse_offset;
   int64_t byte_count;
 };
+
+// What a decoder's memory is made for: queries and outputs in float32 take the most.
+inline StepLayout DecoderLayout(const StepShape& shape, DType row_dtype) {
+  return StepLayout(shape, DType::kF32, row_dtype, DType::kF32);
+}
 
 }  // namespace spillway

@@ -8,15 +8,18 @@
 #include <optional>
 #include <span>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/convert/attend.h"
 #include "daemon/convert/decode_step.h"
 #include "daemon/convert/tensor.h"
 #include "daemon/doorbell/doorbell_memory.h"
 #include "daemon/engine/errors.h"
 #include "daemon/engine/step.h"
+#include "daemon/engine/stream_decoder.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -27,6 +30,9 @@ constexpr std::chrono::seconds kLookInterval{1};
 // While so many calls are answered a thread that has nothing to do sleeps at once: the
 // device has work, and a spin would take a core from it.
 constexpr int kAnsweringToSpinMax = 4;
+
+// Between two layers of a decoder the model's own kernels run.
+constexpr std::chrono::microseconds kDecoderSpinMax{200};
 
 absl::StatusOr<DType> DTypeOf(uint32_t number, const char* field) {
   const std::optional<DType> dtype = FromProto(static_cast<v1::DType>(number));
@@ -58,11 +64,10 @@ class DoorbellServer::Line {
 
  private:
   void Run() {
-    BellWaiter waiter;
     uint32_t seen = 0;
     while (!closed_) {
       const bool may_spin = server_.answering_ < kAnsweringToSpinMax;
-      if (!waiter.Await(memory_.rung, seen, BellWaiter::Clock::now() + kLookInterval, may_spin)) {
+      if (!waiter_.Await(memory_.rung, seen, BellWaiter::Clock::now() + kLookInterval, may_spin)) {
         continue;
       }
       seen = memory_.rung.number.load(std::memory_order_acquire);
@@ -72,6 +77,7 @@ class DoorbellServer::Line {
       memory_.answered.Ring(seen);
     }
     step_.reset();
+    CloseDecoder();
     inputs_ = {};
     inputs_reservation_ = MemoryReservation();
     region_.reset();
@@ -112,13 +118,57 @@ class DoorbellServer::Line {
       case DoorbellCallKind::kEnd:
         step_.reset();
         return absl::OkStatus();
+      case DoorbellCallKind::kOpenDecoder:
+        return OpenDecoder(call, answer);
+      case DoorbellCallKind::kCloseDecoder:
+        CloseDecoder();
+        return absl::OkStatus();
+      default:
+        return ServeDecoder(call, answer);
+    }
+  }
+
+  // Calls of a decoder that is open.
+  absl::Status ServeDecoder(const DoorbellCall& call, DoorbellAnswer& answer) {
+    const auto check = [this] {
+      return decoder_ != nullptr
+                 ? absl::OkStatus()
+                 : absl::FailedPreconditionError("no decoder is open at this doorbell");
+    };
+    switch (call.kind) {
+      case DoorbellCallKind::kDecoderNext:
+        RETURN_IF_ERROR(check());
+        begun_ = false;
+        RETURN_IF_ERROR(decoder_->Next(exchange_->stream()));
+        begun_ = true;
+        answer.version = decoder_->version();
+        return absl::OkStatus();
+      case DoorbellCallKind::kDecoderAttend:
+        RETURN_IF_ERROR(check());
+        return AttendOnGpu(call);
+      case DoorbellCallKind::kDecoderFinish:
+        RETURN_IF_ERROR(check());
+        begun_ = false;
+        return decoder_->Finish(exchange_->stream());
+      case DoorbellCallKind::kDecoderResults:
+        RETURN_IF_ERROR(check());
+        if (call.offset == 0 || !results_) {
+          results_ = ResultsOf(decoder_->ended(call.layer), *server_.status_).SerializeAsString();
+        }
+        return SendResults(call.offset, answer);
+      case DoorbellCallKind::kDecoderSums:
+        RETURN_IF_ERROR(check());
+        RETURN_IF_ERROR(CheckLayer(call.layer, decoder_->model().spec));
+        return Send(decoder_->sums(call.layer), answer);
+      default:
+        break;
     }
     return InvalidField("kind",
                         absl::StrCat("value ", static_cast<uint32_t>(call.kind), " is no call"));
   }
 
-  absl::Status Begin(const DoorbellCall& call, StepShape& shape) {
-    step_.reset();
+  // The description that lies in the data.
+  absl::StatusOr<v1::DecodeStep> DescriptionOf(const DoorbellCall& call) const {
     const auto capacity = static_cast<int64_t>(data_.size());
     if (call.byte_count < 0 || call.byte_count > capacity) {
       return InvalidField(
@@ -126,13 +176,91 @@ class DoorbellServer::Line {
     }
     const std::string description(reinterpret_cast<const char*>(data_.data()),
                                   static_cast<size_t>(call.byte_count));
-    ASSIGN_OR_RETURN(const v1::DecodeStep message, ParseDecodeStep(description));
+    return ParseDecodeStep(description);
+  }
+
+  // Of a step or a decoder.
+  template <typename T>
+  static StepShape ShapeOf(const T& of) {
+    const ModelSpec& spec = of.model().spec;
+    return {of.part_count(),       static_cast<int32_t>(of.token_count()),
+            spec.query_head_count, spec.kv_head_count,
+            spec.head_dim,         static_cast<uint32_t>(ToProto(spec.dtype))};
+  }
+
+  absl::Status Begin(const DoorbellCall& call, StepShape& shape) {
+    step_.reset();
+    CloseDecoder();
+    ASSIGN_OR_RETURN(const v1::DecodeStep message, DescriptionOf(call));
     ASSIGN_OR_RETURN(step_, StepFromProto(*server_.engine_, message));
-    const ModelSpec& spec = step_->model().spec;
-    shape_ = {step_->part_count(),   static_cast<int32_t>(step_->token_count()),
-              spec.query_head_count, spec.kv_head_count,
-              spec.head_dim,         static_cast<uint32_t>(ToProto(spec.dtype))};
-    shape = shape_;
+    shape = shape_ = ShapeOf(*step_);
+    return absl::OkStatus();
+  }
+
+  absl::Status OpenDecoder(const DoorbellCall& call, DoorbellAnswer& answer) {
+    step_.reset();
+    CloseDecoder();
+    ASSIGN_OR_RETURN(const v1::DecodeStep message, DescriptionOf(call));
+    ASSIGN_OR_RETURN(std::unique_ptr<StreamDecoder> decoder,
+                     DecoderFromProto(*server_.engine_, message, call.offset));
+    const StepShape shape = ShapeOf(*decoder);
+    const StepLayout layout = DecoderLayout(shape, decoder->model().spec.dtype);
+    ASSIGN_OR_RETURN(exchange_, decoder->home().OpenExchange(layout.byte_count, layout.out_offset));
+    decoder_ = std::move(decoder);
+    waiter_.SetSpinMax(kDecoderSpinMax);
+    answer.shape = shape_ = shape;
+    const SharedDeviceMemory& shared = exchange_->shared();
+    DecoderMemory memory = {};
+    memory.byte_count = static_cast<int64_t>(shared.bytes().size());
+    const std::string& device = shared.device().info().uuid;
+    if (device.size() >= sizeof(memory.device) || shared.handle().size() != sizeof(memory.handle)) {
+      CloseDecoder();
+      return absl::InternalError("a GPU's UUID, or a handle of its memory, has another size");
+    }
+    std::memcpy(memory.device, device.data(), device.size());
+    std::memcpy(memory.handle, shared.handle().data(), sizeof(memory.handle));
+    return Send(memory, answer);
+  }
+
+  void CloseDecoder() {
+    begun_ = false;
+    // It ends its step on the exchange's stream.
+    decoder_.reset();
+    exchange_.reset();
+    results_.reset();
+    waiter_.SetSpinMax(BellWaiter::kSpinMax);
+  }
+
+  absl::Status AttendOnGpu(const DoorbellCall& call) {
+    ASSIGN_OR_RETURN(const DType q_dtype, DTypeOf(call.q_dtype, "q_dtype"));
+    ASSIGN_OR_RETURN(const DType out_dtype, DTypeOf(call.out_dtype, "out_dtype"));
+    // No larger than what the memory was made for.
+    const StepLayout layout(shape_, q_dtype, decoder_->model().spec.dtype, out_dtype);
+    // What is read is copied first: it must not change while it is used.
+    StepTensors tensors = layout.At(exchange_->shared().bytes().data(), call.wants_lse != 0);
+    const StepTensors copied = layout.At(exchange_->inputs(), false);
+    tensors.q = copied.q;
+    tensors.k = copied.k;
+    tensors.v = copied.v;
+    const auto enqueue = [&]() -> absl::Status {
+      RETURN_IF_ERROR(exchange_->TakeInputs(layout.out_offset));
+      return decoder_->Attend(call.layer, tensors, exchange_->stream());
+    };
+    if (!begun_ || !CheckLayer(call.layer, decoder_->model().spec).ok()) return enqueue();
+    // All that launches depend on: the tensors stay where they are.
+    const uint64_t tag = decoder_->version() << 16 | uint64_t{call.q_dtype} << 8 |
+                         uint64_t{call.out_dtype} << 4 | (call.wants_lse != 0 ? 1 : 0);
+    RETURN_IF_ERROR(exchange_->Run(call.layer, tag, enqueue));
+    return exchange_->Await();
+  }
+
+  // Answers with a value, as data.
+  template <typename T>
+  absl::Status Send(const T& value, DoorbellAnswer& answer) {
+    static_assert(std::is_trivially_copyable_v<T> &&
+                  sizeof(T) <= static_cast<size_t>(DoorbellMemory::kDataBytesMin));
+    std::memcpy(data_.data(), &value, sizeof(value));
+    answer.byte_count = static_cast<int64_t>(sizeof(value));
     return absl::OkStatus();
   }
 
@@ -171,6 +299,10 @@ class DoorbellServer::Line {
     if (!results_) {
       results_ = ResultsOf(step_->last(), *server_.status_).SerializeAsString();
     }
+    return SendResults(offset, answer);
+  }
+
+  absl::Status SendResults(int64_t offset, DoorbellAnswer& answer) {
     const auto size = static_cast<int64_t>(results_->size());
     if (offset < 0 || offset > size) {
       return InvalidField("offset", absl::StrCat("value ", offset, " is not in [0, ", size, "]"));
@@ -188,8 +320,12 @@ class DoorbellServer::Line {
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ended_ = false;
   // The thread's alone.
+  BellWaiter waiter_;
   std::unique_ptr<Step> step_;
-  StepShape shape_ = {};
+  StepShape shape_ = {};  // of the step, or the decoder
+  std::unique_ptr<DeviceExchange> exchange_;
+  std::unique_ptr<StreamDecoder> decoder_;
+  bool begun_ = false;  // a step of the decoder's
   std::vector<std::byte> inputs_;
   MemoryReservation inputs_reservation_;
   std::optional<std::string> results_;

@@ -15,9 +15,9 @@
 
 namespace spillway {
 
-// Answers decode steps that clients make through regions (doorbell_memory.h says
-// how). A doorbell has a thread of its own, which sleeps while nobody rings: a client
-// that stops in the middle of a step holds nothing that another needs. Thread-safe.
+// Answers decode steps, and decoders on a GPU, that clients make through regions
+// (doorbell_memory.h says how). A doorbell has a thread of its own, which sleeps while nobody
+// rings: a client that stops in the middle of a step holds nothing that another needs. Thread-safe.
 class DoorbellServer {
  public:
   // Of all clients.

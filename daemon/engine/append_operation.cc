@@ -32,6 +32,10 @@ absl::Status Engine::AppendOperation::Check() {
     RETURN_IF_ERROR(request_.cancel->Check());
   }
   RETURN_IF_ERROR(CheckGeneration(chunk.generation, sequence));
+  if (chunk.gpu != nullptr) {
+    RETURN_IF_ERROR(
+        CheckHome(*chunk.gpu, engine_->device_->HomeOf(*sequence.device), sequence, "chunk.k"));
+  }
   for (int i = 0; i < chunk.layer_count; ++i) {
     const int layer = chunk.layer_start + i;
     if (chunk.on_gpu && chunk.start < sequence.rows[layer].token_count()) {

@@ -125,6 +125,13 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
       "ROWS_DIFFER", Length(layer, n));
 }
 
+absl::Status CheckHome(const Device& gpu, const Device& home, const Sequence& sequence,
+                       const std::string& field) {
+  if (&gpu == &home) return absl::OkStatus();
+  return InvalidField(field, absl::StrCat("lies in the memory of ", gpu.info().name, ", and ",
+                                          sequence.name, " lives on ", home.info().name));
+}
+
 absl::Status CheckGeneration(int64_t generation, const Sequence& sequence) {
   if (generation == sequence.generation) return absl::OkStatus();
   return WithReason(

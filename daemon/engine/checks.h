@@ -44,6 +44,11 @@ class OneModel {
   std::unordered_set<const Sequence*> seen_;
 };
 
+// INVALID_ARGUMENT where a tensor, `field` in its request, lies in the memory of another
+// GPU than the one that the sequence lives on.
+absl::Status CheckHome(const Device& gpu, const Device& home, const Sequence& sequence,
+                       const std::string& field);
+
 // ABORTED, reason STALE_GENERATION.
 absl::Status CheckGeneration(int64_t generation, const Sequence& sequence);
 

@@ -34,9 +34,10 @@ std::shared_ptr<Region> ProcessRegion(const char* id, bool on_gpu) {
 
 }  // namespace
 
-RegionTable::RegionTable(Kind kind, MemoryBudget* budget)
+RegionTable::RegionTable(Kind kind, MemoryBudget* budget, Device* device)
     : kind_(kind),
       budget_(budget),
+      device_(device),
       process_(kind == Kind::kProcess ? ProcessRegion(kProcessRegion, false) : nullptr),
       gpu_(kind == Kind::kProcess ? ProcessRegion(kGpuRegion, true) : nullptr) {}
 
@@ -70,29 +71,22 @@ void RegionTable::CloseSession(const std::string& session) {
   for (const auto& [id, region] : gone) Detached(*region);
 }
 
-absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
-    const std::string& session, int64_t bytes,
-    const std::function<void(const std::shared_ptr<Region>&)>& ready) {
+absl::Status RegionTable::CheckAttach(const std::string& session, int64_t bytes) const {
   RETURN_IF_ERROR(CheckSessions());
   if (bytes <= 0) {
     return InvalidField("byte_count", absl::StrCat("value ", bytes, " is not positive"));
   }
-  {
-    const MutexLock lock(mutex_);
-    const auto found = sessions_.find(session);
-    if (found == sessions_.end()) return SessionNotFound();
-    if (static_cast<int64_t>(found->second.size()) >= kRegionCountMax) {
-      return WithReason(absl::ResourceExhaustedError(absl::StrCat(
-                            "the session has ", kRegionCountMax, " regions, the most there are")),
-                        "REGION_COUNT_EXHAUSTED");
-    }
-  }
-  auto region = std::make_shared<Region>();
-  region->id = Registry::MakeId();
-  ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
-  ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
-  region->bytes = region->memory->bytes();
-  if (ready != nullptr) ready(region);
+  const MutexLock lock(mutex_);
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end()) return SessionNotFound();
+  if (static_cast<int64_t>(found->second.size()) < kRegionCountMax) return absl::OkStatus();
+  return WithReason(absl::ResourceExhaustedError(absl::StrCat("the session has ", kRegionCountMax,
+                                                              " regions, the most there are")),
+                    "REGION_COUNT_EXHAUSTED");
+}
+
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Add(const std::string& session,
+                                                         std::shared_ptr<Region> region) {
   {
     const MutexLock lock(mutex_);
     const auto found = sessions_.find(session);
@@ -104,6 +98,38 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
   }
   Detached(*region);
   return SessionNotFound();
+}
+
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
+    const std::string& session, int64_t bytes,
+    const std::function<void(const std::shared_ptr<Region>&)>& ready) {
+  RETURN_IF_ERROR(CheckAttach(session, bytes));
+  auto region = std::make_shared<Region>();
+  region->id = Registry::MakeId();
+  ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
+  ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
+  region->bytes = region->memory->bytes();
+  if (ready != nullptr) ready(region);
+  return Add(session, std::move(region));
+}
+
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const std::string& session,
+                                                               int64_t bytes,
+                                                               const std::string& device) {
+  RETURN_IF_ERROR(CheckAttach(session, bytes));
+  if (device_ == nullptr) return InvalidField("device", "the daemon has no device");
+  auto region = std::make_shared<Region>();
+  region->id = Registry::MakeId();
+  region->on_gpu = true;
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> memory =
+      device_->AllocateShared(device, bytes);
+  if (absl::IsInvalidArgument(memory.status())) {
+    return InvalidField("device", std::string(memory.status().message()));
+  }
+  RETURN_IF_ERROR(memory.status());
+  region->gpu_memory = *std::move(memory);
+  region->bytes = region->gpu_memory->bytes();
+  return Add(session, std::move(region));
 }
 
 absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "host/base/mutex.h"
+#include "host/device/device.h"
 #include "host/memory/memory_budget.h"
 #include "host/memory/shared_memory.h"
 
@@ -24,11 +25,16 @@ namespace spillway {
 struct Region {
   std::string id;
   std::span<std::byte> bytes;
-  // Null: not ours.
+  // Of host memory. Null: not ours, or a GPU's.
   std::unique_ptr<SharedMemory> memory;
-  // GPU memory of this process: the host cannot read it.
+  // Of a GPU's memory. Null: not ours, or the host's.
+  std::unique_ptr<SharedDeviceMemory> gpu_memory;
+  // Memory of a GPU: the host cannot read it.
   bool on_gpu = false;
   MemoryReservation reservation;
+
+  // The GPU whose memory it is; null where that is not known, or it is the host's.
+  const Device* gpu() const { return gpu_memory == nullptr ? nullptr : &gpu_memory->device(); }
   // Called once, when nothing can name the region any more. May be null.
   std::function<void()> detached;
 };
@@ -50,14 +56,15 @@ class RegionTable {
   // process. kSessions: for clients that were handed descriptors.
   enum class Kind { kNone, kProcess, kSessions };
 
-  // The budget outlives the table.
-  RegionTable(Kind kind, MemoryBudget* budget);
+  // Both outlive the table. device: for regions of its memory; null: there are none.
+  RegionTable(Kind kind, MemoryBudget* budget, Device* device = nullptr);
 
   // A new session's id.
   std::string OpenSession() ABSL_LOCKS_EXCLUDED(mutex_);
   // Its regions go as Detach.
   void CloseSession(const std::string& session) ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // A region of host memory, charged to the budget.
   // NOT_FOUND, reason SESSION_NOT_FOUND; RESOURCE_EXHAUSTED for memory or the
   // most regions of a session; UNIMPLEMENTED without sessions.
   // INVALID_ARGUMENT unless bytes is positive. `ready` is called with the region
@@ -65,6 +72,11 @@ class RegionTable {
   absl::StatusOr<std::shared_ptr<Region>> Attach(
       const std::string& session, int64_t bytes,
       const std::function<void(const std::shared_ptr<Region>&)>& ready = nullptr)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // A region of the memory of the device of that name or UUID, whose size is rounded up.
+  // Errors as Attach, and INVALID_ARGUMENT for a device that is not there or no GPU.
+  absl::StatusOr<std::shared_ptr<Region>> AttachGpu(const std::string& session, int64_t bytes,
+                                                    const std::string& device)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // The session's regions by id. Errors as Attach.
   absl::StatusOr<std::vector<std::shared_ptr<Region>>> List(const std::string& session) const
@@ -80,11 +92,19 @@ class RegionTable {
   using Session = std::map<std::string, std::shared_ptr<Region>, std::less<>>;
 
   absl::Status CheckSessions() const;
+  // Whether the session can have one more region, of so many bytes.
+  absl::Status CheckAttach(const std::string& session, int64_t bytes) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Lets it be named. NOT_FOUND, and then it is detached.
+  absl::StatusOr<std::shared_ptr<Region>> Add(const std::string& session,
+                                              std::shared_ptr<Region> region)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // Of a region that the tables have no more, without the lock.
   static void Detached(Region& region);
 
   const Kind kind_;
   MemoryBudget* const budget_;
+  Device* const device_;
   const std::shared_ptr<Region> process_;
   const std::shared_ptr<Region> gpu_;
   mutable Mutex mutex_;

@@ -45,6 +45,8 @@ struct Chunk {
   bool shared_source = false;
   // The source, which is shared, lies in the memory of a GPU of this process.
   bool on_gpu = false;
+  // Which GPU's, where that is known. Null: the device finds out.
+  const Device* gpu = nullptr;
   // What K and V lie in, where that is not the caller's to keep.
   std::shared_ptr<const void> k_memory = nullptr;
   std::shared_ptr<const void> v_memory = nullptr;

@@ -37,6 +37,10 @@ class StreamDecoder {
   ~StreamDecoder();
 
   const Model& model() const { return *parts_.front().sequence->model; }
+  int part_count() const { return static_cast<int>(parts_.size()); }
+  int64_t token_count() const { return token_count_; }
+  // The device that the sequences live on.
+  Device& home() const { return engine_->device_->HomeOf(*parts_.front().sequence->device); }
 
   // Ends the step before and announces the next one's tokens on the stream. Waits
   // only if the step before the one before has not ended. Errors of an earlier step

@@ -156,7 +156,11 @@ class RegionServer::Loop {
     if (regions.ok() && name.starts_with(kCollection)) {
       for (const std::shared_ptr<Region>& region : *regions) {
         if (region->id != name.substr(kCollection.size())) continue;
-        Send(fd, "ok", region->memory->descriptor());
+        if (region->memory == nullptr) {
+          Send(fd, "this region is of a GPU: its handle came with its attach");
+        } else {
+          Send(fd, "ok", region->memory->descriptor());
+        }
         return true;
       }
     }

@@ -54,7 +54,7 @@ struct Server::Impl {
             [this](const absl::Status& error, const std::string& reason) {
               events.Refused(error, reason);
             }),
-        regions(RegionsOf(config), &engine.budget()),
+        regions(RegionsOf(config), &engine.budget(), &engine.device()),
         doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
         context{

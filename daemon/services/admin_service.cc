@@ -55,6 +55,7 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
       device.set_memory_used_bytes(memory->used_bytes);
       device.set_resident_limit_bytes(memory->resident_limit_bytes);
       device.set_resident_used_bytes(memory->resident_used_bytes);
+      device.set_shared_used_bytes(memory->shared_used_bytes);
     }
   }
   v1::ServerLimits& limits = *response->mutable_limits();

@@ -73,11 +73,11 @@ class AttendCall final : public UnaryCall {
     for (size_t i = 0; i < outcome.job->items.size(); ++i) {
       const JobItem& item = outcome.job->items[i];
       v1::AttendResult& result = *response_->add_results();
-      if (item.status.ok()) {
-        FillResult(*outcome.job, item, sequences_[i]->model->spec, places_[i], result);
-      } else {
-        *result.mutable_status() = services_.status.ToRpc(item.status);
+      absl::Status status = item.status;
+      if (status.ok()) {
+        status = FillResult(*outcome.job, item, sequences_[i]->model->spec, places_[i], result);
       }
+      if (!status.ok()) *result.mutable_status() = services_.status.ToRpc(status);
     }
   }
 

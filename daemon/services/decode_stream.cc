@@ -222,9 +222,10 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
     Fail(*message, outcome.status());
   } else if (const JobItem& item = outcome->job->items.front(); !item.status.ok()) {
     Fail(*message, item.status);
-  } else {
-    FillResult(*outcome->job, item, sequence.model->spec, message->places,
-               *message->response.mutable_result());
+  } else if (absl::Status status = FillResult(*outcome->job, item, sequence.model->spec,
+                                              message->places, *message->response.mutable_result());
+             !status.ok()) {
+    Fail(*message, status);
   }
   Answered(message);
 }

@@ -12,6 +12,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/convert/lookup.h"
 #include "daemon/convert/tensor.h"
+#include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/attend_call.h"
 #include "host/base/status_macros.h"
@@ -74,9 +75,12 @@ absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
   ASSIGN_OR_RETURN(choice_, ChoiceFromProto(request, model_->spec));
   RETURN_IF_ERROR(ParseTargets(request));
   services_.engine.ShareRows(
-      std::move(sequence), request.layer(), [this](absl::StatusOr<SharedRows> shared) {
+      sequence, request.layer(), [this, sequence](absl::StatusOr<SharedRows> shared) {
         absl::Status status =
             shared.ok() ? CheckTokens(choice_, shared->rows.token_count()) : shared.status();
+        if (status.ok() && k_.has_value() && k_->region->gpu() != nullptr) {
+          status = CheckHome(*k_->region->gpu(), *shared->device, *sequence, "k");
+        }
         if (!status.ok()) return Finish(services_.status.ToGrpc(status));
         if (k_.has_value()) return CopyRows(*std::move(shared));
         rows_ = std::move(shared->rows);
@@ -100,8 +104,11 @@ absl::Status FetchStream::ParseTargets(const v1::FetchPagesRequest& request) {
       k_, TargetOf(request.k(), shape, spec.dtype, services_.regions, "k", TensorMemory::kAny));
   ASSIGN_OR_RETURN(
       v_, TargetOf(request.v(), shape, spec.dtype, services_.regions, "v", TensorMemory::kAny));
-  if (k_->region->on_gpu == v_->region->on_gpu) return absl::OkStatus();
-  return InvalidField("v.region", "one of k and v lies in GPU memory, not both");
+  if (k_->region->on_gpu != v_->region->on_gpu) {
+    return InvalidField("v.region", "one of k and v lies in GPU memory, not both");
+  }
+  if (k_->region->gpu() == v_->region->gpu()) return absl::OkStatus();
+  return InvalidField("v.region", "k and v lie in the memory of two GPUs");
 }
 
 void FetchStream::CopyRows(SharedRows shared) {

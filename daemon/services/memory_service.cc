@@ -10,7 +10,14 @@ namespace {
 void Fill(const Region& region, v1::Region& out) {
   out.set_name(absl::StrCat("regions/", region.id));
   out.set_byte_count(static_cast<int64_t>(region.bytes.size()));
+  if (region.gpu() != nullptr) out.set_device(region.gpu()->info().uuid);
 }
+
+void FillHandle(const Region& region, v1::AttachRegionResponse& out) {
+  if (region.gpu_memory != nullptr) out.set_ipc_handle(region.gpu_memory->handle());
+}
+// A doorbell is in host memory.
+void FillHandle(const Region&, v1::AttachDoorbellResponse&) {}
 
 }  // namespace
 
@@ -18,7 +25,10 @@ grpc::ServerUnaryReactor* MemoryService::AttachRegion(grpc::CallbackServerContex
                                                       const v1::AttachRegionRequest* request,
                                                       v1::AttachRegionResponse* response) {
   return AnswerAttached(context, *response, [this, request] {
-    return services_.regions.Attach(request->session(), request->byte_count());
+    return request->device().empty()
+               ? services_.regions.Attach(request->session(), request->byte_count())
+               : services_.regions.AttachGpu(request->session(), request->byte_count(),
+                                             request->device());
   });
 }
 
@@ -39,7 +49,10 @@ grpc::ServerUnaryReactor* MemoryService::AnswerAttached(grpc::CallbackServerCont
   services_.background.enqueue([call, &response, attach] {
     if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
     const absl::StatusOr<std::shared_ptr<Region>> region = attach();
-    if (region.ok()) Fill(**region, *response.mutable_region());
+    if (region.ok()) {
+      Fill(**region, *response.mutable_region());
+      FillHandle(**region, response);
+    }
     call->End(region.status());
   });
   return reactor;

@@ -17,6 +17,7 @@
 #include "gpu/cuda/mps.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/row_fetcher.h"
+#include "gpu/device/shared_heap.h"
 #include "gpu/device/stream_step.h"
 #include "host/base/elements.h"
 #include "host/base/mutex.h"
@@ -144,6 +145,7 @@ class CudaDevice final : public Device {
       memory.resident_limit_bytes = resident_limit_bytes_;
       memory.resident_used_bytes = resident_limit_bytes_ - resident_arena_->free_bytes();
     }
+    memory.shared_used_bytes = shared_->used_bytes();
     return memory;
   }
 
@@ -152,6 +154,15 @@ class CudaDevice final : public Device {
     return cuda::CreateStreamStep({ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &budget_,
                                    host_budget_, slots_.front()->wave_bytes()},
                                   std::move(options));
+  }
+
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(std::string_view device,
+                                                                     int64_t bytes) override {
+    return info_.Is(device) ? shared_->Allocate(bytes) : Device::AllocateShared(device, bytes);
+  }
+  absl::StatusOr<std::unique_ptr<DeviceExchange>> OpenExchange(int64_t bytes,
+                                                               int64_t input_bytes) override {
+    return shared_->OpenExchange(bytes, input_bytes);
   }
 
   void Fetch(const FetchWork& work, FetchDone done) override {
@@ -212,6 +223,7 @@ class CudaDevice final : public Device {
   tbb::task_arena workers_;
   std::vector<std::unique_ptr<StreamSlot>> slots_;
   std::unique_ptr<cuda::RowFetcher> fetcher_;
+  std::unique_ptr<cuda::SharedHeap> shared_;
 
   Mutex mutex_;
   CondVar changed_;
@@ -295,6 +307,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->info_.simd_target = SimdTargetName();
   device->fetcher_ =
       std::make_unique<cuda::RowFetcher>(device->gpu_, &device->budget_, host_budget);
+  device->shared_ = std::make_unique<cuda::SharedHeap>(device.get(), device->gpu_, &device->budget_,
+                                                       &device->workers_);
   device->info_.mps = cuda::SharedByMps(options.ordinal);
   device->finisher_ = std::thread([raw = device.get()] { raw->Finish(); });
   return device;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,6 +16,7 @@
 #include "host/base/selection.h"
 #include "host/device/cancel.h"
 #include "host/device/fetch_rows.h"
+#include "host/device/shared_device_memory.h"
 #include "host/memory/layer_rows.h"
 #include "host/model/model_spec.h"
 #include "host/policy/policy.h"
@@ -33,6 +35,11 @@ struct DeviceInfo {
   // Whether this process shares a GPU by way of MPS; unknown where the driver
   // does not say. Of a CPU: no.
   std::optional<bool> mps = false;
+
+  // Whether this is its name or its UUID.
+  bool Is(std::string_view device) const {
+    return !device.empty() && (device == name || device == uuid);
+  }
 };
 
 // Memory of a device's own, bytes.
@@ -42,6 +49,8 @@ struct DeviceMemory {
   // Of the limit, for copies of all rows of some sequences, and what these take.
   int64_t resident_limit_bytes = 0;
   int64_t resident_used_bytes = 0;
+  // What other processes map, which counts against the limit.
+  int64_t shared_used_bytes = 0;
 };
 
 // A model's weights on a device (rotations, MLPs). Opaque; thread-safe.
@@ -219,6 +228,17 @@ class Device {
   // once, from any thread: all rows are there then, or an error says why not.
   // INVALID_ARGUMENT for memory that the device does not write.
   virtual void Fetch(const FetchWork& work, FetchDone done) = 0;
+
+  // Memory of the device, this one or a part, of that name or UUID, that other processes
+  // can map: `bytes` rounded up. INVALID_ARGUMENT for a device that is not there or has no
+  // memory of its own; UNIMPLEMENTED where its driver shares none; RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(
+      std::string_view device, int64_t bytes);
+  // For one other process, with so much of shared memory and of inputs. REQUIRES: this
+  // is what HomeOf() has given. UNIMPLEMENTED where the device has no memory of its own, or
+  // its driver shares none; RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<DeviceExchange>> OpenExchange(int64_t bytes,
+                                                                       int64_t input_bytes);
 
   // Starts a job; done is called exactly once, with the job.
   virtual void Submit(std::unique_ptr<Job> job, Completion done) = 0;

@@ -313,6 +313,7 @@ class PlacedDevice final : public Device {
       sum->used_bytes += memory->used_bytes;
       sum->resident_limit_bytes += memory->resident_limit_bytes;
       sum->resident_used_bytes += memory->resident_used_bytes;
+      sum->shared_used_bytes += memory->shared_used_bytes;
     }
     return sum;
   }
@@ -344,6 +345,13 @@ class PlacedDevice final : public Device {
   }
 
   Device& HomeOf(DeviceSequence& sequence) override { return *devices_[Placed(sequence).device()]; }
+  absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(std::string_view device,
+                                                                     int64_t bytes) override {
+    for (const std::unique_ptr<Device>& part : devices_) {
+      if (part->info().Is(device)) return part->AllocateShared(device, bytes);
+    }
+    return Device::AllocateShared(device, bytes);
+  }
   // To host memory any may.
   void Fetch(const FetchWork& work, FetchDone done) override {
     devices_.front()->Fetch(work, std::move(done));

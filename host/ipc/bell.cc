@@ -88,10 +88,10 @@ bool BellWaiter::Await(Bell& bell, uint32_t seen, Clock::time_point deadline, bo
 void BellWaiter::Learn(nanoseconds waited) {
   // A wait that spinning would have caught is worth it next time; each other one
   // halves what is tried, down to nothing.
-  if (waited <= kSpinMax) {
-    spin_ = std::min(kSpinMax, std::max(2 * waited, kSpinMax / 8));
+  if (waited <= spin_max_) {
+    spin_ = std::min(spin_max_, std::max(2 * waited, spin_max_ / 8));
   } else {
-    spin_ = spin_ > kSpinMax / 8 ? spin_ / 2 : nanoseconds(0);
+    spin_ = spin_ > spin_max_ / 8 ? spin_ / 2 : nanoseconds(0);
   }
 }
 

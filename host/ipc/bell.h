@@ -34,10 +34,14 @@ class BellWaiter {
 
   // What the next wait spins at most.
   std::chrono::nanoseconds spin() const { return spin_; }
+  // Spins so long at most from now on, in place of kSpinMax: for waits that are expected to
+  // take longer and are worth a core.
+  void SetSpinMax(std::chrono::nanoseconds most) { spin_ = spin_max_ = most; }
   // Takes note of how long a wait took. Called by Await().
   void Learn(std::chrono::nanoseconds waited);
 
  private:
+  std::chrono::nanoseconds spin_max_ = kSpinMax;
   std::chrono::nanoseconds spin_ = kSpinMax;
 };
 

@@ -23,7 +23,7 @@ namespace spillway {
 // test releases it, or with `delayed`, a random time in a thread of its own.
 // An attend answers with what it saw: out[0] = the visible count, lse[0] = the
 // first element of the last visible row's key, head 0 (f32 models).
-class ToyDevice final : public Device {
+class ToyDevice : public Device {
  public:
   explicit ToyDevice(bool delayed) : delayed_(delayed) {}
   ~ToyDevice() override { Join(); }

@@ -237,8 +237,15 @@ def test_tcp_on_loopback() -> None:
             assert client.health()
             with pytest.raises(ValueError, match="shares no regions"):
                 client.attach_region(4096)
+            with pytest.raises(ValueError, match="shares no regions"):
+                client.attach_region(4096, device="cuda:0")
             with pytest.raises(grpc.RpcError) as caught:
                 client._stubs.memory.AttachRegion(memory_service_pb2.AttachRegionRequest())
+            assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
+            with pytest.raises(grpc.RpcError) as caught:
+                client._stubs.memory.AttachRegion(
+                    memory_service_pb2.AttachRegionRequest(byte_count=1, device="cuda:0")
+                )
             assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
         assert run("--listen", f"tcp:127.0.0.1:{port}").returncode != 0
 

@@ -21,7 +21,7 @@ import decode_by_doorbell as runner
 import numpy as np
 import pytest
 import spillway
-from daemon_process import running_daemon
+from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, refused, settles
 from spillway import Client, Model, Sequence
 from spillway._proto import attention_service_pb2 as attention
@@ -29,6 +29,7 @@ from spillway._proto import memory_service_pb2 as memory
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # of the model fixture
 BEGIN, ATTEND, RESULTS, END = 1, 2, 3, 4
+OPEN, NEXT, ATTEND_ON_GPU, FINISH, DECODER_RESULTS, SUMS, CLOSE = range(5, 12)
 F32 = 1
 # Of host/ipc/bell.h and daemon/doorbell/doorbell_memory.h.
 RUNG, ANSWERED, CALL, ANSWER, TEXT, DATA = 0, 64, 128, 192, 256, 16 << 10
@@ -238,6 +239,33 @@ def test_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model
     assert sequence.refresh().layer_token_counts == (1, 0)
 
 
+def test_decoder_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model) -> None:
+    sequence = client.create_sequence(model)
+    named = description(sequence)
+    opening: dict[str, Any] = {"kind": OPEN, "byte_count": len(named), "data": named}
+    cases: tuple[tuple[int, str, dict[str, Any]], ...] = (
+        *((9, "no decoder is open", {"kind": kind}) for kind in range(NEXT, CLOSE)),
+        (0, "", {"kind": CLOSE}),
+        (3, "12 is no call", {"kind": 12}),
+        (3, "not in [0, ", {"kind": OPEN, "byte_count": -1}),
+        (3, "no spillway.v1.DecodeStep", {"kind": OPEN, "byte_count": 9, "data": b"\xff" * 9}),
+        (3, "0 sequences are not in [1, 256]", {"kind": OPEN, "offset": 100}),
+        (3, "token_count_max: value 0 is not in [1, ", opening),
+        (3, "token_count_max: value -5 is not in [1, ", {**opening, "offset": -5}),
+        (3, "token_count_max: value 4611686018427387904", {**opening, "offset": 2**62}),
+    )
+    for code, said, call in cases:
+        told, text = raw.call(**call)
+        assert (told, said in text) == (code, True), (call, told, text)
+    if not on_gpu():
+        told, text = raw.call(**{**opening, "offset": 100})
+        assert (told, "cpu:0 has no streams" in text) == (12, True), (told, text)
+    # Nothing of that holds the sequence, nor the doorbell.
+    assert raw.call(BEGIN, byte_count=len(named), data=named)[0] == 0
+    assert raw.call(ATTEND)[0] == 0
+    sequence.delete()
+
+
 def test_tensors_that_do_not_fit(client: Client) -> None:
     model = client.create_model(
         layer_count=1, query_head_count=64, kv_head_count=64, head_dim=256, dtype="float32"
@@ -266,7 +294,7 @@ def test_noise_in_it_harms_nobody(
             raw.call(BEGIN, byte_count=len(named), data=named)
         noise = rng.integers(0, 256, 8192, np.uint8).tobytes()
         raw.memory[DATA : DATA + 8192] = noise
-        fields = [int(x) for x in rng.integers(0, 6, 4)]
+        fields = [int(x) for x in rng.integers(0, [13, 6, 6, 6])]
         sizes = [int(x) for x in rng.integers(-(2**63), 2**63 - 1, 2)]
         raw.call(fields[0], fields[1] - 1, (fields[2], fields[3]), sizes[0], sizes[1])
     with client.begin_step([client.create_sequence(model)]) as step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import spillway
 import torch
-from daemon_process import running_daemon
+from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, refused, wait_for
 from spillway import Client, Model, Region, Sequence
 from spillway._proto import attention_service_pb2 as attention
@@ -443,3 +444,47 @@ def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None
         client.attach_region(MIB)
     request = memory.AttachRegionRequest(session="any", byte_count=1)
     assert refused(lambda: client._stubs.memory.AttachRegion(request)).code == "UNIMPLEMENTED"
+
+
+# Regions of a GPU's memory, where there is none (test_gpu_regions.py has the rest).
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("cpu:0", "has no memory of its own"),
+        ("cuda:99", "is none of the engine's devices: "),
+        ("GPU-00000000-0000-0000-0000-000000000000", "is none of the engine's devices: "),
+        ("cpu", "is none of the engine's devices: "),
+    ],
+)
+def test_a_device_without_memory_of_its_own(client: Client, device: str, told: str) -> None:
+    if on_gpu() and device == "cpu:0":
+        pytest.skip("of a daemon without a GPU")
+    client.attach_region(1).detach()
+    before, session = other_bytes(client), client._regions._session
+    with pytest.raises(spillway.InvalidArgument, match=re.escape(told)) as caught:
+        client.attach_region(MIB, device=device)
+    assert [violation.field for violation in caught.value.fields] == ["device"]
+    assert device in caught.value.message
+    listed = client._stubs.memory.ListRegions(memory.ListRegionsRequest(session=session))
+    assert not [region for region in listed.regions if region.device]
+    assert other_bytes(client) == before
+
+
+def test_no_region_of_a_gpu_without_the_library(target: str) -> None:
+    with (
+        spillway.connect(target, native=False) as client,
+        pytest.raises(ValueError, match="take libspillway"),
+    ):
+        client.attach_region(MIB, device="cuda:0")
+
+
+def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
+    assert client._native is not None
+    nowhere = "GPU-00000000-0000-0000-0000-000000000000"
+    for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
+        with pytest.raises(spillway.SpillwayError) as caught:
+            client._native.map_gpu_region(nowhere, handle)
+        # A build without CUDA maps nothing.
+        assert caught.value.code in codes | {"UNIMPLEMENTED"}, caught.value

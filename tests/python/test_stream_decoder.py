@@ -1,16 +1,24 @@
-"""Decoding on CUDA streams: what is enqueued gives what steps give, eagerly and captured."""
+"""Decoding with CUDA tensors: it gives what steps give, on streams, captured, and by a daemon."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import spillway
 import torch
-from daemon_process import binary, on_gpu
+from conftest import connected
+from daemon_process import binary, on_gpu, running_daemon
+from helpers import refused, wait_for
 from spillway import Client, FailedPrecondition, Model, Policy, Sequence
 from spillway_lab.serving import prefer_library
 
@@ -18,6 +26,24 @@ GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
+
+
+@pytest.fixture(scope="module", params=["embedded", "daemon"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """An engine in this process, or one of the session's daemon."""
+    if request.param == "embedded":
+        with connected("embedded", request) as client:
+            yield client
+    else:
+        with spillway.connect(request.getfixturevalue("target"), native=True) as client:
+            yield client
+
+
+def captures(engine: Client) -> bool:
+    """Whether attends can be captured; else skips."""
+    if engine.transport != "embedded":
+        pytest.skip("of an engine in this process: a daemon's attends are calls")
+    return True
 
 
 @pytest.fixture
@@ -178,6 +204,7 @@ class Captured:
 def test_a_graph_serves_step_after_step(
     engine: Client, wide: Model, lengths: tuple[int, ...]
 ) -> None:
+    assert captures(engine)
     steps = 300
     sequences = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
     others = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
@@ -316,6 +343,7 @@ def test_an_error_shows_two_steps_later_at_the_latest(engine: Client, wide: Mode
 
 @needs_gpu
 def test_a_stale_graph_gives_nan_and_an_error(engine: Client, wide: Model) -> None:
+    assert captures(engine)
     sequence = filled(engine, wide, 4000)
     tensors = Tensors(1, 1, 300)
     with engine.open_decoder([sequence]) as decoder:
@@ -402,6 +430,96 @@ def test_announcing_is_no_part_of_a_graph(engine: Client, wide: Model) -> None:
 
 
 @needs_gpu
+def test_a_daemons_attend_is_no_part_of_a_graph(engine: Client, wide: Model) -> None:
+    if engine.transport == "embedded":
+        pytest.skip("of a daemon")
+    sequence = filled(engine, wide, 100)
+    tensors = Tensors(1, 1, 1)
+    inputs = tensors.of(0, 0, "cuda")
+    with engine.open_decoder([sequence]) as decoder:
+        decoder.next()
+        with (
+            raising(FailedPrecondition, "a daemon's attends are calls, which no graph holds"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            decoder.attend(0, *inputs)
+        # It goes on.
+        for layer in range(LAYERS):
+            decoder.attend(layer, *tensors.of(0, layer, "cuda"))
+        decoder.finish()
+    assert sequence.refresh().token_count == 101
+
+
+@needs_gpu
+def test_streams_may_change_between_layers(engine: Client, wide: Model) -> None:
+    """What one stream has yet to copy is not written over by what another asks."""
+    steps = 20
+    sequence, other = (filled(engine, wide, 4000) for _ in range(2))
+    tensors = Tensors(1, 1, steps)
+    expected = by_steps(engine, [other], tensors, steps, 1)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    answers = []
+    with engine.open_decoder([sequence]) as decoder:
+        for t in range(steps):
+            decoder.next()
+            for layer in range(LAYERS):
+                inputs = tensors.of(t, layer, "cuda")
+                torch.cuda.synchronize()
+                stream = streams[(t * LAYERS + layer) % 2]
+                with torch.cuda.stream(stream):
+                    answers.append(decoder.attend(layer, *inputs))
+                    torch.cuda._sleep(500_000)
+                if engine.transport == "embedded":
+                    stream.synchronize()  # an embedded engine's steps are in one order
+        torch.cuda.synchronize()
+        decoder.finish()
+    for (out, lse), (their_out, their_lse, _) in zip(answers, expected, strict=True):
+        same(out, their_out)
+        same(lse, their_lse)
+
+
+@needs_gpu
+def test_outputs_in_float32_and_queries_as_they_lie(engine: Client, wide: Model) -> None:
+    sequence, other = (filled(engine, wide, 3000) for _ in range(2))
+    tensors = Tensors(1, 2, 1)
+    with (
+        engine.open_decoder([sequence], token_count=2) as decoder,
+        engine.begin_step([other], token_count=2) as step,
+    ):
+        decoder.next()
+        for layer in range(LAYERS):
+            q, k, v = tensors.of(0, layer, "cuda")
+            # [B, H, T, d] in memory, and with others' rows between.
+            turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+            gapped = torch.zeros((1, KV_HEADS, 2, 2 * DIM), dtype=k.dtype, device="cuda")
+            gapped[..., :DIM] = k
+            out, lse = decoder.attend(layer, turned, gapped[..., :DIM], v, out_dtype="float32")
+            expected = step.attend(layer, *tensors.of(0, layer, "cpu"), out_dtype="float32")
+            assert out.dtype == torch.float32
+            same(out, expected[0])
+            same(lse, expected[1])
+        decoder.finish()
+
+
+@needs_gpu
+def test_sums_are_those_of_its_results(engine: Client, wide: Model) -> None:
+    sequence = filled(engine, wide, 5000)
+    tensors = Tensors(1, 1, 3)
+    touched = 0
+    with engine.open_decoder([sequence]) as decoder:
+        for t in range(3):
+            decoder.next()
+            for layer in range(LAYERS):
+                decoder.attend(layer, *tensors.of(t, layer, "cuda"))
+            (result,) = decoder.results(1)
+            touched += int(result.touched_row_counts.sum())
+        sums = decoder.sums(1)
+        assert sums.attend_count == 3
+        assert sums.touched_row_count == touched
+        assert sums.visible_row_count == KV_HEADS * (5001 + 5002 + 5003)
+
+
+@needs_gpu
 def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
     def used() -> tuple[int, int]:
         (gpu,) = engine.get_server_info().devices
@@ -409,16 +527,20 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
 
     sequence = filled(engine, wide, 3000)
     engine.open_decoder([sequence]).close()  # tables stay with the sequence
+    if engine.transport != "embedded":
+        # A daemon frees what it shared a moment later.
+        wait_for(lambda: engine.get_server_info().devices[0].shared_used_bytes == 0)
     before = used()
     for _ in range(3):
         with engine.open_decoder([sequence]) as decoder:
             decoder.next()
             assert used() > before
-        assert used() == before
+        wait_for(lambda: used() == before)
 
 
 @pytest.mark.skipif(not GPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_serves_the_second_gpu_beside_the_first(engine: Client, wide: Model) -> None:
+    assert captures(engine)
     prefer_library(binary())
     settings = {"memory.limit": "4GiB", "device.name": "cuda:1"}
     with spillway.connect("embedded:", settings=settings) as second:
@@ -459,8 +581,125 @@ def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
     sequence.delete()  # it is not held
 
 
-@pytest.mark.transports("grpcio", "libspillway")
-def test_a_daemon_has_no_decoders(client: Client, model: Model) -> None:
+@pytest.mark.transports("grpcio")
+def test_none_without_the_library(client: Client, model: Model) -> None:
     sequence = client.create_sequence(model)
-    with raising(ValueError, "decoders are of an embedded engine"):
+    with raising(ValueError, "decoders are of an embedded engine, or of a daemon that shares"):
         client.open_decoder([sequence])
+
+
+def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as target:
+        # The second socket is not where the first one is seen.
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "spillwayd.sock").symlink_to(target.removeprefix("unix:"))
+        with spillway.connect(f"unix:{elsewhere}/spillwayd.sock") as client:
+            model = client.create_model(
+                layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+            )
+            sequence = client.create_sequence(model)
+            error = refused(lambda: client.open_decoder([sequence]))
+            assert error.code == "UNIMPLEMENTED"
+            assert "no doorbell: " in error.message
+
+
+# Who goes away.
+
+RUNNER = """
+    import sys, torch, spillway
+    sys.path.insert(0, {folder!r})
+    from test_stream_decoder import LAYERS, Tensors
+    client = spillway.connect({target!r})
+    sequence = client.get_sequence({sequence!r})
+    tensors = Tensors(1, 1, {steps})
+    decoder = client.open_decoder([sequence])
+    for t in range({start}, {steps}):
+        decoder.next()
+        for layer in range(LAYERS):
+            decoder.attend(layer, *tensors.of(t, layer, "cuda"))
+            print(t, layer, flush=True)
+"""
+
+
+@needs_gpu
+@pytest.mark.parametrize("cut", [1, 2, 3, 8, 11])
+def test_a_runner_that_is_killed_between_layers(
+    engine: Client, wide: Model, target: str, cut: int
+) -> None:
+    """Its whole steps that were concluded stay, the rest goes, and another goes on."""
+    if engine.transport == "embedded":
+        pytest.skip("of a daemon")
+    steps, length = 8, 3000
+    sequence, other = (filled(engine, wide, length) for _ in range(2))
+    tensors = Tensors(1, 1, steps)
+    expected = by_steps(engine, [other], tensors, steps, 1)
+    script = RUNNER.format(
+        folder=str(Path(__file__).parent),
+        target=target,
+        sequence=sequence.name,
+        steps=steps,
+        start=0,
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(cut):
+        assert process.stdout.readline().strip()
+    with raising(FailedPrecondition, "is held by a decoder"):
+        sequence.truncate(1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+    def free() -> bool:
+        try:
+            sequence.truncate(sequence.refresh().token_count)
+        except FailedPrecondition:
+            return False
+        return True
+
+    wait_for(free)
+    info = sequence.refresh()
+    assert len(set(info.layer_token_counts)) == 1
+    done = info.token_count - length
+    # It may have got on a little while it was killed.
+    assert cut // LAYERS - 1 <= done <= steps
+    with engine.open_decoder([sequence]) as decoder:
+        for t in range(done, steps):
+            decoder.next()
+            for layer in range(LAYERS):
+                out, lse = decoder.attend(layer, *tensors.of(t, layer, "cuda"))
+                their_out, their_lse, _ = expected[t * LAYERS + layer]
+                same(out, their_out)
+                same(lse, their_lse)
+        decoder.finish()
+    assert sequence.refresh().token_count == length + steps
+
+
+@needs_gpu
+def test_the_daemon_goes_between_layers(tmp_path: Path) -> None:
+    with running_daemon(tmp_path) as target:
+        client = spillway.connect(target, native=True)
+        model = client.create_model(
+            layer_count=LAYERS,
+            query_head_count=HEADS,
+            kv_head_count=KV_HEADS,
+            head_dim=DIM,
+            dtype="bfloat16",
+        )
+        sequence = filled(client, model, 2000)
+        tensors = Tensors(1, 1, 1)
+        decoder = client.open_decoder([sequence])
+        decoder.next()
+        decoder.attend(0, *tensors.of(0, 0, "cuda"))
+    for _ in range(2):
+        with raising(spillway.Unavailable, "the daemon is gone"):
+            decoder.attend(1, *tensors.of(0, 1, "cuda"))
+    with pytest.raises(spillway.Unavailable):
+        decoder.finish()
+    decoder.close()
+    client.close()
+    # This process's CUDA is as it was.
+    assert torch.ones(3, device="cuda").sum().item() == 3

@@ -33,6 +33,7 @@ Json StatusJson(const v1::GetServerInfoResponse& info,
                        {"memory_used_bytes", device.memory_used_bytes()},
                        {"resident_limit_bytes", device.resident_limit_bytes()},
                        {"resident_used_bytes", device.resident_used_bytes()},
+                       {"shared_used_bytes", device.shared_used_bytes()},
                        {"mps", device.mps()}});
   }
   Json models = Json::array();

@@ -24,7 +24,7 @@ from spillway.errors import (
 )
 from spillway.indices import KeyIndices, MlpHash, RotationHash
 from spillway.policy import Adaptive, Candidates, Policy, TopK, TopP
-from spillway.regions import Region
+from spillway.regions import GpuRegion, Region
 from spillway.results import (
     AppendResult,
     AttendResult,
@@ -60,6 +60,7 @@ __all__ = [
     "DecodeStream",
     "FailedPrecondition",
     "FieldViolation",
+    "GpuRegion",
     "HeadAudit",
     "InvalidArgument",
     "KeyIndices",

@@ -131,11 +131,14 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("step_await", number, (pointer, pointer, seconds)),
         ("step_results", number, (pointer, pointer, pointer)),
         ("step_end", None, (pointer,)),
+        ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
+        ("gpu_region_unmap", None, (pointer,)),
         ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
+        ("decoder_gpu", number, (pointer,)),
         ("decoder_next", number, (pointer, pointer, pointer)),
         ("decoder_attend", number, (pointer, number, pointer, pointer)),
         ("decoder_finish", number, (pointer, pointer)),
-        ("decoder_results", None, (pointer, number, pointer, pointer)),
+        ("decoder_results", number, (pointer, number, pointer, pointer)),
         ("decoder_sums_of", Sums, (pointer, number)),
         ("decoder_close", None, (pointer,)),
     ):
@@ -237,6 +240,20 @@ class NativeChannel:
             raise self._error()
         return _bytes(data, size)
 
+    def map_gpu_region(self, device: str, handle: bytes) -> GpuMapping:
+        """Maps memory of a GPU that a daemon has shared.
+
+        Raises:
+            SpillwayError: The library is without CUDA, or does not see the GPU.
+            ValueError: The channel is closed.
+        """
+        self._check_open()
+        address, ordinal = ctypes.c_void_p(), ctypes.c_int()
+        mapped = self.library.spillway_gpu_region_map(
+            device.encode(), handle, len(handle), ctypes.byref(address), ctypes.byref(ordinal)
+        )
+        return GpuMapping(self.library, self._checked(mapped), address.value or 0, ordinal.value)
+
     def open_decoder(self, description: bytes, token_count_max: int) -> int:
         """Opens a decoder on streams of the engine's GPU: a serialised `DecodeStep`.
 
@@ -276,7 +293,9 @@ class NativeChannel:
     def decoder_results(self, decoder: int, layer: int) -> bytes:
         """As `step_results`, of a layer of the last step that has ended."""
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
-        self.library.spillway_decoder_results(decoder, layer, *map(ctypes.byref, (data, size)))
+        out = map(ctypes.byref, (data, size))
+        if self.library.spillway_decoder_results(decoder, layer, *out):
+            raise self._error()
         return _bytes(data, size)
 
     def close(self) -> None:
@@ -361,6 +380,21 @@ class NativeChannel:
         # It may still end with an error.
         call.receive()
         return of(response)
+
+
+class GpuMapping:
+    """Memory of a GPU that a daemon shares, mapped here for as long as this lives.
+
+    Attributes:
+        address: Where it is.
+        ordinal: CUDA's number of the GPU in this process.
+    """
+
+    def __init__(self, loaded: ctypes.CDLL, handle: int, address: int, ordinal: int) -> None:
+        self.address, self.ordinal = address, ordinal
+        unmapping: Any = weakref.finalize(self, loaded.spillway_gpu_region_unmap, handle)
+        # CUDA is going then, and unmaps it.
+        unmapping.atexit = False
 
 
 def _bytes(data: ctypes.c_void_p, size: ctypes.c_size_t) -> bytes:

@@ -36,7 +36,7 @@ from spillway.errors import (
 )
 from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway.policy import Policy
-from spillway.regions import Region, Regions
+from spillway.regions import GpuRegion, Region, Regions
 from spillway.results import (
     AttendResult,
     Model,
@@ -580,10 +580,11 @@ class Client:
         token_count_max: int | None = None,
         policy: Policy | None = None,
     ) -> StreamDecoder:
-        """Opens a decoder of sequences of one model on CUDA streams.
+        """Opens a decoder of sequences of one model, for steps with CUDA tensors.
 
-        For an embedded engine on a GPU: attends are enqueued on torch's current
-        stream, with CUDA tensors, and can be captured into a CUDA graph.
+        By an embedded engine on a GPU attends are enqueued on torch's current stream,
+        and can be captured into a CUDA graph. By a daemon on this host, on a GPU that
+        this process sees too, they are calls through memory of that GPU.
 
         Args:
             sequences: 1 to 256, none twice, each with as many tokens in all layers.
@@ -595,11 +596,14 @@ class Client:
                 oracle.
 
         Raises:
-            SpillwayError: UNIMPLEMENTED where the engine's device is no GPU, or the
-                policy's methods are not served on streams.
+            SpillwayError: UNIMPLEMENTED where the engine's device is no GPU, the
+                policy's methods are not served on streams, or a daemon shares no
+                memory with this process.
+            NotFound: A sequence is gone, or this process does not see its GPU.
             FailedPrecondition: A sequence is held by another decoder.
             ResourceExhausted: The GPU's memory limit.
-            ValueError: As of `begin_step`, or the client is not of an embedded engine.
+            ValueError: As of `begin_step`, or the client reaches its daemon over TCP or
+                without libspillway.
         """
         from spillway.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
 
@@ -607,7 +611,13 @@ class Client:
 
     # Memory.
 
-    def attach_region(self, byte_count: int) -> Region:
+    @overload
+    def attach_region(self, byte_count: int, device: None = None) -> Region: ...
+
+    @overload
+    def attach_region(self, byte_count: int, device: str) -> GpuRegion: ...
+
+    def attach_region(self, byte_count: int, device: str | None = None) -> Any:
         """Has the daemon allocate memory that this process sees too.
 
         What is appended from arrays in it is not copied into messages. It takes
@@ -616,14 +626,22 @@ class Client:
         in place and needs none.
 
         Args:
-            byte_count: Its size.
+            byte_count: Its size; of a GPU's memory it is rounded up to 2 MiB.
+            device: The daemon's GPU whose memory it shall be, by the name or UUID that
+                `server_info.devices` gives; None: host memory.
 
         Raises:
-            ResourceExhausted: The daemon's memory limit, or too many regions.
-            ValueError: The daemon is not reached by a unix socket.
+            ResourceExhausted: The daemon's memory limit, the GPU's, or too many regions.
+            ValueError: The daemon is not reached by a unix socket, or there is no
+                libspillway for a GPU's.
+            InvalidArgument: The daemon has no such GPU.
+            SpillwayError: UNIMPLEMENTED where libspillway is without CUDA, NOT_FOUND
+                where this process does not see the GPU.
             Unavailable: The region cannot be handed over.
         """
-        return self._regions.attach(byte_count)
+        if device is None:
+            return self._regions.attach(byte_count)
+        return self._regions.attach_gpu(byte_count, device)
 
     # The daemon.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spillway._native import EMBEDDED
+from spillway._native import EMBEDDED, GpuMapping
 from spillway._proto import memory_service_pb2, tensor_pb2
 from spillway.errors import Unavailable
 from spillway.tensors import Array, BFloat16, DTypeName, is_torch, on_gpu
@@ -69,7 +70,36 @@ def has_gpu_rows(tensor: torch.Tensor) -> bool:
     return aligned and place.strides[-1:] == (tensor.itemsize,)
 
 
-class Region:
+class _Shared:
+    """What regions of host and GPU memory have in common: the room that is given out."""
+
+    def __init__(self, regions: Regions, name: str, byte_count: int, address: int) -> None:
+        self._regions = regions
+        self._used = 0
+        self.name = name
+        self.byte_count = byte_count
+        self.address = address
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, byte_count={self.byte_count})"
+
+    def _place(self, byte_count: int) -> int:
+        """Offset of the next piece."""
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + byte_count > self.byte_count:
+            raise ValueError(
+                f"{byte_count} bytes do not fit: {self.name} has {self.byte_count}, "
+                f"{self._used} of them given out"
+            )
+        self._used = start + byte_count
+        return start
+
+    def reset(self) -> None:
+        """Takes back what was given out: arrays of before and after would overlap."""
+        self._used = 0
+
+
+class Region(_Shared):
     """Memory shared with a daemon; `Client.attach_region` makes it.
 
     What is appended from arrays in it, or fetched into them, is not copied into
@@ -82,26 +112,14 @@ class Region:
     """
 
     def __init__(self, regions: Regions, name: str, memory: mmap.mmap) -> None:
-        self._regions = regions
         self._memory = memory
         self._bytes = np.frombuffer(memory, np.uint8)
-        self._used = 0
-        self.name = name
-        self.byte_count = len(memory)
-        self.address: int = self._bytes.__array_interface__["data"][0]
-
-    def __repr__(self) -> str:
-        return f"Region({self.name!r}, byte_count={self.byte_count})"
+        address: int = self._bytes.__array_interface__["data"][0]
+        super().__init__(regions, name, len(memory), address)
 
     def _take(self, byte_count: int) -> Any:
-        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if start + byte_count > self.byte_count:
-            raise ValueError(
-                f"{byte_count} bytes do not fit: {self.name} has {self.byte_count}, "
-                f"{self._used} of them given out"
-            )
-        self._used = start + byte_count
-        return self._bytes[start : self._used]
+        start = self._place(byte_count)
+        return self._bytes[start : start + byte_count]
 
     def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Returns a numpy array in the region; what is in it is not defined.
@@ -124,15 +142,73 @@ class Region:
         taken = torch.from_numpy(self._take(int(np.prod(shape)) * kind.itemsize))
         return taken.view(kind).view(shape)
 
-    def reset(self) -> None:
-        """Takes back what was given out: arrays of before and after would overlap."""
-        self._used = 0
-
     def detach(self) -> None:
         """Gives the region back; the daemon frees it when no call uses it.
 
         Arrays in it stay readable, and are this process's alone.
         """
+        self._regions.detach(self)
+
+
+class _GpuBytes:
+    """Bytes of a mapping, which torch takes and keeps mapped for as long as it has them."""
+
+    def __init__(self, mapping: GpuMapping, start: int, byte_count: int) -> None:
+        self._mapping = mapping
+        self.__cuda_array_interface__ = {
+            "shape": (byte_count,),
+            "typestr": "|u1",
+            "data": (mapping.address + start, False),
+            "version": 3,
+            # Nothing waits: what fills it and what reads it are the caller's.
+            "stream": None,
+        }
+
+
+class GpuRegion(_Shared):
+    """Memory of a daemon's GPU; `Client.attach_region` makes it where a device is named.
+
+    CUDA tensors in it are appended, and rows fetched into them, where they are: over
+    no link but that between the GPU and the daemon's pages. `tensor` gives out its
+    memory piece by piece; `reset` takes all of it back. Not thread-safe.
+
+    Attributes:
+        name: `regions/{id}`.
+        byte_count: Its size, a multiple of 2 MiB.
+        device: torch's name of the GPU in this process, such as `cuda:0`.
+    """
+
+    def __init__(self, regions: Regions, name: str, byte_count: int, mapping: GpuMapping) -> None:
+        super().__init__(regions, name, byte_count, mapping.address)
+        self._mapping: GpuMapping | None = mapping
+        self.device = f"cuda:{mapping.ordinal}"
+
+    def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:
+        """Returns a CUDA tensor in the region; what is in it is not defined.
+
+        Raises:
+            ValueError: So much is not left, or the region is detached.
+        """
+        import torch
+
+        if self._mapping is None:
+            raise ValueError(f"{self.name} is detached")
+        kind: torch.dtype = getattr(torch, dtype)
+        count = math.prod(shape) * kind.itemsize
+        if count == 0:
+            return torch.empty(shape, dtype=kind, device=self.device)
+        taken = torch.as_tensor(
+            _GpuBytes(self._mapping, self._place(count), count), device=self.device
+        )
+        return taken.view(kind).view(shape)
+
+    def detach(self) -> None:
+        """Gives the region back; the daemon frees it when no call uses it.
+
+        Tensors in it stay usable, are this process's alone, and keep its memory taken
+        on the GPU until the last of them is gone.
+        """
+        self._mapping = None
         self._regions.detach(self)
 
 
@@ -145,7 +221,7 @@ class Regions:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._session = ""
-        self._attached: dict[str, Region] = {}
+        self._attached: dict[str, Region | GpuRegion] = {}
 
     @property
     def available(self) -> bool:
@@ -165,8 +241,8 @@ class Regions:
             return None
         if self._process and on_gpu(array):
             return self._slice_on_gpu(array)
-        place = place_of(array)
-        if place is None:
+        place = place_of_tensor(array) if on_gpu(array) else place_of(array)  # type: ignore[arg-type]
+        if place is None or (on_gpu(array) and not has_gpu_rows(array)):  # type: ignore[arg-type]
             return None
         reach = place.strides[-1] + sum(
             (size - 1) * step for size, step in zip(array.shape, place.strides, strict=True)
@@ -184,6 +260,10 @@ class Regions:
             region=name, offset=place.address - start, strides=place.strides
         )
 
+    def slice_on_gpu_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
+        """The same of a CUDA tensor that lies in a region of a daemon's GPU; of others None."""
+        return self.slice_of(array) if on_gpu(array) and not self._process else None
+
     def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same of a CUDA tensor that an embedded engine on its GPU reads and writes."""
         tensor: torch.Tensor = array  # type: ignore[assignment]
@@ -195,13 +275,9 @@ class Regions:
 
     def attach(self, byte_count: int) -> Region:
         """Has the daemon allocate a region and maps it."""
-        stub = self._client._stubs.memory.AttachRegion
         with self._lock:
             connection = self._connected()
-            request = memory_service_pb2.AttachRegionRequest(
-                session=self._session, byte_count=byte_count
-            )
-            made = self._client._call(stub, request).region
+            made = self._made(byte_count, "").region
             connection.send(made.name.encode())
             told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
             if not descriptors:
@@ -214,15 +290,44 @@ class Regions:
             self._attached[made.name] = region
             return region
 
-    def detach(self, region: Region) -> None:
+    def attach_gpu(self, byte_count: int, device: str) -> GpuRegion:
+        """Has the daemon allocate a region of a GPU's memory and maps it."""
+        native = self._client._native
+        if native is None:
+            raise ValueError(
+                "regions of a GPU take libspillway, which was not found: SPILLWAY_LIBRARY can "
+                "name it"
+            )
+        with self._lock:
+            self._connected()
+            made = self._made(byte_count, device)
+            try:
+                mapping = native.map_gpu_region(made.region.device, made.ipc_handle)
+            except BaseException:
+                self._detach(made.region.name)
+                raise
+            region = GpuRegion(self, made.region.name, made.region.byte_count, mapping)
+            self._attached[region.name] = region
+            return region
+
+    def _made(self, byte_count: int, device: str) -> memory_service_pb2.AttachRegionResponse:
+        request = memory_service_pb2.AttachRegionRequest(
+            session=self._session, byte_count=byte_count, device=device
+        )
+        response: memory_service_pb2.AttachRegionResponse = self._client._call(
+            self._client._stubs.memory.AttachRegion, request
+        )
+        return response
+
+    def _detach(self, name: str) -> None:
+        request = memory_service_pb2.DetachRegionRequest(session=self._session, name=name)
+        self._client._call(self._client._stubs.memory.DetachRegion, request)
+
+    def detach(self, region: Region | GpuRegion) -> None:
         """Gives a region back."""
         with self._lock:
-            if self._attached.pop(region.name, None) is None:
-                return
-            request = memory_service_pb2.DetachRegionRequest(
-                session=self._session, name=region.name
-            )
-            self._client._call(self._client._stubs.memory.DetachRegion, request)
+            if self._attached.pop(region.name, None) is not None:
+                self._detach(region.name)
 
     def close(self) -> None:
         """Ends the session; the daemon frees what it has of it."""

@@ -538,7 +538,11 @@ class Sequence:
         """Fills in this sequence and the queries."""
         _split.check_shape(q, ("T", "H_q", "d"), "q")
         item.sequence = self.name
-        fill(item.q, q, "q")
+        # In a region of a GPU the daemon reads it itself.
+        place = self._client._regions.slice_on_gpu_of(q)
+        if place is not None:
+            wait_for_stream(q)
+        fill(item.q, q, "q", place)
         if visible is not None:
             item.visible_token_counts.extend(visible)
         if policy is not None:

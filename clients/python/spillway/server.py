@@ -27,6 +27,7 @@ class Device:
             sequences in use may take (`--gpu-resident-limit`). Attends of a sequence
             that is copied whole read no rows over the link.
         resident_used_bytes: What the copies take now, bytes.
+        shared_used_bytes: Of a GPU: what regions and decoders share with clients, bytes.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     mps: bool
     resident_limit_bytes: int
     resident_used_bytes: int
+    shared_used_bytes: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class ServerInfo:
                     d.mps,
                     d.resident_limit_bytes,
                     d.resident_used_bytes,
+                    d.shared_used_bytes,
                 )
                 for d in message.devices
             ),

@@ -1,4 +1,4 @@
-"""Decoding on CUDA streams: steps that are enqueued, and captured into CUDA graphs."""
+"""Decoding on a GPU with CUDA tensors: on streams and in CUDA graphs, or by a daemon's calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class StreamDecoder(_Together):
-    """Decodes sequences on a GPU's streams; `Client.open_decoder` makes it.
+    """Decodes sequences with CUDA tensors; `Client.open_decoder` makes it.
 
-    Each step is begun by `next` and then attended layer by layer. Attends are
-    enqueued on torch's current stream, read and write tensors in the GPU's
-    memory, and return at once. They can be captured:
+    Each step is begun by `next` and then attended layer by layer. With an embedded
+    engine attends are enqueued on torch's current stream, read and write tensors in
+    the GPU's memory, and return at once. They can be captured:
 
         decoder.next()
         with torch.cuda.graph(graph):
@@ -39,6 +39,10 @@ class StreamDecoder(_Together):
                 ...  # capture anew: the sequences have outgrown the launches
             graph.replay()
         decoder.finish()
+
+    To a daemon on this host each attend is a call: it waits for the current stream,
+    and for the daemon, whose GPU the tensors are on. A stream that is captured is
+    refused. All else is the same.
 
     What goes wrong on the GPU, an element that is not finite above all, makes
     the layer's outputs NaN, and is raised by a later `next`, by `finish` or by
@@ -52,7 +56,7 @@ class StreamDecoder(_Together):
         sequences: The sequences, in the order of the tensors.
         token_count: New tokens of each in a step.
         device: The engine's GPU, on whose current stream steps go; None, torch's
-            current one, where the engine has several.
+            current one, where an embedded engine has several.
         layer_count: Layers of the model.
         token_count_max: Tokens that a sequence may come to.
         version: Of the launches of the step: a graph serves the steps of the
@@ -68,20 +72,29 @@ class StreamDecoder(_Together):
         policy: Policy | None,
     ) -> None:
         super().__init__(client, sequences, token_count)
-        if client.transport != "embedded":
-            raise ValueError(f"decoders are of an embedded engine, not of {client.target}")
-        self.device = _device_of([device.name for device in client.server_info.devices])
+        if client.step_transport not in ("embedded", "doorbell"):
+            raise ValueError(
+                "decoders are of an embedded engine, or of a daemon that shares memory with "
+                f"this process, by libspillway: {client.target} is reached by "
+                f"{client.step_transport}"
+            )
         assert client._native is not None
         starts = [sequence.token_count for sequence in sequences]
         if token_count_max is None:
             # The next power of two that leaves room for as much again.
-            token_count_max = max(1 << (2 * max(starts)).bit_length() - 1, 1 << 13)
+            token_count_max = 1 << max((2 * max(starts)).bit_length() - 1, 13)
         self.layer_count = self._model.layer_count
         self.version = 0
         self.token_count_max = token_count_max
         self._channel = client._native
         message = self._description(starts, policy)
         self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
+        gpu = self._channel.library.spillway_decoder_gpu(self._handle)
+        self.device = (
+            _device_of([device.name for device in client.server_info.devices])
+            if gpu < 0
+            else torch.device("cuda", gpu)
+        )
         self._end: Any = weakref.finalize(
             self, self._channel.library.spillway_decoder_close, self._handle
         )
@@ -127,7 +140,7 @@ class StreamDecoder(_Together):
         *,
         out_dtype: OutDType | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enqueues a layer of the step: appends the new tokens' K and V, and attends.
+        """Appends the new tokens' K and V at a layer of the step, and attends.
 
         Args:
             layer: Layer, [0, layer_count).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -90,6 +91,14 @@ def is_torch(array: object) -> bool:
 def on_gpu(array: Array) -> bool:
     """Whether the array is a torch tensor in a GPU's memory."""
     return is_torch(array) and array.device.type == "cuda"  # type: ignore[union-attr]
+
+
+@functools.cache
+def gpu_uuid(ordinal: int) -> str:
+    """Returns the UUID of a GPU of this process, as daemons give theirs; empty: not known."""
+    properties = sys.modules["torch"].cuda.get_device_properties(ordinal)
+    uuid = str(getattr(properties, "uuid", ""))
+    return f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid
 
 
 def dtype_of(array: Array, what: str) -> int:

@@ -22,7 +22,7 @@ from spillway.policy import Policy
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
 from spillway.step import DecodeStep
-from spillway.tensors import DTypeName
+from spillway.tensors import DTypeName, gpu_uuid
 from spillway.transformers.support import Shapes
 from spillway.transformers.transfer import to_host
 
@@ -198,11 +198,11 @@ class RowStore:
         v: torch.Tensor,
         counts: SequenceABC[int],
     ) -> torch.Tensor | None:
-        """Appends and attends as `step`, but on the model's stream, without waiting for the GPU.
+        """Appends and attends as `step`, but with the model's tensors on the engine's GPU.
 
         Returns:
-            Output [B, T, H_q, d]; None where it cannot be: the engine is elsewhere, or
-            the policy is not served so.
+            Output [B, T, H_q, d]; None where it cannot be: the engine is on no GPU of
+            this process, or the policy is not served so.
         """
         count = q.shape[2]
         decoding = self._decoding
@@ -224,13 +224,18 @@ class RowStore:
             raise
 
     def _streams(self, q: torch.Tensor, counts: SequenceABC[int]) -> bool:
-        """Whether the engine is in this process, on the tensors' GPU, and all rows are alike."""
-        if self.client.transport != "embedded" or q.device.type != "cuda":
+        """Whether a decoder serves the tensors' GPU, and all rows are alike."""
+        if q.device.type != "cuda":
             return False
         info = self.client.server_info
-        names = [device.name for device in info.devices]
+        if self.client.transport == "embedded":
+            there = [device.name for device in info.devices] == [f"cuda:{q.device.index}"]
+        else:
+            # A daemon may number GPUs otherwise.
+            uuids = [device.uuid for device in info.devices]
+            there = self.client.step_transport == "doorbell" and uuids == [gpu_uuid(q.device.index)]
         return (
-            names == [f"cuda:{q.device.index}"]
+            there
             and set(counts) == {q.shape[2]}
             and q.shape[2] <= info.limits.sparse_query_token_count_max
             and len(counts) <= info.limits.attend_item_count_max

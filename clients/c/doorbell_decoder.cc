@@ -1,0 +1,130 @@
+#include "clients/c/doorbell_decoder.h"
+
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+
+#include "clients/c/gpu.h"
+#include "daemon/convert/tensor.h"
+#include "host/base/status_macros.h"
+#include "host/ipc/bell.h"
+
+namespace spillway {
+namespace {
+
+// An attend on a GPU takes less at most lengths.
+constexpr std::chrono::microseconds kSpinMax{500};
+
+absl::Status NoSense() { return absl::InternalError("the daemon's answer makes no sense"); }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DoorbellDecoder>> DoorbellDecoder::Open(
+    std::shared_ptr<DaemonSession> session, std::string_view description, int64_t token_count_max) {
+  ASSIGN_OR_RETURN(std::unique_ptr<Doorbell> doorbell,
+                   session->Take(static_cast<int64_t>(description.size())));
+  // From here on it closes what it has opened.
+  std::unique_ptr<DoorbellDecoder> decoder(
+      new DoorbellDecoder(std::move(session), std::move(doorbell)));
+  Doorbell& rung = *decoder->doorbell_;
+  std::memcpy(rung.data().data(), description.data(), description.size());
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kOpenDecoder;
+  call.byte_count = static_cast<int64_t>(description.size());
+  call.offset = token_count_max;
+  ASSIGN_OR_RETURN(const DoorbellAnswer answer, rung.Call(call));
+  RETURN_IF_ERROR(decoder->Map(answer));
+  rung.SetSpinMax(kSpinMax);
+  return decoder;
+}
+
+absl::Status DoorbellDecoder::Map(const DoorbellAnswer& answer) {
+  DecoderMemory memory;
+  if (answer.byte_count != static_cast<int64_t>(sizeof(memory))) return NoSense();
+  std::memcpy(&memory, doorbell_->data().data(), sizeof(memory));
+  const std::optional<DType> row_dtype = FromProto(static_cast<v1::DType>(answer.shape.row_dtype));
+  if (!row_dtype) return NoSense();
+  shape_ = answer.shape;
+  row_dtype_ = *row_dtype;
+  if (DecoderLayout(shape_, row_dtype_).byte_count > memory.byte_count) return NoSense();
+  memory.device[sizeof(memory.device) - 1] = '\0';
+  ASSIGN_OR_RETURN(gpu_, MapGpuMemory(memory.device, {memory.handle, sizeof(memory.handle)}));
+  return absl::OkStatus();
+}
+
+DoorbellDecoder::~DoorbellDecoder() {
+  gpu_.reset();
+  Call(DoorbellCallKind::kCloseDecoder).IgnoreError();
+  doorbell_->SetSpinMax(BellWaiter::kSpinMax);
+  session_->Give(std::move(doorbell_));
+}
+
+absl::Status DoorbellDecoder::Call(DoorbellCallKind kind) {
+  DoorbellCall call = {};
+  call.kind = kind;
+  return doorbell_->Call(call).status();
+}
+
+absl::Status DoorbellDecoder::Next(void* stream) {
+  RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kDecoderNext;
+  ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
+  version_ = answer.version;
+  return absl::OkStatus();
+}
+
+absl::Status DoorbellDecoder::Attend(int layer, const StepTensors& tensors, void* stream) {
+  RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
+  const StepLayout layout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype);
+  const StepTensors shared = layout.At(gpu_->data(), tensors.lse != nullptr);
+  const auto rows = [this](int64_t head_count, DType dtype) {
+    return StepRows{shape_.sequence_count, shape_.token_count, head_count,
+                    int64_t{shape_.head_dim} * DTypeBytes(dtype)};
+  };
+  RETURN_IF_ERROR(gpu_->PutInputs(rows(shape_.query_head_count, tensors.q_dtype),
+                                  rows(shape_.kv_head_count, row_dtype_), tensors, shared, stream));
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kDecoderAttend;
+  call.layer = layer;
+  call.q_dtype = static_cast<uint32_t>(ToProto(tensors.q_dtype));
+  call.out_dtype = static_cast<uint32_t>(ToProto(tensors.out_dtype));
+  call.wants_lse = tensors.lse != nullptr ? 1 : 0;
+  RETURN_IF_ERROR(doorbell_->Call(call).status());
+  return gpu_->TakeOutputs(rows(shape_.query_head_count, tensors.out_dtype), shared, tensors,
+                           stream);
+}
+
+absl::Status DoorbellDecoder::Finish(void* stream) {
+  RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
+  return Call(DoorbellCallKind::kDecoderFinish);
+}
+
+absl::StatusOr<std::string> DoorbellDecoder::Results(int layer) {
+  std::string results;
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kDecoderResults;
+  call.layer = layer;
+  for (;;) {
+    call.offset = static_cast<int64_t>(results.size());
+    ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
+    results.append(reinterpret_cast<const char*>(doorbell_->data().data()),
+                   static_cast<size_t>(answer.byte_count));
+    if (answer.left <= 0 || answer.byte_count == 0) return results;
+  }
+}
+
+absl::StatusOr<AttendSums> DoorbellDecoder::Sums(int layer) {
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kDecoderSums;
+  call.layer = layer;
+  ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
+  AttendSums sums;
+  static_assert(std::is_trivially_copyable_v<AttendSums>);
+  if (answer.byte_count != static_cast<int64_t>(sizeof(sums))) return NoSense();
+  std::memcpy(&sums, doorbell_->data().data(), sizeof(sums));
+  return sums;
+}
+
+}  // namespace spillway

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "clients/c/daemon_session.h"
+#include "clients/c/decoder.h"
+#include "host/device/client_gpu.h"
+
+namespace spillway {
+
+// A decoder of a daemon's, by a doorbell: tensors go through memory of its GPU that both
+// map, and each attend is a call.
+class DoorbellDecoder final : public ClientDecoder {
+ public:
+  // description: a serialised v1::DecodeStep. Errors as of DaemonSession::Take, the
+  // daemon's, and as of MapGpuMemory.
+  static absl::StatusOr<std::unique_ptr<DoorbellDecoder>> Open(
+      std::shared_ptr<DaemonSession> session, std::string_view description,
+      int64_t token_count_max);
+  ~DoorbellDecoder() override;
+
+  absl::Status Next(void* stream) override;
+  uint64_t version() const override { return version_; }
+  absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override;
+  absl::Status Finish(void* stream) override;
+  absl::StatusOr<std::string> Results(int layer) override;
+  absl::StatusOr<AttendSums> Sums(int layer) override;
+  int gpu() const override { return gpu_->ordinal(); }
+  std::string DetailsOf(const absl::Status& status) const override { return DaemonDetails(status); }
+
+ private:
+  DoorbellDecoder(std::shared_ptr<DaemonSession> session, std::unique_ptr<Doorbell> doorbell)
+      : session_(std::move(session)), doorbell_(std::move(doorbell)) {}
+
+  // Maps what the daemon has said of its memory.
+  absl::Status Map(const DoorbellAnswer& answer);
+  absl::Status Call(DoorbellCallKind kind);
+
+  const std::shared_ptr<DaemonSession> session_;
+  std::unique_ptr<Doorbell> doorbell_;
+  std::unique_ptr<ClientGpu> gpu_;
+  StepShape shape_ = {};
+  DType row_dtype_ = DType::kF32;
+  uint64_t version_ = 0;
+};
+
+}  // namespace spillway

@@ -1,0 +1,21 @@
+#include "clients/c/gpu.h"
+
+#ifdef SPILLWAY_HAS_CUDA
+#include "gpu/client/client_gpu.h"
+#endif
+
+namespace spillway {
+
+absl::StatusOr<std::unique_ptr<ClientGpu>> MapGpuMemory(const std::string& uuid,
+                                                        std::string_view handle) {
+#ifdef SPILLWAY_HAS_CUDA
+  return CreateClientGpu(uuid, handle);
+#else
+  static_cast<void>(uuid);
+  static_cast<void>(handle);
+  return absl::UnimplementedError(
+      "this libspillway was built without CUDA: it maps no memory of a GPU");
+#endif
+}
+
+}  // namespace spillway

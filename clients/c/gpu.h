@@ -1,0 +1,16 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "host/device/client_gpu.h"
+
+namespace spillway {
+
+// As CreateClientGpu; UNIMPLEMENTED in a build without CUDA.
+absl::StatusOr<std::unique_ptr<ClientGpu>> MapGpuMemory(const std::string& uuid,
+                                                        std::string_view handle);
+
+}  // namespace spillway

@@ -1,0 +1,181 @@
+#include "gpu/client/client_gpu.h"
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "gpu/cuda/current_device.h"
+#include "gpu/cuda/error.h"
+#include "gpu/cuda/poll.h"
+#include "gpu/cuda/stream.h"
+#include "gpu/device/cuda_device.h"
+#include "gpu/kernels/step_copy.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+namespace {
+
+using cuda::CurrentDevice;
+using cuda::Event;
+
+// How long who waits for its own kernels holds a core.
+constexpr std::chrono::microseconds kBusy{500};
+// Of rows that the daemon's kernels read.
+constexpr int64_t kAlignment = 16;
+
+class CudaClientGpu final : public ClientGpu {
+ public:
+  CudaClientGpu(int ordinal, std::byte* data, Event put, Event taken)
+      : ordinal_(ordinal), data_(data), put_(std::move(put)), taken_(std::move(taken)) {}
+  ~CudaClientGpu() override {
+    const CurrentDevice current(ordinal_);
+    // Kernels of the caller's may still use it.
+    SPILLWAY_CUDA_REPORT(cudaDeviceSynchronize());
+    SPILLWAY_CUDA_REPORT(cudaIpcCloseMemHandle(data_));
+    put_ = Event();
+    taken_ = Event();
+  }
+
+  std::byte* data() const override { return data_; }
+  int ordinal() const override { return ordinal_; }
+
+  absl::Status CheckNotCaptured(void* stream) const override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture));
+    if (capture == cudaStreamCaptureStatusNone) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        "the stream is being captured: a daemon's attends are calls, which no graph holds; an "
+        "embedded engine's can be captured");
+  }
+
+  absl::Status PutInputs(const StepRows& q_rows, const StepRows& kv_rows,
+                         const StepTensors& tensors, const StepTensors& shared, void* on) override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    auto* const stream = static_cast<cudaStream_t>(on);
+    RETURN_IF_ERROR(CheckTensors(tensors));
+    cuda::StepCopy copy;
+    copy.sequence_count = static_cast<int32_t>(q_rows.sequence_count);
+    copy.token_count = static_cast<int32_t>(q_rows.token_count);
+    Add(q_rows, tensors.q, shared.q, copy);
+    Add(kv_rows, tensors.k, shared.k, copy);
+    Add(kv_rows, tensors.v, shared.v, copy);
+    // Outputs of the layer before may be on their way, on another stream.
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, taken_.get()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cuda::LaunchStepCopy(copy, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(put_.get(), stream));
+    return cuda::ToStatus(cuda::Poll([this] { return cudaEventQuery(put_.get()); }, kBusy, [] {}),
+                          "the caller's stream");
+  }
+
+  absl::Status TakeOutputs(const StepRows& out_rows, const StepTensors& shared,
+                           const StepTensors& tensors, void* on) override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    auto* const stream = static_cast<cudaStream_t>(on);
+    cuda::StepCopy copy;
+    copy.sequence_count = static_cast<int32_t>(out_rows.sequence_count);
+    copy.token_count = static_cast<int32_t>(out_rows.token_count);
+    Add(out_rows, shared.out, tensors.out, copy);
+    if (tensors.lse != nullptr) {
+      // Heads of a token lie side by side on both sides.
+      const int64_t token = out_rows.head_count * int64_t{sizeof(float)};
+      const StepRows rows = {out_rows.sequence_count, out_rows.token_count, 1, token};
+      const int64_t sequence = out_rows.token_count * token;
+      const StepPlace<const std::byte> from = {reinterpret_cast<const std::byte*>(shared.lse),
+                                               sequence, token, token};
+      const StepPlace<const std::byte> to = {reinterpret_cast<const std::byte*>(tensors.lse),
+                                             sequence, token, token};
+      Add(rows, from, to, copy);
+    }
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cuda::LaunchStepCopy(copy, stream));
+    return cuda::ToStatus(cudaEventRecord(taken_.get(), stream), "cudaEventRecord");
+  }
+
+ private:
+  static void Add(const StepRows& rows, const StepPlace<const std::byte>& from,
+                  const StepPlace<const std::byte>& to, cuda::StepCopy& copy) {
+    cuda::TensorCopy& tensor = copy.tensors[copy.tensor_count++];
+    tensor.from = from.data;
+    tensor.from_strides = {from.sequence_stride, from.token_stride, from.head_stride};
+    tensor.to = const_cast<std::byte*>(to.data);
+    tensor.to_strides = {to.sequence_stride, to.token_stride, to.head_stride};
+    tensor.head_count = static_cast<int32_t>(rows.head_count);
+    tensor.bytes = static_cast<int32_t>(rows.bytes);
+  }
+
+  absl::Status CheckInGpu(const char* name, const void* data) const {
+    cudaPointerAttributes attributes{};
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaPointerGetAttributes(&attributes, data));
+    if (attributes.type == cudaMemoryTypeManaged) return absl::OkStatus();
+    if (attributes.type == cudaMemoryTypeDevice && attributes.device == ordinal_) {
+      return absl::OkStatus();
+    }
+    if (attributes.type != cudaMemoryTypeDevice) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": is not in the memory of cuda:", ordinal_));
+    }
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, ": is in the memory of cuda:", attributes.device, ", not of cuda:", ordinal_));
+  }
+
+  absl::Status CheckTensors(const StepTensors& tensors) const {
+    for (const auto& [name, place] :
+         {std::pair("q", &tensors.q), std::pair("k", &tensors.k), std::pair("v", &tensors.v)}) {
+      RETURN_IF_ERROR(CheckInGpu(name, place->data));
+      const int64_t together = reinterpret_cast<intptr_t>(place->data) | place->sequence_stride |
+                               place->token_stride | place->head_stride;
+      if (together % kAlignment != 0) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(name, ": rows are not aligned to ", kAlignment, " bytes"));
+      }
+    }
+    RETURN_IF_ERROR(CheckInGpu("out", tensors.out.data));
+    return tensors.lse == nullptr ? absl::OkStatus() : CheckInGpu("lse", tensors.lse);
+  }
+
+  const int ordinal_;
+  std::byte* const data_;
+  Event put_, taken_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ClientGpu>> CreateClientGpu(const std::string& uuid,
+                                                           std::string_view handle) {
+  cudaIpcMemHandle_t opened;
+  if (handle.size() != sizeof(opened)) {
+    return absl::InvalidArgumentError(absl::StrCat("a handle of ", handle.size(), " bytes, not ",
+                                                   sizeof(opened), ", is none of CUDA's"));
+  }
+  std::memcpy(&opened, handle.data(), sizeof(opened));
+  for (const CudaDeviceInfo& gpu : ListCudaDevices()) {
+    if (gpu.uuid != uuid) continue;
+    const CurrentDevice current(gpu.ordinal);
+    RETURN_IF_ERROR(current.status());
+    ASSIGN_OR_RETURN(Event put, Event::Create(/*timing=*/false));
+    ASSIGN_OR_RETURN(Event taken, Event::Create(/*timing=*/false));
+    void* data = nullptr;
+    if (const cudaError_t error =
+            cudaIpcOpenMemHandle(&data, opened, cudaIpcMemLazyEnablePeerAccess);
+        error != cudaSuccess) {
+      const absl::Status status = cuda::ToStatus(error, "cudaIpcOpenMemHandle");
+      return absl::UnimplementedError(
+          absl::StrCat("this process cannot map memory of the daemon's cuda:", gpu.ordinal, ": ",
+                       std::string(status.message())));
+    }
+    return std::make_unique<CudaClientGpu>(gpu.ordinal, static_cast<std::byte*>(data),
+                                           std::move(put), std::move(taken));
+  }
+  return absl::NotFoundError(absl::StrCat("this process does not see the daemon's ", uuid,
+                                          ": CUDA_VISIBLE_DEVICES, or the driver, hides it"));
+}
+
+}  // namespace spillway

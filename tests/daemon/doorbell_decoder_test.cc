@@ -1,0 +1,322 @@
+// Decoders by a doorbell, over a device whose memory the host can see.
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "daemon/doorbell/doorbell_memory.h"
+#include "daemon/doorbell/doorbell_server.h"
+#include "daemon/engine/attend_sums.h"
+#include "gmock/gmock.h"
+#include "google/rpc/status.pb.h"
+#include "spillway/v1/attention_service.pb.h"
+#include "tests/daemon/engine_fixture.h"
+#include "tests/daemon/shared_toy.h"
+
+namespace spillway {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int kDim = 16;
+constexpr uint32_t kF32 = v1::DTYPE_F32;
+
+// A step that answers a layer with q + 10 k + 100 v, and fails where q is negative. It
+// spoils the memory that is shared first, as a client could.
+class AddingStep final : public StreamStep {
+ public:
+  AddingStep(StreamStepOptions options, const std::byte** shared)
+      : options_(std::move(options)), shared_(shared) {
+    for (const StreamStepPart& part : options_.parts) {
+      JobItem& item = job_.items.emplace_back();
+      item.sequence = part.sequence;
+      item.attend.emplace().query_count = options_.token_count;
+      item.result.certificates.resize(1);
+      item.result.touched_row_counts = {3};
+    }
+  }
+
+  absl::Status Announce(void*) override {
+    for (const StreamStepPart& part : options_.parts) {
+      for (LayerRows& rows : *part.rows) rows.Commit(rows.token_count() + options_.token_count);
+    }
+    ++pending_;
+    attended_ = 0;
+    return absl::OkStatus();
+  }
+  uint64_t version() const override { return 5; }
+  absl::Status Attend(int, const StepTensors& tensors, void* stream) override {
+    if (pending_ == 0) return absl::FailedPreconditionError("begin the next step first");
+    EXPECT_NE(stream, nullptr);
+    auto* const exchange = static_cast<DeviceExchange*>(stream);
+    const std::span<std::byte> shared = exchange->shared().bytes();
+    *shared_ = shared.data();
+    EXPECT_EQ(tensors.q.data, exchange->inputs());
+    const auto* const out = reinterpret_cast<const std::byte*>(tensors.out.data);
+    EXPECT_TRUE(out >= shared.data() && out < shared.data() + shared.size());
+    std::memset(shared.data(), 0xFF, static_cast<size_t>(out - shared.data()));
+    const auto at = [](const std::byte* data, int i) {
+      float value;
+      std::memcpy(&value, data + i * sizeof(value), sizeof(value));
+      return value;
+    };
+    if (at(tensors.q.data, 0) < 0) return absl::InvalidArgumentError("q is negative");
+    for (int i = 0; i < kDim; ++i) {
+      const float sum =
+          at(tensors.q.data, i) + 10 * at(tensors.k.data, i) + 100 * at(tensors.v.data, i);
+      std::memcpy(tensors.out.data + i * sizeof(sum), &sum, sizeof(sum));
+    }
+    if (tensors.lse != nullptr) *tensors.lse = 42;
+    ++attended_;
+    return absl::OkStatus();
+  }
+  absl::Status Conclude(void*) override { return absl::OkStatus(); }
+  int pending_count() const override { return pending_; }
+  absl::StatusOr<Outcome> Settle() override {
+    --pending_;
+    Outcome outcome{attended_ > 0, std::vector<absl::Status>(options_.parts.size())};
+    if (attended_ == 1) {
+      for (absl::Status& status : outcome.parts) {
+        status = absl::FailedPreconditionError("layer 1 was not attended");
+      }
+    }
+    return outcome;
+  }
+  const Job& settled(int) const override { return job_; }
+
+ private:
+  const StreamStepOptions options_;
+  const std::byte** const shared_;
+  Job job_;
+  int pending_ = 0;
+  int attended_ = 0;
+};
+
+class DoorbellDecoderTest : public EngineTest {
+ protected:
+  DoorbellDecoderTest() {
+    gpu.make_stream_step = [this](StreamStepOptions options) {
+      return std::make_unique<AddingStep>(std::move(options), &shared);
+    };
+    gpu_engine.emplace(&gpu, arena.get(), &budget, EngineOptions());
+    ModelSpec spec = model->spec;
+    gpu_model = *gpu_engine->CreateModel("g", spec, DefaultPolicy(spec));
+    sequence =
+        *gpu_engine->CreateSequence("s", gpu_model, gpu_model->policy, absl::InfiniteDuration());
+    server.emplace(&*gpu_engine, &regions, &status);
+    region = *server->Attach(session, 0);
+    memory = reinterpret_cast<DoorbellMemory*>(region->bytes.data());
+  }
+  ~DoorbellDecoderTest() override { regions.CloseSession(session); }
+
+  std::byte* data() const { return region->bytes.data() + DoorbellMemory::kDataOffset; }
+  DoorbellAnswer Ring(const DoorbellCall& call) {
+    memory->call = call;
+    memory->rung.Ring(++rung);
+    BellWaiter waiter;
+    const auto deadline = BellWaiter::Clock::now() + std::chrono::seconds(10);
+    while (memory->answered.number.load() != rung && BellWaiter::Clock::now() < deadline) {
+      waiter.Await(memory->answered, rung - 1, deadline);
+    }
+    EXPECT_EQ(memory->answered.number.load(), rung);
+    return memory->answer;
+  }
+  DoorbellAnswer Ring(DoorbellCallKind kind, int layer = 0) {
+    DoorbellCall call = {};
+    call.kind = kind;
+    call.layer = layer;
+    call.q_dtype = call.out_dtype = kF32;
+    call.wants_lse = 1;
+    return Ring(call);
+  }
+  std::string Told(const DoorbellAnswer& answer) const {
+    google::rpc::Status told;
+    EXPECT_TRUE(told.ParseFromArray(memory->text, static_cast<int>(answer.text_bytes)));
+    return told.message();
+  }
+  DoorbellAnswer Open() {
+    v1::DecodeStep step;
+    step.set_token_count(1);
+    v1::DecodeStep::Part& part = *step.add_parts();
+    part.set_sequence("sequences/s");
+    part.set_token_start(sequence->snapshot().token_count);
+    const std::string description = step.SerializeAsString();
+    std::memcpy(data(), description.data(), description.size());
+    DoorbellCall call = {};
+    call.kind = DoorbellCallKind::kOpenDecoder;
+    call.byte_count = static_cast<int64_t>(description.size());
+    call.offset = 100;
+    return Ring(call);
+  }
+  // Where the layout has the tensors of one token, one head of 16.
+  void Put(float q, float k, float v) {
+    const StepShape shape = {1, 1, 1, 1, kDim, kF32};
+    const StepLayout layout(shape, DType::kF32, DType::kF32, DType::kF32);
+    auto* const to = const_cast<std::byte*>(shared);
+    for (int i = 0; i < kDim; ++i) {
+      const float values[] = {q, k, v};
+      const int64_t offsets[] = {0, layout.k_offset, layout.v_offset};
+      for (int t = 0; t < 3; ++t) std::memcpy(to + offsets[t] + i * 4, &values[t], 4);
+    }
+  }
+  std::vector<float> Out() const {
+    const StepShape shape = {1, 1, 1, 1, kDim, kF32};
+    const StepLayout layout(shape, DType::kF32, DType::kF32, DType::kF32);
+    std::vector<float> values(2);
+    std::memcpy(&values[0], shared + layout.out_offset, 4);
+    std::memcpy(&values[1], shared + layout.lse_offset, 4);
+    return values;
+  }
+  bool Settles(const std::function<bool()>& condition) {
+    for (int i = 0; i < 1000 && !condition(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return condition();
+  }
+
+  SharedToy gpu{"cuda:0", "GPU-a"};
+  RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
+  const StatusConverter status{"boot", [](const absl::Status& error) { return error; },
+                               [](const absl::Status&, const std::string&) {}};
+  const std::string session = regions.OpenSession();
+  std::optional<Engine> gpu_engine;
+  std::shared_ptr<Model> gpu_model;
+  std::shared_ptr<Sequence> sequence;
+  std::optional<DoorbellServer> server;
+  std::shared_ptr<Region> region;
+  DoorbellMemory* memory = nullptr;
+  // Of the last attend: what the client would have mapped.
+  const std::byte* shared = nullptr;
+  uint32_t rung = 0;
+};
+
+TEST_F(DoorbellDecoderTest, AttendsLayerByLayerAndLetsTheSequenceGo) {
+  const DoorbellAnswer opened = Open();
+  ASSERT_EQ(opened.code, 0) << Told(opened);
+  DecoderMemory told;
+  ASSERT_EQ(opened.byte_count, static_cast<int64_t>(sizeof(told)));
+  std::memcpy(&told, data(), sizeof(told));
+  EXPECT_EQ(told.byte_count, SharedDeviceMemory::kGranule);
+  EXPECT_STREQ(told.device, "GPU-a");
+  EXPECT_EQ(std::string(told.handle, sizeof(told.handle)), std::string(64, 'h'));
+  EXPECT_EQ(opened.shape.sequence_count, 1);
+  EXPECT_EQ(opened.shape.head_dim, kDim);
+  EXPECT_TRUE(sequence->held);
+
+  const DoorbellAnswer early = Ring(DoorbellCallKind::kDecoderAttend);
+  EXPECT_EQ(early.code, 9);
+  EXPECT_THAT(Told(early), HasSubstr("begin the next step"));
+  for (int step = 0; step < 3; ++step) {
+    const DoorbellAnswer next = Ring(DoorbellCallKind::kDecoderNext);
+    ASSERT_EQ(next.code, 0);
+    EXPECT_EQ(next.version, 5u);
+    for (int layer = 0; layer < 2; ++layer) {
+      // The first attend tells where the memory is.
+      if (shared == nullptr) {
+        ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend).code, 0);
+      }
+      Put(1, 2, static_cast<float>(3 + step));
+      ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend, layer).code, 0);
+      EXPECT_THAT(Out(), ElementsAre(static_cast<float>(321 + 100 * step), 42));
+    }
+  }
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderFinish).code, 0);
+  const DoorbellAnswer results = Ring(DoorbellCallKind::kDecoderResults, 1);
+  ASSERT_EQ(results.code, 0);
+  v1::AttendResponse response;
+  ASSERT_TRUE(response.ParseFromArray(data(), static_cast<int>(results.byte_count)));
+  ASSERT_EQ(response.results_size(), 1);
+  EXPECT_THAT(response.results(0).statistics().touched_row_counts(), ElementsAre(3));
+  const DoorbellAnswer summed = Ring(DoorbellCallKind::kDecoderSums, 1);
+  AttendSums sums;
+  ASSERT_EQ(summed.byte_count, static_cast<int64_t>(sizeof(sums)));
+  std::memcpy(&sums, data(), sizeof(sums));
+  EXPECT_EQ(sums.touched_row_count, 9);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, -1).code, 3);
+  EXPECT_EQ(Ring(DoorbellCallKind::kCloseDecoder).code, 0);
+  EXPECT_FALSE(sequence->held);
+  EXPECT_EQ(gpu.shared_count(), 0);
+  EXPECT_EQ(sequence->snapshot().token_count, 3);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 9);
+}
+
+TEST_F(DoorbellDecoderTest, AnErrorLeavesItOpen) {
+  ASSERT_EQ(Open().code, 0);
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 0);
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend).code, 0);
+  Put(-1, 0, 0);
+  const DoorbellAnswer refused = Ring(DoorbellCallKind::kDecoderAttend, 1);
+  EXPECT_EQ(refused.code, 3);
+  EXPECT_THAT(Told(refused), HasSubstr("q is negative"));
+  for (const int layer : {-1, 2}) {
+    EXPECT_THAT(Told(Ring(DoorbellCallKind::kDecoderAttend, layer)), HasSubstr("layer: value"));
+  }
+  Put(1, 0, 0);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderAttend, 1).code, 0);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderFinish).code, 0);
+  EXPECT_EQ(sequence->snapshot().token_count, 1);
+}
+
+TEST_F(DoorbellDecoderTest, ASequenceIsHeldByOneAtATime) {
+  ASSERT_EQ(Open().code, 0);
+  const std::shared_ptr<Region> first = region;
+  DoorbellMemory* const first_memory = memory;
+  const uint32_t first_rung = rung;
+  region = *server->Attach(session, 0);
+  memory = reinterpret_cast<DoorbellMemory*>(region->bytes.data());
+  rung = 0;
+  const DoorbellAnswer second = Open();
+  EXPECT_EQ(second.code, 9);
+  EXPECT_THAT(Told(second), HasSubstr("is held by a decoder"));
+  EXPECT_EQ(gpu.shared_count(), 1);
+  region = first;
+  memory = first_memory;
+  rung = first_rung;
+  EXPECT_EQ(Ring(DoorbellCallKind::kCloseDecoder).code, 0);
+}
+
+TEST_F(DoorbellDecoderTest, AClientThatGoesLetsTheSequenceGo) {
+  ASSERT_EQ(Open().code, 0);
+  // A whole step, and one that is cut between its layers.
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 0);
+  for (int layer = 0; layer < 2; ++layer) {
+    ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend, layer).code, 0);
+  }
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderFinish).code, 0);
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 0);
+  ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend).code, 0);
+  EXPECT_TRUE(sequence->held);
+  region.reset();
+  regions.CloseSession(session);
+  EXPECT_TRUE(Settles([this] { return !sequence->held; }));
+  EXPECT_TRUE(Settles([this] { return gpu.shared_count() == 0; }));
+  EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(1, 1));
+}
+
+TEST_F(DoorbellDecoderTest, AStepEndsItAndItEndsAStep) {
+  ASSERT_EQ(Open().code, 0);
+  v1::DecodeStep step;
+  step.set_token_count(1);
+  step.add_parts()->set_sequence("sequences/s");
+  const std::string description = step.SerializeAsString();
+  std::memcpy(data(), description.data(), description.size());
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kBegin;
+  call.byte_count = static_cast<int64_t>(description.size());
+  ASSERT_EQ(Ring(call).code, 0);
+  EXPECT_FALSE(sequence->held);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 9);
+  ASSERT_EQ(Open().code, 0);
+  EXPECT_EQ(Ring(DoorbellCallKind::kAttend).code, 9);
+  EXPECT_EQ(Ring(DoorbellCallKind::kCloseDecoder).code, 0);
+}
+
+}  // namespace
+}  // namespace spillway
