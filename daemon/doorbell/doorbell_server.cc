@@ -138,9 +138,7 @@ class DoorbellServer::Line {
     switch (call.kind) {
       case DoorbellCallKind::kDecoderNext:
         RETURN_IF_ERROR(check());
-        begun_ = false;
         RETURN_IF_ERROR(decoder_->Next(exchange_->stream()));
-        begun_ = true;
         answer.version = decoder_->version();
         return absl::OkStatus();
       case DoorbellCallKind::kDecoderAttend:
@@ -148,7 +146,6 @@ class DoorbellServer::Line {
         return AttendOnGpu(call);
       case DoorbellCallKind::kDecoderFinish:
         RETURN_IF_ERROR(check());
-        begun_ = false;
         return decoder_->Finish(exchange_->stream());
       case DoorbellCallKind::kDecoderResults:
         RETURN_IF_ERROR(check());
@@ -223,7 +220,6 @@ class DoorbellServer::Line {
   }
 
   void CloseDecoder() {
-    begun_ = false;
     // It ends its step on the exchange's stream.
     decoder_.reset();
     exchange_.reset();
@@ -237,20 +233,13 @@ class DoorbellServer::Line {
     // No larger than what the memory was made for.
     const StepLayout layout(shape_, q_dtype, decoder_->model().spec.dtype, out_dtype);
     // What is read is copied first: it must not change while it is used.
+    RETURN_IF_ERROR(exchange_->TakeInputs(layout.out_offset));
     StepTensors tensors = layout.At(exchange_->shared().bytes().data(), call.wants_lse != 0);
     const StepTensors copied = layout.At(exchange_->inputs(), false);
     tensors.q = copied.q;
     tensors.k = copied.k;
     tensors.v = copied.v;
-    const auto enqueue = [&]() -> absl::Status {
-      RETURN_IF_ERROR(exchange_->TakeInputs(layout.out_offset));
-      return decoder_->Attend(call.layer, tensors, exchange_->stream());
-    };
-    if (!begun_ || !CheckLayer(call.layer, decoder_->model().spec).ok()) return enqueue();
-    // All that launches depend on: the tensors stay where they are.
-    const uint64_t tag = decoder_->version() << 16 | uint64_t{call.q_dtype} << 8 |
-                         uint64_t{call.out_dtype} << 4 | (call.wants_lse != 0 ? 1 : 0);
-    RETURN_IF_ERROR(exchange_->Run(call.layer, tag, enqueue));
+    RETURN_IF_ERROR(decoder_->Attend(call.layer, tensors, exchange_->stream()));
     return exchange_->Await();
   }
 
@@ -325,7 +314,6 @@ class DoorbellServer::Line {
   StepShape shape_ = {};  // of the step, or the decoder
   std::unique_ptr<DeviceExchange> exchange_;
   std::unique_ptr<StreamDecoder> decoder_;
-  bool begun_ = false;  // a step of the decoder's
   std::vector<std::byte> inputs_;
   MemoryReservation inputs_reservation_;
   std::optional<std::string> results_;

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <limits>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -111,7 +110,6 @@ class SharedHeap::Exchange final : public DeviceExchange {
     {
       const CurrentDevice current(heap_->gpu_.ordinal);
       SPILLWAY_CUDA_REPORT(cudaStreamSynchronize(stream_.get()));
-      kept_.clear();
       stream_ = Stream();
     }
     heap_->FreeLater(std::move(inputs_), 0);
@@ -128,22 +126,6 @@ class SharedHeap::Exchange final : public DeviceExchange {
                         cudaMemcpyDeviceToDevice, stream_.get()),
         "cudaMemcpyAsync");
   }
-  absl::Status Run(int slot, uint64_t tag, const std::function<absl::Status()>& enqueue) override {
-    const CurrentDevice current(heap_->gpu_.ordinal);
-    RETURN_IF_ERROR(current.status());
-    if (slot >= static_cast<int>(kept_.size())) kept_.resize(static_cast<size_t>(slot) + 1);
-    Kept& kept = kept_[static_cast<size_t>(slot)];
-    if (!kept.ran || kept.tag != tag) {
-      // What runs once is not worth a graph.
-      kept = Kept();
-      kept.tag = tag;
-      RETURN_IF_ERROR(enqueue());
-      kept.ran = true;
-      return absl::OkStatus();
-    }
-    if (kept.graph == nullptr) RETURN_IF_ERROR(Capture(enqueue, kept));
-    return ToStatus(cudaGraphLaunch(kept.graph.get(), stream_.get()), "cudaGraphLaunch");
-  }
   absl::Status Await() override {
     const CurrentDevice current(heap_->gpu_.ordinal);
     RETURN_IF_ERROR(current.status());
@@ -152,38 +134,10 @@ class SharedHeap::Exchange final : public DeviceExchange {
   }
 
  private:
-  struct DestroyGraph {
-    void operator()(cudaGraphExec_t graph) const {
-      SPILLWAY_CUDA_REPORT(cudaGraphExecDestroy(graph));
-    }
-  };
-  using Graph = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, DestroyGraph>;
-  struct Kept {
-    uint64_t tag = 0;
-    bool ran = false;
-    Graph graph;
-  };
-
-  absl::Status Capture(const std::function<absl::Status()>& enqueue, Kept& kept) const {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal));
-    absl::Status status = enqueue();
-    cudaGraph_t captured = nullptr;
-    status.Update(ToStatus(cudaStreamEndCapture(stream_.get(), &captured), "a step's capture"));
-    cudaGraphExec_t graph = nullptr;
-    if (status.ok()) {
-      status = ToStatus(cudaGraphInstantiate(&graph, captured, 0), "cudaGraphInstantiate");
-    }
-    if (captured != nullptr) SPILLWAY_CUDA_REPORT(cudaGraphDestroy(captured));
-    if (status.ok()) kept.graph.reset(graph);
-    return status;
-  }
-
   SharedHeap* const heap_;
   const std::unique_ptr<SharedDeviceMemory> shared_;
   DeviceBuffer inputs_;
   Stream stream_;
-  std::vector<Kept> kept_;  // by slot
 };
 
 SharedHeap::~SharedHeap() {

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -60,11 +59,6 @@ class DeviceExchange {
   virtual std::byte* inputs() const = 0;
   // Enqueues a copy of the first `bytes` of shared() to inputs(), which hold them.
   virtual absl::Status TakeInputs(int64_t bytes) = 0;
-  // Runs what `enqueue` puts on the stream: for one tag always the same, from and to the
-  // same memory. A slot, a small number, keeps what its last tag has run twice, and launches
-  // that at once from then on.
-  virtual absl::Status Run(int slot, uint64_t tag,
-                           const std::function<absl::Status()>& enqueue) = 0;
   // Waits for all that is on the stream, busily for a while.
   virtual absl::Status Await() = 0;
 

@@ -83,9 +83,6 @@ class SharedToy final : public ToyDevice {
       std::memcpy(inputs_.data(), shared_->bytes().data(), static_cast<size_t>(bytes));
       return absl::OkStatus();
     }
-    absl::Status Run(int, uint64_t, const std::function<absl::Status()>& enqueue) override {
-      return enqueue();
-    }
     absl::Status Await() override { return absl::OkStatus(); }
 
    private:

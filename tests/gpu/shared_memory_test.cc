@@ -4,7 +4,6 @@
 #include <array>
 #include <chrono>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -112,41 +111,6 @@ TEST_F(SharedMemoryTest, AnExchangeCopiesItsInputs) {
   EXPECT_EQ(taken, values);
   opened->reset();
   EXPECT_TRUE(Settles(0));
-}
-
-TEST_F(SharedMemoryTest, AnExchangeKeepsWhatItRunsAgain) {
-  const auto exchange = *device->OpenExchange(1000, 512);
-  int enqueued = 0;
-  const auto enqueue = [&] {
-    ++enqueued;
-    return exchange->TakeInputs(4);
-  };
-  const auto run = [&](int slot, uint64_t tag, int value) {
-    const std::vector<int> values = {value};
-    Check(cudaMemcpy(exchange->shared().bytes().data(), values.data(), 4, cudaMemcpyDefault));
-    ASSERT_TRUE(exchange->Run(slot, tag, enqueue).ok());
-    ASSERT_TRUE(exchange->Await().ok());
-    int taken = 0;
-    Check(cudaMemcpy(&taken, exchange->inputs(), 4, cudaMemcpyDefault));
-    EXPECT_EQ(taken, value);
-  };
-  for (int i = 0; i < 5; ++i) run(0, 7, i);
-  EXPECT_EQ(enqueued, 2);
-  // Another slot, and another tag, are other work.
-  for (int i = 0; i < 3; ++i) run(2, 7, 10 + i);
-  EXPECT_EQ(enqueued, 4);
-  for (int i = 0; i < 3; ++i) run(0, 8, 20 + i);
-  EXPECT_EQ(enqueued, 6);
-  run(0, 7, 30);
-  EXPECT_EQ(enqueued, 7);
-  // What fails is not kept.
-  const auto fail = [&]() -> absl::Status { return absl::InternalError("no"); };
-  EXPECT_FALSE(exchange->Run(1, 1, fail).ok());
-  EXPECT_FALSE(exchange->Run(1, 1, fail).ok());
-  run(1, 1, 40);
-  run(1, 1, 41);
-  EXPECT_FALSE(exchange->Run(3, 1, fail).ok());
-  for (int i = 0; i < 3; ++i) run(1, 1, 50 + i);
 }
 
 // Three tensors of one step, each with its own alignment: [B, T, H] rows.
