@@ -267,6 +267,10 @@ void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {
       idle_.push_back(std::move(doorbell));
       return;
     }
+    // One that is busy keeps no other's place.
+    const auto busy =
+        std::find_if(idle_.begin(), idle_.end(), [](const auto& idle) { return idle->busy(); });
+    if (!doorbell->broken() && busy != idle_.end()) std::swap(doorbell, *busy);
   }
   Detach(*doorbell);
 }

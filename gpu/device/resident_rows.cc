@@ -56,10 +56,6 @@ int64_t ResidentRowsOfLayer::bytes() const {
   return bytes;
 }
 
-bool ResidentRowsOfLayer::Chosen(const Head& head, int64_t token) const {
-  return token < kResidentSink || TokenHash(head.key, static_cast<uint32_t>(token)) < sample_limit_;
-}
-
 absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   if (heads_.empty() || token_count <= token_count_) return absl::OkStatus();
   if (!recent_) {
@@ -70,9 +66,9 @@ absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   token_count_ = token_count;
   std::vector<int64_t> counts(heads_.size());
   const auto choose = [&](size_t h) { counts[h] = Choose(heads_[h], first, token_count); };
-  // A hash a token: of many a worker's time is worth waking it.
-  constexpr int64_t kManyTokens = 1024;
-  if (token_count - first < kManyTokens) {
+  // A hash a token, 0.2 ns: of many a worker's time is worth waking it.
+  constexpr int64_t kManyTokens = int64_t{1} << 20;
+  if ((token_count - first) * static_cast<int64_t>(heads_.size()) < kManyTokens) {
     for (size_t h = 0; h < heads_.size(); ++h) choose(h);
   } else {
     Isolated([&] { ParallelFor(size_t{0}, heads_.size(), choose); });
@@ -97,13 +93,18 @@ absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
 int64_t ResidentRowsOfLayer::Choose(Head& head, int64_t first, int64_t token_count) const {
   head.pages.resize(static_cast<size_t>((token_count + kPageTokenCount - 1) / kPageTokenCount));
   int64_t count = head.row_count;
-  for (int64_t token = first; token < token_count; ++token) {
-    ResidentPage& page = head.pages[token / kPageTokenCount];
-    const auto slot = static_cast<uint32_t>(token % kPageTokenCount);
-    if (slot == 0) page = {{}, static_cast<uint32_t>(count), 0};
-    if (!Chosen(head, token)) continue;
-    page.mask[slot / 32] |= 1u << (slot % 32);
-    ++count;
+  for (int64_t begin = first / 32 * 32; begin < token_count; begin += 32) {
+    ResidentPage& page = head.pages[begin / kPageTokenCount];
+    if (begin % kPageTokenCount == 0 && begin >= first) {
+      page = {{}, static_cast<uint32_t>(count), 0};
+    }
+    uint32_t chosen = TokensBelow(head.key, static_cast<uint32_t>(begin), sample_limit_);
+    static_assert(kResidentSink % 32 == 0);
+    if (begin < kResidentSink) chosen = ~0u;
+    if (begin < first) chosen &= ~0u << (first - begin);
+    if (token_count - begin < 32) chosen &= (1u << (token_count - begin)) - 1;
+    page.mask[begin % kPageTokenCount / 32] |= chosen;
+    count += std::popcount(chosen);
   }
   return count;
 }

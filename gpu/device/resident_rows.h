@@ -56,7 +56,6 @@ class ResidentRowsOfLayer {
     int64_t row_count = 0;
     int64_t synced_row_pages = 0;
   };
-  bool Chosen(const Head& head, int64_t token) const;
   // Notes which of tokens [first, token_count) are held. Returns the head's rows then.
   int64_t Choose(Head& head, int64_t first, int64_t token_count) const;
   // Row `rank` of a head.

@@ -89,6 +89,31 @@ def test_many_launches(engine: Client) -> None:
 
 
 @needs_gpu
+def test_long_stretches(engine: Client) -> None:
+    """Of a long append a head's rows lie together; of short ones heads take turns."""
+    model = engine.create_model(
+        layer_count=1, query_head_count=2, kv_head_count=2, head_dim=128, dtype="float16"
+    )
+    count = 60_000  # 30 MiB a head
+    rows = torch.randn((2, 2, count, 128), generator=torch.Generator().manual_seed(6)).half()
+    sequence = engine.create_sequence(model)
+    cuts = (25_000, 25_001, *range(25_128, 28_000, 128), count)
+    start = 0
+    for end in cuts:
+        sequence.append(0, start, *rows[:, :, start:end])
+        start = end
+    for begin, end in ((0, count), (77, 59_900), (24_999, 28_001)):
+        into = poisoned(rows, 2, end - begin, 2, 256)
+        # [T, H_kv, d] in memory, with room between; and in C order.
+        k, v = (side[:, :, 8:136].transpose(0, 1) for side in into)
+        expect(sequence.fetch(0, begin, end, into=(k, v)), rows[:, :, begin:end])
+        assert into[..., :8].isnan().all()
+        assert into[..., 136:].isnan().all()
+        expect(sequence.fetch(0, begin, end, like=into), rows[:, :, begin:end])
+    delete_model(engine, model)
+
+
+@needs_gpu
 def test_selected_rows(engine: Client, model: Model) -> None:
     sequence, rows = filled(engine, model)
     heads: tuple[list[int], ...]

@@ -19,6 +19,19 @@ double ChiSquare(const std::vector<int64_t>& counts, double expected) {
   return sum;
 }
 
+TEST(TokenHash, OfManyTokensAtOnceIsTheSame) {
+  const SampleKey key = MakeSampleKey(7, 3, 5);
+  for (const uint32_t limit : {0u, 1u << 25, 1u << 31, ~0u}) {
+    for (const uint32_t first : {0u, 32u, 77u, ~0u - 40, ~0u - 5}) {
+      const uint32_t below = TokensBelow(key, first, limit);
+      for (uint32_t bit = 0; bit < 32; ++bit) {
+        ASSERT_EQ(below >> bit & 1, TokenHash(key, first + bit) < limit ? 1u : 0u)
+            << first << " + " << bit << " below " << limit;
+      }
+    }
+  }
+}
+
 // The tokens of one context are consecutive: exactly what a weak hash spreads
 // badly. Neither too uneven nor, as a counter would be, too even.
 TEST(TokenHash, SpreadsConsecutiveTokensUniformly) {
