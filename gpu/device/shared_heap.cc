@@ -6,12 +6,12 @@
 #include <cstring>
 #include <limits>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "gpu/cuda/current_device.h"
+#include "gpu/cuda/graph.h"
 #include "gpu/cuda/poll.h"
 #include "gpu/cuda/stream.h"
 #include "host/base/mutex.h"
@@ -141,8 +141,10 @@ class SharedHeap::Exchange final : public DeviceExchange {
       kept.ran = true;
       return absl::OkStatus();
     }
-    if (kept.graph == nullptr) RETURN_IF_ERROR(Capture(enqueue, kept));
-    return ToStatus(cudaGraphLaunch(kept.graph.get(), stream_.get()), "cudaGraphLaunch");
+    if (!kept.graph) {
+      ASSIGN_OR_RETURN(kept.graph, Graph::Capture(stream_.get(), enqueue));
+    }
+    return kept.graph.Launch(stream_.get());
   }
   absl::Status Await() override {
     const CurrentDevice current(heap_->gpu_.ordinal);
@@ -152,32 +154,11 @@ class SharedHeap::Exchange final : public DeviceExchange {
   }
 
  private:
-  struct DestroyGraph {
-    void operator()(cudaGraphExec_t graph) const {
-      SPILLWAY_CUDA_REPORT(cudaGraphExecDestroy(graph));
-    }
-  };
-  using Graph = std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, DestroyGraph>;
   struct Kept {
     uint64_t tag = 0;
     bool ran = false;
     Graph graph;
   };
-
-  absl::Status Capture(const std::function<absl::Status()>& enqueue, Kept& kept) const {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal));
-    absl::Status status = enqueue();
-    cudaGraph_t captured = nullptr;
-    status.Update(ToStatus(cudaStreamEndCapture(stream_.get(), &captured), "a step's capture"));
-    cudaGraphExec_t graph = nullptr;
-    if (status.ok()) {
-      status = ToStatus(cudaGraphInstantiate(&graph, captured, 0), "cudaGraphInstantiate");
-    }
-    if (captured != nullptr) SPILLWAY_CUDA_REPORT(cudaGraphDestroy(captured));
-    if (status.ok()) kept.graph.reset(graph);
-    return status;
-  }
 
   SharedHeap* const heap_;
   const std::unique_ptr<SharedDeviceMemory> shared_;
