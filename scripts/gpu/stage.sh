@@ -88,7 +88,7 @@ if ((${#programs[@]} == 0)); then
   for name in tests/conformance/conformance_tests tests/statistics/statistics_tests \
     tests/gpu/gpu_tests bench/gpu/attend_bench bench/gpu/encode_bench \
     bench/gpu/link/spillway-link-bench bench/gpu/handover/spillway-handover-bench \
-    bench/rpc/append_bench bench/rpc/rpc_bench \
+    bench/rpc/append_bench bench/rpc/decoder_bench bench/rpc/rpc_bench \
     bench/rpc/rpc_echo_server \
     daemon/spillwayd clients/cpp/spillway \
     clients/cpp/attend_example clients/cpp/decode_example clients/c/libspillway.so.1; do

@@ -250,6 +250,24 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   spillway_call_close(left);
 }
 
+TEST(GpuRegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
+  const std::string handle(64, '\0');
+  for (const auto& [size, code] : {std::pair(size_t{5}, grpc::StatusCode::INVALID_ARGUMENT),
+                                   std::pair(handle.size(), grpc::StatusCode::NOT_FOUND)}) {
+    void* address = nullptr;
+    int ordinal = -1;
+    EXPECT_EQ(spillway_gpu_region_map("GPU-none", handle.data(), size, &address, &ordinal),
+              nullptr);
+    const char* message = nullptr;
+    const void* details = nullptr;
+    size_t details_size = 0;
+    const int told = spillway_error(&message, &details, &details_size);
+    // A build without CUDA maps nothing.
+    EXPECT_TRUE(told == code || told == grpc::StatusCode::UNIMPLEMENTED) << told << message;
+    EXPECT_EQ(address, nullptr);
+  }
+}
+
 TEST(EmbedInCTest, DecodersAreOfAnEngineOnAGpu) {
   const auto refused = [](spillway_channel* channel, const std::string& description) {
     EXPECT_EQ(spillway_decoder_open(channel, description.data(), description.size(), 100), nullptr);
@@ -260,9 +278,11 @@ TEST(EmbedInCTest, DecodersAreOfAnEngineOnAGpu) {
     spillway_channel_close(channel);
     return std::pair(code, std::string(message));
   };
-  const auto of_daemon = refused(spillway_channel_open("unix:/tmp/none"), "");
-  EXPECT_EQ(of_daemon.first, grpc::StatusCode::UNIMPLEMENTED);
-  EXPECT_EQ(of_daemon.second, "decoders on streams are of an engine in this process");
+  EXPECT_EQ(refused(spillway_channel_open("unix:/tmp/none"), "").first,
+            grpc::StatusCode::UNAVAILABLE);
+  const auto over_tcp = refused(spillway_channel_open("localhost:1"), "");
+  EXPECT_EQ(over_tcp.first, grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(over_tcp.second, "no doorbell: that takes a unix socket of the daemon");
 
   const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
   EXPECT_EQ(refused(spillway_channel_embed(settings, 3), "\xff").first,

@@ -163,13 +163,80 @@ def test_reads_what_the_stream_has_yet_to_write(
     expect_same(answers(mine, model), answers(theirs, model))
 
 
-def test_what_does_not_lie_in_a_region_is_sent(client: Client, model: Model) -> None:
-    k, v = rows(model, 1500)
-    mine, theirs = (client.create_sequence(model) for _ in range(2))
-    assert client._regions.slice_of(k.cuda()) is None
-    mine.append(0, 0, k.cuda(), v.cuda())
-    theirs.append(0, 0, k, v)
-    expect_same(answers(mine, model), answers(theirs, model))
+def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> None:
+    with spillway.connect(target, native=True) as client:
+        model = client.create_model(
+            layer_count=LAYERS,
+            query_head_count=HEADS,
+            kv_head_count=KV_HEADS,
+            head_dim=DIM,
+            dtype="bfloat16",
+        )
+        k, v = rows(model, 1500)
+        mine, theirs = (client.create_sequence(model) for _ in range(2))
+        there = k.cuda(), v.cuda()
+        assert client._regions.slice_of(there[0]) is None
+        if len(client.server_info.devices) > 1:
+            assert not client._regions.stages(*there)
+            return
+        before = shared_bytes(client)
+        # Views, with rows that are apart.
+        assert mine.append(0, 0, *(x[:, :, :1000] for x in there)).appended_chunk_count == 1
+        assert shared_bytes(client) == before + 128 * MIB
+        assert mine.append(0, 1000, *(x[:, :, 1000:] for x in there)).layer_token_counts == (
+            1500,
+            1500,
+        )
+        theirs.append(0, 0, k, v)
+        expect_same(answers(mine, model), answers(theirs, model))
+        # What is there is compared, as ever.
+        assert mine.append(0, 0, *there).already_present_chunk_count > 0
+        with pytest.raises(spillway.AlreadyExists):
+            mine.append(0, 0, there[1], there[0])
+        k[0, 0, 3, 1] = float("nan")
+        fresh = client.create_sequence(model)
+        with pytest.raises(spillway.OutOfRange, match="K is not finite at layer 0"):
+            fresh.append(0, 0, k.cuda(), v.cuda())
+        assert fresh.refresh().token_count == 0
+        fresh.append(0, 0, *there)
+        assert shared_bytes(client) == before + 128 * MIB
+        delete_model(client, model)
+
+
+def test_appends_beyond_what_the_clients_own_region_holds(client: Client) -> None:
+    model = client.create_model(
+        layer_count=2, query_head_count=8, kv_head_count=8, head_dim=128, dtype="float16"
+    )
+    # 2 layers of 96 MiB of K and V.
+    values = torch.randn((2, 2, 8, 24_576, 128), generator=torch.Generator().manual_seed(1)).half()
+    sequence = client.create_sequence(model)
+    result = sequence.append(0, 0, *values.cuda())
+    assert result.layer_token_counts == (24_576, 24_576)
+    for layer in range(2):
+        got = sequence.fetch(layer, like=values)
+        assert torch.equal(got[0], values[0, layer])
+        assert torch.equal(got[1], values[1, layer])
+    delete_model(client, model)
+
+
+def test_threads_append_at_once(client: Client, model: Model) -> None:
+    values = [rows(model, 4000, seed).cuda() for seed in range(6)]
+    sequences = [client.create_sequence(model) for _ in values]
+
+    def append(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sequences[index].append(0, 0, *values[index])
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=append, args=(i,)) for i in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for sequence, sent in zip(sequences, values, strict=True):
+        got = sequence.fetch(1, like=sent.cpu())
+        assert torch.equal(got[0], sent[0, 1].cpu())
+        assert torch.equal(got[1], sent[1, 1].cpu())
 
 
 def test_an_element_that_is_not_finite_appends_nothing(

@@ -525,11 +525,14 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
         (gpu,) = engine.get_server_info().devices
         return engine.statistics().memory.used_bytes, gpu.memory_used_bytes
 
+    def shared() -> int:
+        return engine.get_server_info().devices[0].shared_used_bytes
+
     sequence = filled(engine, wide, 3000)
+    before_shared = shared()
     engine.open_decoder([sequence]).close()  # tables stay with the sequence
-    if engine.transport != "embedded":
-        # A daemon frees what it shared a moment later.
-        wait_for(lambda: engine.get_server_info().devices[0].shared_used_bytes == 0)
+    # A daemon frees what it shared a moment later.
+    wait_for(lambda: shared() == before_shared)
     before = used()
     for _ in range(3):
         with engine.open_decoder([sequence]) as decoder:

@@ -7,14 +7,24 @@ import mmap
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spillway._native import EMBEDDED, GpuMapping
 from spillway._proto import memory_service_pb2, tensor_pb2
-from spillway.errors import Unavailable
-from spillway.tensors import Array, BFloat16, DTypeName, is_torch, on_gpu
+from spillway.errors import (
+    Aborted,
+    AlreadyExists,
+    InvalidArgument,
+    OutOfRange,
+    ResourceExhausted,
+    SpillwayError,
+    Unavailable,
+)
+from spillway.tensors import Array, BFloat16, DTypeName, gpu_uuid, is_torch, on_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +36,10 @@ _PROCESS, _GPU = "regions/process", "regions/gpu"
 _GPU_ALIGNMENT = 16
 _ALIGNMENT = 64
 _NAME_BYTES_MAX = 256
+# Of a client's own region on a GPU: appends of 128 MiB take the daemon some 3 ms.
+_STAGING_BYTES = 128 << 20
+# Errors that a daemon answers an append with, once it is done with its rows.
+_ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
 _UNIX = "unix:"
 
 
@@ -212,6 +226,15 @@ class GpuRegion(_Shared):
         self._regions.detach(self)
 
 
+class _Staging:
+    """A region of a GPU's memory that CUDA tensors are copied to, to be appended from there."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.lock = threading.Lock()
+        self.region: GpuRegion | None = None
+
+
 class Regions:
     """The regions of one client. Thread-safe."""
 
@@ -222,6 +245,10 @@ class Regions:
         self._socket: socket.socket | None = None
         self._session = ""
         self._attached: dict[str, Region | GpuRegion] = {}
+        # By the GPU's number in this process; None: there is none.
+        self._staging: dict[int, _Staging | None] = {}
+        # Why a daemon's GPU memory is not to be had; empty while nothing is known.
+        self.no_gpu = ""
 
     @property
     def available(self) -> bool:
@@ -259,6 +286,56 @@ class Regions:
         return tensor_pb2.RegionSlice(
             region=name, offset=place.address - start, strides=place.strides
         )
+
+    def stages(self, k: Array, v: Array) -> bool:
+        """Whether CUDA tensors are on the GPU of a daemon that shares its memory."""
+        return self._staging_for(k, v) is not None
+
+    def _staging_for(self, k: Array, v: Array) -> _Staging | None:
+        if self._process or not on_gpu(k) or not on_gpu(v) or self.no_gpu:
+            return None
+        first: torch.Tensor = k  # type: ignore[assignment]
+        second: torch.Tensor = v  # type: ignore[assignment]
+        ordinal = first.device.index
+        if second.device.index != ordinal or self._client._native is None or not self.available:
+            return None
+        with self._lock:
+            if ordinal not in self._staging:
+                # With several GPUs it is not known which one a sequence lives on.
+                uuids = [device.uuid for device in self._client.server_info.devices]
+                there = len(uuids) == 1 and uuids[0] != "" and uuids[0] == gpu_uuid(ordinal)
+                self._staging[ordinal] = _Staging(uuids[0]) if there else None
+            return self._staging[ordinal]
+
+    @contextmanager
+    def staged(self, k: Array, v: Array) -> Iterator[GpuRegion | None]:
+        """Gives out a region of this client's own for CUDA tensors, to one thread at a time.
+
+        None where there is none, or no memory for it.
+        """
+        staging = self._staging_for(k, v)
+        if staging is None:
+            yield None
+            return
+        with staging.lock:
+            if staging.region is None:
+                try:
+                    staging.region = self.attach_gpu(_STAGING_BYTES, staging.device)
+                except ResourceExhausted:
+                    pass
+                except SpillwayError as error:
+                    self.no_gpu = error.message
+            region = staging.region
+            try:
+                yield region
+            except BaseException as error:
+                # A call that was given up may still be read from it by the daemon, and one
+                # that has restarted does not know it.
+                if region is not None and not isinstance(error, _ANSWERED):
+                    staging.region = None
+                    with suppress(SpillwayError):
+                        region.detach()
+                raise
 
     def slice_on_gpu_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same of a CUDA tensor that lies in a region of a daemon's GPU; of others None."""
@@ -333,6 +410,7 @@ class Regions:
         """Ends the session; the daemon frees what it has of it."""
         with self._lock:
             self._attached.clear()
+            self._staging.clear()
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None

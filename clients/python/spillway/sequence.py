@@ -26,6 +26,7 @@ from spillway.tensors import (
     OutDType,
     check_target,
     decoder_like,
+    dtype_name,
     dtype_of,
     empty_like,
     encode_numbers,
@@ -194,7 +195,9 @@ class Sequence:
                 consecutive layers, in the model's dtype, every element finite.
             v: Values, the same shape. Arrays in memory that the engine sees (a region,
                 with an embedded engine every one, and CUDA tensors of its GPU) are read
-                in place; the current stream is waited for then.
+                in place; the current stream is waited for then. CUDA tensors on the one
+                GPU of a daemon on this host are copied there to a region of this
+                client's, 128 MiB, and read from that.
             timeout: Seconds; None is the client's.
 
         Raises:
@@ -214,6 +217,9 @@ class Sequence:
             start = self.layer_token_counts[layer]
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
         budget = self._client._budget_bytes
+        staged = self._append_staged(layer, start, k, v, timeout)
+        if staged is not None:
+            return staged
         k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
         if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
             places = k_place, v_place
@@ -250,9 +256,71 @@ class Sequence:
             tuple(response.layer_token_counts),
         )
 
+    def _append_staged(
+        self, layer: int, start: int, k: Array, v: Array, timeout: float | None
+    ) -> AppendResult | None:
+        """Appends CUDA tensors by way of a region of this client's own on their GPU.
+
+        Returns:
+            None where there is none, or where rows must be compared with what is there.
+        """
+        regions = self._client._regions
+        if not regions.stages(k, v) or regions.slice_of(k) is not None:
+            return None
+        layers, kv_heads, token_count, head_dim = k.shape
+        if 0 in (layers, token_count):
+            return None
+        dtype = dtype_of(k, "k")
+        token_bytes = 2 * kv_heads * head_dim * itemsize(dtype)
+        counts: tuple[int, ...] = ()
+        appended = 0
+        try:
+            with regions.staged(k, v) as region:
+                if region is None or dtype_of(v, "v") != dtype:
+                    return None
+                # But for what alignment takes.
+                room = region.byte_count - 1024
+                for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, room):
+                    region.reset()
+                    shape = (l1 - l0, kv_heads, t1 - t0, head_dim)
+                    parts = [region.tensor(shape, dtype_name(dtype)) for _ in range(2)]
+                    for part, whole in zip(parts, (k, v), strict=True):
+                        part.copy_(whole[l0:l1, :, t0:t1].detach())  # type: ignore[union-attr]
+                    wait_for_stream(k)
+                    places = regions.slice_of(parts[0]), regions.slice_of(parts[1])
+                    assert places[0] is not None
+                    assert places[1] is not None
+                    request = attention_service_pb2.AppendRequest()
+                    _split.fill_chunk(
+                        request.chunk,
+                        self.name,
+                        self._generation,
+                        layer + l0,
+                        start + t0,
+                        parts[0],
+                        parts[1],
+                        (places[0], places[1]),
+                    )
+                    call = self._client._stubs.attention.Append
+                    response = self._call(call, iter([request]), timeout=timeout)
+                    appended += response.appended_chunk_count
+                    counts = tuple(response.layer_token_counts)
+        except SpillwayError as error:
+            self._forget()
+            # In messages rows are compared with what is there, and no region is needed.
+            there = isinstance(error, OutOfRange) and error.reason != "NON_FINITE"
+            if there or error.reason == "REGION_NOT_FOUND":
+                return None
+            raise
+        self._layer_token_counts = list(counts)
+        return AppendResult(appended, 0, counts)
+
     def _takes_from_gpu(self, array: Array) -> bool:
         """Whether appends read the tensor's rows in its GPU's memory."""
-        return on_gpu(array) and self._client._regions.slice_of(array) is not None
+        regions = self._client._regions
+        if not on_gpu(array):
+            return False
+        return regions.slice_of(array) is not None or regions.stages(array, array)
 
     def attend(
         self,

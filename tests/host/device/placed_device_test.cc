@@ -76,6 +76,27 @@ class PlacedDeviceTest : public ::testing::Test {
   std::vector<std::unique_ptr<DeviceSequence>> sequences;
 };
 
+// ---- Memory that is shared
+
+TEST_F(PlacedDeviceTest, SharedMemoryIsOfThePartThatIsNamed) {
+  Open(2);
+  // These have none: who is asked says so.
+  for (const char* name : {"cuda:0", "cuda:1"}) {
+    const absl::Status status = device->AllocateShared(name, 1).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(status.message(), HasSubstr(absl::StrCat(name, " has no memory of its own")));
+  }
+  const absl::Status status = device->AllocateShared("cuda:2", 1).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_THAT(status.message(),
+              HasSubstr("value cuda:2 is none of the engine's devices: cuda:0 (GPU-cuda:0), "
+                        "cuda:1 (GPU-cuda:1)"));
+  EXPECT_TRUE(absl::IsUnimplemented(device->OpenExchange(1, 1).status()));
+  fakes[0]->own_memory->shared_used_bytes = 3;
+  fakes[1]->own_memory->shared_used_bytes = 4;
+  EXPECT_EQ(device->memory()->shared_used_bytes, 7);
+}
+
 // ---- Placement
 
 TEST_F(PlacedDeviceTest, ASequenceGoesWhereMostMemoryIsFree) {

@@ -50,6 +50,20 @@ TEST(BellWaiterTest, SpinsAsLongAsWaitsHaveTakenAndStopsWhereTheyAreLong) {
   EXPECT_EQ(waiter.spin(), std::chrono::nanoseconds(6250));
 }
 
+TEST(BellWaiterTest, SpinsLongerWhereItIsAskedTo) {
+  BellWaiter waiter;
+  waiter.SetSpinMax(microseconds(400));
+  EXPECT_EQ(waiter.spin(), microseconds(400));
+  waiter.Learn(microseconds(300));
+  EXPECT_EQ(waiter.spin(), microseconds(400));
+  waiter.Learn(microseconds(401));
+  EXPECT_EQ(waiter.spin(), microseconds(200));
+  waiter.Learn(microseconds(30));
+  EXPECT_EQ(waiter.spin(), microseconds(60));
+  waiter.SetSpinMax(BellWaiter::kSpinMax);
+  EXPECT_EQ(waiter.spin(), microseconds(50));
+}
+
 TEST(BellTest, WakesWhoSleepsAsOftenAsItRings) {
   Bell there = {}, back = {};
   constexpr uint32_t kCount = 5000;
