@@ -605,6 +605,7 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
             error = refused(lambda: client.open_decoder([sequence]))
             assert error.code == "UNIMPLEMENTED"
             assert "no doorbell: " in error.message
+            assert f"no decoder: {error.message}" in client.statistics().transport.reason
 
 
 # Who goes away.
