@@ -5,8 +5,9 @@ whole, to a model without codes (rows alone) and with codes of 3 bits a
 dimension, in memory that the daemon has had before. Some of what was appended
 is read back and compared. Beside it: one thread's copy of the same bytes. On a GPU
 CUDA tensors are appended to an embedded engine too, also into memory that comes
-from the system and is pinned on the way; beside that, the link's copy of the same
-bytes to pinned memory. Ways take turns; medians; one JSON object a line.
+from the system and is pinned on the way, and to the daemon, from a region of its GPU
+and through the client's own; beside that, the link's copy of the same bytes to pinned
+memory. Ways take turns; medians; one JSON object a line.
 
     python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
 """
@@ -103,6 +104,12 @@ def main() -> None:
                 if on_gpu:
                     there = torch.from_numpy(source).to(arguments.device)
                     ways["embedded, CUDA"] = (embedded, there)
+                    ways["daemon, CUDA, by the client's own region"] = (messages, there)
+                    region = regions.attach_region(source.nbytes, device=arguments.device)
+                    ways["daemon, CUDA, region"] = (
+                        regions,
+                        region.tensor(source.shape, "float16").copy_(there),
+                    )
                 times: dict[str, list[float]] = {}
                 for repetition in range(REPETITIONS + 1):
                     took = {"memcpy": seconds(lambda: np.copyto(copy, source))}

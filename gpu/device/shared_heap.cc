@@ -2,10 +2,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <limits>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,6 +24,12 @@ namespace {
 // How long who waits for a layer's kernels holds a core: an attend takes less at most
 // lengths.
 constexpr std::chrono::microseconds kBusy{500};
+
+// How many do so at once: of many that wait, the others nap.
+int BusyMax() {
+  static const int most = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / 8);
+  return most;
+}
 
 }  // namespace
 
@@ -129,8 +137,11 @@ class SharedHeap::Exchange final : public DeviceExchange {
   absl::Status Await() override {
     const CurrentDevice current(heap_->gpu_.ordinal);
     RETURN_IF_ERROR(current.status());
-    return ToStatus(Poll([this] { return cudaStreamQuery(stream_.get()); }, kBusy, [] {}),
-                    "a step on the GPU");
+    const bool may = heap_->busy_count_.fetch_add(1) < BusyMax();
+    const cudaError_t error = Poll([this] { return cudaStreamQuery(stream_.get()); },
+                                   may ? kBusy : std::chrono::microseconds(0), [] {});
+    heap_->busy_count_.fetch_sub(1);
+    return ToStatus(error, "a step on the GPU");
   }
 
  private:

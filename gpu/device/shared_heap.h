@@ -45,6 +45,7 @@ class SharedHeap {
   tbb::task_arena* const workers_;
   tbb::task_group frees_;
   std::atomic<int64_t> used_bytes_ = 0;
+  std::atomic<int> busy_count_ = 0;  // threads that wait for the GPU busily
 };
 
 }  // namespace spillway::cuda

@@ -390,6 +390,7 @@ def test_bad_slices(
         assert "not aligned to 16 bytes" in error.message
     assert sequence.refresh().token_count == 0
     # One of the two in a message.
+    chunk.k.ClearField("slice")
     chunk.k.data = bytes(SIZE)
     error = refused(lambda: client._stubs.attention.Append(iter([request])))
     assert error.code == INVALID

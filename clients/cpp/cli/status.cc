@@ -87,6 +87,9 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
       out << "; " << FormatBytes(device.memory_used_bytes()) << " of "
           << FormatBytes(device.memory_limit_bytes()) << " of its memory";
     }
+    if (device.shared_used_bytes() > 0) {
+      out << ", shared with clients " << FormatBytes(device.shared_used_bytes());
+    }
     if (device.resident_limit_bytes() > 0) {
       out << ", whole sequences " << FormatBytes(device.resident_used_bytes()) << " of "
           << FormatBytes(device.resident_limit_bytes());

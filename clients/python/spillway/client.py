@@ -96,6 +96,8 @@ class Client:
         self._native_asked = native
         # Why the daemon was found to have none; empty while nothing is known.
         self._no_doorbell = ""
+        # Why the last decoder that was asked for could not be had.
+        self._no_decoder = ""
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
         # Carries decode streams, and everything to an engine in this process.
@@ -193,6 +195,10 @@ class Client:
                 f"the daemon's {', '.join(taking_turns)} is not shared by way of MPS: kernels of "
                 "this process take turns with the daemon's (spillwayd --mps on)"
             )
+        if self._no_decoder:
+            reasons.append(f"no decoder: {self._no_decoder}")
+        if self._regions.no_gpu:
+            reasons.append(f"no memory of the daemon's GPU is shared: {self._regions.no_gpu}")
         if self._regions.attached:
             return Transport(steps, "regions", mps, "; ".join(reasons))
         reasons.append(

@@ -12,6 +12,7 @@ import torch
 
 from spillway._native import Sums
 from spillway._proto import attention_service_pb2
+from spillway.errors import SpillwayError
 from spillway.policy import Policy
 from spillway.regions import has_gpu_rows, place_of_tensor
 from spillway.results import AttendResult
@@ -88,7 +89,14 @@ class StreamDecoder(_Together):
         self.token_count_max = token_count_max
         self._channel = client._native
         message = self._description(starts, policy)
-        self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
+        try:
+            self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
+        except SpillwayError as error:
+            if error.code == "UNIMPLEMENTED":
+                # Statistics.transport tells.
+                client._no_decoder = error.message
+            raise
+        client._no_decoder = ""
         gpu = self._channel.library.spillway_decoder_gpu(self._handle)
         self.device = (
             _device_of([device.name for device in client.server_info.devices])

@@ -49,8 +49,8 @@ class LayerStatistics:
         none_count: The same.
         certified_error_sum: Sum of the finite certified errors.
         certified_error_count: How many there were.
-        device_time_us: Device time, microseconds; of attends on the model's own stream, which
-            are not timed, nothing.
+        device_time_us: Device time, microseconds; of attends by a decoder, which are not
+            timed, nothing.
     """
 
     attend_count: int = 0
