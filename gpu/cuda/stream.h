@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -17,14 +18,17 @@ class Stream {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return Stream(stream);
   }
-  // The same, before others in what the GPU takes up next.
-  static absl::StatusOr<Stream> CreateUrgent() {
+  // Which streams' kernels the GPU takes up first: the urgent ones', then those of streams
+  // that are before Create()'s.
+  enum class Priority { kBefore, kUrgent };
+  static absl::StatusOr<Stream> Create(Priority priority) {
     int least = 0;
-    int most = 0;
+    int most = 0;  // the lower number
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaDeviceGetStreamPriorityRange(&least, &most));
+    const int level = priority == Priority::kUrgent ? most : std::max(most, least - 1);
     cudaStream_t stream = nullptr;
     SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most));
+        cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, level));
     return Stream(stream);
   }
   Stream() = default;
