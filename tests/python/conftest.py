@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import spillway
-from daemon_process import binary, running_daemon
-from daemon_process import device as device_name
+from daemon_process import connected, running_daemon
 from helpers import delete_model, held
-from spillway_lab.serving import prefer_library
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +42,6 @@ def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
     with connected(transport, request) as client:
         assert client.transport == transport
         yield client
-
-
-def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client:
-    if transport == "embedded":
-        prefer_library(binary())
-        device = {"device.name": device_name()} if device_name() else {}
-        return spillway.connect("embedded:", settings={"memory.limit": "4GiB", **device})
-    return spillway.connect(request.getfixturevalue("target"), native=transport == "libspillway")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Starts a daemon for the tests and ends it by its process id."""
+"""Starts a daemon for the tests and ends it by its process id; clients of it and of engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+import spillway
 from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,3 +60,12 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
 def tail(log: Path, line_count: int = 40) -> str:
     """The log's last lines."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-line_count:])
+
+
+def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client:
+    """A client by a transport of the marker `transports`."""
+    if transport == "embedded":
+        serving.prefer_library(binary())
+        named = {"device.name": device()} if device() else {}
+        return spillway.connect("embedded:", settings={"memory.limit": "4GiB", **named})
+    return spillway.connect(request.getfixturevalue("target"), native=transport == "libspillway")

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import spillway
 import torch
-from conftest import connected
-from daemon_process import binary, on_gpu, running_daemon
+from daemon_process import binary, connected, on_gpu, running_daemon
 from helpers import refused, wait_for
 from spillway import Client, FailedPrecondition, Model, Policy, Sequence
 from spillway_lab.serving import prefer_library
