@@ -77,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--ways", nargs="+", help="only those that begin so, as they are named")
     arguments = parser.parse_args()
     binary = serving.find_binary(ROOT)
     rng = np.random.default_rng(0)
@@ -110,6 +111,9 @@ def main() -> None:
                         regions,
                         region.tensor(source.shape, "float16").copy_(there),
                     )
+                for name in [*ways] if arguments.ways else ():
+                    if not name.startswith(tuple(arguments.ways)):
+                        del ways[name]
                 times: dict[str, list[float]] = {}
                 for repetition in range(REPETITIONS + 1):
                     took = {"memcpy": seconds(lambda: np.copyto(copy, source))}

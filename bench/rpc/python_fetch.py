@@ -2,7 +2,8 @@
 
 Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128, 1 GiB, are appended once and
 then fetched, a call a layer: all tokens, and a tenth of them, random, as a selection. On a
-GPU an embedded engine fetches into CUDA tensors too. Every fetch's bytes are compared with
+GPU an embedded engine fetches into CUDA tensors too, one layer after the other and two at
+once. Every fetch's bytes are compared with
 what was appended. Beside it: one thread's copy of the same bytes and, on a GPU, the link's
 copy of them from pinned memory. Ways take turns; medians; one JSON object a line.
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +77,23 @@ def fetch_all(way: Way, source: Any) -> float:
     return took
 
 
+def fetch_two_at_once(way: Way, source: Any) -> float:
+    """The same by two threads, so that one call is made while the other's rows move."""
+    sequence, target = way
+    target[:] = 0
+    torch.cuda.synchronize()
+    tokens = target.shape[3]
+
+    def fetch(layer: int) -> None:
+        sequence.fetch(layer, 0, tokens, into=(target[0, layer], target[1, layer]))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: time.sleep(0.01), range(2)))  # both are there
+        took = seconds(lambda: list(threads.map(fetch, range(LAYERS))))
+    check(target, like(source, target))
+    return took
+
+
 def fetch_chosen(way: Way, source: Any, heads: list[Any]) -> float:
     """Seconds of all layers' chosen rows."""
     sequence, target = way
@@ -109,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--ways", nargs="+", help="only those that begin so, as they are named")
     arguments = parser.parse_args()
     on_gpu = arguments.device.startswith("cuda")
     rng = np.random.default_rng(0)
@@ -139,12 +160,18 @@ def main() -> None:
         if on_gpu:
             there = torch.zeros(shape, dtype=torch.float16, device=arguments.device)
             ways["embedded, CUDA"] = Way(mine, there)
+        for name in [*ways] if arguments.ways else ():
+            if not name.startswith(tuple(arguments.ways)):
+                del ways[name]
         times: dict[str, list[float]] = {}
         for repetition in range(REPETITIONS + 1):
             took = {"memcpy": seconds(lambda: np.copyto(copy, source))}
             for name, way in ways.items():
                 took[f"{name}, all tokens"] = fetch_all(way, source)
                 took[f"{name}, a tenth of them"] = fetch_chosen(way, source, heads)
+                if name == "embedded, CUDA":
+                    told = f"{name}, all tokens, two layers at once"
+                    took[told] = fetch_two_at_once(way, source)
             if on_gpu:
                 took["link"] = link_seconds(source)
             # The first warms up.

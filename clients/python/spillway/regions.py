@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _PROCESS, _GPU = "regions/process", "regions/gpu"
 # Of rows in a GPU's memory.
-_GPU_ALIGNMENT = 16
+GPU_ALIGNMENT = 16
 _ALIGNMENT = 64
 _NAME_BYTES_MAX = 256
 # Of a client's own region on a GPU: appends of 128 MiB take the daemon some 3 ms.
@@ -73,15 +73,24 @@ def place_of(array: Array) -> Place | None:
 
 def place_of_tensor(tensor: torch.Tensor) -> Place:
     """Where a tensor's elements are, on whatever device."""
+    return Place(tensor.data_ptr(), byte_strides(tensor))
+
+
+def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides in bytes."""
     size = tensor.itemsize
-    return Place(tensor.data_ptr(), tuple([size * stride for stride in tensor.stride()]))
+    return tuple([size * stride for stride in tensor.stride()])
+
+
+def has_gpu_strides(tensor: torch.Tensor) -> bool:
+    """Whether rows lie side by side, and as far apart as an engine on a GPU reads them."""
+    strides = byte_strides(tensor)
+    return strides[-1:] == (tensor.itemsize,) and not any(x % GPU_ALIGNMENT for x in strides[:-1])
 
 
 def has_gpu_rows(tensor: torch.Tensor) -> bool:
     """Whether rows lie side by side, aligned as an engine on a GPU reads them."""
-    place = place_of_tensor(tensor)
-    aligned = all(x % _GPU_ALIGNMENT == 0 for x in (place.address, *place.strides[:-1]))
-    return aligned and place.strides[-1:] == (tensor.itemsize,)
+    return tensor.data_ptr() % GPU_ALIGNMENT == 0 and has_gpu_strides(tensor)
 
 
 class _Shared:

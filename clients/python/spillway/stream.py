@@ -14,10 +14,10 @@ from spillway._native import Sums
 from spillway._proto import attention_service_pb2
 from spillway.errors import SpillwayError
 from spillway.policy import Policy
-from spillway.regions import has_gpu_rows, place_of_tensor
+from spillway.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
-from spillway.step import _F32, _Tensor, _Tensors, _Together, set_place
+from spillway.step import _F32, _Tensors, _Together, set_place
 from spillway.tensors import OutDType, decoder_like, dtype_of
 
 if TYPE_CHECKING:
@@ -108,6 +108,10 @@ class StreamDecoder(_Together):
         )
         self._tensors = _Tensors()
         self._at = ctypes.byref(self._tensors)
+        # Of the tensors that came last, and what follows from it.
+        self._form: Any = None
+        self._out_dtype = torch.float32
+        self._rows_fit = False
 
     def __enter__(self) -> StreamDecoder:
         return self
@@ -165,24 +169,63 @@ class StreamDecoder(_Together):
             SpillwayError: No step is begun, or a tensor is not on the engine's GPU.
             ValueError: A shape that does not fit.
         """
-        asked = self._check(q, k, v, out_dtype)
+        out, lse = self._enqueue(layer, q, k, v, out_dtype, wants_lse=True)
+        assert lse is not None
+        return out, lse
+
+    def _enqueue(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out_dtype: OutDType | None = None,
+        *,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `attend`; without the log-sum-exp where nobody wants it."""
         self._check_open()
+        # A model gives tensors of one form in every layer and step.
+        form = (
+            (out_dtype, q.dtype, k.dtype, v.dtype),
+            (q.shape, k.shape, v.shape),
+            (q.stride(), k.stride(), v.stride()),
+        )
+        if form != self._form:
+            self._form = None
+            self._out_dtype = self._take_form(q, k, v, out_dtype)
+            self._form = form
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not self._rows_fit or (addresses[0] | addresses[1] | addresses[2]) % GPU_ALIGNMENT:
+            self._form = None
+            q, k, v = (x if has_gpu_rows(x) else x.contiguous() for x in (q, k, v))
+            self._take_form(q, k, v, out_dtype)
+            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        out = torch.empty(q.shape, dtype=self._out_dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
+        tensors = self._tensors
+        tensors.q.data, tensors.k.data, tensors.v.data = addresses
+        tensors.out.data = out.data_ptr()
+        tensors.lse = None if lse is None else lse.data_ptr()
+        self._channel.enqueue_attend(self._handle, layer, self._at, self._stream())
+        return out, lse
+
+    def _take_form(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: OutDType | None
+    ) -> torch.dtype:
+        """Checks the tensors of a layer and notes their strides; returns the output's type."""
+        asked = self._check(q, k, v, out_dtype)
         dtype = torch.float32 if asked == _F32 else q.dtype
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         tensors = self._tensors
         tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), asked
         # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
-        kept = (
-            _put(tensors.q, q, 1, 2),
-            _put(tensors.k, k, 2, 1),
-            _put(tensors.v, v, 2, 1),
-            _put(tensors.out, out, 1, 2),
-        )
-        tensors.lse = lse.data_ptr()
-        self._channel.enqueue_attend(self._handle, layer, self._at, self._stream())
-        del kept
-        return out, lse
+        out = torch.empty(q.shape, dtype=dtype, device="meta")
+        set_place(tensors.out, Place(0, byte_strides(out)), 1, 2)
+        set_place(tensors.q, Place(0, byte_strides(q)), 1, 2)
+        set_place(tensors.k, Place(0, byte_strides(k)), 2, 1)
+        set_place(tensors.v, Place(0, byte_strides(v)), 2, 1)
+        self._rows_fit = all(has_gpu_strides(x) for x in (q, k, v))
+        return dtype
 
     def finish(self) -> None:
         """Ends the step and waits for the GPU: its tokens belong to the sequences now.
@@ -231,29 +274,19 @@ class StreamDecoder(_Together):
 
     def _stream(self) -> int:
         """Handle of torch's current stream on the engine's GPU."""
-        handle: int = torch.cuda.current_stream(self.device).cuda_stream
-        return handle
+        if _raw_stream is not None and self.device is not None:
+            return int(_raw_stream(self.device.index))
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _forget(self) -> None:
         for sequence in self.sequences:
             sequence._forget()
 
 
+# What torch's own compiled code asks for: without an object for every answer.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def _device_of(names: list[str]) -> torch.device | None:
     """The engine's GPU; None, which is torch's current one, where it has several or none."""
     return torch.device(names[0]) if len(names) == 1 and names[0].startswith("cuda") else None
-
-
-def _put(tensor: _Tensor, array: torch.Tensor, token: int, head: int) -> torch.Tensor:
-    """Says where a tensor is, or a copy whose rows are aligned; returns what must live.
-
-    Args:
-        tensor: What says it.
-        array: [B, ...].
-        token: The dimension of tokens.
-        head: The dimension of heads.
-    """
-    if not has_gpu_rows(array):
-        array = array.contiguous()
-    set_place(tensor, place_of_tensor(array), token, head)
-    return array

@@ -90,7 +90,7 @@ class _Decoding:
         self._next_layer = 0
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, _ = self.decoder.attend(layer, q, k, v)
+        out, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False)
         self._next_layer = layer + 1
         return out
 
@@ -129,6 +129,7 @@ class RowStore:
         self.policy = policy
         # Not found here: only the caller can create it anew.
         self._model_is_given = model is not None
+        self._checked: tuple[Model, torch.dtype, float] | None = None
         self.rows: list[Row] = []
         # Overrides the rows' own policy: a fork keeps its source's.
         self.request_policy: Policy | None = None
@@ -149,7 +150,9 @@ class RowStore:
         if self.model is None or not (self.rows or self._model_is_given):
             # For new rows each time: the daemon may have restarted since the last.
             self.model = self._find_model(dtype, scaling)
-        self._check_model(self.model, dtype, scaling)
+        if self._checked != (self.model, dtype, scaling):
+            self._check_model(self.model, dtype, scaling)
+            self._checked = (self.model, dtype, scaling)
         if not self.rows:
             made: list[Row] = []
             with _deleted_on_error(made):
