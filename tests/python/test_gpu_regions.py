@@ -72,6 +72,23 @@ def placed(region: GpuRegion, values: torch.Tensor, dtype: Any) -> torch.Tensor:
     return tensor.copy_(values)
 
 
+def beside(client: Client, model: Model, region: GpuRegion) -> Sequence:
+    """A new sequence on the region's GPU, where there are several."""
+    row = region.tensor((1, model.kv_head_count, 1, model.head_dim), model.dtype).zero_()
+    torch.cuda.synchronize()
+    for _ in range(8):
+        # One that is elsewhere stays until its model goes, so that the next is placed anew.
+        sequence = client.create_sequence(model)
+        try:
+            sequence.append(0, 0, row, row)
+        except spillway.InvalidArgument as error:
+            assert "lives on cuda:" in error.message
+            continue
+        sequence.truncate(0)
+        return sequence
+    raise AssertionError("no sequence is placed on the region's GPU")
+
+
 def answers(sequence: Sequence, model: Model) -> list[Any]:
     """What rows and codes come to: outputs by the default policy and exactly."""
     generator = torch.Generator().manual_seed(9)
@@ -392,6 +409,7 @@ def test_bad_slices(
     # One of the two in a message.
     chunk.k.ClearField("slice")
     chunk.k.data = bytes(SIZE)
+    request = attention.AppendRequest(chunk=chunk)
     error = refused(lambda: client._stubs.attention.Append(iter([request])))
     assert error.code == INVALID
     assert "one of k and v lies in GPU memory" in error.message
@@ -432,7 +450,7 @@ def test_detached_while_in_use(client: Client, model: Model) -> None:
     values = values.to(getattr(torch, model.dtype))
     k, v = (placed(region, x, model.dtype) for x in values)
     torch.cuda.synchronize()
-    sequence = client.create_sequence(model)
+    sequence = beside(client, model, region)
     outcome: list[Any] = []
 
     def append() -> None:
@@ -485,7 +503,7 @@ def test_changed_while_in_use(client: Client, model: Model) -> None:
     seen = set()
     try:
         for _ in range(20):
-            sequence = client.create_sequence(model)
+            sequence = beside(client, model, region)
             try:
                 sequence.append(0, 0, k, v)
                 seen.add("appended")
@@ -563,6 +581,6 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         with spillway.connect(target) as anew:
             fresh = anew.attach_region(2 * MIB, device=first_gpu())
             k = fresh.tensor((1, KV_HEADS, 10, DIM), "float32").fill_(1)
-            anew.get_sequence(sequence.name).append(0, 0, k, k)
+            beside(anew, model, fresh).append(0, 0, k, k)
         delete_model(client, model)
         client.close()
