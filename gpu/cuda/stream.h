@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -18,17 +17,14 @@ class Stream {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return Stream(stream);
   }
-  // Which streams' kernels the GPU takes up first: the urgent ones', then those of streams
-  // that are before Create()'s.
-  enum class Priority { kBefore, kUrgent };
-  static absl::StatusOr<Stream> Create(Priority priority) {
+  // The same, before others in what the GPU takes up next.
+  static absl::StatusOr<Stream> CreateUrgent() {
     int least = 0;
-    int most = 0;  // the lower number
+    int most = 0;
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaDeviceGetStreamPriorityRange(&least, &most));
-    const int level = priority == Priority::kUrgent ? most : std::max(most, least - 1);
     cudaStream_t stream = nullptr;
     SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, level));
+        cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most));
     return Stream(stream);
   }
   Stream() = default;

@@ -188,7 +188,7 @@ absl::StatusOr<std::unique_ptr<DeviceExchange>> SharedHeap::OpenExchange(int64_t
   RETURN_IF_ERROR(current.status());
   ASSIGN_OR_RETURN(DeviceBuffer inputs,
                    DeviceBuffer::Create(input_bytes, budget_, "a step's tensors"));
-  ASSIGN_OR_RETURN(Stream stream, Stream::Create(Stream::Priority::kUrgent));
+  ASSIGN_OR_RETURN(Stream stream, Stream::CreateUrgent());
   return std::make_unique<Exchange>(this, std::move(shared), std::move(inputs), std::move(stream));
 }
 

@@ -33,9 +33,7 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
   slot->device_budget_ = device_budget;
   slot->host_budget_ = host_budget;
   slot->wave_bytes_ = wave_bytes;
-  // Before the side stream: rows of the next stage shall not wait for the last one's codes.
-  ASSIGN_OR_RETURN(slot->stream_,
-                   Stream::Create(urgent ? Stream::Priority::kUrgent : Stream::Priority::kBefore));
+  ASSIGN_OR_RETURN(slot->stream_, urgent ? Stream::CreateUrgent() : Stream::Create());
   ASSIGN_OR_RETURN(slot->side_stream_, Stream::Create());
   for (Stage& stage : slot->stages_) {
     ASSIGN_OR_RETURN(stage.filled, Event::Create(/*timing=*/false));

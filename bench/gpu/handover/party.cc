@@ -33,7 +33,7 @@ absl::StatusOr<Party> Party::Open(int ordinal, SharedPage* page,
   ASSIGN_OR_RETURN(const StreamValues values, StreamValues::Load());
   Party party(page, std::move(other_lives), values);
   ASSIGN_OR_RETURN(party.stream_, cuda::Stream::Create());
-  ASSIGN_OR_RETURN(party.release_stream_, cuda::Stream::Create(cuda::Stream::Priority::kUrgent));
+  ASSIGN_OR_RETURN(party.release_stream_, cuda::Stream::CreateUrgent());
   SPILLWAY_CUDA_RETURN_IF_ERROR(
       cudaHostRegister(&**page, SharedPage::bytes(), cudaHostRegisterMapped));
   party.registered_ = true;
