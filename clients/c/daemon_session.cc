@@ -15,6 +15,7 @@
 
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "daemon/convert/tensor.h"
 #include "google/rpc/status.pb.h"
 #include "grpcpp/client_context.h"
 #include "host/base/status_macros.h"
@@ -189,6 +190,26 @@ absl::StatusOr<DoorbellAnswer> Doorbell::Call(const DoorbellCall& call) {
   ASSIGN_OR_RETURN(const std::optional<DoorbellAnswer> answer,
                    Answer(BellWaiter::Clock::time_point::max()));
   return *answer;
+}
+
+absl::StatusOr<std::string> Doorbell::CallForAll(DoorbellCall call) {
+  std::string all;
+  for (;;) {
+    call.offset = static_cast<int64_t>(all.size());
+    ASSIGN_OR_RETURN(const DoorbellAnswer answer, Call(call));
+    all.append(reinterpret_cast<const char*>(data_.data()), static_cast<size_t>(answer.byte_count));
+    if (answer.left <= 0 || answer.byte_count == 0) return all;
+  }
+}
+
+DoorbellCall AttendCall(DoorbellCallKind kind, int layer, const StepTensors& tensors) {
+  DoorbellCall call = {};
+  call.kind = kind;
+  call.layer = layer;
+  call.q_dtype = static_cast<uint32_t>(ToProto(tensors.q_dtype));
+  call.out_dtype = static_cast<uint32_t>(ToProto(tensors.out_dtype));
+  call.wants_lse = tensors.lse != nullptr ? 1 : 0;
+  return call;
 }
 
 absl::StatusOr<std::optional<DoorbellAnswer>> Doorbell::Answer(

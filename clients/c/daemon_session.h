@@ -16,6 +16,7 @@
 #include "grpcpp/channel.h"
 #include "host/base/descriptor.h"
 #include "host/base/mutex.h"
+#include "host/device/step_tensors.h"
 #include "host/ipc/bell.h"
 
 namespace spillway {
@@ -74,6 +75,8 @@ class Doorbell {
   absl::StatusOr<std::optional<DoorbellAnswer>> Answer(BellWaiter::Clock::time_point deadline);
   // How long waits for answers spin at most.
   void SetSpinMax(std::chrono::nanoseconds most) { waiter_.SetSpinMax(most); }
+  // All of an answer that comes in pieces: the call is made again from where they end.
+  absl::StatusOr<std::string> CallForAll(DoorbellCall call);
   // Rings, and leaves the answer to be waited for by the next call.
   void Post(const DoorbellCall& call);
   // Ends the daemon's step though its last call is not answered: a call that is being
@@ -98,6 +101,9 @@ class Doorbell {
   bool broken_ = false;
   bool abandoned_ = false;  // since the last answer
 };
+
+// An attend of a step or a decoder at a layer.
+DoorbellCall AttendCall(DoorbellCallKind kind, int layer, const StepTensors& tensors);
 
 // What a channel to a daemon on this host shares with it. Thread-safe.
 class DaemonSession {

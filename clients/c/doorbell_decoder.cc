@@ -85,12 +85,7 @@ absl::Status DoorbellDecoder::Attend(int layer, const StepTensors& tensors, void
   };
   RETURN_IF_ERROR(gpu_->PutInputs(rows(shape_.query_head_count, tensors.q_dtype),
                                   rows(shape_.kv_head_count, row_dtype_), tensors, shared, stream));
-  DoorbellCall call = {};
-  call.kind = DoorbellCallKind::kDecoderAttend;
-  call.layer = layer;
-  call.q_dtype = static_cast<uint32_t>(ToProto(tensors.q_dtype));
-  call.out_dtype = static_cast<uint32_t>(ToProto(tensors.out_dtype));
-  call.wants_lse = tensors.lse != nullptr ? 1 : 0;
+  const DoorbellCall call = AttendCall(DoorbellCallKind::kDecoderAttend, layer, tensors);
   RETURN_IF_ERROR(doorbell_->Call(call).status());
   return gpu_->TakeOutputs(rows(shape_.query_head_count, tensors.out_dtype), shared, tensors,
                            stream);
@@ -102,17 +97,10 @@ absl::Status DoorbellDecoder::Finish(void* stream) {
 }
 
 absl::StatusOr<std::string> DoorbellDecoder::Results(int layer) {
-  std::string results;
   DoorbellCall call = {};
   call.kind = DoorbellCallKind::kDecoderResults;
   call.layer = layer;
-  for (;;) {
-    call.offset = static_cast<int64_t>(results.size());
-    ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
-    results.append(reinterpret_cast<const char*>(doorbell_->data().data()),
-                   static_cast<size_t>(answer.byte_count));
-    if (answer.left <= 0 || answer.byte_count == 0) return results;
-  }
+  return doorbell_->CallForAll(call);
 }
 
 absl::StatusOr<AttendSums> DoorbellDecoder::Sums(int layer) {

@@ -80,13 +80,7 @@ std::optional<absl::Status> DoorbellStep::Attend(int layer, const StepTensors& t
   CopyStepRows(Rows(shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
   CopyStepRows(Rows(shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
   CopyStepRows(Rows(shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
-  DoorbellCall call = {};
-  call.kind = DoorbellCallKind::kAttend;
-  call.layer = layer;
-  call.q_dtype = static_cast<uint32_t>(ToProto(tensors.q_dtype));
-  call.out_dtype = static_cast<uint32_t>(ToProto(tensors.out_dtype));
-  call.wants_lse = tensors.lse != nullptr ? 1 : 0;
-  absl::Status rung = doorbell_->Ring(call);
+  absl::Status rung = doorbell_->Ring(AttendCall(DoorbellCallKind::kAttend, layer, tensors));
   if (!rung.ok()) return rung;
   unanswered_ = true;
   return Await(tensors, deadline);
@@ -112,16 +106,9 @@ std::optional<absl::Status> DoorbellStep::Await(const StepTensors& tensors,
 
 absl::StatusOr<std::string> DoorbellStep::Results() {
   if (unanswered_) return StillUnanswered();
-  std::string results;
   DoorbellCall call = {};
   call.kind = DoorbellCallKind::kResults;
-  for (;;) {
-    call.offset = static_cast<int64_t>(results.size());
-    ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
-    results.append(reinterpret_cast<const char*>(doorbell_->data().data()),
-                   static_cast<size_t>(answer.byte_count));
-    if (answer.left <= 0 || answer.byte_count == 0) return results;
-  }
+  return doorbell_->CallForAll(call);
 }
 
 }  // namespace spillway

@@ -231,18 +231,8 @@ class Sequence:
 
         def requests() -> Iterator[attention_service_pb2.AppendRequest]:
             for l0, l1, t0, t1 in pieces:
-                request = attention_service_pb2.AppendRequest()
-                _split.fill_chunk(
-                    request.chunk,
-                    self.name,
-                    self._generation,
-                    layer + l0,
-                    start + t0,
-                    k[l0:l1, :, t0:t1],
-                    v[l0:l1, :, t0:t1],
-                    places,
-                )
-                yield request
+                piece = k[l0:l1, :, t0:t1], v[l0:l1, :, t0:t1]
+                yield self._append_request(layer + l0, start + t0, piece, places)
 
         try:
             response = self._call(self._client._stubs.attention.Append, requests(), timeout=timeout)
@@ -255,6 +245,18 @@ class Sequence:
             response.already_present_chunk_count,
             tuple(response.layer_token_counts),
         )
+
+    def _append_request(
+        self,
+        layer: int,
+        start: int,
+        piece: tuple[Array, Array],
+        places: tuple[tensor_pb2.RegionSlice, tensor_pb2.RegionSlice] | None,
+    ) -> attention_service_pb2.AppendRequest:
+        """A piece's K and V, or where they are."""
+        request = attention_service_pb2.AppendRequest()
+        _split.fill_chunk(request.chunk, self.name, self._generation, layer, start, *piece, places)
+        return request
 
     def _append_staged(
         self, layer: int, start: int, k: Array, v: Array, timeout: float | None
@@ -290,16 +292,8 @@ class Sequence:
                     places = regions.slice_of(parts[0]), regions.slice_of(parts[1])
                     assert places[0] is not None
                     assert places[1] is not None
-                    request = attention_service_pb2.AppendRequest()
-                    _split.fill_chunk(
-                        request.chunk,
-                        self.name,
-                        self._generation,
-                        layer + l0,
-                        start + t0,
-                        parts[0],
-                        parts[1],
-                        (places[0], places[1]),
+                    request = self._append_request(
+                        layer + l0, start + t0, (parts[0], parts[1]), (places[0], places[1])
                     )
                     call = self._client._stubs.attention.Append
                     response = self._call(call, iter([request]), timeout=timeout)
