@@ -11,7 +11,8 @@ _NAMES = {
     "job": "Spillway, a job on its own stream",
     "eager": "Spillway, enqueued on the runner's stream",
     "graph": "Spillway, in the runner's CUDA graph",
-    "resident": "the same, all rows in GPU memory too",
+    "halves": "two decoders of half the sequences each, in two graphs at once",
+    "resident": "Spillway, in a graph, all rows in GPU memory too",
 }
 
 
