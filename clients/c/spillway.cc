@@ -1,8 +1,6 @@
 #include "spillway.h"
 
-#include <chrono>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <new>
 #include <optional>
@@ -13,36 +11,24 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "clients/c/call.h"
 #include "clients/c/daemon_session.h"
+#include "clients/c/deadline.h"
 #include "clients/c/decoder.h"
 #include "clients/c/doorbell_decoder.h"
 #include "clients/c/doorbell_step.h"
+#include "clients/c/embedded_steps.h"
 #include "clients/c/gpu.h"
 #include "clients/c/step.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
-#include "grpcpp/client_context.h"
-#include "grpcpp/completion_queue.h"
 #include "grpcpp/create_channel.h"
-#include "grpcpp/generic/generic_stub.h"
-#include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/channel_arguments.h"
-#include "host/base/mutex.h"
 #include "host/base/status_macros.h"
 
 namespace {
-
-using Clock = std::chrono::system_clock;
-
-// For ever where seconds is negative, no number, or decades.
-template <typename Clock>
-typename Clock::time_point After(double seconds) {
-  if (!(seconds >= 0 && seconds < 1e9)) return Clock::time_point::max();
-  return Clock::now() + std::chrono::duration_cast<typename Clock::duration>(
-                            std::chrono::duration<double>(seconds));
-}
 
 std::shared_ptr<grpc::Channel> Connect(const char* target) {
   grpc::ChannelArguments arguments;
@@ -132,59 +118,6 @@ absl::StatusOr<spillway::StepTensors> TensorsOf(const spillway_step_tensors& fro
   return tensors;
 }
 
-// A step of an engine in this process.
-class EmbeddedStep final : public spillway::ClientStep {
- public:
-  EmbeddedStep(std::shared_ptr<spillway::Embedded> engine, std::unique_ptr<spillway::Step> step)
-      : engine_(std::move(engine)), step_(std::move(step)) {}
-
-  std::optional<absl::Status> Attend(int layer, const spillway::StepTensors& tensors,
-                                     spillway::BellWaiter::Clock::time_point) override {
-    return step_->Attend(layer, tensors);
-  }
-  std::optional<absl::Status> Await(const spillway::StepTensors&,
-                                    spillway::BellWaiter::Clock::time_point) override {
-    return absl::FailedPreconditionError("the step has no attend to wait for");
-  }
-  absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
-  std::string DetailsOf(const absl::Status& status) const override {
-    return engine_->DetailsOf(status);
-  }
-
- private:
-  // First: it goes last.
-  const std::shared_ptr<spillway::Embedded> engine_;
-  const std::unique_ptr<spillway::Step> step_;
-};
-
-// A decoder of an engine in this process.
-class EmbeddedDecoder final : public spillway::ClientDecoder {
- public:
-  EmbeddedDecoder(std::shared_ptr<spillway::Embedded> engine,
-                  std::unique_ptr<spillway::StreamDecoder> decoder)
-      : engine_(std::move(engine)), decoder_(std::move(decoder)) {}
-
-  absl::Status Next(void* stream) override { return decoder_->Next(stream); }
-  uint64_t version() const override { return decoder_->version(); }
-  absl::Status Attend(int layer, const spillway::StepTensors& tensors, void* stream) override {
-    return decoder_->Attend(layer, tensors, stream);
-  }
-  absl::Status Finish(void* stream) override { return decoder_->Finish(stream); }
-  absl::StatusOr<std::string> Results(int layer) override {
-    return engine_->ResultsOf(decoder_->ended(layer));
-  }
-  absl::StatusOr<spillway::AttendSums> Sums(int layer) override { return decoder_->sums(layer); }
-  int gpu() const override { return -1; }
-  std::string DetailsOf(const absl::Status& status) const override {
-    return engine_->DetailsOf(status);
-  }
-
- private:
-  // First: it goes last.
-  const std::shared_ptr<spillway::Embedded> engine_;
-  const std::unique_ptr<spillway::StreamDecoder> decoder_;
-};
-
 }  // namespace
 
 struct spillway_channel {
@@ -225,177 +158,6 @@ struct spillway_decoder {
   int Code(const absl::Status& status) const {
     return status.ok() ? 0 : SetError(status, decoder->DetailsOf(status));
   }
-};
-
-// gRPC's asynchronous call on a completion queue of its own. Whoever waits is
-// the one that drives the queue; a second thread that waits meanwhile is told.
-struct spillway_call {
- public:
-  spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
-                double timeout_seconds)
-      : stub_(channel) {
-    if (timeout_seconds > 0) context_.set_deadline(After<Clock>(timeout_seconds));
-    call_ = stub_.PrepareCall(&context_, method, &queue_);
-    call_->StartCall(Tag(Event::kStarted));
-  }
-
-  ~spillway_call() {
-    context_.TryCancel();
-    queue_.Shutdown();
-    void* tag;
-    bool ok;
-    while (queue_.Next(&tag, &ok)) {
-    }
-  }
-
-  int Send(const void* message, size_t size) {
-    grpc::Slice slice(message, size);
-    const spillway::MutexLock lock(mutex_);
-    if (broken_) return -1;
-    to_write_.emplace_back(&slice, 1);
-    WriteNext();
-    // Mostly it is written already, and the next message need not wait.
-    if (!driven_) Drive(/*deadline=*/Clock::time_point());
-    return 0;
-  }
-
-  void SendEnd() {
-    const spillway::MutexLock lock(mutex_);
-    last_ = true;
-    WriteNext();
-  }
-
-  int Receive(double timeout_seconds, const void** message, size_t* size) {
-    const auto deadline = After<Clock>(timeout_seconds);
-    const spillway::MutexLock lock(mutex_);
-    wanted_ = true;
-    ReadNext();
-    while (!arrived_ && !ended_) {
-      if (driven_) {
-        if (!changed_.WaitUntil(mutex_, deadline)) break;
-      } else if (!Drive(deadline)) {
-        break;
-      }
-    }
-    if (arrived_) {
-      arrived_ = false;
-      wanted_ = false;
-      *message = received_.begin();
-      *size = received_.size();
-      return SPILLWAY_RECEIVED;
-    }
-    return ended_ ? SPILLWAY_ENDED : SPILLWAY_TIMED_OUT;
-  }
-
-  // Constant once the stream has ended.
-  const grpc::Status& status() const { return status_; }
-  const std::string& message() const { return message_; }
-  const std::string& details() const { return details_; }
-
-  void Cancel() { context_.TryCancel(); }
-
- private:
-  enum class Event : intptr_t { kStarted = 1, kWritten, kRead, kFinished };
-  static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
-
-  void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (!started_ || writing_ || broken_ || said_last_) return;
-    if (to_write_.empty()) {
-      if (!last_) return;
-      writing_ = said_last_ = true;
-      return call_->WritesDone(Tag(Event::kWritten));
-    }
-    writing_ = true;
-    call_->Write(to_write_.front(), Tag(Event::kWritten));
-    to_write_.pop_front();
-  }
-
-  // A message is read when it is asked for: what the daemon may have in flight
-  // stays bounded by what it allows.
-  void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (!started_ || reading_ || arrived_ || finishing_ || !wanted_) return;
-    reading_ = true;
-    call_->Read(&incoming_, Tag(Event::kRead));
-  }
-
-  void Break() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    broken_ = true;
-    to_write_.clear();
-  }
-
-  void Finish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    Break();
-    if (finishing_) return;
-    finishing_ = true;
-    call_->Finish(&status_, Tag(Event::kFinished));
-  }
-
-  // Waits for one event of the queue, without the lock; false at the deadline.
-  bool Drive(Clock::time_point deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    driven_ = true;
-    mutex_.Unlock();
-    void* tag;
-    bool ok;
-    const auto next = queue_.AsyncNext(&tag, &ok, deadline);
-    mutex_.Lock();
-    driven_ = false;
-    const bool got = next == grpc::CompletionQueue::GOT_EVENT;
-    if (got) Handle(static_cast<Event>(reinterpret_cast<intptr_t>(tag)), ok);
-    changed_.NotifyAll();
-    return got;
-  }
-
-  void Handle(Event event, bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    switch (event) {
-      case Event::kStarted:
-        if (!ok) return Finish();
-        started_ = true;
-        WriteNext();
-        return ReadNext();
-      case Event::kWritten:
-        writing_ = false;
-        // The read, which fails too, tells how the stream ended.
-        if (!ok) Break();
-        return WriteNext();
-      case Event::kRead:
-        reading_ = false;
-        if (!ok) return Finish();
-        if (!incoming_.DumpToSingleSlice(&received_).ok()) received_ = grpc::Slice();
-        arrived_ = true;
-        return;
-      case Event::kFinished:
-        message_ = status_.error_message();
-        details_ = status_.error_details();
-        ended_ = true;
-        return;
-    }
-  }
-
-  grpc::GenericStub stub_;
-  grpc::ClientContext context_;
-  grpc::CompletionQueue queue_;
-  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
-
-  spillway::Mutex mutex_;
-  spillway::CondVar changed_;
-  std::deque<grpc::ByteBuffer> to_write_ ABSL_GUARDED_BY(mutex_);
-  grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
-  grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // the last message that was given
-  // Read without the lock once the stream has ended.
-  grpc::Status status_;
-  std::string message_;
-  std::string details_;
-  bool driven_ ABSL_GUARDED_BY(mutex_) = false;   // a thread waits for the queue
-  bool started_ ABSL_GUARDED_BY(mutex_) = false;  // reads and writes may begin
-  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
-  bool last_ ABSL_GUARDED_BY(mutex_) = false;       // no message follows those in to_write_
-  bool said_last_ ABSL_GUARDED_BY(mutex_) = false;  // and the other side is told
-  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a message, by a receive that waits or gave up
-  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // and it is in received_
-  bool broken_ ABSL_GUARDED_BY(mutex_) = false;   // nothing can be written any more
-  bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
@@ -469,7 +231,7 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
         std::unique_ptr<spillway::ClientStep> step;
         if (engine != nullptr) {
           ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun, engine->BeginStep(text));
-          step = std::make_unique<EmbeddedStep>(channel->embedded, std::move(begun));
+          step = std::make_unique<spillway::EmbeddedStep>(channel->embedded, std::move(begun));
         } else {
           ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel->session, text));
         }
@@ -487,7 +249,8 @@ int spillway_step_attend_for(spillway_step* step, int layer, const spillway_step
   return step->Code([&]() -> std::optional<absl::Status> {
     const absl::StatusOr<spillway::StepTensors> places = TensorsOf(*tensors);
     if (!places.ok()) return places.status();
-    return step->step->Attend(layer, *places, After<spillway::BellWaiter::Clock>(timeout_seconds));
+    return step->step->Attend(layer, *places,
+                              spillway::After<spillway::BellWaiter::Clock>(timeout_seconds));
   });
 }
 
@@ -496,7 +259,8 @@ int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensor
   return step->Code([&]() -> std::optional<absl::Status> {
     const absl::StatusOr<spillway::StepTensors> places = TensorsOf(*tensors);
     if (!places.ok()) return places.status();
-    return step->step->Await(*places, After<spillway::BellWaiter::Clock>(timeout_seconds));
+    return step->step->Await(*places,
+                             spillway::After<spillway::BellWaiter::Clock>(timeout_seconds));
   });
 }
 
@@ -533,7 +297,8 @@ spillway_decoder* spillway_decoder_open(spillway_channel* channel, const void* d
         if (engine != nullptr) {
           ASSIGN_OR_RETURN(std::unique_ptr<spillway::StreamDecoder> opened,
                            engine->OpenDecoder(text, token_count_max));
-          decoder = std::make_unique<EmbeddedDecoder>(channel->embedded, std::move(opened));
+          decoder =
+              std::make_unique<spillway::EmbeddedDecoder>(channel->embedded, std::move(opened));
         } else {
           ASSIGN_OR_RETURN(
               decoder, spillway::DoorbellDecoder::Open(channel->session, text, token_count_max));

@@ -1,0 +1,191 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "clients/c/deadline.h"
+#include "grpcpp/channel.h"
+#include "grpcpp/client_context.h"
+#include "grpcpp/completion_queue.h"
+#include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/support/byte_buffer.h"
+#include "host/base/mutex.h"
+#include "spillway.h"
+
+// gRPC's asynchronous call on a completion queue of its own. Whoever waits is
+// the one that drives the queue; a second thread that waits meanwhile is told.
+struct spillway_call {
+ public:
+  using Clock = std::chrono::system_clock;
+
+  spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
+                double timeout_seconds)
+      : stub_(channel) {
+    if (timeout_seconds > 0) context_.set_deadline(spillway::After<Clock>(timeout_seconds));
+    call_ = stub_.PrepareCall(&context_, method, &queue_);
+    call_->StartCall(Tag(Event::kStarted));
+  }
+
+  ~spillway_call() {
+    context_.TryCancel();
+    queue_.Shutdown();
+    void* tag;
+    bool ok;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+
+  int Send(const void* message, size_t size) {
+    grpc::Slice slice(message, size);
+    const spillway::MutexLock lock(mutex_);
+    if (broken_) return -1;
+    to_write_.emplace_back(&slice, 1);
+    WriteNext();
+    // Mostly it is written already, and the next message need not wait.
+    if (!driven_) Drive(/*deadline=*/Clock::time_point());
+    return 0;
+  }
+
+  void SendEnd() {
+    const spillway::MutexLock lock(mutex_);
+    last_ = true;
+    WriteNext();
+  }
+
+  int Receive(double timeout_seconds, const void** message, size_t* size) {
+    const auto deadline = spillway::After<Clock>(timeout_seconds);
+    const spillway::MutexLock lock(mutex_);
+    wanted_ = true;
+    ReadNext();
+    while (!arrived_ && !ended_) {
+      if (driven_) {
+        if (!changed_.WaitUntil(mutex_, deadline)) break;
+      } else if (!Drive(deadline)) {
+        break;
+      }
+    }
+    if (arrived_) {
+      arrived_ = false;
+      wanted_ = false;
+      *message = received_.begin();
+      *size = received_.size();
+      return SPILLWAY_RECEIVED;
+    }
+    return ended_ ? SPILLWAY_ENDED : SPILLWAY_TIMED_OUT;
+  }
+
+  // Constant once the stream has ended.
+  const grpc::Status& status() const { return status_; }
+  const std::string& message() const { return message_; }
+  const std::string& details() const { return details_; }
+
+  void Cancel() { context_.TryCancel(); }
+
+ private:
+  enum class Event : intptr_t { kStarted = 1, kWritten, kRead, kFinished };
+  static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
+
+  void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!started_ || writing_ || broken_ || said_last_) return;
+    if (to_write_.empty()) {
+      if (!last_) return;
+      writing_ = said_last_ = true;
+      return call_->WritesDone(Tag(Event::kWritten));
+    }
+    writing_ = true;
+    call_->Write(to_write_.front(), Tag(Event::kWritten));
+    to_write_.pop_front();
+  }
+
+  // A message is read when it is asked for: what the daemon may have in flight
+  // stays bounded by what it allows.
+  void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!started_ || reading_ || arrived_ || finishing_ || !wanted_) return;
+    reading_ = true;
+    call_->Read(&incoming_, Tag(Event::kRead));
+  }
+
+  void Break() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    broken_ = true;
+    to_write_.clear();
+  }
+
+  void Finish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    Break();
+    if (finishing_) return;
+    finishing_ = true;
+    call_->Finish(&status_, Tag(Event::kFinished));
+  }
+
+  // Waits for one event of the queue, without the lock; false at the deadline.
+  bool Drive(Clock::time_point deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    driven_ = true;
+    mutex_.Unlock();
+    void* tag;
+    bool ok;
+    const auto next = queue_.AsyncNext(&tag, &ok, deadline);
+    mutex_.Lock();
+    driven_ = false;
+    const bool got = next == grpc::CompletionQueue::GOT_EVENT;
+    if (got) Handle(static_cast<Event>(reinterpret_cast<intptr_t>(tag)), ok);
+    changed_.NotifyAll();
+    return got;
+  }
+
+  void Handle(Event event, bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    switch (event) {
+      case Event::kStarted:
+        if (!ok) return Finish();
+        started_ = true;
+        WriteNext();
+        return ReadNext();
+      case Event::kWritten:
+        writing_ = false;
+        // The read, which fails too, tells how the stream ended.
+        if (!ok) Break();
+        return WriteNext();
+      case Event::kRead:
+        reading_ = false;
+        if (!ok) return Finish();
+        if (!incoming_.DumpToSingleSlice(&received_).ok()) received_ = grpc::Slice();
+        arrived_ = true;
+        return;
+      case Event::kFinished:
+        message_ = status_.error_message();
+        details_ = status_.error_details();
+        ended_ = true;
+        return;
+    }
+  }
+
+  grpc::GenericStub stub_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+
+  spillway::Mutex mutex_;
+  spillway::CondVar changed_;
+  std::deque<grpc::ByteBuffer> to_write_ ABSL_GUARDED_BY(mutex_);
+  grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
+  grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // the last message that was given
+  // Read without the lock once the stream has ended.
+  grpc::Status status_;
+  std::string message_;
+  std::string details_;
+  bool driven_ ABSL_GUARDED_BY(mutex_) = false;   // a thread waits for the queue
+  bool started_ ABSL_GUARDED_BY(mutex_) = false;  // reads and writes may begin
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool last_ ABSL_GUARDED_BY(mutex_) = false;       // no message follows those in to_write_
+  bool said_last_ ABSL_GUARDED_BY(mutex_) = false;  // and the other side is told
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a message, by a receive that waits or gave up
+  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // and it is in received_
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;   // nothing can be written any more
+  bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+};

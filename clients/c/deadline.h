@@ -1,0 +1,15 @@
+#pragma once
+
+#include <chrono>
+
+namespace spillway {
+
+// For ever where seconds is negative, no number, or decades.
+template <typename Clock>
+typename Clock::time_point After(double seconds) {
+  if (!(seconds >= 0 && seconds < 1e9)) return Clock::time_point::max();
+  return Clock::now() + std::chrono::duration_cast<typename Clock::duration>(
+                            std::chrono::duration<double>(seconds));
+}
+
+}  // namespace spillway

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "clients/c/decoder.h"
+#include "clients/c/step.h"
+#include "daemon/engine/step.h"
+#include "daemon/engine/stream_decoder.h"
+#include "daemon/server/embedded.h"
+
+namespace spillway {
+
+// A step of an engine in this process.
+class EmbeddedStep final : public ClientStep {
+ public:
+  EmbeddedStep(std::shared_ptr<Embedded> engine, std::unique_ptr<Step> step)
+      : engine_(std::move(engine)), step_(std::move(step)) {}
+
+  std::optional<absl::Status> Attend(int layer, const StepTensors& tensors,
+                                     BellWaiter::Clock::time_point) override {
+    return step_->Attend(layer, tensors);
+  }
+  std::optional<absl::Status> Await(const StepTensors&, BellWaiter::Clock::time_point) override {
+    return absl::FailedPreconditionError("the step has no attend to wait for");
+  }
+  absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
+  std::string DetailsOf(const absl::Status& status) const override {
+    return engine_->DetailsOf(status);
+  }
+
+ private:
+  // First: it goes last.
+  const std::shared_ptr<Embedded> engine_;
+  const std::unique_ptr<Step> step_;
+};
+
+// A decoder of an engine in this process.
+class EmbeddedDecoder final : public ClientDecoder {
+ public:
+  EmbeddedDecoder(std::shared_ptr<Embedded> engine, std::unique_ptr<StreamDecoder> decoder)
+      : engine_(std::move(engine)), decoder_(std::move(decoder)) {}
+
+  absl::Status Next(void* stream) override { return decoder_->Next(stream); }
+  uint64_t version() const override { return decoder_->version(); }
+  absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override {
+    return decoder_->Attend(layer, tensors, stream);
+  }
+  absl::Status Finish(void* stream) override { return decoder_->Finish(stream); }
+  absl::StatusOr<std::string> Results(int layer) override {
+    return engine_->ResultsOf(decoder_->ended(layer));
+  }
+  absl::StatusOr<AttendSums> Sums(int layer) override { return decoder_->sums(layer); }
+  int gpu() const override { return -1; }
+  std::string DetailsOf(const absl::Status& status) const override {
+    return engine_->DetailsOf(status);
+  }
+
+ private:
+  // First: it goes last.
+  const std::shared_ptr<Embedded> engine_;
+  const std::unique_ptr<StreamDecoder> decoder_;
+};
+
+}  // namespace spillway
