@@ -13,6 +13,7 @@
 #include "gpu/cuda/poll.h"
 #include "gpu/cuda/stream.h"
 #include "gpu/device/cuda_device.h"
+#include "gpu/device/step_checks.h"
 #include "gpu/kernels/step_copy.h"
 #include "host/base/status_macros.h"
 
@@ -24,8 +25,6 @@ using cuda::Event;
 
 // How long who waits for its own kernels holds a core.
 constexpr std::chrono::microseconds kBusy{500};
-// Of rows that the daemon's kernels read.
-constexpr int64_t kAlignment = 16;
 
 class CudaClientGpu final : public ClientGpu {
  public:
@@ -60,7 +59,7 @@ class CudaClientGpu final : public ClientGpu {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
     auto* const stream = static_cast<cudaStream_t>(on);
-    RETURN_IF_ERROR(CheckTensors(tensors));
+    RETURN_IF_ERROR(cuda::CheckStepTensors(ordinal_, tensors));
     cuda::StepCopy copy;
     copy.sequence_count = static_cast<int32_t>(q_rows.sequence_count);
     copy.token_count = static_cast<int32_t>(q_rows.token_count);
@@ -109,36 +108,6 @@ class CudaClientGpu final : public ClientGpu {
     tensor.to_strides = {to.sequence_stride, to.token_stride, to.head_stride};
     tensor.head_count = static_cast<int32_t>(rows.head_count);
     tensor.bytes = static_cast<int32_t>(rows.bytes);
-  }
-
-  absl::Status CheckInGpu(const char* name, const void* data) const {
-    cudaPointerAttributes attributes{};
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaPointerGetAttributes(&attributes, data));
-    if (attributes.type == cudaMemoryTypeManaged) return absl::OkStatus();
-    if (attributes.type == cudaMemoryTypeDevice && attributes.device == ordinal_) {
-      return absl::OkStatus();
-    }
-    if (attributes.type != cudaMemoryTypeDevice) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": is not in the memory of cuda:", ordinal_));
-    }
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, ": is in the memory of cuda:", attributes.device, ", not of cuda:", ordinal_));
-  }
-
-  absl::Status CheckTensors(const StepTensors& tensors) const {
-    for (const auto& [name, place] :
-         {std::pair("q", &tensors.q), std::pair("k", &tensors.k), std::pair("v", &tensors.v)}) {
-      RETURN_IF_ERROR(CheckInGpu(name, place->data));
-      const int64_t together = reinterpret_cast<intptr_t>(place->data) | place->sequence_stride |
-                               place->token_stride | place->head_stride;
-      if (together % kAlignment != 0) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(name, ": rows are not aligned to ", kAlignment, " bytes"));
-      }
-    }
-    RETURN_IF_ERROR(CheckInGpu("out", tensors.out.data));
-    return tensors.lse == nullptr ? absl::OkStatus() : CheckInGpu("lse", tensors.lse);
   }
 
   const int ordinal_;

@@ -15,6 +15,7 @@
 #include "gpu/device/carver.h"
 #include "gpu/device/dense_pipeline.h"
 #include "gpu/device/sparse_pipeline.h"
+#include "gpu/device/step_checks.h"
 #include "gpu/device/wave_kernels.h"
 #include "gpu/kernels/step_append.h"
 #include "host/base/status_macros.h"
@@ -27,8 +28,6 @@ namespace {
 constexpr int kSlotCount = 2;
 // Changes of page tables that a slot takes at a time.
 constexpr int64_t kUpdatesMax = 1 << 16;
-// Row pointers of tensors.
-constexpr int64_t kAlignment = 16;
 // Graphs that a layer keeps, each of tensors of its own.
 constexpr size_t kGraphsOfLayer = 4;
 
@@ -132,7 +131,6 @@ class CudaStreamStep final : public StreamStep {
   absl::Status AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates);
   absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                             cudaStream_t stream) const;
-  absl::Status CheckTensors(const StepTensors& tensors) const;
   // Puts a layer's kernels on the stream.
   absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
   // The layer's graph for the tensors, which may be empty; null the first time.
@@ -504,35 +502,6 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
       "cudaMemcpyAsync");
 }
 
-absl::Status CudaStreamStep::CheckTensors(const StepTensors& tensors) const {
-  const auto check = [&](const char* name, const auto& place, bool rows) -> absl::Status {
-    cudaPointerAttributes attributes{};
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaPointerGetAttributes(&attributes, place.data));
-    if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": is not in the memory of ", std::string(home_.gpu.name)));
-    }
-    if (attributes.type == cudaMemoryTypeDevice && attributes.device != home_.ordinal) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": is in the memory of cuda:", attributes.device, ", not of ",
-                       std::string(home_.gpu.name)));
-    }
-    const int64_t together = reinterpret_cast<intptr_t>(place.data) | place.sequence_stride |
-                             place.token_stride | place.head_stride;
-    if (rows && together % kAlignment != 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": rows are not aligned to ", kAlignment, " bytes"));
-    }
-    return absl::OkStatus();
-  };
-  RETURN_IF_ERROR(check("q", tensors.q, true));
-  RETURN_IF_ERROR(check("k", tensors.k, true));
-  RETURN_IF_ERROR(check("v", tensors.v, true));
-  RETURN_IF_ERROR(check("out", tensors.out, false));
-  if (tensors.lse == nullptr) return absl::OkStatus();
-  return check("lse", StepPlace<float>{tensors.lse, 0, 0, 0}, false);
-}
-
 template <typename Byte>
 CallerTensor<Byte> TensorOf(const StepPlace<Byte>& place) {
   return {place.data, place.sequence_stride, place.token_stride, place.head_stride};
@@ -543,7 +512,7 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
     return absl::FailedPreconditionError("no tokens are announced: begin the next step first");
   }
   const CurrentDevice current(home_.ordinal);
-  RETURN_IF_ERROR(CheckTensors(tensors));
+  RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, tensors));
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
   LayerGraph* const known = captured ? nullptr : FindGraph(layer, tensors);
