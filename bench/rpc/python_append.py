@@ -1,4 +1,4 @@
-"""Bulk appends of the Python client: in messages, from a region, to an embedded engine.
+"""Bulk appends of the Python client: in messages, by regions, to an embedded engine.
 
 Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128 are appended
 whole, to a model without codes (rows alone) and with codes of 3 bits a
@@ -99,13 +99,15 @@ def main() -> None:
             ):
                 shared = regions.attach_region(source.nbytes).array(source.shape, np.float16)
                 shared[:] = source
+                messages._regions.staged_bytes_min = 1 << 62
                 ways = {"messages": (messages, source), "region": (regions, shared)}
+                ways["the client's own region"] = (regions, source)
                 ways["embedded"] = (embedded, source)
                 on_gpu = arguments.device.startswith("cuda")
                 if on_gpu:
                     there = torch.from_numpy(source).to(arguments.device)
                     ways["embedded, CUDA"] = (embedded, there)
-                    ways["daemon, CUDA, by the client's own region"] = (messages, there)
+                    ways["daemon, CUDA, by the client's own region"] = (regions, there)
                     region = regions.attach_region(source.nbytes, device=arguments.device)
                     ways["daemon, CUDA, region"] = (
                         regions,

@@ -24,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "transports(*names): runs with a client of each. grpcio, libspillway: of the session's "
-        "daemon, by what moves decode steps; embedded. Without the marker libspillway",
+        "daemon, by what moves decode steps, and appends in messages; regions: libspillway, and "
+        "appends by regions; embedded. Without the marker libspillway",
     )
 
 
@@ -40,7 +41,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
     """A connection to the session's daemon, or an engine in this process."""
     transport = getattr(request, "param", "libspillway")
     with connected(transport, request) as client:
-        assert client.transport == transport
+        assert client.transport == ("libspillway" if transport == "regions" else transport)
         yield client
 
 

@@ -18,7 +18,7 @@ from spillway._proto import tensor_pb2 as tensors
 MIB = 1 << 20
 LAYERS, HEADS, DIM, TOKENS = 2, 2, 16, 1000  # of the model fixture
 INVALID, MISSING, RANGE = "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
-EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "embedded")
+EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
 SPANS = [(0, TOKENS), (5, 6), (127, 129), (128, 256), (300, 999)]
 # Page edges, neighbours, and the last token; heads differ in length, as do pages.
 CHOSEN = ([0, 1, 127, 128, 700, 999], [3])

@@ -35,7 +35,7 @@ from spillway._proto import (
 )
 from spillway.errors import error_from_rpc, error_from_status
 
-pytestmark = pytest.mark.transports("libspillway", "embedded")
+pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
 INVALID = "INVALID_ARGUMENT"
 RANGE = "OUT_OF_RANGE"
 EITHER = (INVALID, RANGE)

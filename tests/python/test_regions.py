@@ -438,6 +438,102 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         client.close()
 
 
+def own_regions(client: Client) -> int:
+    """Regions of the client's session; all of them are its own, for the test attaches none."""
+    request = memory.ListRegionsRequest(session=client._regions._session)
+    return len(client._stubs.memory.ListRegions(request).regions)
+
+
+def large(rng: np.random.Generator) -> tuple[Any, Any]:
+    """K and V [2, H_kv, T, d] of 20,000 tokens: 10 MiB."""
+    return normal(rng, 2, HEADS, 20_000, DIM), normal(rng, 2, HEADS, 20_000, DIM)
+
+
+def two_layers(client: Client) -> Model:
+    return client.create_model(
+        layer_count=2, query_head_count=4, kv_head_count=HEADS, head_dim=DIM, dtype="float32"
+    )
+
+
+def test_large_appends_go_by_a_region_of_the_clients_own(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    k, v = large(rng)
+    with running_daemon(tmp_path) as target, spillway.connect(target) as client:
+        sequence = client.create_sequence(two_layers(client))
+        sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
+        assert client._regions._session == ""  # that was small
+        result = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
+        # One message could not hold it.
+        assert (result.appended_chunk_count, result.layer_token_counts) == (1, (20_000, 20_000))
+        expect_rows(sequence, k, v)
+        again = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
+        assert (again.appended_chunk_count, again.already_present_chunk_count) == (0, 1)
+        with pytest.raises(spillway.AlreadyExists):
+            sequence.append(0, 10, k[:, :, 10:], k[:, :, 10:])
+        k[1, 1, 15_000, 3] = np.inf
+        with pytest.raises(spillway.OutOfRange):
+            client.create_sequence(sequence.model).append(0, 0, k, v)
+        assert own_regions(client) == 1
+        # It is the daemon's to count, and goes with the client.
+        assert other_bytes(client) >= 16 * MIB
+        with spillway.connect(target) as other:
+            client.close()
+            wait_for(lambda: other_bytes(other) < 16 * MIB)
+
+
+def test_large_appends_of_several_threads(tmp_path: Path, rng: np.random.Generator) -> None:
+    with running_daemon(tmp_path) as target, spillway.connect(target) as client:
+        model = two_layers(client)
+        rows = [large(rng) for _ in range(4)]
+        sequences = [client.create_sequence(model) for _ in rows]
+        threads = [
+            threading.Thread(target=sequence.append, args=(0, 0, k, v))
+            for sequence, (k, v) in zip(sequences, rows, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for sequence, (k, v) in zip(sequences, rows, strict=True):
+            expect_rows(sequence, k, v)
+        assert own_regions(client) == 1
+
+
+def test_large_appends_after_a_restart(tmp_path: Path, rng: np.random.Generator) -> None:
+    k, v = large(rng)
+    with running_daemon(tmp_path) as target:
+        client = spillway.connect(target)
+        client.create_sequence(two_layers(client)).append(0, 0, k, v)
+        assert own_regions(client) == 1
+    with running_daemon(tmp_path):
+        wait_for(client.health)
+        for _ in range(2):  # in messages where the region is gone, and by a new one
+            sequence = client.create_sequence(two_layers(client))
+            sequence.append(0, 0, k, v)
+            expect_rows(sequence, k, v)
+        assert own_regions(client) == 1
+        client.close()
+
+
+def test_large_appends_where_there_is_no_memory_for_a_region(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    k, v = large(rng)
+    with (
+        running_daemon(tmp_path, "--memory-limit", "64MiB") as target,
+        spillway.connect(target) as client,
+    ):
+        region = client.attach_region(30 * MIB)
+        sequence = client.create_sequence(two_layers(client))
+        assert client.statistics().transport.rows == "regions"
+        sequence.append(0, 0, k, v)
+        expect_rows(sequence, k, v)
+        assert own_regions(client) == 1  # the test's
+        assert client.statistics().transport.rows == "messages"
+        region.detach()
+
+
 @pytest.mark.transports("embedded")
 def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None:
     with pytest.raises(ValueError, match="shares no regions"):

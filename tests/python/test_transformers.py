@@ -16,7 +16,7 @@ from spillway import Client, Policy, TopK
 from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
 from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
 
-pytestmark = pytest.mark.transports("libspillway", "embedded")
+pytestmark = pytest.mark.transports("regions", "embedded")
 ALL = Policy(selector="all")
 
 

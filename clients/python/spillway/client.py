@@ -199,14 +199,20 @@ class Client:
             reasons.append(f"no decoder: {self._no_decoder}")
         if self._regions.no_gpu:
             reasons.append(f"no memory of the daemon's GPU is shared: {self._regions.no_gpu}")
-        if self._regions.attached:
-            return Transport(steps, "regions", mps, "; ".join(reasons))
-        reasons.append(
-            "no region is attached: Client.attach_region"
-            if self._regions.available
-            else "there are no regions: that takes a unix socket of the daemon"
-        )
-        return Transport(steps, "messages", mps, "; ".join(reasons))
+        if not self._regions.available or self._regions.refused:
+            reasons.append(
+                "the daemon has no memory or no folder in common for a region of the client's "
+                "own: Client.attach_region tells more"
+                if self._regions.available
+                else "there are no regions: that takes a unix socket of the daemon"
+            )
+            return Transport(steps, "messages", mps, "; ".join(reasons))
+        if not self._regions.attached:
+            reasons.append(
+                "large arrays are copied to a region of the client's own, small ones to messages: "
+                "Client.attach_region"
+            )
+        return Transport(steps, "regions", mps, "; ".join(reasons))
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response; raises SpillwayError."""

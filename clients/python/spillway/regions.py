@@ -19,25 +19,42 @@ from spillway.errors import (
     Aborted,
     AlreadyExists,
     InvalidArgument,
+    NotFound,
     OutOfRange,
     ResourceExhausted,
     SpillwayError,
     Unavailable,
 )
-from spillway.tensors import Array, BFloat16, DTypeName, gpu_uuid, is_torch, on_gpu
+from spillway.tensors import (
+    Array,
+    BFloat16,
+    DTypeName,
+    dtype_name,
+    dtype_of,
+    gpu_uuid,
+    is_torch,
+    itemsize,
+    on_gpu,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from spillway.client import Client
 
+# Of what is staged in host memory, where others have the number of a GPU.
+_HOST = -1
 _PROCESS, _GPU = "regions/process", "regions/gpu"
 # Of rows in a GPU's memory.
 GPU_ALIGNMENT = 16
 _ALIGNMENT = 64
 _NAME_BYTES_MAX = 256
 # Of a client's own region on a GPU: appends of 128 MiB take the daemon some 3 ms.
-_STAGING_BYTES = 128 << 20
+_GPU_STAGING_BYTES = 128 << 20
+# Of the daemon's memory, as long as the client lives.
+_HOST_STAGING_BYTES = 16 << 20
+# Smaller appends are messages: a copy more and a call of their own are not worth it.
+_STAGED_BYTES_MIN = 1 << 20
 # Errors that a daemon answers an append with, once it is done with its rows.
 _ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
 _UNIX = "unix:"
@@ -235,13 +252,30 @@ class GpuRegion(_Shared):
         self._regions.detach(self)
 
 
+def copied_to(region: Region | GpuRegion, array: Array) -> Array:
+    """A copy of an array in a region, of its kind."""
+    if is_torch(array):
+        source: torch.Tensor = array  # type: ignore[assignment]
+        tensor = region.tensor(tuple(source.shape), dtype_name(dtype_of(source, "k")))
+        return tensor.copy_(source.detach())
+    assert isinstance(region, Region)
+    if isinstance(array, BFloat16):
+        bits = region.array(array.shape, np.uint16)
+        bits[:] = array.bits
+        return BFloat16(bits)
+    host: Any = array
+    made = region.array(host.shape, host.dtype.newbyteorder("="))
+    made[:] = host
+    return made
+
+
 class _Staging:
-    """A region of a GPU's memory that CUDA tensors are copied to, to be appended from there."""
+    """A region that arrays are copied to, to be appended from there: of a GPU, or the host's."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
+        self.device = device  # empty: the host
         self.lock = threading.Lock()
-        self.region: GpuRegion | None = None
+        self.region: Region | GpuRegion | None = None
 
 
 class Regions:
@@ -254,8 +288,10 @@ class Regions:
         self._socket: socket.socket | None = None
         self._session = ""
         self._attached: dict[str, Region | GpuRegion] = {}
-        # By the GPU's number in this process; None: there is none.
+        # By the GPU's number in this process, or _HOST; None: there is none.
         self._staging: dict[int, _Staging | None] = {}
+        # Of an append that goes by way of a region of this client's own, bytes at least.
+        self.staged_bytes_min = _STAGED_BYTES_MIN
         # Why a daemon's GPU memory is not to be had; empty while nothing is known.
         self.no_gpu = ""
 
@@ -268,8 +304,9 @@ class Regions:
 
     @property
     def attached(self) -> bool:
-        """Whether any region is attached."""
-        return bool(self._attached)
+        """Whether any region is attached, but for those of the client's own."""
+        own = [staging.region for staging in self._staging.values() if staging is not None]
+        return any(region not in own for region in list(self._attached.values()))
 
     def slice_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """How the daemon finds the array in memory that both see; None where it does not."""
@@ -296,12 +333,25 @@ class Regions:
             region=name, offset=place.address - start, strides=place.strides
         )
 
+    @property
+    def refused(self) -> bool:
+        """Whether the daemon has no region, or no memory for one, of this client's own."""
+        return self._staging.get(_HOST, _Staging("")) is None
+
     def stages(self, k: Array, v: Array) -> bool:
-        """Whether CUDA tensors are on the GPU of a daemon that shares its memory."""
+        """Whether arrays are appended by way of a region of this client's own.
+
+        CUDA tensors on the GPU of a daemon that shares its memory, and arrays of the host to
+        a daemon that shares that, unless they are small.
+        """
         return self._staging_for(k, v) is not None
 
     def _staging_for(self, k: Array, v: Array) -> _Staging | None:
-        if self._process or not on_gpu(k) or not on_gpu(v) or self.no_gpu:
+        if self._process:
+            return None
+        if not on_gpu(k) and not on_gpu(v):
+            return self._host_staging_for(k, v)
+        if not on_gpu(k) or not on_gpu(v) or self.no_gpu:
             return None
         first: torch.Tensor = k  # type: ignore[assignment]
         second: torch.Tensor = v  # type: ignore[assignment]
@@ -316,24 +366,29 @@ class Regions:
                 self._staging[ordinal] = _Staging(uuids[0]) if there else None
             return self._staging[ordinal]
 
-    @contextmanager
-    def staged(self, k: Array, v: Array) -> Iterator[GpuRegion | None]:
-        """Gives out a region of this client's own for CUDA tensors, to one thread at a time.
+    def _host_staging_for(self, k: Array, v: Array) -> _Staging | None:
+        byte_count = 2 * math.prod(k.shape) * itemsize(dtype_of(k, "k"))
+        if is_torch(k) != is_torch(v) or byte_count < self.staged_bytes_min or not self.available:
+            return None
+        with self._lock:
+            if _HOST not in self._staging:
+                self._staging[_HOST] = _Staging("")
+            return self._staging[_HOST]
 
-        None where there is none, or no memory for it.
+    @contextmanager
+    def staged(self, k: Array, v: Array) -> Iterator[Region | GpuRegion | None]:
+        """Gives out a region of this client's own for the arrays, to one thread at a time.
+
+        None where there is none, or no memory for it; of the host's also where another
+        thread has it, for messages of several threads go side by side.
         """
         staging = self._staging_for(k, v)
-        if staging is None:
+        if staging is None or not staging.lock.acquire(blocking=bool(staging.device)):
             yield None
             return
-        with staging.lock:
+        try:
             if staging.region is None:
-                try:
-                    staging.region = self.attach_gpu(_STAGING_BYTES, staging.device)
-                except ResourceExhausted:
-                    pass
-                except SpillwayError as error:
-                    self.no_gpu = error.message
+                self._attach_staging(staging)
             region = staging.region
             try:
                 yield region
@@ -345,6 +400,39 @@ class Regions:
                     with suppress(SpillwayError):
                         region.detach()
                 raise
+        finally:
+            staging.lock.release()
+
+    def give_up_host_memory(self) -> bool:
+        """Gives this client's own region of host memory back, and takes none any more.
+
+        Returns:
+            Whether there was one.
+        """
+        with self._lock:
+            staging, self._staging[_HOST] = self._staging.get(_HOST), None
+        if staging is None:
+            return False
+        with staging.lock:
+            region, staging.region = staging.region, None
+        if region is not None:
+            region.detach()
+        return region is not None
+
+    def _attach_staging(self, staging: _Staging) -> None:
+        try:
+            if staging.device:
+                staging.region = self.attach_gpu(_GPU_STAGING_BYTES, staging.device)
+            else:
+                staging.region = self.attach(_HOST_STAGING_BYTES)
+        except ResourceExhausted:
+            pass
+        except SpillwayError as error:
+            if staging.device:
+                self.no_gpu = error.message
+            else:
+                # No folder that both see, say.
+                self._staging[_HOST] = None
 
     def slice_on_gpu_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same of a CUDA tensor that lies in a region of a daemon's GPU; of others None."""
@@ -362,8 +450,8 @@ class Regions:
     def attach(self, byte_count: int) -> Region:
         """Has the daemon allocate a region and maps it."""
         with self._lock:
-            connection = self._connected()
             made = self._made(byte_count, "").region
+            connection = self._connected()
             connection.send(made.name.encode())
             told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
             if not descriptors:
@@ -385,7 +473,6 @@ class Regions:
                 "name it"
             )
         with self._lock:
-            self._connected()
             made = self._made(byte_count, device)
             try:
                 mapping = native.map_gpu_region(made.region.device, made.ipc_handle)
@@ -397,13 +484,24 @@ class Regions:
             return region
 
     def _made(self, byte_count: int, device: str) -> memory_service_pb2.AttachRegionResponse:
-        request = memory_service_pb2.AttachRegionRequest(
-            session=self._session, byte_count=byte_count, device=device
-        )
-        response: memory_service_pb2.AttachRegionResponse = self._client._call(
-            self._client._stubs.memory.AttachRegion, request
-        )
-        return response
+        def attach() -> memory_service_pb2.AttachRegionResponse:
+            self._connected()
+            request = memory_service_pb2.AttachRegionRequest(
+                session=self._session, byte_count=byte_count, device=device
+            )
+            response: memory_service_pb2.AttachRegionResponse = self._client._call(
+                self._client._stubs.memory.AttachRegion, request
+            )
+            return response
+
+        try:
+            return attach()
+        except NotFound as error:
+            if error.reason != "SESSION_NOT_FOUND":
+                raise
+        # The daemon has restarted: what was attached before is gone.
+        self._end_session()
+        return attach()
 
     def _detach(self, name: str) -> None:
         request = memory_service_pb2.DetachRegionRequest(session=self._session, name=name)
@@ -418,11 +516,14 @@ class Regions:
     def close(self) -> None:
         """Ends the session; the daemon frees what it has of it."""
         with self._lock:
-            self._attached.clear()
             self._staging.clear()
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
+            self._end_session()
+
+    def _end_session(self) -> None:
+        self._attached.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def _connected(self) -> socket.socket:
         """The session's socket, opened with the first region."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,16 @@ import numpy as np
 
 from spillway import _split
 from spillway._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
-from spillway.errors import InvalidArgument, NotFound, OutOfRange, SpillwayError, tell_restart
+from spillway.errors import (
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    SpillwayError,
+    tell_restart,
+)
 from spillway.policy import Policy
+from spillway.regions import copied_to
 from spillway.results import (
     AppendResult,
     AttendResult,
@@ -26,7 +35,6 @@ from spillway.tensors import (
     OutDType,
     check_target,
     decoder_like,
-    dtype_name,
     dtype_of,
     empty_like,
     encode_numbers,
@@ -261,7 +269,7 @@ class Sequence:
     def _append_staged(
         self, layer: int, start: int, k: Array, v: Array, timeout: float | None
     ) -> AppendResult | None:
-        """Appends CUDA tensors by way of a region of this client's own on their GPU.
+        """Appends arrays by way of a region of this client's own, where they are.
 
         Returns:
             None where there is none, or where rows must be compared with what is there.
@@ -274,8 +282,9 @@ class Sequence:
             return None
         dtype = dtype_of(k, "k")
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype)
+        deadline = None if timeout is None else time.monotonic() + timeout
         counts: tuple[int, ...] = ()
-        appended = 0
+        appended = present = 0
         try:
             with regions.staged(k, v) as region:
                 if region is None or dtype_of(v, "v") != dtype:
@@ -284,10 +293,7 @@ class Sequence:
                 room = region.byte_count - 1024
                 for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, room):
                     region.reset()
-                    shape = (l1 - l0, kv_heads, t1 - t0, head_dim)
-                    parts = [region.tensor(shape, dtype_name(dtype)) for _ in range(2)]
-                    for part, whole in zip(parts, (k, v), strict=True):
-                        part.copy_(whole[l0:l1, :, t0:t1].detach())  # type: ignore[union-attr]
+                    parts = [copied_to(region, whole[l0:l1, :, t0:t1]) for whole in (k, v)]
                     wait_for_stream(k)
                     places = regions.slice_of(parts[0]), regions.slice_of(parts[1])
                     assert places[0] is not None
@@ -296,8 +302,10 @@ class Sequence:
                         layer + l0, start + t0, (parts[0], parts[1]), (places[0], places[1])
                     )
                     call = self._client._stubs.attention.Append
-                    response = self._call(call, iter([request]), timeout=timeout)
+                    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                    response = self._call(call, iter([request]), timeout=left)
                     appended += response.appended_chunk_count
+                    present += response.already_present_chunk_count
                     counts = tuple(response.layer_token_counts)
         except SpillwayError as error:
             self._forget()
@@ -305,9 +313,12 @@ class Sequence:
             there = isinstance(error, OutOfRange) and error.reason != "NON_FINITE"
             if there or error.reason == "REGION_NOT_FOUND":
                 return None
+            # The region's memory may be what the rows lack.
+            if isinstance(error, ResourceExhausted) and regions.give_up_host_memory():
+                return None
             raise
         self._layer_token_counts = list(counts)
-        return AppendResult(appended, 0, counts)
+        return AppendResult(appended, present, counts)
 
     def _takes_from_gpu(self, array: Array) -> bool:
         """Whether appends read the tensor's rows in its GPU's memory."""

@@ -256,7 +256,8 @@ class Transport:
     Attributes:
         steps: What carries decode steps: `Client.step_transport`.
         rows: What carries the K/V of appends: `in place`, nothing is copied on the
-            way; `regions`, so are arrays in regions, others go in messages; `messages`.
+            way; `regions`, so are arrays in regions, while other large ones are copied to
+            a region of the client's own, and small ones to messages; `messages`.
         mps: Whether all GPUs of the engine are shared by way of CUDA MPS; False where
             it has none.
         reason: Why it is not a better way; empty for the best there is.
