@@ -305,7 +305,7 @@ class Regions:
     @property
     def attached(self) -> bool:
         """Whether any region is attached, but for those of the client's own."""
-        own = [staging.region for staging in self._staging.values() if staging is not None]
+        own = [staging.region for staging in [*self._staging.values()] if staging is not None]
         return any(region not in own for region in list(self._attached.values()))
 
     def slice_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
@@ -420,19 +420,21 @@ class Regions:
         return region is not None
 
     def _attach_staging(self, staging: _Staging) -> None:
-        try:
-            if staging.device:
-                staging.region = self.attach_gpu(_GPU_STAGING_BYTES, staging.device)
-            else:
+        if not staging.device:
+            if self._staging.get(_HOST) is not staging:
+                return  # given up meanwhile
+            try:
                 staging.region = self.attach(_HOST_STAGING_BYTES)
+            except (SpillwayError, OSError):
+                # It is not tried again for every append: Transport says so.
+                self._staging[_HOST] = None
+            return
+        try:
+            staging.region = self.attach_gpu(_GPU_STAGING_BYTES, staging.device)
         except ResourceExhausted:
             pass
         except SpillwayError as error:
-            if staging.device:
-                self.no_gpu = error.message
-            else:
-                # No folder that both see, say.
-                self._staging[_HOST] = None
+            self.no_gpu = error.message
 
     def slice_on_gpu_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same of a CUDA tensor that lies in a region of a daemon's GPU; of others None."""
@@ -516,11 +518,14 @@ class Regions:
     def close(self) -> None:
         """Ends the session; the daemon frees what it has of it."""
         with self._lock:
-            self._staging.clear()
             self._end_session()
+            self._staging.clear()
 
     def _end_session(self) -> None:
         self._attached.clear()
+        for staging in self._staging.values():
+            if staging is not None:
+                staging.region = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None

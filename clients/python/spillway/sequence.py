@@ -295,11 +295,11 @@ class Sequence:
                     region.reset()
                     parts = [copied_to(region, whole[l0:l1, :, t0:t1]) for whole in (k, v)]
                     wait_for_stream(k)
-                    places = regions.slice_of(parts[0]), regions.slice_of(parts[1])
-                    assert places[0] is not None
-                    assert places[1] is not None
+                    k_place, v_place = regions.slice_of(parts[0]), regions.slice_of(parts[1])
+                    if k_place is None or v_place is None:
+                        return None  # the daemon has restarted meanwhile
                     request = self._append_request(
-                        layer + l0, start + t0, (parts[0], parts[1]), (places[0], places[1])
+                        layer + l0, start + t0, (parts[0], parts[1]), (k_place, v_place)
                     )
                     call = self._client._stubs.attention.Append
                     left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
