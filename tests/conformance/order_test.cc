@@ -17,7 +17,7 @@ using reference::Context;
 
 class Order : public ::testing::TestWithParam<DeviceFactory> {
  protected:
-  static constexpr int64_t kTokens = 8192;
+  static constexpr int64_t kTokens = 4096;
 
   Order()
       : spec_(MakeSpec(2, 4, 64, DType::kBF16)),
@@ -45,8 +45,8 @@ class Order : public ::testing::TestWithParam<DeviceFactory> {
     return promise->get_future();
   }
 
-  static constexpr int kSteps = 40;
-  static constexpr int64_t kLongQueries = 4096;
+  static constexpr int kSteps = 12;
+  static constexpr int64_t kLongQueries = 1024;
   const ModelSpec spec_;
   DeviceBench bench_;
   const Context context_;
