@@ -13,10 +13,11 @@ namespace spillway {
 // s; 0 for a query of zeros, which has no weights.
 SPILLWAY_HOST_DEVICE inline float QueryStep(float largest) { return largest / 7.5f; }
 
-// w of y. REQUIRES: step > 0.
+// w of y; -8 where a query is so long that y / step is no number. REQUIRES: step > 0.
 SPILLWAY_HOST_DEVICE inline int QueryLevel(float y, float step) {
   const float w = ::nearbyintf(y / step - 0.5f);
-  return static_cast<int>(w < -8.0f ? -8.0f : w > 7.0f ? 7.0f : w);
+  const float cut = w > -8.0f ? w : -8.0f;
+  return static_cast<int>(cut < 7.0f ? cut : 7.0f);
 }
 
 // (w + 1/2) s = (2 w + 1) s / 2: odd integers stand for the query.

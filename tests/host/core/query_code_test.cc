@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+#include <utility>
+
 #include "host/core/reference_pages.h"
 #include "host/core/sample_limit.h"
 
@@ -20,6 +23,15 @@ TEST(QueryLevel, RoundsToTheNearestOfSixteen) {
   }
   EXPECT_EQ(QueryWeight(7), 15);
   EXPECT_EQ(QueryWeight(-8), -15);
+}
+
+TEST(QueryLevel, IsOneOfSixteenOfWhatIsNoNumberToo) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(QueryLevel(kInfinity, kInfinity), -8);
+  EXPECT_EQ(QueryLevel(kNan, 1.0f), -8);
+  EXPECT_EQ(QueryLevel(kInfinity, 1.0f), 7);
+  EXPECT_EQ(QueryLevel(-kInfinity, 1.0f), -8);
 }
 
 TEST(QueryErrorSquare, IsOfWhatTheLevelMisses) {
