@@ -47,7 +47,7 @@ absl::Status DoorbellDecoder::Map(const DoorbellAnswer& answer) {
   if (!row_dtype) return NoSense();
   shape_ = answer.shape;
   row_dtype_ = *row_dtype;
-  if (DecoderLayout(shape_, row_dtype_).byte_count > memory.byte_count) return NoSense();
+  if (LargestLayout(shape_, row_dtype_).byte_count > memory.byte_count) return NoSense();
   memory.device[sizeof(memory.device) - 1] = '\0';
   ASSIGN_OR_RETURN(gpu_, MapGpuMemory(memory.device, {memory.handle, sizeof(memory.handle)}));
   return absl::OkStatus();
@@ -79,16 +79,13 @@ absl::Status DoorbellDecoder::Attend(int layer, const StepTensors& tensors, void
   RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
   const StepLayout layout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype);
   const StepTensors shared = layout.At(gpu_->data(), tensors.lse != nullptr);
-  const auto rows = [this](int64_t head_count, DType dtype) {
-    return StepRows{shape_.sequence_count, shape_.token_count, head_count,
-                    int64_t{shape_.head_dim} * DTypeBytes(dtype)};
-  };
-  RETURN_IF_ERROR(gpu_->PutInputs(rows(shape_.query_head_count, tensors.q_dtype),
-                                  rows(shape_.kv_head_count, row_dtype_), tensors, shared, stream));
+  RETURN_IF_ERROR(gpu_->PutInputs(RowsOf(shape_, shape_.query_head_count, tensors.q_dtype),
+                                  RowsOf(shape_, shape_.kv_head_count, row_dtype_), tensors, shared,
+                                  stream));
   const DoorbellCall call = AttendCall(DoorbellCallKind::kDecoderAttend, layer, tensors);
   RETURN_IF_ERROR(doorbell_->Call(call).status());
-  return gpu_->TakeOutputs(rows(shape_.query_head_count, tensors.out_dtype), shared, tensors,
-                           stream);
+  return gpu_->TakeOutputs(RowsOf(shape_, shape_.query_head_count, tensors.out_dtype), shared,
+                           tensors, stream);
 }
 
 absl::Status DoorbellDecoder::Finish(void* stream) {

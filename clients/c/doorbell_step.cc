@@ -23,11 +23,6 @@ absl::Status StillUnanswered() {
   return absl::FailedPreconditionError("the step's last attend is not answered yet");
 }
 
-// Queries and outputs in float32 take the most.
-int64_t DataBytes(const StepShape& shape, DType row_dtype) {
-  return StepLayout(shape, DType::kF32, row_dtype, DType::kF32).byte_count;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
@@ -41,7 +36,8 @@ absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
   }
   const std::optional<DType> row_dtype = FromProto(static_cast<v1::DType>(answer->shape.row_dtype));
   if (!row_dtype) return absl::InternalError("the daemon's answer makes no sense");
-  const int64_t data_bytes = std::max(description_bytes, DataBytes(answer->shape, *row_dtype));
+  const int64_t data_bytes =
+      std::max(description_bytes, LargestLayout(answer->shape, *row_dtype).byte_count);
   if (data_bytes > static_cast<int64_t>(doorbell->data().size())) {
     session->Give(std::move(doorbell));
     ASSIGN_OR_RETURN(doorbell, session->Take(data_bytes));
@@ -77,9 +73,9 @@ std::optional<absl::Status> DoorbellStep::Attend(int layer, const StepTensors& t
     return StepPlace<std::byte>{const_cast<std::byte*>(place.data), place.sequence_stride,
                                 place.token_stride, place.head_stride};
   };
-  CopyStepRows(Rows(shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
-  CopyStepRows(Rows(shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
-  CopyStepRows(Rows(shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
+  CopyStepRows(RowsOf(shape_, shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
+  CopyStepRows(RowsOf(shape_, shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
+  CopyStepRows(RowsOf(shape_, shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
   absl::Status rung = doorbell_->Ring(AttendCall(DoorbellCallKind::kAttend, layer, tensors));
   if (!rung.ok()) return rung;
   unanswered_ = true;
@@ -95,7 +91,7 @@ std::optional<absl::Status> DoorbellStep::Await(const StepTensors& tensors,
   // Where one sequence fails, the others' are there.
   const StepTensors shared = StepLayout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype)
                                  .At(doorbell_->data().data(), tensors.lse != nullptr);
-  CopyStepRows(Rows(shape_.query_head_count, tensors.out_dtype), shared.out, tensors.out);
+  CopyStepRows(RowsOf(shape_, shape_.query_head_count, tensors.out_dtype), shared.out, tensors.out);
   if (tensors.lse != nullptr) {
     std::copy_n(shared.lse,
                 int64_t{shape_.sequence_count} * shape_.token_count * shape_.query_head_count,

@@ -36,11 +36,6 @@ class DoorbellStep final : public ClientStep {
         shape_(shape),
         row_dtype_(row_dtype) {}
 
-  StepRows Rows(int64_t head_count, DType dtype) const {
-    return {shape_.sequence_count, shape_.token_count, head_count,
-            int64_t{shape_.head_dim} * DTypeBytes(dtype)};
-  }
-
   const std::shared_ptr<DaemonSession> session_;
   std::unique_ptr<Doorbell> doorbell_;
   const StepShape shape_;

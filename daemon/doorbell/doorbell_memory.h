@@ -97,9 +97,15 @@ struct StepLayout {
   int64_t byte_count;
 };
 
-// What a decoder's memory is made for: queries and outputs in float32 take the most.
-inline StepLayout DecoderLayout(const StepShape& shape, DType row_dtype) {
+// What memory for a step's tensors is made for: queries and outputs in float32 take the most.
+inline StepLayout LargestLayout(const StepShape& shape, DType row_dtype) {
   return StepLayout(shape, DType::kF32, row_dtype, DType::kF32);
+}
+
+// A step's tensor of so many heads.
+inline StepRows RowsOf(const StepShape& shape, int64_t head_count, DType dtype) {
+  return {shape.sequence_count, shape.token_count, head_count,
+          int64_t{shape.head_dim} * DTypeBytes(dtype)};
 }
 
 }  // namespace spillway

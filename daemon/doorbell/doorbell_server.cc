@@ -201,7 +201,7 @@ class DoorbellServer::Line {
     ASSIGN_OR_RETURN(std::unique_ptr<StreamDecoder> decoder,
                      DecoderFromProto(*server_.engine_, message, call.offset));
     const StepShape shape = ShapeOf(*decoder);
-    const StepLayout layout = DecoderLayout(shape, decoder->model().spec.dtype);
+    const StepLayout layout = LargestLayout(shape, decoder->model().spec.dtype);
     ASSIGN_OR_RETURN(exchange_, decoder->home().OpenExchange(layout.byte_count, layout.out_offset));
     decoder_ = std::move(decoder);
     waiter_.SetSpinMax(kDecoderSpinMax);

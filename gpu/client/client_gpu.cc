@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/error.h"
+#include "gpu/cuda/graph.h"
 #include "gpu/cuda/poll.h"
 #include "gpu/cuda/stream.h"
 #include "gpu/device/cuda_device.h"
@@ -45,10 +46,8 @@ class CudaClientGpu final : public ClientGpu {
   absl::Status CheckNotCaptured(void* stream) const override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture));
-    if (capture == cudaStreamCaptureStatusNone) return absl::OkStatus();
+    ASSIGN_OR_RETURN(const bool captured, cuda::IsCaptured(static_cast<cudaStream_t>(stream)));
+    if (!captured) return absl::OkStatus();
     return absl::FailedPreconditionError(
         "the stream is being captured: a daemon's attends are calls, which no graph holds; an "
         "embedded engine's can be captured");

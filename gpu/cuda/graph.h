@@ -9,6 +9,13 @@
 
 namespace spillway::cuda {
 
+// Whether what is put on the stream becomes part of a graph, and does not run.
+inline absl::StatusOr<bool> IsCaptured(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamIsCapturing(stream, &capture));
+  return capture != cudaStreamCaptureStatusNone;
+}
+
 // Owner of a graph that can be launched. Move-only.
 class Graph {
  public:

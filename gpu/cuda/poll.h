@@ -1,11 +1,15 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <sys/prctl.h>
 
 #include <chrono>
 #include <thread>
 
 namespace spillway::cuda {
+
+// Sleeps of this thread are as short as they are asked for; without it they take 50 us more.
+inline void LetSleepsBeShort() { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
 
 // Waits until a query of a stream or an event answers other than cudaErrorNotReady, and
 // returns that: busily for so long, then without holding a core. meanwhile is called

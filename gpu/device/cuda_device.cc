@@ -1,7 +1,5 @@
 #include "gpu/device/cuda_device.h"
 
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -15,6 +13,7 @@
 #include "gpu/cuda/current_device.h"
 #include "gpu/cuda/device_backing.h"
 #include "gpu/cuda/mps.h"
+#include "gpu/cuda/poll.h"
 #include "gpu/device/job_run.h"
 #include "gpu/device/row_fetcher.h"
 #include "gpu/device/shared_heap.h"
@@ -371,8 +370,7 @@ void CudaDevice::Finish() {
   constexpr auto kNap = std::chrono::microseconds(10);
   constexpr auto kNapOfSeveral = std::chrono::microseconds(40);
   SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
-  // Naps as short as they are asked for; without it they take 50 us more.
-  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
+  cuda::LetSleepsBeShort();
   std::vector<Running> running;
   Clock::time_point changed;
   for (;;) {

@@ -1,7 +1,5 @@
 #include "gpu/device/row_fetcher.h"
 
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <chrono>
 #include <string_view>
@@ -67,8 +65,7 @@ void RowFetcher::Fetch(const FetchWork& work, Device::FetchDone done) {
 }
 
 void RowFetcher::Serve() {
-  // Else each of the short sleeps below lasts 50 us longer.
-  prctl(PR_SET_TIMERSLACK, 1000UL);
+  LetSleepsBeShort();
   for (;;) {
     Task task;
     {

@@ -293,12 +293,6 @@ bool CudaStreamStep::LacksIndex(const StreamStepPart& part, int layer) const {
          index(part, layer).indexed_token_count() == 0;
 }
 
-absl::StatusOr<bool> IsCaptured(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamIsCapturing(stream, &capture));
-  return capture != cudaStreamCaptureStatusNone;
-}
-
 // What announces tokens, or waits, is no part of a graph.
 absl::Status CheckNotCaptured(cudaStream_t stream) {
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
