@@ -336,7 +336,7 @@ class Regions:
     @property
     def refused(self) -> bool:
         """Whether the daemon has no region, or no memory for one, of this client's own."""
-        return self._staging.get(_HOST, _Staging("")) is None
+        return _HOST in self._staging and self._staging[_HOST] is None
 
     def stages(self, k: Array, v: Array) -> bool:
         """Whether arrays are appended by way of a region of this client's own.
