@@ -91,7 +91,9 @@ class _Buffers:
         # Whether a daemon writes rows to it in place.
         self.in_region = self._region is not None
         if held is None:
-            held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
+            # Written by another thread, which has no inference mode of its own.
+            with torch.inference_mode(False):
+                held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
         self.client = client
         self.slots = [_Slot(*held[index]) for index in range(_SLOTS)]
         self.stream = torch.cuda.Stream(kind.device) if kind.device.type == "cuda" else None
