@@ -170,12 +170,12 @@ def test_a_sequence_that_was_deleted_is_lost_at_any_layer(model: Model) -> None:
     model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
     attend = model.worker.attend
 
-    def attend_once(layer: int, *tensors: torch.Tensor) -> None:
+    def attend_once(layer: int, *tensors: Any) -> None:
         if layer == 1:
             model.worker._sequences._sequences[1].delete()
         attend(layer, *tensors)
 
-    model.worker.attend = attend_once  # type: ignore[method-assign]
+    model.worker.attend = attend_once  # type: ignore[assignment, method-assign]
     report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
     assert set(report.losses) == {1}
     _check(model, outs[2], 2, 10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import spillway
@@ -175,9 +176,9 @@ class Worker:
                     for result in results:
                         self.statistics.add(result)
         for row, policy in self._single:
-            self._serve(row, out, lambda r=row, p=policy: self._attend_one(r, p, layer, q, k, v))
+            self._serve(row, out, partial(self._attend_one, row, policy, layer, q, k, v))
         for row in self._prompts:
-            self._serve(row, out, lambda r=row: self._attend_prompt(r, layer, q, k, v))
+            self._serve(row, out, partial(self._attend_prompt, row, layer, q, k, v))
 
     def _serve(self, row: _Row, out: torch.Tensor, serve: Callable[[], torch.Tensor]) -> None:
         """Writes what it is served with; a request that cannot be served is lost."""
