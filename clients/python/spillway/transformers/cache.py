@@ -16,11 +16,13 @@ from spillway.policy import Policy
 from spillway.prefill import BLOCK_TOKEN_COUNT
 from spillway.results import Model
 from spillway.sequence import Sequence
+from spillway.transformers.handed import HandedLayer
 from spillway.transformers.layer import Shared, SpillwayLayer
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
+from spillway.transformers.sliding import SlidingLayer
 from spillway.transformers.statistics import CacheStatistics, OnAttend
-from spillway.transformers.support import shapes_of
+from spillway.transformers.support import shapes_of, windows_of
 
 
 class SpillwayCache(Cache):
@@ -42,6 +44,10 @@ class SpillwayCache(Cache):
     that has one more than `prefill_chunk_size`, chunks of one token, and the
     first tokens that a direct call of the model brings after `generate()` has
     done assisted decoding on the cache.
+
+    Of layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2) the newest K/V
+    stay on the model's device, those of the window and 128 tokens more, so that as many
+    can be removed again. The daemon's model has the other layers alone (`model_layers`).
 
     The sequences are deleted by `close()`, by `reset()`, at the end of a
     `with` block, or when the cache is collected. The daemon's model, which
@@ -100,12 +106,18 @@ class SpillwayCache(Cache):
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
         )
-        self._build(Shared(store, on_attend))
+        self._build(Shared(store, on_attend), windows_of(config))
 
-    def _build(self, shared: Shared) -> None:
+    def _build(self, shared: Shared, windows: list[int | None]) -> None:
         self._shared = shared
-        layer_count = shared.store.shapes.layer_count
-        super().__init__(layers=[SpillwayLayer(shared, index) for index in range(layer_count)])
+        self._windows = windows
+        layers: list[HandedLayer] = []
+        for model_index, window in enumerate(windows):
+            if window is None:
+                layers.append(SpillwayLayer(shared, windows[:model_index].count(None), model_index))
+            else:
+                layers.append(SlidingLayer(shared, model_index, window))
+        super().__init__(layers=layers)
         # The store must not lead back to the cache, or it would never go.
         self._finalizer = weakref.finalize(self, shared.store.release)
 
@@ -159,6 +171,11 @@ class SpillwayCache(Cache):
         self._shared.store.request_policy = policy
 
     @property
+    def model_layers(self) -> tuple[int, ...]:
+        """The model's layers that the daemon's are: those with full attention."""
+        return tuple(index for index, window in enumerate(self._windows) if window is None)
+
+    @property
     def batch_size(self) -> int:
         """Rows; -1 before the first forward."""
         return len(self._shared.store.rows) or -1
@@ -188,6 +205,10 @@ class SpillwayCache(Cache):
     def activate_past_recording(self) -> None:
         """Notes that assisted decoding begins, whose candidates are no prompt."""
         self._shared.phase.begin_assisted_decoding()
+
+    @property
+    def _sliding(self) -> list[SlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
 
     def _check_lengths(self) -> None:
         lengths = {layer.length for layer in self.layers}
@@ -220,6 +241,8 @@ class SpillwayCache(Cache):
             self._check_lengths()
             self._end_prompt()
             self._shared.store.select(indices)
+            for layer in self._sliding:
+                layer.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens.
@@ -227,6 +250,10 @@ class SpillwayCache(Cache):
         Args:
             tokens_to_remove: Minus the number of tokens to remove, as
                 transformers passes it; 0 removes none.
+
+        Raises:
+            ValueError: More tokens than a layer with a sliding window can give up: it keeps
+                128 tokens more than the window.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -236,10 +263,14 @@ class SpillwayCache(Cache):
         if tokens_to_remove == 0 or not self.sequences:
             return
         self._check_lengths()
-        self._end_prompt()
         # Assisted decoding counts on the model's device.
         length = max(self.layers[0].length + int(tokens_to_remove), 0)
+        for layer in self._sliding:
+            layer.check_crop(length)
+        self._end_prompt()
         self._shared.store.truncate(length)
+        for layer in self._sliding:
+            layer.crop_to(length)
         for layer in self.layers:
             layer.length = length
 
@@ -251,11 +282,13 @@ class SpillwayCache(Cache):
         """
         self._check_lengths()
         made = SpillwayCache.__new__(SpillwayCache)
-        made._build(Shared(self._shared.store.fork(), None))
+        made._build(Shared(self._shared.store.fork(), None), self._windows)
         made._shared.phase = self._shared.phase.fork()
         for mine, copy in zip(self.layers, made.layers, strict=True):
             copy.length = mine.length
             copy.is_initialized = mine.is_initialized
+        for mine, copy in zip(self._sliding, made._sliding, strict=True):
+            mine.fork_into(copy)
         return made
 
     def reset(self) -> None:
@@ -264,8 +297,7 @@ class SpillwayCache(Cache):
         self._shared.pending = None
         self._shared.phase = Phase()
         for layer in self.layers:
-            layer.length = 0
-            layer.is_initialized = False
+            layer.reset()
 
     def close(self) -> None:
         """Deletes the sequences; the cache is empty and may be used again."""
