@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import spillway
 import torch
-from daemon_process import binary
+from daemon_process import binary, device, on_gpu
 from spillway.policy import Policy
 from spillway_lab import serving
 from spillway_vllm.layers import begins_of
@@ -17,6 +17,7 @@ from spillway_vllm.settings import Settings
 from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan
 from spillway_vllm.worker import Worker
 
+DEVICE = torch.device(device() or "cpu")
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALE = 0.3
 SHAPES = Shapes(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, SCALE)
@@ -27,8 +28,8 @@ class Model:
 
     def __init__(self, memory: str = "64MiB") -> None:
         serving.prefer_library(binary())
-        settings = Settings(memory=memory, device="cpu")
-        self.worker = Worker(settings, SHAPES, torch.device("cpu"), Policy(selector="all"))
+        settings = Settings(memory=memory, device=str(DEVICE))
+        self.worker = Worker(settings, SHAPES, DEVICE, Policy(selector="all"))
 
     @staticmethod
     def rows(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
@@ -50,16 +51,16 @@ class Model:
             begins[request.key] = total
             total += request.token_count
         self.worker.begin(plan, begins)
-        outs = torch.full((LAYERS, total, HEADS, DIM), float("nan"))
+        outs = torch.full((LAYERS, total, HEADS, DIM), float("nan"), device=DEVICE)
         for layer in range(LAYERS):
             rows = [
                 self.rows(texts[request.key], request.start + i, layer)
                 for request in plan.requests
                 for i in range(request.token_count)
             ]
-            q, k, v = (torch.stack([row[part] for row in rows]) for part in range(3))
+            q, k, v = (torch.stack([row[part] for row in rows]).to(DEVICE) for part in range(3))
             self.worker.attend(layer, q, k, v, outs[layer])
-        report = self.worker.end()
+        report, outs = self.worker.end(), outs.cpu()
         return report, {
             request.key: outs[:, begins[request.key] : begins[request.key] + request.token_count]
             for request in plan.requests
@@ -113,6 +114,32 @@ def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
         _check(model, outs[key], texts[key], start)
     assert not report.losses
     assert not report.gone
+
+
+def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
+    """A decoder is kept while the same requests decode together; forks of one end it."""
+    texts = {1: 0, 2: 2, 3: 100}
+    model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 30)]), texts)
+    for step in range(5):
+        plan = StepPlan([_request(1, 100 + step, 1), _request(2, 30 + step, 1)])
+        report, outs = model.step(plan, texts)
+        assert not report.losses
+        _check(model, outs[1], 0, 100 + step)
+        _check(model, outs[2], 2, 30 + step)
+    if on_gpu():
+        assert model.worker.statistics.attend_count == 2 * 5 * LAYERS
+        assert model.worker.statistics.device_time_us == 0
+    plan = StepPlan(
+        [_request(1, 105, 1), _request(2, 35, 1), _request(3, 96, 3, source=Source(1, 96))]
+    )
+    report, outs = model.step(plan, texts)
+    assert not report.losses
+    _check(model, outs[1], 0, 105)
+    _check(model, outs[2], 2, 35)
+    _check(model, outs[3], 100, 96)
+    report, outs = model.step(StepPlan([_request(1, 103, 1)], dropped=[2]), texts)
+    assert not report.losses
+    _check(model, outs[1], 0, 103)
 
 
 def test_a_request_begins_with_anothers_rows(model: Model) -> None:
@@ -257,4 +284,4 @@ def test_rows_are_told_by_their_newest_blocks() -> None:
 def test_a_daemon_that_does_not_come_back(tmp_path: Any) -> None:
     """The error names the setting that says how long it is waited for."""
     with pytest.raises(spillway.Unavailable):
-        Worker(Settings(target=f"unix:{tmp_path}/none.sock"), SHAPES, torch.device("cpu"), None)
+        Worker(Settings(target=f"unix:{tmp_path}/none.sock"), SHAPES, DEVICE, None)
