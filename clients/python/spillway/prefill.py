@@ -70,6 +70,8 @@ class _Slot:
         self.k = k
         self.v = v
         self.read: torch.cuda.Event | None = None
+        # On which what fills it waits.
+        self.stream = torch.cuda.Stream(k.device) if k.device.type == "cuda" else None
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first rows [H_kv, count, d] of both."""
@@ -83,7 +85,7 @@ class _Slot:
 
 
 class _Buffers:
-    """Two slots, and the stream on which what fills them waits."""
+    """Two slots, and what fills them."""
 
     def __init__(self, kind: _Kind, block: int, client: Any) -> None:
         shape = (_SLOTS, 2, kind.kv_heads, block, kind.head_dim)
@@ -96,25 +98,23 @@ class _Buffers:
         # Whether a daemon writes rows to it in place.
         self.in_region = self._region is not None
         self.client = client
-        self.stream = torch.cuda.Stream(kind.device) if kind.device.type == "cuda" else None
-        if self.stream is not None:
+        for slot in self.slots:
             # What the memory was used for before may still be queued.
-            for slot in self.slots:
-                slot.note_read()
+            slot.note_read()
 
     def fill(self, slot: _Slot, sequence: Rows, layer: int, start: int, end: int) -> None:
         """Fetches tokens [start, end) once nothing reads the slot any more; in a thread."""
         into = slot.rows(end - start)
-        if self.stream is None:
+        if slot.stream is None:
             sequence.fetch(layer, start, end, into=into)
             return
-        with torch.cuda.device(slot.k.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(slot.k.device), torch.cuda.stream(slot.stream):
             if slot.read is not None:
-                self.stream.wait_event(slot.read)
+                slot.stream.wait_event(slot.read)
             # It waits for this stream, and returns when the rows are written. Rows that came
             # in messages are on their way on the stream.
             sequence.fetch(layer, start, end, into=into)
-            self.stream.synchronize()
+            slot.stream.synchronize()
 
     def close(self) -> None:
         """Waits for what reads the slots, and gives their memory back."""
@@ -218,9 +218,9 @@ class Prefill:
         """Attends causally for tokens [start, start + T), appended or not.
 
         Tokens [0, start) are read from the sequence, so they must be appended at this
-        layer. The current stream is not waited for; the host waits until all rows but
-        those of the last block are attended, and all are fetched. Not to be captured into
-        a CUDA graph.
+        layer. Kernels are queued on the current stream; the host waits until all rows are
+        fetched, and so until all blocks but the last two are attended. Not to be captured
+        into a CUDA graph.
 
         Args:
             sequence: The sequence; only its `fetch` is used.
@@ -314,7 +314,7 @@ class Prefill:
     def _fetches(
         self, sequence: Rows, layer: int, k: torch.Tensor, blocks: list[tuple[int, int]]
     ) -> Iterator[Iterator[tuple[_Slot, int]]]:
-        """Fetches blocks one after the other, two ahead of what attends.
+        """Fetches blocks, up to two ahead of what attends.
 
         Yields:
             Each block's slot and token count, when its rows are there. What reads a
@@ -325,7 +325,8 @@ class Prefill:
             return
         buffers = self._buffers_for(sequence, k)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="spillway-prefill")
+            # A call for each slot: what a call costs passes beside the other's copy.
+            self._pool = ThreadPoolExecutor(_SLOTS, thread_name_prefix="spillway-prefill")
         pool = self._pool
         futures: list[Future[None]] = []
 
