@@ -25,8 +25,10 @@ import torch
 
 from spillway.errors import SpillwayError
 from spillway.prefill_kernels import (
+    attention_in_parts,
     attention_with_lse,
     kernel_of,
+    largest_part,
     merge,
     merge_into,
     window_attention,
@@ -37,6 +39,8 @@ from spillway.tensors import gpu_uuid
 # it takes a fiftieth of the time (docs/adr/0040).
 BLOCK_TOKEN_COUNT = 16384
 _SLOTS = 2
+# What kernels take for themselves while they run.
+_WORKSPACE_BYTES = 32 << 20
 
 
 class Rows(Protocol):
@@ -159,9 +163,9 @@ class Prefill:
 
     Attributes:
         block_token_count: Tokens of a block.
-        kernel: What attended to the last block, or to the chunk where nothing came
-            before: "cudnn", "flash", "efficient", "flash_cpu", "plain"; "window" within a
-            window; empty before the first.
+        kernel: What attended to the last block, to most of it, or to the chunk where nothing
+            came before: "cudnn", "flash", "efficient", "flash_cpu", "plain"; "window" within
+            a window; empty before the first.
     """
 
     def __init__(self, *, block_token_count: int = BLOCK_TOKEN_COUNT) -> None:
@@ -284,10 +288,10 @@ class Prefill:
             del own
             for slot, count in fetches:
                 rows = slot.rows(count)
-                self.kernel = kernel_of(q, rows[0], causal=False)
-                part, part_lse = attention_with_lse(q, *rows, causal=False, scale=scale)
+                self.kernel = kernel_of(*largest_part(q, rows[0]), causal=False)
+                for queries, part, part_lse in attention_in_parts(q, *rows, scale=scale):
+                    merge_into(out[queries], lse[queries], part, part_lse)
                 slot.note_read()
-                merge_into(out, lse, part, part_lse)
         return out.to(q.dtype)
 
     def _attend_window(
@@ -393,7 +397,7 @@ def attend_bytes(
     kernels that make no copies, which are all but "plain".
     """
     elements = query_heads * token_count
-    return elements * head_dim * (4 + 2 * dtype.itemsize) + 8 * 4 * elements
+    return elements * (head_dim * (4 + 2 * dtype.itemsize) + 8 * 4) + _WORKSPACE_BYTES
 
 
 def _check(

@@ -142,7 +142,11 @@ class SpillwayCache(Cache):
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The rows' sequences; empty before the first forward."""
+        """The rows' sequences, all appended; empty before the first forward.
+
+        Raises:
+            SpillwayError: What an append has failed with.
+        """
         self._shared.store.suspend()
         return tuple(row.sequence for row in self._shared.store.rows)
 
