@@ -41,10 +41,10 @@ def root(client: Client, request: pytest.FixtureRequest, tmp_path: Path) -> Path
 
 
 @pytest.fixture
-def named(client: Client, root: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+def named(client: Client, root: Path, request: pytest.FixtureRequest) -> str:
     """A folder's name, new for each test."""
     name = f"test-{abs(hash(request.node.nodeid)):x}"
-    yield str(root / name) if client.transport == "embedded" else name
+    return str(root / name) if client.transport == "embedded" else name
 
 
 @pytest.fixture
