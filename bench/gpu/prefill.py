@@ -80,6 +80,9 @@ def main() -> None:
             begin = time.perf_counter()
             with torch.no_grad():
                 model(ids, past_key_values=cache, logits_to_keep=1)
+            if isinstance(cache, SpillwayCache):
+                # They may go on beside what comes after the forward.
+                assert cache.sequences
             wait()
             seconds.append(time.perf_counter() - begin)
             if isinstance(cache, SpillwayCache):

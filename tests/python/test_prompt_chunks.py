@@ -1,7 +1,7 @@
 """Tokens of a prompt attend to all tokens, in whatever chunks they come; decoding is sparse.
 
 Layer 0's attends in the daemon are written out as (queries, whether all rows
-were read). The first forward never gets there: it attends in this process.
+were read). Only forwards of 16 tokens and fewer get there: others attend in this process.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def watched(client: Client, model: Any, **options: Any) -> Iterator[tuple[Spillw
     ("length", "chunk", "expected"),
     [
         (1200, None, [STEP, STEP, STEP]),
-        (1210, 400, [(400, EXACT), (400, EXACT), (10, EXACT), (1, EXACT), STEP, STEP]),
-        (1202, 400, [(400, EXACT), (400, EXACT), (2, EXACT), (1, EXACT), STEP, STEP]),
+        (1210, 400, [(10, EXACT), (1, EXACT), STEP, STEP]),
+        (1217, 400, [(1, EXACT), STEP, STEP]),
+        (1202, 400, [(2, EXACT), (1, EXACT), STEP, STEP]),
         # The last chunk is one token.
-        (1201, 400, [(400, EXACT), (400, EXACT), (1, EXACT), STEP, STEP, STEP]),
+        (1201, 400, [(1, EXACT), STEP, STEP, STEP]),
         # It is not, but cannot be told from the case above.
-        (1200, 400, [(400, EXACT), (400, EXACT), (1, EXACT), STEP, STEP]),
+        (1200, 400, [(1, EXACT), STEP, STEP]),
         (1120, 10, [(10, EXACT)] * 111 + [(1, EXACT), STEP, STEP]),
         # The second chunk of two is one token, as is a first step.
         (1101, 1100, [STEP, STEP, STEP, STEP]),
@@ -93,28 +94,12 @@ def test_chunks(
         assert cache.sequences[0].token_count == length + 3
 
 
-@pytest.mark.parametrize(
-    ("length", "chunk"), [(1200, 400), (1201, 400), (1210, 400), (1100, 1100), (1101, 1100)]
-)
-def test_chunks_of_a_retained_prompt(client: Client, spilled: Any, length: int, chunk: int) -> None:
-    with watched(client, spilled, retain_prompt=True) as (cache, seen):
-        generate(spilled, prompt(1, length), cache, prefill_chunk_size=chunk, max_new_tokens=4)
-        # The first single token may end the prompt, and attends in this process.
-        first_is_prompt = length % chunk == 1
-        assert seen == ([STEP, STEP, STEP] if first_is_prompt else [STEP, STEP])
-        assert all(layer.keys is None for layer in cache.layers)
-        assert cache.sequences[0].token_count == length + 3
-
-
-@pytest.mark.parametrize("retain_prompt", [False, True])
 @pytest.mark.parametrize("rest", [1, 2, 10, 16, 17])
-def test_logits_after_a_short_chunk(
-    client: Client, dense: Any, spilled: Any, rest: int, retain_prompt: bool
-) -> None:
+def test_logits_after_a_short_chunk(client: Client, dense: Any, spilled: Any, rest: int) -> None:
     ids = prompt(1, 1200 + rest)
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
     expected: Any = generate(dense, ids, **options)
-    with watched(client, spilled, retain_prompt=retain_prompt) as (cache, _):
+    with watched(client, spilled) as (cache, _):
         made: Any = generate(spilled, ids, cache, prefill_chunk_size=400, **options)
     torch.testing.assert_close(made.logits[0], expected.logits[0], rtol=1e-3, atol=1e-3)
 
@@ -126,7 +111,7 @@ def test_short_part_of_a_padded_row(client: Client, spilled: Any) -> None:
     ids[0, :50] = 0
     with watched(client, spilled) as (cache, seen):
         generate(spilled, ids, cache, prefill_chunk_size=1250, max_new_tokens=3)
-        assert seen == [(50, EXACT), (5, EXACT), (1, EXACT), (1, EXACT), STEP, (1, EXACT)]
+        assert seen == [(1, EXACT), (1, EXACT), STEP, (1, EXACT)]
 
 
 @pytest.mark.parametrize("length", [1, 10, 30])
@@ -139,7 +124,8 @@ def test_second_turn(client: Client, spilled: Any, length: int) -> None:
         # The first turn's last token is new to the cache too.
         turn = torch.cat([first, prompt(1, length)], dim=1)
         generate(spilled, turn, cache, max_new_tokens=3)
-        assert seen == [(length + 1, EXACT), STEP, STEP]
+        first_part = [(length + 1, EXACT)] if length < 16 else []
+        assert seen == [*first_part, STEP, STEP]
 
 
 def test_continued_generation_is_no_prompt(client: Client, spilled: Any) -> None:
@@ -173,16 +159,15 @@ def test_candidates_are_no_prompt(client: Client, spilled: Any) -> None:
     Version(transformers.__version__) < Version("5.23"), reason="not with this transformers"
 )
 def test_first_candidates_are_a_prompt(client: Client, spilled: Any) -> None:
-    # What comes with the first candidates of a turn is its prompt.
+    # What comes with the first candidates of a turn is its prompt, and attended here.
     ids = prompt(1, 100).repeat(1, 12)
     with watched(client, spilled) as (cache, seen):
         first = generate(spilled, ids, cache, max_new_tokens=3)
         seen.clear()
         turn = torch.cat([first, prompt(1, 9)], dim=1)
         generate(spilled, turn, cache, max_new_tokens=20, prompt_lookup_num_tokens=5)
-        assert seen[0][0] >= 10
-        assert seen[0][1] is EXACT
-        assert kinds(Seen(seen[1:])) == {not EXACT}
+        assert kinds(seen) == {not EXACT}
+        assert 1 < max(count for count, _ in seen) <= 6
 
 
 def test_tokens_after_crop_are_a_prompt(client: Client, spilled: Any) -> None:
@@ -193,7 +178,7 @@ def test_tokens_after_crop_are_a_prompt(client: Client, spilled: Any) -> None:
         cache.crop(-4)
         for count in (1, 3, 1):
             spilled(ids[:, :count], past_key_values=cache)
-        assert seen == [(300, EXACT), (300, EXACT), STEP, (3, EXACT), STEP]
+        assert seen == [STEP, (3, EXACT), STEP]
 
 
 def test_fork_goes_on_with_the_prompt(client: Client, spilled: Any) -> None:

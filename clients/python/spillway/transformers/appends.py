@@ -1,4 +1,4 @@
-"""Appends of a prompt's K/V, which run while the model computes the next layers."""
+"""Appends of a prompt's K/V, which run while the model computes what comes next."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ _BYTES_MAX = 2 << 30
 class _Running(NamedTuple):
     future: Future[None]
     sequence: Sequence
+    layer: int
     byte_count: int
 
 
 class Appends:
-    """Appends of one cache; for one thread."""
+    """Appends of one cache; for one thread.
+
+    They go on when a forward is over. Once one has failed, all that is called raises its
+    error, until `abandon`.
+    """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -34,11 +39,11 @@ class Appends:
     def start(
         self, sequence: Sequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Begins to append K and V [H_kv, T, d], which must not change until `finish`.
+        """Begins to append K and V [H_kv, T, d], which must not change until it is done.
 
         Waits where too much waits already. Different layers and sequences are
         appended in any order; of one layer of a sequence nothing else may be
-        running.
+        running (`wait_for`).
 
         Raises:
             SpillwayError: An earlier append failed; none runs any more.
@@ -57,7 +62,19 @@ class Appends:
             made = torch.cuda.Event()
             made.record(torch.cuda.current_stream(k.device))
         future = self._pool.submit(_append, sequence, layer, start, k, v, made)
-        self._running.append(_Running(future, sequence, byte_count))
+        self._running.append(_Running(future, sequence, layer, byte_count))
+
+    def wait_for(self, sequence: Sequence, layer: int) -> None:
+        """Waits until what was started for a layer of a sequence is appended.
+
+        Raises:
+            SpillwayError: An append failed, of whichever layer; none runs any more.
+        """
+        # The newest is the last: appends before it are older, and are waited for too.
+        while any(r.sequence is sequence and r.layer == layer for r in self._running):
+            self._wait()
+        if self._error is not None:
+            self.finish()
 
     def finish(self) -> None:
         """Waits until all is appended.
@@ -67,9 +84,8 @@ class Appends:
         """
         while self._running:
             self._wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def abandon(self) -> None:
         """Waits until nothing runs; errors do not matter any more."""

@@ -13,6 +13,7 @@ from transformers import Cache
 from spillway.client import Client
 from spillway.indices import HashWeights, RotationHash
 from spillway.policy import Policy
+from spillway.prefill import BLOCK_TOKEN_COUNT
 from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.layer import Shared, SpillwayLayer
@@ -26,19 +27,21 @@ class SpillwayCache(Cache):
     """A cache whose K/V live in the daemon, one sequence per batch row.
 
     Use it with `model.set_attn_implementation("spillway")` and pass it as
-    `past_key_values`. The first forward attends locally and appends its K/V;
-    later ones append and attend in the daemon: to all tokens those of a
-    prompt, sparsely those of decoding, assisted decoding's candidates up to 16
-    at once among them. Batches with left padding, beam search, assisted
-    decoding and later turns on the same cache work. It is not thread-safe.
+    `past_key_values`. Prompts are attended on the model's device, to all tokens, and
+    their K/V appended meanwhile; where they come in chunks, the earlier tokens' K/V are
+    fetched block by block (`spillway.prefill`), so that the device holds two blocks of one
+    layer whatever the prompt. Later tokens are appended and attended in the daemon: sparsely
+    those of decoding, assisted decoding's candidates up to 16 at once among them; exactly
+    the short ends of prompts, up to 16 tokens too. Batches with left padding, beam search,
+    assisted decoding and later turns on the same cache work. It is not thread-safe.
 
     Several tokens at once are of a prompt, but for candidates of assisted
     decoding. One token is a step of decoding; directly after two or more
     forwards of a prompt it may be the prompt's last chunk, and is attended
     exactly. Taken for decoding all the same are the last token of a prompt
-    that has one more than `prefill_chunk_size` (not with `retain_prompt`),
-    chunks of one token, and the first tokens that a direct call of the model
-    brings after `generate()` has done assisted decoding on the cache.
+    that has one more than `prefill_chunk_size`, chunks of one token, and the
+    first tokens that a direct call of the model brings after `generate()` has
+    done assisted decoding on the cache.
 
     The sequences are deleted by `close()`, by `reset()`, at the end of a
     `with` block, or when the cache is collected. The daemon's model, which
@@ -63,8 +66,8 @@ class SpillwayCache(Cache):
         model: Model | None = None,
         hash_weights: HashWeights | None = RotationHash(),  # noqa: B008
         ttl: datetime.timedelta | float | None = None,
-        retain_prompt: bool = False,
         on_attend: OnAttend | None = None,
+        prefill_block_token_count: int = BLOCK_TOKEN_COUNT,
     ) -> None:
         """Checks that the model can be served; nothing is sent yet.
 
@@ -78,16 +81,10 @@ class SpillwayCache(Cache):
             hash_weights: How that model makes codes.
             ttl: Idle time after which a sequence is deleted, seconds; None is
                 an hour, 0 is never.
-            retain_prompt: Keeps the prompt's K/V in this process too until
-                decoding begins, so that a prompt fed in several forwards
-                (generate()'s `prefill_chunk_size`) is attended locally. That
-                takes 2 * layers * H_kv * d elements a token, and copies a
-                layer's K/V at every forward. Without it the forwards after the
-                first attend in the daemon, which reads every earlier row for
-                each of them: of n tokens in chunks of c, n^2 / 2c rows per
-                layer and KV head, over the link where it serves from a GPU.
             on_attend: Called after each attend in the daemon. It may attend
                 to `event.sequence` itself.
+            prefill_block_token_count: Tokens of a block, two of which are on the device
+                while a prompt comes in chunks.
 
         Raises:
             UnsupportedModelError: The model's attention is of a kind that the
@@ -95,13 +92,18 @@ class SpillwayCache(Cache):
         """
         shapes = shapes_of(config)
         store = RowStore(
-            client, shapes, model=model, policy=policy, hash_weights=hash_weights, ttl=ttl
+            client,
+            shapes,
+            model=model,
+            policy=policy,
+            hash_weights=hash_weights,
+            ttl=ttl,
+            prefill_block_token_count=prefill_block_token_count,
         )
-        self._build(Shared(store, retain_prompt, on_attend), retain_prompt)
+        self._build(Shared(store, on_attend))
 
-    def _build(self, shared: Shared, retain_prompt: bool) -> None:
+    def _build(self, shared: Shared) -> None:
         self._shared = shared
-        self._retain_prompt = retain_prompt
         layer_count = shared.store.shapes.layer_count
         super().__init__(layers=[SpillwayLayer(shared, index) for index in range(layer_count)])
         # The store must not lead back to the cache, or it would never go.
@@ -196,10 +198,8 @@ class SpillwayCache(Cache):
             )
 
     def _end_prompt(self) -> None:
-        """Drops the local copy of the prompt: the daemon's is about to change."""
+        """Notes that the rows are about to change."""
         self._shared.phase.end_prompt()
-        for layer in self.layers:
-            layer.keys = layer.values = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes row i what row beam_idx[i] was, for beam search."""
@@ -246,12 +246,12 @@ class SpillwayCache(Cache):
     def fork(self) -> SpillwayCache:
         """Copies the cache; its sequences share the daemon's pages.
 
-        The copy has its own statistics and no `on_attend`, and does not keep
-        the prompt locally. `copy.deepcopy(cache)` does the same.
+        The copy has its own statistics and no `on_attend`. `copy.deepcopy(cache)`
+        does the same.
         """
         self._check_lengths()
         made = SpillwayCache.__new__(SpillwayCache)
-        made._build(Shared(self._shared.store.fork(), False, None), False)
+        made._build(Shared(self._shared.store.fork(), None))
         made._shared.phase = self._shared.phase.fork()
         for mine, copy in zip(self.layers, made.layers, strict=True):
             copy.length = mine.length
@@ -260,12 +260,10 @@ class SpillwayCache(Cache):
 
     def reset(self) -> None:
         """Deletes the sequences and starts empty."""
-        self._shared.appends.abandon()
         self._shared.store.release()
         self._shared.pending = None
-        self._shared.phase = Phase(self._retain_prompt)
+        self._shared.phase = Phase()
         for layer in self.layers:
-            layer.keys = layer.values = None
             layer.length = 0
             layer.is_initialized = False
 

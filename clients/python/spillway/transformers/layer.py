@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from spillway.transformers.appends import Appends
 from spillway.transformers.local import causal_attention
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
@@ -20,12 +19,11 @@ _HANDLE = "_spillway_layer"
 class Shared:
     """What the layers of one cache share."""
 
-    def __init__(self, store: RowStore, retain_prompt: bool, on_attend: OnAttend | None) -> None:
+    def __init__(self, store: RowStore, on_attend: OnAttend | None) -> None:
         self.store = store
         self.statistics = CacheStatistics(store.shapes.layer_count)
         self.on_attend = on_attend
-        self.appends = Appends()
-        self.phase = Phase(retain_prompt)
+        self.phase = Phase()
         # Whether the forward that runs brings tokens of a prompt.
         self.prompt = True
         # The layer whose K/V were handed out and wait for its attention.
@@ -52,7 +50,7 @@ class SpillwayLayer(CacheLayerMixin):
 
     def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
-        # The prompt's K/V while they are kept here.
+        # None: what transformers looks for; they are in the daemon.
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.index = index
@@ -132,11 +130,14 @@ class SpillwayLayer(CacheLayerMixin):
         ]
         if self.index == 0:
             shared.prompt = shared.phase.is_prompt(self.length, query_count)
-            shared.phase.retaining &= shared.prompt
-        if not shared.phase.retaining:
-            self.keys = self.values = None
-        if self.length == 0 or self.keys is not None:
-            out = self._attend_local(q, k, v, starts, counts, scaling)
+            if not shared.prompt:
+                # Its buffers are of use again when a prompt comes in chunks.
+                store.prefill.close()
+        # A few queries read all rows once in the daemon too, or none over the link where it
+        # has them on its GPU.
+        few = max(counts) <= store.client.server_info.limits.sparse_query_token_count_max
+        if self.length == 0 or (shared.prompt and not few):
+            out = self._attend_here(q, k, v, starts, counts, scaling)
         else:
             out = self._attend_daemon(q, k, v, starts, counts)
         self.length = total
@@ -156,7 +157,7 @@ class SpillwayLayer(CacheLayerMixin):
                 )
             row.padding = value
 
-    def _attend_local(
+    def _attend_here(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -165,51 +166,47 @@ class SpillwayLayer(CacheLayerMixin):
         counts: list[int],
         scaling: float,
     ) -> torch.Tensor:
-        """Attends over the prompt's K/V in this process and appends the new ones.
+        """Attends for a prompt's tokens on the model's device, and begins to append them.
 
-        The last layer waits until all layers' are appended.
+        Earlier tokens' K/V are fetched; they must be appended by then, at this layer.
         """
-        rows, appends = self._shared.store.rows, self._shared.appends
+        store = self._shared.store
+        store.end_decoding()
+        active = [row for row, count in enumerate(counts) if count > 0]
+        for row in active:
+            if starts[row] > 0:
+                store.appends.wait_for(store.rows[row].sequence, self.index)
         query_count = q.shape[2]
-        for index, row in enumerate(rows):
-            if counts[index] > 0:
-                new = slice(query_count - counts[index], query_count)
-                appends.start(
-                    row.sequence, self.index, starts[index], k[index, :, new], v[index, :, new]
-                )
-        out = self._attend_prompt(q, k, v, counts, scaling)
-        if self.index == self._shared.store.shapes.layer_count - 1:
-            appends.finish()
-        return out
-
-    def _attend_prompt(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        counts: list[int],
-        scaling: float,
-    ) -> torch.Tensor:
-        """Attends over the prompt's K/V, those that were kept and the new ones."""
-        rows = self._shared.store.rows
-        query_count = q.shape[2]
-        if self.keys is not None and self.values is not None:
-            k = torch.cat([self.keys, k], dim=2)
-            v = torch.cat([self.values, v], dim=2)
-        if self._shared.phase.retaining:
-            self.keys, self.values = k, v
-        if not any(row.padding for row in rows):
+        news = {row: slice(query_count - counts[row], query_count) for row in active}
+        for row, new in news.items():
+            store.appends.start(
+                store.rows[row].sequence,
+                self.index,
+                starts[row],
+                k[row, :, new],
+                v[row, :, new],
+            )
+        if not any(starts) and min(counts) == query_count:
             return causal_attention(q, k, v, scaling)
         out = torch.zeros(
             q.shape[0], query_count, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device
         )
-        for index, row in enumerate(rows):
-            if counts[index] > 0:
-                new = slice(query_count - counts[index], query_count)
-                one = slice(index, index + 1)
+        for row, new in news.items():
+            if starts[row] == 0:
+                one = slice(row, row + 1)
                 out[one, new] = causal_attention(
-                    q[one, :, new], k[one, :, row.padding :], v[one, :, row.padding :], scaling
+                    q[one, :, new], k[one, :, new], v[one, :, new], scaling
                 )
+                continue
+            out[row, new] = store.prefill.attend(
+                store.rows[row].sequence,
+                self.index,
+                q[row, :, new].transpose(0, 1),
+                k[row, :, new],
+                v[row, :, new],
+                start=starts[row],
+                scale=scaling,
+            )
         return out
 
     def _attend_daemon(

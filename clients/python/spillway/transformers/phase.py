@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Forwards of a prompt after which one token alone may be its last chunk.
 _CHUNKS_BEFORE_ONE_TOKEN = 2
-_CHUNKS_BEFORE_ONE_TOKEN_RETAINING = 1
 
 
 class Phase:
@@ -26,15 +25,10 @@ class Phase:
 
     One token after a single forward of a prompt is taken for the first step
     of decoding, which it is but where the prompt has one token more than a
-    chunk. While the prompt is retained it is taken for the prompt's last, for
-    that costs little then. A prompt in chunks of one token is decoding.
-
-    Attributes:
-        retaining: Whether the prompt's K/V are kept in this process.
+    chunk. A prompt in chunks of one token is decoding.
     """
 
-    def __init__(self, retaining: bool) -> None:
-        self.retaining = retaining
+    def __init__(self) -> None:
         # Forwards of a prompt directly before.
         self._chunk_count = 0
         self._assisted = False
@@ -55,10 +49,7 @@ class Phase:
         elif token_count > 1:
             prompt = not candidates
         else:
-            needed = (
-                _CHUNKS_BEFORE_ONE_TOKEN_RETAINING if self.retaining else _CHUNKS_BEFORE_ONE_TOKEN
-            )
-            prompt = self._chunk_count >= needed
+            prompt = self._chunk_count >= _CHUNKS_BEFORE_ONE_TOKEN
         goes_on = prompt and (token_count > 1 or length == 0)
         self._chunk_count = self._chunk_count + 1 if goes_on else 0
         return prompt
@@ -78,11 +69,10 @@ class Phase:
 
     def end_prompt(self) -> None:
         """Notes that the rows were changed: the prompt is over."""
-        self.retaining = False
         self._chunk_count = 0
 
     def fork(self) -> Phase:
-        """A copy's, which retains nothing."""
-        made = Phase(False)
+        """A copy's."""
+        made = Phase()
         made._chunk_count = self._chunk_count
         return made

@@ -19,10 +19,12 @@ from spillway.decode import DecodeStream
 from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
 from spillway.indices import HashWeights
 from spillway.policy import Policy
+from spillway.prefill import Prefill
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
 from spillway.step import DecodeStep
 from spillway.tensors import DTypeName, gpu_uuid
+from spillway.transformers.appends import Appends
 from spillway.transformers.support import Shapes
 from spillway.transformers.transfer import to_host
 
@@ -122,6 +124,7 @@ class RowStore:
         policy: Policy | None,
         hash_weights: HashWeights | None,
         ttl: datetime.timedelta | float | None,
+        prefill_block_token_count: int,
     ) -> None:
         self.client = client
         self.shapes = shapes
@@ -131,6 +134,9 @@ class RowStore:
         self._model_is_given = model is not None
         self._checked: tuple[Model, torch.dtype, float] | None = None
         self.rows: list[Row] = []
+        # Of the rows' prompts; they may go on between forwards.
+        self.appends = Appends()
+        self.prefill = Prefill(block_token_count=prefill_block_token_count)
         # Overrides the rows' own policy: a fork keeps its source's.
         self.request_policy: Policy | None = None
         self._hash_weights = hash_weights
@@ -260,6 +266,15 @@ class RowStore:
             return None
 
     def suspend(self) -> None:
+        """Ends decoding on the model's stream and waits for appends: all rows are there.
+
+        Raises:
+            SpillwayError: What an append, or a step on the GPU, has failed with.
+        """
+        self.end_decoding()
+        self.appends.finish()
+
+    def end_decoding(self) -> None:
         """Ends decoding on the model's stream, so that requests are served again.
 
         Raises:
@@ -449,6 +464,7 @@ class RowStore:
             policy=self.policy,
             hash_weights=self._hash_weights,
             ttl=self._ttl,
+            prefill_block_token_count=self.prefill.block_token_count,
         )
         made.request_policy = self.request_policy
         made._model_is_given = self._model_is_given
@@ -462,6 +478,8 @@ class RowStore:
             self._stream.close()
             self._stream = None
         self._announced = None
+        self.appends.abandon()
+        self.prefill.close()
         # The client may be closed, and the engine gone with it.
         with suppress(SpillwayError, ValueError):
             self.suspend()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from spillway._native import Sums
-from spillway._proto import attention_service_pb2
+from spillway.attend_sums import LayerStatistics
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
 
@@ -34,34 +32,6 @@ class AttendEvent(NamedTuple):
 
 
 OnAttend = Callable[[AttendEvent], None]
-
-
-@dataclass
-class LayerStatistics:
-    """Sums over one layer's attends.
-
-    Attributes:
-        attend_count: Attends, one per query token and batch row.
-        touched_row_count: Rows read, over KV heads.
-        visible_row_count: Rows that could have been read, over KV heads.
-        exact_count: Certificates per promise, one per attend and query head.
-        statistical_count: The same.
-        none_count: The same.
-        certified_error_sum: Sum of the finite certified errors.
-        certified_error_count: How many there were.
-        device_time_us: Device time, microseconds; of attends by a decoder, which are not
-            timed, nothing.
-    """
-
-    attend_count: int = 0
-    touched_row_count: int = 0
-    visible_row_count: int = 0
-    exact_count: int = 0
-    statistical_count: int = 0
-    none_count: int = 0
-    certified_error_sum: float = 0.0
-    certified_error_count: int = 0
-    device_time_us: float = 0.0
 
 
 class CacheStatistics:
@@ -98,23 +68,4 @@ class CacheStatistics:
 
     def add(self, layer: int, result: AttendResult) -> None:
         """Counts one result."""
-        message = result.message
-        certificate = message.certificate
-        touched = message.statistics.touched_row_counts
-        sums = self.layers[layer]
-        query_count, head_count = message.out.shape[:2]
-        sums.attend_count += query_count
-        sums.touched_row_count += sum(touched)
-        # A query head's n counts once per KV head.
-        kv_head_count = len(touched) // query_count
-        sums.visible_row_count += (
-            sum(certificate.visible_token_counts) * kv_head_count // head_count
-        )
-        promises = list(certificate.promises)
-        sums.exact_count += promises.count(attention_service_pb2.PROMISE_EXACT)
-        sums.statistical_count += promises.count(attention_service_pb2.PROMISE_STATISTICAL)
-        sums.none_count += promises.count(attention_service_pb2.PROMISE_NONE)
-        errors = [error for error in certificate.relative_errors if math.isfinite(error)]
-        sums.certified_error_sum += sum(errors)
-        sums.certified_error_count += len(errors)
-        sums.device_time_us += message.statistics.device_time_us
+        self.layers[layer].add(result)

@@ -1,0 +1,373 @@
+"""Prompts by chunks, whose earlier K/V stream from the engine, against K/V in GPU memory.
+
+One layer of an 8B's shape, 32 query heads over 8 K/V heads of 128, bf16, Gaussian rows, with
+an engine in this process:
+
+- `last chunk`: the prompt's last tokens over all earlier ones: `spillway.prefill` as it is;
+  the same kernels with all K/V in GPU memory (`resident`), and FlashAttention in one call
+  over them; and the copies alone (`fetch`), block by block into the same buffers.
+- `whole prompt`: all chunks through some layers, appends included, against the same kernels
+  over K/V in GPU memory, to which each chunk's rows are copied.
+
+Times are medians; what is computed is compared with the resident K/V's in the same run, and
+a few queries with double precision. Prints a table; --json writes the records.
+
+    python bench/gpu/prompt.py [--json prompt.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import spillway
+import torch
+from spillway.prefill import BLOCK_TOKEN_COUNT, Prefill, attention_with_lse
+from spillway.prefill_kernels import kernel_of, merge_into, trials
+from spillway.transformers.appends import Appends
+from spillway_lab import serving
+
+ROOT = Path(__file__).resolve().parents[2]
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SCALE = HEAD_DIM**-0.5
+DTYPE = torch.bfloat16
+ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+# Outputs are means of Gaussian values; what rounding to bf16 explains of their norm.
+TOLERANCE = 0.02
+# Queries that are compared with double precision.
+CHECKED = 3
+
+
+class Bench:
+    """What the measurements share."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.chunk: int = options.chunk
+        self.block: int = options.block
+        self.repetitions: int = options.repetitions
+        self.records: list[dict[str, Any]] = []
+        self.failed = False
+
+    def report(self, **fields: Any) -> None:
+        self.records.append(fields)
+        shown = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in fields.items()
+            if name != "name"
+        )
+        print(f"{fields['name']:40} " + ", ".join(shown), flush=True)
+
+    def made(self, *shape: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=DTYPE)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], object], repetitions: int | None = None) -> float:
+        """The median of several, after one more."""
+        times = []
+        for _ in range(1 + (repetitions or self.repetitions)):
+            self.synchronize()
+            begin = time.perf_counter()
+            run()
+            self.synchronize()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
+
+    def compared(self, mine: torch.Tensor, wanted: torch.Tensor) -> float:
+        """The relative difference in norm, noted where rounding does not explain it."""
+        difference = float((mine.double() - wanted.double()).norm() / wanted.double().norm())
+        # Written so that NaN fails.
+        if not difference <= TOLERANCE:
+            self.failed = True
+            print(f"prompt: a relative difference of {difference}", file=sys.stderr, flush=True)
+        return difference
+
+
+def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """The last T of L tokens over all of [H_kv, L, d], by the kernels that chunks use."""
+    out, lse = attention_with_lse(q, k[:, start:], v[:, start:], causal=True, scale=SCALE)
+    if start == 0:
+        return out
+    total, lse = out.float(), lse.clone()
+    merge_into(
+        total,
+        lse,
+        *attention_with_lse(q, k[:, :start], v[:, :start], causal=False, scale=SCALE),
+    )
+    return total.to(q.dtype)
+
+
+def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same by one FlashAttention call, whose mask ends at the last query and key."""
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        None,
+        None,
+        q.shape[0],
+        k.shape[1],
+        0.0,
+        True,
+        False,
+        scale=SCALE,
+    )
+    return out[0]
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, query: int
+) -> torch.Tensor:
+    """One query's output [H_q, d] in double precision, head by head."""
+    group = QUERY_HEADS // KV_HEADS
+    seen = start + query + 1
+    made = []
+    for head in range(KV_HEADS):
+        queries = q[query, head * group : (head + 1) * group].double()
+        logits = queries @ k[head, :seen].double().T * SCALE
+        made.append(logits.softmax(-1) @ v[head, :seen].double())
+    return torch.cat(made)
+
+
+def filled(
+    client: spillway.Client, model: spillway.Model, k: torch.Tensor, v: torch.Tensor, piece: int
+) -> spillway.Sequence:
+    """A sequence that holds K and V [H_kv, L, d] at layer 0."""
+    sequence = client.create_sequence(model)
+    for start in range(0, k.shape[1], piece):
+        part = slice(start, start + piece)
+        sequence.append(0, start, k[:, part], v[:, part], timeout=300)
+    return sequence
+
+
+def measure_last_chunk(
+    bench: Bench, client: spillway.Client, model: spillway.Model, earlier: int
+) -> None:
+    """The last chunk over so many earlier tokens."""
+    name = f"last chunk over {earlier // 1024}K"
+    k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
+    q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
+    begin = time.perf_counter()
+    sequence = filled(client, model, k[:, :earlier], v[:, :earlier], 1 << 17)
+    append = time.perf_counter() - begin
+    new = k[:, earlier:], v[:, earlier:]
+    flops = 4 * QUERY_HEADS * HEAD_DIM * bench.chunk * (earlier + bench.chunk / 2)
+    row_bytes = ROW_BYTES * earlier
+
+    with Prefill(block_token_count=bench.block) as prefill:
+
+        def chunk() -> torch.Tensor:
+            return prefill.attend(sequence, 0, q, *new, start=earlier, scale=SCALE)
+
+        mine = chunk()
+        wanted = resident(q, k, v, earlier)
+        queries = [int(x) for x in torch.linspace(0, bench.chunk - 1, CHECKED)]
+        truth = torch.stack([exact(q, k, v, earlier, query) for query in queries])
+        checks = {
+            "difference_from_resident": bench.compared(mine, wanted),
+            "difference_from_double": bench.compared(mine[queries], truth),
+        }
+        streamed_s = bench.seconds(chunk)
+        resident_s = bench.seconds(lambda: resident(q, k, v, earlier))
+        block = k.new_empty((2, 2, KV_HEADS, bench.block, HEAD_DIM))
+
+        def fetch() -> None:
+            for index, start in enumerate(range(0, earlier, bench.block)):
+                end = min(start + bench.block, earlier)
+                into = block[index % 2, 0, :, : end - start], block[index % 2, 1, :, : end - start]
+                sequence.fetch(0, start, end, into=into)
+
+        fetch_s = bench.seconds(fetch, 3)
+        bench.report(
+            name=name,
+            streamed_s=streamed_s,
+            resident_s=resident_s,
+            streamed_over_resident=streamed_s / resident_s,
+            kernel=prefill.kernel,
+            resident_kernel=kernel_of(q, k[:, :earlier], causal=False),
+            tflops=flops / streamed_s / 1e12,
+            resident_tflops=flops / resident_s / 1e12,
+            gb_per_s=row_bytes / streamed_s / 1e9,
+            fetch_s=fetch_s,
+            fetch_gb_per_s=row_bytes / fetch_s / 1e9,
+            # At best the slower of both decides.
+            over_the_slower_of_both=streamed_s / max(fetch_s, resident_s),
+            append_gb_per_s=row_bytes / append / 1e9,
+            earlier_tokens=earlier,
+            **checks,
+        )
+    if bench.device.type == "cuda":
+        try:
+            difference = bench.compared(one_call(q, k, v), wanted)
+        except RuntimeError as error:
+            # It is told, and nothing stands in for it.
+            bench.report(name=f"{name}, FlashAttention at once", refused=str(error)[:200])
+        else:
+            seconds = bench.seconds(lambda: one_call(q, k, v))
+            bench.report(
+                name=f"{name}, FlashAttention at once",
+                seconds=seconds,
+                tflops=flops / seconds / 1e12,
+                difference_from_resident=difference,
+            )
+    sequence.delete()
+
+
+def measure_prompt(
+    bench: Bench, client: spillway.Client, model: spillway.Model, tokens: int, layers: int
+) -> None:
+    """All chunks of a prompt, through some layers, appends included."""
+    shape = (layers, KV_HEADS, tokens, HEAD_DIM)
+    k, v = (bench.made(*shape, seed=s) for s in (4, 5))
+    q = bench.made(layers, tokens, QUERY_HEADS, HEAD_DIM, seed=6)
+    parts = [slice(at, min(at + bench.chunk, tokens)) for at in range(0, tokens, bench.chunk)]
+    flops = layers * 4 * QUERY_HEADS * HEAD_DIM * tokens * tokens / 2
+    streamed = torch.empty_like(q)
+    in_memory = torch.empty_like(q)
+
+    def by_memory() -> None:
+        keys, values = torch.empty_like(k), torch.empty_like(v)
+        for part in parts:
+            for layer in range(layers):
+                keys[layer, :, part] = k[layer, :, part]
+                values[layer, :, part] = v[layer, :, part]
+                rows = keys[layer, :, : part.stop], values[layer, :, : part.stop]
+                in_memory[layer, part] = resident(q[layer, part], *rows, part.start)
+
+    with Prefill(block_token_count=bench.block) as prefill:
+        sequence: spillway.Sequence | None = None
+        appends = Appends()
+
+        def by_engine(hidden: bool = True) -> None:
+            nonlocal sequence
+            if sequence is not None:
+                sequence.delete()
+            sequence = client.create_sequence(model)
+            for part in parts:
+                for layer in range(layers):
+                    rows = k[layer, :, part], v[layer, :, part]
+                    appends.wait_for(sequence, layer)
+                    appends.start(sequence, layer, part.start, *rows)
+                    if not hidden:
+                        appends.finish()
+                    streamed[layer, part] = prefill.attend(
+                        sequence, layer, q[layer, part], *rows, start=part.start, scale=SCALE
+                    )
+            appends.finish()
+
+        by_engine()
+        by_memory()
+        difference = bench.compared(streamed, in_memory)
+        assert sequence is not None
+        for layer in range(layers):
+            into = torch.empty_like(k[layer]), torch.empty_like(v[layer])
+            sequence.fetch(layer, into=into)
+            if not (torch.equal(into[0], k[layer]) and torch.equal(into[1], v[layer])):
+                bench.failed = True
+                print(f"prompt: layer {layer} holds other rows", file=sys.stderr)
+        streamed_s = bench.seconds(by_engine)
+        in_turn_s = bench.seconds(lambda: by_engine(False))
+        resident_s = bench.seconds(by_memory)
+        bench.report(
+            name=f"whole prompt of {tokens // 1024}K",
+            chunk=bench.chunk,
+            layers=layers,
+            streamed_s=streamed_s,
+            appends_waited_for_s=in_turn_s,
+            resident_s=resident_s,
+            streamed_over_resident=streamed_s / resident_s,
+            tflops=flops / streamed_s / 1e12,
+            resident_tflops=flops / resident_s / 1e12,
+            rows_over_the_link_gb=ROW_BYTES
+            * layers
+            * (tokens + sum(part.start for part in parts))
+            / 1e9,
+            difference_from_resident=difference,
+        )
+        assert sequence is not None
+        sequence.delete()
+
+
+def measure_engine(
+    bench: Bench, client: spillway.Client, model: spillway.Model, earlier: int
+) -> None:
+    """What chunks were attended by before: the engine, over all rows, once."""
+    k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
+    q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
+    sequence = filled(client, model, k, v, 1 << 17)
+    begin = time.perf_counter()
+    answer = sequence.attend(0, q, spillway.Policy(selector="all"), timeout=300)
+    seconds = time.perf_counter() - begin
+    bench.report(
+        name=f"last chunk over {earlier // 1024}K, in the engine",
+        seconds=seconds,
+        difference_from_resident=bench.compared(answer.out, resident(q, k, v, earlier)),
+    )
+    sequence.delete()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--earlier", type=int, nargs="*", default=[1 << 18, 1 << 20])
+    parser.add_argument("--tokens", type=int, default=1 << 16, help="of the whole prompt")
+    parser.add_argument("--layers", type=int, default=2, help="of the whole prompt")
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--block", type=int, default=BLOCK_TOKEN_COUNT)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--engine", action="store_true", help="the engine's own attends, too")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    bench = Bench(options)
+    serving.prefer_library(ROOT / "build/release/daemon/spillwayd")
+    most = max([*options.earlier, options.layers * options.tokens, options.chunk])
+    limit = 2 * ROW_BYTES * (most + options.chunk) + (2 << 30)
+    settings = {"memory.limit": limit, "device.name": options.device}
+    with spillway.connect("embedded:", settings=settings) as client, torch.inference_mode():
+        model = client.create_model(
+            layer_count=options.layers,
+            query_head_count=QUERY_HEADS,
+            kv_head_count=KV_HEADS,
+            head_dim=HEAD_DIM,
+            dtype="bfloat16",
+        )
+        tried = trials(bench.device, DTYPE, HEAD_DIM, QUERY_HEADS // KV_HEADS)
+        bench.report(
+            name="environment",
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+            torch=torch.__version__,
+            device=client.server_info.devices[0].description,
+            block=options.block,
+            chunk=options.chunk,
+            kernels={trial.kernel: trial.refusal or "taken" for trial in tried},
+        )
+        if options.tokens:
+            measure_prompt(bench, client, model, options.tokens, options.layers)
+        if options.engine:
+            measure_engine(bench, client, model, options.tokens - options.chunk)
+        for earlier in options.earlier:
+            measure_last_chunk(bench, client, model, earlier)
+    if options.json:
+        options.json.write_text(json.dumps(bench.records, indent=2) + "\n")
+    if bench.failed or any(
+        isinstance(value, float) and not math.isfinite(value)
+        for record in bench.records
+        for value in record.values()
+    ):
+        sys.exit("prompt: what was computed is wrong")
+
+
+if __name__ == "__main__":
+    main()

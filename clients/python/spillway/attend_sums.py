@@ -1,0 +1,59 @@
+"""What is counted of attends: rows read, rows that could have been, certificates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spillway._proto import attention_service_pb2
+from spillway.results import AttendResult
+
+
+@dataclass
+class LayerStatistics:
+    """Sums over one layer's attends.
+
+    Attributes:
+        attend_count: Attends, one per query token and batch row.
+        touched_row_count: Rows read, over KV heads.
+        visible_row_count: Rows that could have been read, over KV heads.
+        exact_count: Certificates per promise, one per attend and query head.
+        statistical_count: The same.
+        none_count: The same.
+        certified_error_sum: Sum of the finite certified errors.
+        certified_error_count: How many there were.
+        device_time_us: Device time, microseconds; of attends by a decoder, which are not
+            timed, nothing.
+    """
+
+    attend_count: int = 0
+    touched_row_count: int = 0
+    visible_row_count: int = 0
+    exact_count: int = 0
+    statistical_count: int = 0
+    none_count: int = 0
+    certified_error_sum: float = 0.0
+    certified_error_count: int = 0
+    device_time_us: float = 0.0
+
+    def add(self, result: AttendResult) -> None:
+        """Counts one result."""
+        message = result.message
+        certificate = message.certificate
+        touched = message.statistics.touched_row_counts
+        query_count, head_count = message.out.shape[:2]
+        self.attend_count += query_count
+        self.touched_row_count += sum(touched)
+        # A query head's n counts once per KV head.
+        kv_head_count = len(touched) // query_count
+        self.visible_row_count += (
+            sum(certificate.visible_token_counts) * kv_head_count // head_count
+        )
+        promises = list(certificate.promises)
+        self.exact_count += promises.count(attention_service_pb2.PROMISE_EXACT)
+        self.statistical_count += promises.count(attention_service_pb2.PROMISE_STATISTICAL)
+        self.none_count += promises.count(attention_service_pb2.PROMISE_NONE)
+        errors = [error for error in certificate.relative_errors if math.isfinite(error)]
+        self.certified_error_sum += sum(errors)
+        self.certified_error_count += len(errors)
+        self.device_time_us += message.statistics.device_time_us

@@ -1,0 +1,329 @@
+"""Attention with its log-sum-exp by the kernels that torch has, and merging of parts.
+
+Which kernel serves a dtype and shape is found by trying: on a device each is run once
+on a few random tokens, and taken if what it returns is near to plain arithmetic.
+Log-sum-exps are natural, of logits after the scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_ATEN = torch.ops.aten
+# q [T, H_q, d], k and v [H_kv, L, d], causal, scale -> out [T, H_q, d], lse [T, H_q].
+_Kernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]
+]
+
+# cuDNN makes a plan for every pair of lengths, which takes longer than a small attend:
+# it serves those that are likely to come again.
+_CUDNN_MULTIPLE = 256
+# Logits of plain arithmetic at once, float32.
+_PLAIN_BYTES = 64 << 20
+# Queries at once where a mask is made.
+_WINDOW_TILE = 512
+
+
+def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries as [H_kv, group, T, d], a view."""
+    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _ungrouped(
+    out: torch.Tensor, lse: torch.Tensor, token_count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From [H_kv, group, T, d] and [H_kv, group, T or more] to [T, H_q, d] and [T, H_q]."""
+    heads = out.shape[0] * out.shape[1]
+    lse = lse[..., :token_count].reshape(heads, token_count)
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.transpose(0, 1)
+
+
+def _shared(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Keys or values as [H_kv, group, L, d], without copies."""
+    return x[:, None].expand(-1, group, -1, -1)
+
+
+def _flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.shape[1] // k.shape[0]
+    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        _grouped(q, k.shape[0]), _shared(k, group), _shared(v, group), 0.0, causal, scale=scale
+    )
+    return _ungrouped(out, lse, q.shape[0])
+
+
+def _batched(
+    out: torch.Tensor, lse: torch.Tensor, token_count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From [1, H_q, T, d] and [1, H_q, T or more, maybe 1] to [T, H_q, d] and [T, H_q]."""
+    lse = lse.reshape(out.shape[1], -1)[:, :token_count]
+    return out[0].transpose(0, 1), lse.transpose(0, 1)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention 2 of torch, which takes groups of query heads as they are."""
+    out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
+        q.transpose(0, 1)[None], k[None], v[None], 0.0, causal, scale=scale
+    )
+    return _batched(out, lse, q.shape[0])
+
+
+def _cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(
+        q.transpose(0, 1)[None], k[None], v[None], None, True, 0.0, causal, scale=scale
+    )
+    return _batched(out, lse, q.shape[0])
+
+
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory-efficient kernel, which takes float32; its log-sum-exps are padded."""
+    group = q.shape[1] // k.shape[0]
+    out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
+        _grouped(q, k.shape[0]),
+        _shared(k, group),
+        _shared(v, group),
+        None,
+        True,
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return _ungrouped(out, lse, q.shape[0])
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain arithmetic in float32, some queries at a time."""
+    token_count, query_heads, _ = q.shape
+    kv_heads, length, _ = k.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(token_count, query_heads, dtype=torch.float32, device=q.device)
+    keys = k.float().transpose(1, 2)[:, None]
+    values = v.float()[:, None]
+    tile = max(_PLAIN_BYTES // (4 * query_heads * length), 1)
+    positions = torch.arange(length, device=q.device)
+    for start in range(0, token_count, tile):
+        stop = min(start + tile, token_count)
+        logits = torch.matmul(_grouped(q[start:stop], kv_heads).float() * scale, keys)
+        if causal:
+            seen = positions <= torch.arange(start, stop, device=q.device)[:, None]
+            logits.masked_fill_(~seen, -math.inf)
+        sums = logits.logsumexp(dim=-1, keepdim=True)
+        part = torch.matmul(logits.sub_(sums).exp_(), values)
+        out[start:stop] = part.permute(2, 0, 1, 3).flatten(1, 2)
+        lse[start:stop] = sums[..., 0].permute(2, 0, 1).flatten(1, 2)
+    return out, lse
+
+
+_KERNELS: dict[str, _Kernel] = {
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "efficient": _efficient,
+    "flash_cpu": _flash_cpu,
+    "plain": _plain,
+}
+_TRIED: dict[str, tuple[str, ...]] = {
+    "cuda": ("cudnn", "flash", "efficient"),
+    "cpu": ("flash_cpu",),
+}
+# Of the output's and the log-sum-exp's error on the tokens of a trial, which are of
+# deviation one: float32 kernels may multiply in TF32.
+_TOLERANCES = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Trial(NamedTuple):
+    """What a kernel did on a few tokens.
+
+    Attributes:
+        kernel: Its name.
+        refusal: Why it is not taken; empty where it is.
+    """
+
+    kernel: str
+    refusal: str
+
+
+@functools.cache
+def trials(
+    device: torch.device, dtype: torch.dtype, head_dim: int, group: int
+) -> tuple[Trial, ...]:
+    """Tries the kernels of a device on a few tokens.
+
+    Args:
+        device: The device.
+        dtype: Of q, k and v.
+        head_dim: Elements of a key.
+        group: Query heads to a K/V head.
+    """
+    return tuple(
+        Trial(name, _refusal(_KERNELS[name], device, dtype, head_dim, group))
+        for name in _TRIED.get(device.type, ())
+    )
+
+
+def _refusal(
+    kernel: _Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, group: int
+) -> str:
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    # Longer than wide, and with room between K/V heads as in the buffers.
+    q = made(_CUDNN_MULTIPLE, 2 * group, head_dim)
+    k, v = (made(2, 2 * _CUDNN_MULTIPLE + 8, head_dim) for _ in range(2))
+    tolerance = _TOLERANCES[dtype]
+    for causal, length in ((False, 2 * _CUDNN_MULTIPLE), (True, _CUDNN_MULTIPLE)):
+        try:
+            got = kernel(q, k[:, :length], v[:, :length], causal, head_dim**-0.5)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        expected = _plain(q, k[:, :length], v[:, :length], causal, head_dim**-0.5)
+        for what, mine, plain in zip(("output", "log-sum-exp"), got, expected, strict=True):
+            if mine.shape != plain.shape:
+                return f"the {what} has shape {list(mine.shape)}, not {list(plain.shape)}"
+            # Written so that NaN is refused.
+            if not (mine.float() - plain.float()).abs().max().item() <= tolerance:
+                return f"the {what} differs from plain arithmetic"
+    return ""
+
+
+def kernel_of(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> str:
+    """The name of the kernel that `attention_with_lse` takes for such tensors.
+
+    Raises:
+        TypeError: A dtype that is not float32, float16 or bfloat16.
+    """
+    if q.dtype not in _TOLERANCES:
+        raise TypeError(f"q has elements of {q.dtype}, not float32, float16 or bfloat16")
+    group = q.shape[1] // k.shape[0]
+    for trial in trials(q.device, q.dtype, q.shape[2], group):
+        lengths = (q.shape[0], k.shape[1])
+        recurs = all(length > 0 and length % _CUDNN_MULTIPLE == 0 for length in lengths)
+        if not trial.refusal and (recurs or trial.kernel != "cudnn"):
+            return trial.kernel
+    return "plain"
+
+
+def attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends, and returns what merging needs.
+
+    Args:
+        q: Queries [T, H_q, d].
+        k: Keys [H_kv, L, d]; H_q is a multiple of H_kv.
+        v: Values, the same shape.
+        causal: Query i sees keys 0 to i; L must be T. Else each sees all.
+        scale: Factor on q.k.
+
+    Returns:
+        Output [T, H_q, d] of q's dtype, and the natural log-sum-exp of the scaled logits
+        [T, H_q], float32; views, maybe. Over no keys they are 0 and minus infinity.
+    """
+    if causal and q.shape[0] != k.shape[1]:
+        raise ValueError(f"causal attention of {q.shape[0]} queries over {k.shape[1]} keys")
+    if q.shape[0] == 0 or k.shape[1] == 0:
+        return torch.zeros_like(q), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return _KERNELS[kernel_of(q, k, causal=causal)](q, k, v, causal, scale)
+
+
+def merge_into(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Merges attention over more keys into an output, in place.
+
+    Args:
+        out: Output over some keys [T, H_q, d], float32.
+        lse: Its log-sum-exp [T, H_q], float32.
+        part: Output over other keys, of any float dtype.
+        part_lse: Its log-sum-exp.
+    """
+    # The part's share of the sum of both. Where both are empty it is 0 / 0, and no share.
+    share = (part_lse - lse).sigmoid_().nan_to_num_(nan=0.0)
+    torch.logaddexp(lse, part_lse, out=lse)
+    out.mul_((1 - share)[..., None])
+    out.addcmul_(part, share[..., None])
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention over two disjoint sets of keys.
+
+    Args:
+        out_a: Output over the first [T, H_q, d]; over no keys it is 0.
+        lse_a: Its log-sum-exp [T, H_q], over no keys minus infinity.
+        out_b: Output over the second.
+        lse_b: Its log-sum-exp.
+
+    Returns:
+        Output and log-sum-exp over both, float32.
+    """
+    out, lse = out_a.float(), lse_a.float()
+    out = out.clone() if out is out_a else out
+    lse = lse.clone() if lse is lse_a else lse
+    merge_into(out, lse, out_b, lse_b.float())
+    return out, lse
+
+
+def window_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int, scale: float
+) -> torch.Tensor:
+    """Attends causally for the last T of L tokens, each to the `window` newest up to itself.
+
+    Args:
+        q: Queries [T, H_q, d].
+        k: Keys [H_kv, L, d].
+        v: Values, the same shape.
+        window: Tokens that a query sees, its own among them.
+        scale: Factor on q.k.
+
+    Returns:
+        Output [T, H_q, d], contiguous.
+    """
+    token_count, length = q.shape[0], k.shape[1]
+    before = length - token_count
+    group = q.shape[1] // k.shape[0]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for start in range(0, token_count, _WINDOW_TILE):
+        stop = min(start + _WINDOW_TILE, token_count)
+        first, last = max(before + start + 1 - window, 0), before + stop
+        at = torch.arange(before + start, before + stop, device=q.device)[:, None]
+        key = torch.arange(first, last, device=q.device)
+        mask = (key <= at) & (key > at - window)
+        part = scaled_dot_product_attention(
+            _grouped(q[start:stop], k.shape[0]),
+            _shared(k[:, first:last], group),
+            _shared(v[:, first:last], group),
+            attn_mask=mask,
+            scale=scale,
+        )
+        out[start:stop] = part.permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+__all__ = [
+    "Trial",
+    "attention_with_lse",
+    "kernel_of",
+    "merge",
+    "merge_into",
+    "trials",
+    "window_attention",
+]

@@ -1,0 +1,65 @@
+"""What cannot be served, and which option says so. Without vLLM's own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The engine's bounds on shapes.
+_HEAD_DIM_MAX = 256
+_GROUP_MAX = 16
+
+
+def refusals(config: Any) -> list[str]:
+    """Says what of a `VllmConfig` Spillway does not serve.
+
+    Args:
+        config: The engine's whole configuration.
+
+    Returns:
+        Reasons, each with the option or the part of the model; empty where all is well.
+    """
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    reasons = []
+    if config.speculative_config is not None:
+        reasons.append("speculative decoding (--speculative-config)")
+    if parallel.pipeline_parallel_size > 1:
+        reasons.append(
+            f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}); "
+            "tensor parallelism is served"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        count = getattr(parallel, name, 1)
+        if count > 1:
+            reasons.append(f"context parallelism (--{name.replace('_', '-')} {count})")
+    if cache.cache_dtype not in ("auto", *_own_names(model.dtype)):
+        reasons.append(
+            f"a KV cache of another type than the model's (--kv-cache-dtype {cache.cache_dtype})"
+        )
+    if model.runner_type != "generate":
+        reasons.append(f"a model that does not generate (--runner {model.runner_type})")
+    return reasons + _of_model(model)
+
+
+def _own_names(dtype: Any) -> tuple[str, ...]:
+    return (str(dtype).removeprefix("torch."),)
+
+
+def _of_model(model: Any) -> list[str]:
+    """The same of the model alone."""
+    reasons = []
+    if model.use_mla:
+        reasons.append("multi-head latent attention (MLA)")
+    if model.is_encoder_decoder:
+        reasons.append("cross-attention: the model is an encoder-decoder")
+    if getattr(model, "is_mm_prefix_lm", False):
+        reasons.append("prefixes of images that are attended from both sides")
+    head_dim = model.get_head_size()
+    if head_dim % 16 != 0 or head_dim > _HEAD_DIM_MAX:
+        reasons.append(f"head_dim {head_dim}, which is no multiple of 16 up to {_HEAD_DIM_MAX}")
+    kv_heads = model.get_total_num_kv_heads()
+    query_heads = model.model_arch_config.total_num_attention_heads
+    if kv_heads and query_heads % kv_heads == 0 and query_heads // kv_heads > _GROUP_MAX:
+        reasons.append(
+            f"{query_heads // kv_heads} query heads a KV head, which is above {_GROUP_MAX}"
+        )
+    return reasons

@@ -1,0 +1,216 @@
+"""The scheduler's side: each request's sequence, and what it can begin with. Without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from spillway_vllm.prefixes import Prefixes, block_hashes
+from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan, StepReport
+
+# A request waits for rows that another is computing if they are so many more.
+_WORTH_WAITING = 128
+
+
+@dataclass
+class _Request:
+    name: str
+    key: int
+    salt: str
+    prompt_token_count: int
+    # Whether its tokens tell all of its K/V, so that equal tokens mean equal rows.
+    comparable: bool
+    epoch: int = 0
+    source: Source | None = None
+    # Lacked memory when so many requests had finished.
+    starved_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A request that the scheduler has put into a step.
+
+    Attributes:
+        name: vLLM's id.
+        start: Tokens computed before.
+        token_count: New tokens.
+        block: The pool's block of its newest token.
+    """
+
+    name: str
+    start: int
+    token_count: int
+    block: int
+
+
+class Requests:
+    """Follows the scheduler and plans the workers' steps. For one thread.
+
+    Args:
+        kept_count_max: Sequences that stay after their request.
+        reuses: Whether requests may begin with others' rows: not where layers beside
+            Spillway's keep state that would be missing then.
+    """
+
+    def __init__(self, kept_count_max: int, *, reuses: bool = True) -> None:
+        self._prefixes = Prefixes(kept_count_max if reuses else 0)
+        self._reuses = reuses
+        self._requests: dict[str, _Request] = {}
+        self._names: dict[int, str] = {}
+        self._keys = 0
+        self._finished_count = 0
+        self._kept: list[int] = []
+        self._dropped: list[int] = []
+        self.reused_token_count = 0
+
+    @property
+    def kept(self) -> list[int]:
+        """Sequences of requests that have finished, the oldest first."""
+        return self._prefixes.kept
+
+    def add(
+        self, name: str, tokens: Sequence[int] | None, prompt_token_count: int, salt: str
+    ) -> None:
+        """Notes a new request.
+
+        Args:
+            name: vLLM's id.
+            tokens: Its prompt; None where the prompt is more than token ids.
+            prompt_token_count: Its length.
+            salt: What else must be equal for K/V to be equal.
+        """
+        self._keys += 1
+        comparable = self._reuses and tokens is not None
+        request = _Request(name, self._keys, salt, prompt_token_count, comparable)
+        self._requests[name] = request
+        self._names[request.key] = name
+        self._prefixes.add(
+            request.key, block_hashes(salt, tokens) if comparable and tokens is not None else []
+        )
+
+    def matched(self, name: str, token_count: int, others_running: bool) -> int | None:
+        """How many tokens' rows a request that is not computed can begin with.
+
+        Args:
+            name: vLLM's id.
+            token_count: Its tokens so far; fewer are matched, for the last gives the next.
+            others_running: Whether other requests are being computed.
+
+        Returns:
+            None where it had better wait: another computes what it needs, or memory lacks.
+        """
+        request = self._requests[name]
+        if request.starved_at is not None:
+            if others_running and request.starved_at == self._finished_count:
+                return None
+            request.starved_at = None
+        request.source = None
+        own = min(self._prefixes.row_count(request.key), token_count - 1)
+        match = self._prefixes.match(request.key, token_count - 1) if request.comparable else None
+        if match is None:
+            return own
+        if others_running and match.coming >= max(own, match.token_count) + _WORTH_WAITING:
+            return None
+        if match.token_count <= own:
+            return own
+        request.source = Source(match.key, match.token_count)
+        return match.token_count
+
+    def plan(self, scheduled: Iterable[Scheduled], preempted: Iterable[str]) -> StepPlan:
+        """Plans a step.
+
+        Args:
+            scheduled: Its requests.
+            preempted: Requests that are not being computed any more; their rows stay.
+        """
+        plan = StepPlan(kept=self._kept, dropped=self._dropped)
+        self._kept, self._dropped = [], []
+        for name in preempted:
+            if name in self._requests:
+                key = self._requests[name].key
+                self._prefixes.set_rows(key, self._prefixes.row_count(key), running=False)
+        for item in scheduled:
+            request = self._requests[item.name]
+            source, request.source = request.source, None
+            if source is not None and source.token_count == item.start:
+                self._prefixes.use(source.key)
+                self.reused_token_count += source.token_count
+            else:
+                source = None
+            decodes = item.token_count == 1 and item.start >= request.prompt_token_count
+            plan.requests.append(
+                PlannedRequest(
+                    request.key,
+                    request.epoch,
+                    item.start,
+                    item.token_count,
+                    decodes,
+                    item.block,
+                    source,
+                )
+            )
+            self._prefixes.set_rows(request.key, item.start + item.token_count, running=True)
+        return plan
+
+    def finish(self, name: str, tokens: Sequence[int] | None) -> None:
+        """Notes that a request has finished or was aborted.
+
+        Args:
+            name: vLLM's id.
+            tokens: All its tokens; None where they do not tell its K/V.
+        """
+        request = self._requests.pop(name, None)
+        if request is None:
+            return
+        del self._names[request.key]
+        self._finished_count += 1
+        rows = self._prefixes.row_count(request.key)
+        if not request.comparable or tokens is None or rows == 0:
+            self._prefixes.forget(request.key)
+            self._dropped.append(request.key)
+            return
+        rows = min(rows, len(tokens))
+        dropped = self._prefixes.keep(request.key, block_hashes(request.salt, tokens), rows)
+        self._dropped += dropped
+        if request.key not in dropped:
+            self._kept.append(request.key)
+
+    def take_report(self, report: StepReport, running_count: int) -> tuple[list[str], list[str]]:
+        """Takes what the workers say of a step.
+
+        Args:
+            report: Of all ranks.
+            running_count: Requests that are being computed.
+
+        Returns:
+            Requests that must be computed again, and such as cannot be: nothing else that
+            runs or is kept takes the memory that they lack.
+        """
+        for key in report.gone:
+            self._prefixes.forget(key)
+            # Other ranks may have it still.
+            self._dropped.append(key)
+        again, failed = [], []
+        for key, loss in report.losses.items():
+            name = self._names.get(key)
+            if name is None or self._requests[name].epoch != loss.epoch:
+                continue
+            request = self._requests[name]
+            request.epoch += 1
+            request.source = None
+            self._prefixes.set_rows(key, 0, running=False)
+            self._dropped.append(key)
+            if not loss.for_memory:
+                again.append(name)
+            elif running_count > 1:
+                request.starved_at = self._finished_count
+                again.append(name)
+            else:
+                failed.append(name)
+        return again, failed
+
+    def reset(self) -> None:
+        """Forgets every kept sequence."""
+        for key in self._prefixes.kept:
+            self._prefixes.forget(key)
+            self._dropped.append(key)

@@ -1,0 +1,57 @@
+"""vLLM's schedulers, which compute a request again where its rows were lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+
+class _Recovering:
+    """What both add to vLLM's."""
+
+    def update_from_output(
+        self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Takes back requests that a step has lost, then does what vLLM does."""
+        again: list[str] = []
+        failed: list[str] = []
+        connected = model_runner_output.kv_connector_output
+        if connected is not None and connected.kv_connector_worker_meta is not None:
+            report = connected.kv_connector_worker_meta.report
+            again, failed = self.connector.take_report(report, len(self.running))
+        for request_id in again + failed:
+            request = self.requests[request_id]
+            if request.status == RequestStatus.RUNNING:
+                self.running.remove(request)
+                # What the step has sampled for it is worth nothing.
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        outputs = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        for request in self.finish_requests(failed, RequestStatus.FINISHED_ERROR) if failed else ():
+            made = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            made.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+
+class SpillwayScheduler(_Recovering, Scheduler):
+    """vLLM's scheduler that waits for each step."""
+
+
+class SpillwayAsyncScheduler(_Recovering, AsyncScheduler):
+    """vLLM's scheduler that is a step ahead."""

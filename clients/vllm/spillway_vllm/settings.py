@@ -1,0 +1,107 @@
+"""The plugin's settings: environment variables VLLM_SPILLWAY_*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "VLLM_SPILLWAY_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where K/V are kept and how they are attended.
+
+    Attributes:
+        target: `embedded:`, an engine in each worker process, or a daemon's gRPC target.
+        memory: Host memory of an embedded engine, as `memory.limit` of the daemon's
+            settings ("16GiB"); empty is the engine's default.
+        gpu_memory: GPU memory of an embedded engine, as `device.gpu_memory_limit`; empty
+            is the engine's default.
+        device: Device of an embedded engine, "cpu" or "cuda:0"; empty is the worker's.
+        quality: How decode steps attend: one of `spillway.QUALITIES`.
+        kept_sequence_count: Finished requests whose K/V stay for requests that begin alike.
+        reconnect_seconds: How long a worker waits for a daemon that is gone.
+    """
+
+    target: str = "embedded:"
+    memory: str = ""
+    gpu_memory: str = ""
+    device: str = ""
+    quality: str = "default"
+    kept_sequence_count: int = 32
+    reconnect_seconds: float = 60.0
+
+    @property
+    def embedded(self) -> bool:
+        """Whether each worker has an engine of its own."""
+        return self.target == "embedded:"
+
+
+_NAMES = {
+    "TARGET": "target",
+    "MEMORY": "memory",
+    "GPU_MEMORY": "gpu_memory",
+    "DEVICE": "device",
+    "QUALITY": "quality",
+    "KEPT_SEQUENCES": "kept_sequence_count",
+    "RECONNECT_SECONDS": "reconnect_seconds",
+}
+
+
+def settings_from(environment: Mapping[str, str]) -> Settings:
+    """Reads the settings.
+
+    Args:
+        environment: Such as `os.environ`.
+
+    Raises:
+        ValueError: An unknown variable of the prefix, or a value that is out of range; the
+            message names it.
+    """
+    values: dict[str, str | int | float] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = _NAMES.get(variable.removeprefix(PREFIX))
+        if name is None:
+            known = ", ".join(PREFIX + known for known in _NAMES)
+            raise ValueError(f"{variable} is no setting of spillway-vllm; those are {known}")
+        values[name] = _value(variable, name, text)
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if not settings.embedded:
+        for name in ("MEMORY", "GPU_MEMORY", "DEVICE"):
+            if values.get(_NAMES[name]):
+                raise ValueError(
+                    f"{PREFIX}{name} is for an embedded engine; the daemon at {settings.target} "
+                    "has settings of its own"
+                )
+    return settings
+
+
+def _value(variable: str, name: str, text: str) -> str | int | float:
+    if name == "kept_sequence_count":
+        return _whole(variable, text, 0, 100_000)
+    if name == "reconnect_seconds":
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= 86_400:
+            raise ValueError(f"{variable} is {text!r}, not seconds in [0, 86400]")
+        return seconds
+    if name == "quality":
+        from spillway.quality import policy_of  # noqa: PLC0415
+
+        policy_of(text)
+    return text.strip()
+
+
+def _whole(variable: str, text: str, least: int, most: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise ValueError(f"{variable} is {text!r}, not a whole number in [{least}, {most}]")
+    return number

@@ -1,0 +1,268 @@
+"""The plugin's scheduler side: prefixes, sequences that stay, plans, losses."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spillway_vllm.prefixes import Match, Prefixes, block_hashes
+from spillway_vllm.requests import Requests, Scheduled
+from spillway_vllm.step_plan import Loss, PlannedRequest, Source, StepReport
+
+
+def _tokens(*parts: tuple[int, int]) -> list[int]:
+    """Parts of equal tokens: (token, count)."""
+    return [token for token, count in parts for _ in range(count)]
+
+
+def _added(prefixes: Prefixes, key: int, tokens: list[int], rows: int, running: bool) -> None:
+    prefixes.add(key, block_hashes("", tokens))
+    prefixes.set_rows(key, rows, running=running)
+
+
+def test_hashes_cover_all_before() -> None:
+    """Equal blocks after different ones, and other salts, are different."""
+    some = block_hashes("", _tokens((1, 64), (2, 64), (3, 63)))
+    assert len(some) == 2
+    assert block_hashes("", _tokens((1, 64), (2, 64))) == some
+    assert block_hashes("", _tokens((9, 64), (2, 64)))[1] != some[1]
+    assert block_hashes("adapter", _tokens((1, 64)))[0] != some[0]
+    assert block_hashes("", _tokens((1, 63))) == []
+
+
+def test_the_longest_rows_are_matched() -> None:
+    """Of several that begin alike; what is computed is told from what will be."""
+    prefixes = Prefixes(4)
+    prompt = _tokens((1, 64), (2, 64), (3, 64), (4, 64))
+    _added(prefixes, 1, prompt, 70, running=True)
+    _added(prefixes, 2, _tokens((1, 64), (2, 64)), 128, running=False)
+    _added(prefixes, 3, _tokens((5, 300)), 300, running=False)
+    _added(prefixes, 4, prompt, 0, running=False)
+    # Of its own 256 tokens it may take 255.
+    assert prefixes.match(4, 255) == Match(key=2, token_count=128, coming=192)
+    prefixes.forget(1)
+    assert prefixes.match(4, 255) == Match(key=2, token_count=128, coming=128)
+    assert prefixes.match(4, 127) == Match(key=2, token_count=64, coming=64)
+    assert prefixes.match(4, 63) is None
+    assert prefixes.match(3, 299) is None
+
+
+def test_rows_in_part_are_matched_in_part() -> None:
+    """A sequence of which 100 tokens are computed gives 64."""
+    prefixes = Prefixes(4)
+    prompt = _tokens((1, 256))
+    _added(prefixes, 1, prompt, 100, running=True)
+    _added(prefixes, 2, prompt, 0, running=False)
+    assert prefixes.match(2, 255) == Match(key=1, token_count=64, coming=192)
+
+
+def test_the_oldest_kept_goes() -> None:
+    """Beyond the limit; what was used stays longer."""
+    prefixes = Prefixes(2)
+    for key in (1, 2):
+        tokens = _tokens((key, 128))
+        _added(prefixes, key, tokens, 128, running=True)
+        assert prefixes.keep(key, block_hashes("", tokens), 128) == []
+    prefixes.use(1)
+    third = _tokens((3, 128))
+    _added(prefixes, 3, third, 128, running=True)
+    assert prefixes.keep(3, block_hashes("", third), 128) == [2]
+    assert prefixes.kept == [1, 3]
+
+
+def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
+    """A chat's next turn makes the one before superfluous, and the other way round."""
+    prefixes = Prefixes(8)
+    turn, chat = _tokens((1, 128)), _tokens((1, 128), (2, 64))
+    _added(prefixes, 1, turn, 128, running=True)
+    assert prefixes.keep(1, block_hashes("", turn), 128) == []
+    _added(prefixes, 2, chat, 192, running=True)
+    assert prefixes.keep(2, block_hashes("", chat), 192) == [1]
+    _added(prefixes, 3, turn, 128, running=True)
+    assert prefixes.keep(3, block_hashes("", turn), 128) == [3]
+    assert prefixes.kept == [2]
+
+
+def test_too_short_or_not_wanted_is_not_kept() -> None:
+    """Less than a block, or a limit of none."""
+    prefixes = Prefixes(1)
+    _added(prefixes, 1, _tokens((1, 128)), 63, running=True)
+    assert prefixes.keep(1, block_hashes("", _tokens((1, 128))), 63) == [1]
+    none = Prefixes(0)
+    _added(none, 1, _tokens((1, 128)), 128, running=True)
+    assert none.keep(1, block_hashes("", _tokens((1, 128))), 128) == [1]
+    assert len(prefixes) == len(none) == 0
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "rows", "keep", "forget", "use"]),
+        st.integers(0, 5),
+        st.integers(0, 4),
+        st.integers(0, 300),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_STEPS)
+def test_matches_are_always_equal_tokens(steps: list[tuple[str, int, int, int]]) -> None:
+    """Against a model that compares tokens one by one."""
+    prefixes = Prefixes(2)
+    texts = [_tokens((1, 64 * n), (2 + n, 100)) for n in range(5)]
+    live: dict[int, tuple[list[int], int]] = {}
+    kept: dict[int, tuple[list[int], int]] = {}
+    for what, key, text, rows in steps:
+        here = live.get(key)
+        if what == "add" and key not in live and key not in kept:
+            prefixes.add(key, block_hashes("", texts[text]))
+            live[key] = texts[text], 0
+        elif what == "rows" and here is not None:
+            live[key] = here[0], min(rows, len(here[0]))
+            prefixes.set_rows(key, live[key][1], running=True)
+        elif what == "keep" and here is not None:
+            dropped = prefixes.keep(key, block_hashes("", here[0]), here[1])
+            kept[key] = live.pop(key)
+            for gone in dropped:
+                kept.pop(gone)
+            assert len(kept) <= 2
+        elif what == "forget":
+            prefixes.forget(key)
+            live.pop(key, None)
+            kept.pop(key, None)
+        else:
+            prefixes.use(key)
+        assert set(prefixes.kept) == set(kept)
+        for asking, (tokens, _) in live.items():
+            match = prefixes.match(asking, len(tokens) - 1)
+            others = {**live, **kept}
+            del others[asking]
+            expected = 0
+            for theirs, there in others.values():
+                equal = next(
+                    (i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b),
+                    min(len(tokens), len(theirs)),
+                )
+                expected = max(expected, min(equal, there, len(tokens) - 1) // 64 * 64)
+            assert (match.token_count if match is not None else 0) == expected
+
+
+def test_a_request_from_arrival_to_its_end() -> None:
+    """Chunks of its prompt, a decode step, and what is kept of it."""
+    requests = Requests(4)
+    prompt = list(range(200))
+    requests.add("a", prompt, 200, "")
+    assert requests.matched("a", 200, others_running=False) == 0
+    plan = requests.plan([Scheduled("a", 0, 128, block=7)], [])
+    assert plan.requests == [PlannedRequest(1, 0, 0, 128, decodes=False, block=7)]
+    plan = requests.plan([Scheduled("a", 128, 72, block=8)], [])
+    assert plan.requests == [PlannedRequest(1, 0, 128, 72, decodes=False, block=8)]
+    plan = requests.plan([Scheduled("a", 200, 1, block=9)], [])
+    assert plan.requests == [PlannedRequest(1, 0, 200, 1, decodes=True, block=9)]
+    requests.finish("a", [*prompt, 5, 6])
+    assert requests.kept == [1]
+    requests.add("b", prompt, 200, "")
+    assert requests.matched("b", 200, others_running=False) == 192
+    plan = requests.plan([Scheduled("b", 192, 8, block=3)], [])
+    assert plan.kept == [1]
+    assert plan.requests == [PlannedRequest(2, 0, 192, 8, False, 3, Source(1, 192))]
+    assert requests.reused_token_count == 192
+
+
+def test_the_last_prompt_token_alone_is_no_decode_step() -> None:
+    """It is attended exactly, as the rest of the prompt."""
+    requests = Requests(4)
+    requests.add("a", [1] * 65, 65, "")
+    plan = requests.plan([Scheduled("a", 64, 1, block=1)], [])
+    assert not plan.requests[0].decodes
+
+
+def test_what_is_on_its_way_is_waited_for() -> None:
+    """Only while somebody computes it, and if it is worth it."""
+    requests = Requests(4)
+    prompt = list(range(1000))
+    requests.add("a", prompt, 1000, "")
+    requests.plan([Scheduled("a", 0, 256, block=1)], [])
+    requests.add("b", prompt, 1000, "")
+    assert requests.matched("b", 1000, others_running=True) is None
+    requests.plan([Scheduled("a", 256, 600, block=2)], [])
+    # 832 of 960 are there.
+    assert requests.matched("b", 1000, others_running=True) is None
+    requests.plan([Scheduled("a", 856, 60, block=2)], [])
+    assert requests.matched("b", 1000, others_running=True) == 896
+    requests.plan([], ["a"])
+    assert requests.matched("b", 1000, others_running=False) == 896
+
+
+def test_a_preempted_request_has_its_own_rows() -> None:
+    """All but its newest token's, which gives the next."""
+    requests = Requests(0)
+    requests.add("a", [1, 2, 3], 3, "")
+    requests.plan([Scheduled("a", 0, 3, block=1)], [])
+    requests.plan([Scheduled("a", 3, 1, block=1)], [])
+    requests.plan([], ["a"])
+    assert requests.matched("a", 5, others_running=True) == 4
+    plan = requests.plan([Scheduled("a", 4, 1, block=6)], [])
+    assert plan.requests == [PlannedRequest(1, 0, 4, 1, decodes=True, block=6)]
+
+
+def test_what_tokens_do_not_tell_is_not_shared() -> None:
+    """Prompts with images, other adapters, and models with other layers' state."""
+    requests = Requests(4)
+    prompt = list(range(200))
+    requests.add("image", None, 200, "")
+    requests.plan([Scheduled("image", 0, 200, block=1)], [])
+    requests.finish("image", None)
+    requests.add("adapter", prompt, 200, "lora")
+    requests.plan([Scheduled("adapter", 0, 200, block=1)], [])
+    requests.add("plain", prompt, 200, "")
+    assert requests.matched("plain", 200, others_running=True) == 0
+    hybrid = Requests(4, reuses=False)
+    for name in ("a", "b"):
+        hybrid.add(name, prompt, 200, "")
+    hybrid.plan([Scheduled("a", 0, 200, block=1)], [])
+    assert hybrid.matched("b", 200, others_running=True) == 0
+    hybrid.finish("a", prompt)
+    assert hybrid.plan([], []).dropped == [1]
+
+
+def test_losses() -> None:
+    """Computed again; for lack of memory when another has finished; alone it fails."""
+    requests = Requests(4)
+    for name in ("a", "b"):
+        requests.add(name, [1, 2, 3], 3, "")
+    requests.plan([Scheduled("a", 0, 3, block=1), Scheduled("b", 0, 3, block=2)], [])
+    report = StepReport(losses={1: Loss(0, False, "gone"), 2: Loss(0, True, "memory")})
+    assert requests.take_report(report, 2) == (["a", "b"], [])
+    # Said again of a step that was on its way: of an epoch that is past.
+    assert requests.take_report(report, 2) == ([], [])
+    assert requests.matched("a", 3, others_running=False) == 0
+    plan = requests.plan([Scheduled("a", 0, 3, block=4)], [])
+    assert plan.dropped == [1, 2]
+    assert plan.requests == [PlannedRequest(1, 1, 0, 3, decodes=False, block=4)]
+    assert requests.matched("b", 3, others_running=True) is None
+    requests.finish("a", [1, 2, 3, 4])
+    assert requests.matched("b", 3, others_running=True) == 0
+    requests.plan([Scheduled("b", 0, 3, block=5)], [])
+    alone = StepReport(losses={2: Loss(1, True, "memory")})
+    assert requests.take_report(alone, 1) == ([], ["b"])
+
+
+def test_kept_ones_that_made_room_are_forgotten() -> None:
+    """On other ranks they are dropped too."""
+    requests = Requests(4)
+    prompt = list(range(128))
+    requests.add("a", prompt, 128, "")
+    requests.plan([Scheduled("a", 0, 128, block=1)], [])
+    requests.finish("a", prompt)
+    requests.take_report(StepReport(gone={1}), 0)
+    requests.add("b", prompt, 128, "")
+    assert requests.matched("b", 128, others_running=False) == 0
+    assert requests.plan([], []).dropped == [1]
+
+
+def test_ranks_reports_are_one() -> None:
+    """A lack of memory of one of them counts."""
+    report = StepReport({1: Loss(0, False, "gone")}, {5})
+    report.merge(StepReport({1: Loss(0, True, "memory"), 2: Loss(0, False, "gone")}, {6}))
+    assert report == StepReport({1: Loss(0, True, "memory"), 2: Loss(0, False, "gone")}, {5, 6})

@@ -1,0 +1,56 @@
+"""Tokens of the plugin beside those of stock vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Of stock's two best logits: nearer than that, rounding may choose.
+TIE = 1e-3
+# The same where tokens are drawn, as cold as vLLM draws them (0.01): e^-25 to one.
+TIE_DRAWN = 0.25
+
+
+@dataclass
+class Comparison:
+    """Sums over requests.
+
+    Attributes:
+        compared: Sequences of tokens that were compared.
+        cut: Of these, such as had a tie, whose tokens from there on count no more.
+        token_count: Tokens that were compared.
+        differing: What differed, for people.
+    """
+
+    compared: int = 0
+    cut: int = 0
+    token_count: int = 0
+    differing: list[str] = field(default_factory=list)
+
+    @property
+    def cut_share(self) -> float:
+        """Share of the sequences with a tie."""
+        return self.cut / max(self.compared, 1)
+
+    def add(
+        self, schedule: list[dict[str, Any]], stock: dict[str, Any], ours: dict[str, Any]
+    ) -> None:
+        """Compares the answers to a schedule."""
+        for index, request in enumerate(schedule):
+            tie = TIE if request.get("n", 1) == 1 else TIE_DRAWN
+            aborted = request.get("aborted") is not None
+            pairs = list(zip(stock["tokens"][index], ours["tokens"][index], strict=not aborted))
+            for part, (expected, got) in enumerate(pairs):
+                gaps = stock["gaps"][index][part]
+                end = next((i for i, gap in enumerate(gaps) if gap < tie), len(gaps))
+                self.compared += 1
+                self.cut += end < len(gaps)
+                if aborted:
+                    # It may have come to fewer tokens, or to more.
+                    end = min(end, len(expected), len(got))
+                self.token_count += end
+                if expected[:end] != got[:end]:
+                    self.differing.append(
+                        f"a prompt of {len(request['prompt'])} tokens: stock {expected[:end]}, "
+                        f"ours {got[:end]}"
+                    )

@@ -1,0 +1,137 @@
+"""Runs a vLLM engine step by step: schedules come by standard input, results go out.
+
+    python drive.py '{"model": "folder", "attention_backend": "CUSTOM", ...}'
+
+A line is a schedule, a list of requests with `arrives`, the step before which it comes;
+`prompt`, token ids; `max_tokens`; and where wanted `n`; `aborted`, the step before which it
+is given up; `forced`, the tokens that it shall give. The answer is a line with each request's
+tokens, the gaps between its two best logits, and which token was the most likely. The line "counts" is answered with sums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+_STEPS_MAX = 20_000
+
+
+class Requests:
+    """What a schedule's requests have given so far."""
+
+    def __init__(self, engine: LLMEngine, schedule: list[dict[str, Any]], tag: str) -> None:
+        self._engine = engine
+        self._schedule = schedule
+        self._tag = tag
+        self.tokens: list[dict[int, list[int]]] = [{} for _ in schedule]
+        self.gaps: list[dict[int, list[float]]] = [{} for _ in schedule]
+        self.best: list[dict[int, list[int]]] = [{} for _ in schedule]
+        self.ends: list[dict[int, str]] = [{} for _ in schedule]
+
+    def _name(self, index: int) -> str:
+        return f"{self._tag}-{index}"
+
+    def run(self) -> int:
+        """Runs all to their end.
+
+        Returns:
+            Steps that it took.
+        """
+        step = 0
+        last = max((request["arrives"] for request in self._schedule), default=0)
+        while step <= last or self._engine.has_unfinished_requests():
+            assert step < _STEPS_MAX, f"no end after {step} steps"
+            for index, request in enumerate(self._schedule):
+                if request["arrives"] == step:
+                    self._add(index, request)
+                if request.get("aborted") == step:
+                    self._engine.abort_request([self._name(index)])
+            for output in self._engine.step():
+                self._take(output)
+            step += 1
+        return step
+
+    def _add(self, index: int, request: dict[str, Any]) -> None:
+        count = request.get("n", 1)
+        parameters = SamplingParams(
+            # vLLM takes no greedy samples side by side, and no seeds on a CPU: as cold as can be.
+            temperature=0 if count == 1 else 0.01,
+            n=count,
+            max_tokens=request["max_tokens"],
+            ignore_eos=True,
+            logprobs=2,
+            detokenize=False,
+            extra_args={"forced": request["forced"]} if "forced" in request else None,
+        )
+        prompt = {"prompt_token_ids": request["prompt"]}
+        self._engine.add_request(self._name(index), prompt, parameters)
+
+    def _take(self, output: Any) -> None:
+        index = int(output.request_id.rsplit("-", 1)[1])
+        for part in output.outputs:
+            self.tokens[index][part.index] = list(part.token_ids)
+            steps = part.logprobs or []
+            self.gaps[index][part.index] = [_gap(values) for values in steps]
+            self.best[index][part.index] = [
+                max(values, key=lambda token, of=values: of[token].logprob) for values in steps
+            ]
+            if part.finish_reason:
+                self.ends[index][part.index] = str(part.finish_reason)
+
+
+def _gap(values: Any) -> float:
+    best = sorted((value.logprob for value in values.values()), reverse=True)
+    return best[0] - best[1]
+
+
+def _by_part(parts: dict[int, Any]) -> list[Any]:
+    return [parts[index] for index in sorted(parts)]
+
+
+def main() -> None:
+    """Answers lines until there are no more."""
+    # What else is printed goes to the log.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = LLMEngine.from_engine_args(EngineArgs(**json.loads(sys.argv[1])))
+    print("ready", file=answers, flush=True)
+    for number, line in enumerate(sys.stdin):
+        asked = json.loads(line)
+        if asked == "counts":
+            print(json.dumps(_counts(engine)), file=answers, flush=True)
+            continue
+        requests = Requests(engine, asked, f"s{number}")
+        steps = requests.run()
+        answer = {
+            "steps": steps,
+            "tokens": [_by_part(parts) for parts in requests.tokens],
+            "gaps": [_by_part(parts) for parts in requests.gaps],
+            "best": [_by_part(parts) for parts in requests.best],
+            "ends": [_by_part(parts) for parts in requests.ends],
+        }
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _counts(engine: LLMEngine) -> dict[str, float]:
+    """The counters of the plugin, and how often vLLM has preempted, as /metrics has them."""
+    counts = {}
+    for metric in engine.get_metrics():
+        name = metric.name.removeprefix("vllm:")
+        if name.startswith("spillway_") or name == "num_preemptions":
+            counts[name.removeprefix("spillway_")] = metric.value
+    return counts
+
+
+if __name__ == "__main__":
+    main()

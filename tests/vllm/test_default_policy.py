@@ -1,0 +1,66 @@
+"""The default policy on a real model: which tokens it prefers, and how many rows it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import SMOLLM2
+from engines import running
+
+# Prompts of so many tokens, and tokens forced after each.
+_LENGTHS = (4_096, 5_200, 6_300, 7_500)
+_FORCED = 128
+
+
+def test_agreement_with_exact_attention(
+    model_folder, text_tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 tokens of the text, forced in decode steps, all layers sparse."""
+    schedule = []
+    for index, length in enumerate(_LENGTHS):
+        first = index * 20_000
+        schedule.append(
+            {
+                "arrives": 0,
+                "prompt": text_tokens[first : first + length],
+                "forced": text_tokens[first + length : first + length + _FORCED],
+                "max_tokens": _FORCED,
+            }
+        )
+    arguments = {
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 4,
+        "logits_processors": ["forcing:Forcing"],
+    }
+    folder = model_folder(SMOLLM2)
+    memory = {"VLLM_SPILLWAY_MEMORY": "3GiB"}
+    with running(folder, tmp_path / "stock.log", **arguments) as stock:
+        expected = stock.ask(schedule)
+    with running(
+        folder, tmp_path / "ours.log", memory, attention_backend="CUSTOM", **arguments
+    ) as ours:
+        got = ours.ask(schedule)
+        counts = ours.ask("counts")
+    forced = [request["forced"] for request in schedule]
+    assert [parts[0] for parts in expected["tokens"]] == forced
+    assert [parts[0] for parts in got["tokens"]] == forced
+    pairs = [
+        (one, other)
+        for mine, theirs in zip(got["best"], expected["best"], strict=True)
+        for one, other in zip(mine[0], theirs[0], strict=True)
+    ]
+    agreement = sum(one == other for one, other in pairs) / len(pairs)
+    outputs = sum(counts[f"outputs_{kind}"] for kind in ("exact", "statistical", "none"))
+    sparse = 1 - counts["outputs_exact"] / outputs
+    with capsys.disabled():
+        print(
+            f"\n{len(pairs)} tokens: agreement {agreement:.4f}; {sparse:.1%} of outputs sparse, "
+            f"{counts['rows_read'] / counts['rows_visible']:.1%} of the rows read, mean certified "
+            f"error {counts['certified_error_sum'] / counts['certified_errors']:.4f}, "
+            f"{counts['outputs_none']:.0f} of {outputs:.0f} promise nothing"
+        )
+    assert len(pairs) == 512
+    assert sparse >= 0.9
+    assert agreement >= 0.97

@@ -1,0 +1,196 @@
+"""Preemption, lack of memory, daemons that restart, ranks, shared prompts, long contexts."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparison import Comparison
+from daemons import Daemon
+from engines import Engine, running
+from models import VOCABULARY
+
+_EXACT = {"VLLM_SPILLWAY_QUALITY": "exact"}
+_ARGUMENTS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 8,
+}
+
+
+def _prompts(count: int, lengths: list[int]) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(1, VOCABULARY) for _ in range(draw.choice(lengths))] for _ in range(count)]
+
+
+def _schedule(prompts: list[list[int]], max_tokens: int, apart: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"arrives": index * apart, "prompt": prompt, "max_tokens": max_tokens}
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _compared(
+    schedule: list[dict[str, Any]],
+    stock: Engine,
+    ours: Engine,
+    meanwhile: Callable[[], None] | None = None,
+) -> Comparison:
+    """Compares the answers; something may happen while ours are made."""
+    expected = stock.ask(schedule)
+    thread = threading.Thread(target=meanwhile) if meanwhile is not None else None
+    if thread is not None:
+        thread.start()
+    got = ours.ask(schedule)
+    if thread is not None:
+        thread.join()
+    assert got["ends"] == expected["ends"]
+    seen = Comparison()
+    seen.add(schedule, expected, got)
+    assert not seen.differing
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder) -> Path:
+    """A random Llama."""
+    return model_folder("llama")
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Stock vLLM with room for everything."""
+    with running(folder, tmp_path_factory.mktemp("stock") / "log", **_ARGUMENTS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def ours(folder: Path, tmp_path: Path):
+    """Starts the plugin's engine with settings and arguments."""
+
+    def start(environment: dict[str, str], **arguments: Any) -> Any:
+        return running(
+            folder,
+            tmp_path / "log",
+            {**_EXACT, **environment},
+            attention_backend="CUSTOM",
+            **{**_ARGUMENTS, **arguments},
+        )
+
+    return start
+
+
+def test_preempted_requests_go_on(stock: Engine, ours) -> None:
+    """vLLM's pool is too small for all: rows of a preempted request stay."""
+    schedule = _schedule(_prompts(12, [5, 60, 100]), 100)
+    prompt_tokens = sum(len(request["prompt"]) for request in schedule)
+    with ours({}, num_gpu_blocks_override=13, block_size=32, max_num_batched_tokens=64) as engine:
+        seen = _compared(schedule, stock, engine)
+        counts = engine.ask("counts")
+    assert seen.token_count >= 1000
+    assert counts["num_preemptions"] >= 2
+    # What was computed is not computed again, but for the token that gives the next.
+    assert counts["prompt_tokens"] + counts["reused_tokens"] <= prompt_tokens
+
+
+def test_requests_wait_for_memory(stock: Engine, ours) -> None:
+    """All together lack memory: some are computed again when others have finished."""
+    schedule = _schedule(_prompts(12, [60, 200, 700]), 32)
+    with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
+        _compared(schedule, stock, engine)
+        assert engine.ask("counts")["num_preemptions"] >= 1
+
+
+def test_a_request_beyond_all_memory_fails_alone(stock: Engine, ours) -> None:
+    """It ends with an error; the next is served."""
+    # 2 K/V heads of 32 elements, 3 layers, float32: 1,536 B a token.
+    long = _schedule(_prompts(1, [1900]), 8)
+    short = _schedule(_prompts(2, [60]), 8)
+    with ours({"VLLM_SPILLWAY_MEMORY": "3MiB"}) as engine:
+        assert engine.ask(long)["ends"] == [["error"]]
+        _compared(short, stock, engine)
+
+
+def test_kept_sequences_make_room(stock: Engine, ours) -> None:
+    """Sequences of finished requests go when memory lacks, the oldest first."""
+    with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
+        for first in range(0, 12, 2):
+            _compared(_schedule(_prompts(12, [900])[first : first + 2], 4), stock, engine)
+        assert engine.ask("counts")["num_preemptions"] == 0
+
+
+def test_a_shared_prompt_is_computed_once(folder: Path, ours) -> None:
+    """32K tokens that four requests begin with, which come together, and one that comes later."""
+    (shared,) = _prompts(1, [32_768])
+    ends = _prompts(5, [7, 30])
+    schedule = _schedule([shared + end for end in ends[:4]], 4)
+    with ours({}, max_model_len=40_000, max_num_batched_tokens=4096) as engine:
+        first = engine.ask(schedule)
+        computed = engine.ask("counts")
+        engine.ask(_schedule([shared + ends[4]], 4))
+        later = engine.ask("counts")
+    assert first["ends"] == [["length"]] * 4
+    assert computed["reused_tokens"] == 3 * 32_768
+    assert computed["prompt_tokens"] == 32_768 + sum(len(end) for end in ends[:4])
+    assert later["reused_tokens"] == 4 * 32_768
+    assert later["prompt_tokens"] - computed["prompt_tokens"] == len(ends[4])
+
+
+def test_a_daemon_serves_too(stock: Engine, ours, tmp_path: Path) -> None:
+    """Sequences are in a daemon, and go with vLLM."""
+    with Daemon(tmp_path) as daemon:
+        with ours({"VLLM_SPILLWAY_TARGET": daemon.target}) as engine:
+            _compared(_schedule(_prompts(8, [5, 60, 300]), 24, apart=3), stock, engine)
+        assert daemon.sequence_count() == 0
+
+
+def test_a_daemon_restarts(stock: Engine, ours, tmp_path: Path) -> None:
+    """Its requests are preempted and computed again."""
+    schedule = _schedule(_prompts(8, [5, 60, 300]), 300)
+    with Daemon(tmp_path) as daemon:
+
+        def restart() -> None:
+            until = time.monotonic() + 60
+            while daemon.token_count() < 1500 and time.monotonic() < until:
+                time.sleep(0.05)
+            daemon.kill()
+            time.sleep(0.5)
+            daemon.start()
+
+        with ours({"VLLM_SPILLWAY_TARGET": daemon.target}) as engine:
+            _compared(schedule, stock, engine, restart)
+            assert engine.ask("counts")["num_preemptions"] >= 1
+
+
+@pytest.mark.parametrize("where", ["embedded", "daemon"])
+def test_ranks_have_their_own_heads(where: str, stock: Engine, ours, tmp_path: Path) -> None:
+    """Tensor parallelism of two: each rank attaches with its KV heads."""
+    schedule = _schedule(_prompts(8, [5, 60, 300]), 24, apart=3)
+    if where == "embedded":
+        with ours({}, tensor_parallel_size=2) as engine:
+            _compared(schedule, stock, engine)
+        return
+    with Daemon(tmp_path) as daemon:
+        environment = {"VLLM_SPILLWAY_TARGET": daemon.target}
+        with ours(environment, tensor_parallel_size=2) as engine:
+            _compared(schedule, stock, engine)
+            # A head of two each: models of one shape are one.
+            assert daemon.kv_head_counts() == [1]
+
+
+def test_a_million_tokens_may_come(folder: Path, ours, tmp_path: Path) -> None:
+    """A pool of 1 GiB, in which stock vLLM refuses that length, answers a prompt of 16K."""
+    arguments = {"max_model_len": 1_000_000, "max_num_batched_tokens": 2048}
+    with pytest.raises(RuntimeError, match="is needed, which is larger than the available"):
+        with running(folder, tmp_path / "stock.log", **{**_ARGUMENTS, **arguments}):
+            pass
+    schedule = _schedule(_prompts(1, [16_384]), 16)
+    with running(
+        folder, tmp_path / "short.log", **{**_ARGUMENTS, **arguments, "max_model_len": 20_000}
+    ) as short, ours({}, **arguments) as engine:
+        _compared(schedule, short, engine)

@@ -1,0 +1,76 @@
+"""What cannot be served is refused at start, with the reason and the option."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import running
+from vllm.engine.arg_utils import EngineArgs
+
+_OTHER_CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def _config(folder: Path, **arguments: Any) -> Any:
+    given = {"model": str(folder), "dtype": "float32", "max_model_len": 2048, **arguments}
+    return EngineArgs(**given).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding .--speculative-config.",
+        ),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"enable_prefix_caching": True}, "--enable-prefix-caching: .*KEPT_SEQUENCES"),
+        ({"kv_transfer_config": _OTHER_CONNECTOR}, "--kv-transfer-config: .*leave the option out"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
+    ],
+)
+def test_options(model_folder, arguments: dict[str, Any], expected: str) -> None:
+    """Options that do not go together with the backend."""
+    with pytest.raises(ValueError, match=expected):
+        _config(model_folder("llama"), attention_backend="CUSTOM", **arguments)
+
+
+def test_without_the_option_nothing_changes(model_folder) -> None:
+    """Stock vLLM beside an installed plugin."""
+    config = _config(model_folder("llama"), enable_prefix_caching=True)
+    assert config.kv_transfer_config is None
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.cache_config.enable_prefix_caching
+
+
+def test_a_wrong_setting(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are read before a model is loaded."""
+    monkeypatch.setenv("VLLM_SPILLWAY_QUALITY", "best")
+    with pytest.raises(ValueError, match="best"):
+        _config(model_folder("llama"), attention_backend="CUSTOM")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gemma2", "a layer has a soft cap of 50"),
+        ("mistral", "no layer has full attention"),
+    ],
+)
+def test_models(model_folder, tmp_path: Path, kind: str, expected: str) -> None:
+    """Models whose attention is of another kind."""
+    with pytest.raises(RuntimeError, match=expected):
+        with running(
+            model_folder(kind), tmp_path / "log", attention_backend="CUSTOM", max_model_len=1024
+        ):
+            pass
+
+
+def test_no_other_variable_is_taken(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt setting."""
+    monkeypatch.setitem(os.environ, "VLLM_SPILLWAY_TARGTE", "unix:/nowhere")
+    with pytest.raises(ValueError, match="VLLM_SPILLWAY_TARGTE is no setting .*_TARGET"):
+        _config(model_folder("llama"), attention_backend="CUSTOM")

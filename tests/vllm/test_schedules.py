@@ -1,0 +1,107 @@
+"""Exact attention through Spillway gives stock vLLM's tokens, whatever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from comparison import Comparison
+from conftest import SMOLLM2
+from engines import Engine, running
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from models import KINDS, VOCABULARY
+
+_REQUESTS_MIN = 256
+_SCHEDULES = 16
+_NEW_TOKENS_MAX = 32
+_ENVIRONMENT = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "3GiB"}
+_ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module", params=[SMOLLM2, *KINDS])
+def both(
+    request: pytest.FixtureRequest, model_folder, text_tokens, tmp_path_factory
+) -> Iterator[tuple[str, Engine, Engine, list[int]]]:
+    """A kind of model, stock vLLM and the plugin with it, and tokens to take prompts from."""
+    kind = request.param
+    tokens = text_tokens
+    if kind != SMOLLM2:
+        draw = random.Random(1)
+        tokens = [draw.randrange(1, VOCABULARY) for _ in range(100_000)]
+    logs = tmp_path_factory.mktemp(kind)
+    folder = model_folder(kind)
+    with (
+        running(folder, logs / "stock.log", **_ARGUMENTS) as stock,
+        running(
+            folder, logs / "ours.log", _ENVIRONMENT, attention_backend="CUSTOM", **_ARGUMENTS
+        ) as ours,
+    ):
+        yield kind, stock, ours, tokens
+
+
+def _requests() -> st.SearchStrategy[dict[str, Any]]:
+    """A request; its prompt as a beginning that others have too, and an own end."""
+    return st.fixed_dictionaries(
+        {
+            "arrives": st.integers(0, 60),
+            "shared": st.sampled_from([0, 0, 40, 300, 900]),
+            "own": st.one_of(st.integers(1, 40), st.integers(1, 600)),
+            "from": st.integers(0, 80_000),
+            "max_tokens": st.integers(1, _NEW_TOKENS_MAX),
+            "n": st.sampled_from([1] * 7 + [3]),
+            "aborted": st.one_of(st.none(), st.none(), st.none(), st.integers(1, 80)),
+        }
+    )
+
+
+def _schedule(drawn: list[dict[str, Any]], tokens: list[int]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{name: request[name] for name in ("arrives", "max_tokens", "n", "aborted")},
+            "prompt": tokens[: request["shared"]]
+            + tokens[request["from"] % (len(tokens) - 600) :][: request["own"]],
+        }
+        for request in drawn
+    ]
+
+
+def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> None:
+    """256 requests of mixed lengths and arrivals, prompts in chunks, aborts, forks."""
+    kind, stock, ours, tokens = both
+    seen = Comparison()
+    request_count = 0
+
+    @settings(
+        max_examples=_SCHEDULES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(_requests(), min_size=20, max_size=24))
+    def run(drawn: list[dict[str, Any]]) -> None:
+        nonlocal request_count
+        schedule = _schedule(drawn, tokens)
+        seen.add(schedule, stock.ask(schedule), ours.ask(schedule))
+        request_count += len(schedule)
+        assert not seen.differing
+
+    run()
+    counts = ours.ask("counts")
+    with capsys.disabled():
+        print(
+            f"\n{kind}: {request_count} requests, {seen.compared} sequences, {seen.token_count} "
+            f"tokens as stock's; cut at a tie: {seen.cut_share:.1%}; prompt tokens computed "
+            f"{counts['prompt_tokens']}, reused {counts['reused_tokens']}; preempted "
+            f"{counts['num_preemptions']} times"
+        )
+    assert request_count >= _REQUESTS_MIN
+    assert counts["outputs_statistical"] == counts["outputs_none"] == 0
+    # Sliding layers' state is not with the sequences: such models compute every prompt.
+    assert (counts["reused_tokens"] > 0) == (kind != "gemma3")
+    if kind == SMOLLM2:
+        assert seen.cut_share <= 0.05
