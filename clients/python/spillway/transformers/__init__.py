@@ -17,10 +17,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from spillway.transformers.attention import left_padding_mask, spillway_attention
 from spillway.transformers.cache import SpillwayCache
+from spillway.transformers.generation import generate
 from spillway.transformers.statistics import AttendEvent, CacheStatistics
 from spillway.transformers.support import UnsupportedModelError
+from spillway.transformers.texts import TokenMismatchError
 
 AttentionInterface.register("spillway", spillway_attention)
 AttentionMaskInterface.register("spillway", left_padding_mask)
 
-__all__ = ["AttendEvent", "CacheStatistics", "SpillwayCache", "UnsupportedModelError"]
+__all__ = [
+    "AttendEvent",
+    "CacheStatistics",
+    "SpillwayCache",
+    "TokenMismatchError",
+    "UnsupportedModelError",
+    "generate",
+]

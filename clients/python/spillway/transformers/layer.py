@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -12,6 +12,7 @@ from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
 from spillway.transformers.transfer import to_device
+from spillway.transformers.unfinished import Unfinished
 
 _HANDLE = "_spillway_layer"
 
@@ -28,6 +29,8 @@ class Shared:
         self.prompt = True
         # The layer whose K/V were handed out and wait for its attention.
         self.pending: SpillwayLayer | None = None
+        # What has begun and not ended; None between forwards.
+        self.unfinished: Unfinished | None = None
 
     def count(self) -> None:
         """Counts what was attended on the model's stream since."""
@@ -72,11 +75,7 @@ class SpillwayLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands the new K/V [B, H_kv, T, d] to the attention function, marked."""
         if self._shared.pending is not None:
-            raise RuntimeError(
-                f"the K/V of layer {self._shared.pending.index} never reached the attention "
-                "implementation 'spillway'; call model.set_attn_implementation('spillway'), "
-                "or cache.reset() after a failure"
-            )
+            self._shared.pending.refuse()
         self.lazy_initialization(key_states, value_states)
         # A tensor of its own: the mark must not stay on the caller's.
         key_states = key_states.view_as(key_states)
@@ -84,13 +83,21 @@ class SpillwayLayer(CacheLayerMixin):
         self._shared.pending = self
         return key_states, value_states
 
+    def refuse(self) -> NoReturn:
+        """Raises for K/V that were handed out and not attended to."""
+        raise RuntimeError(
+            f"the K/V of layer {self.index} never reached the attention implementation "
+            "'spillway'; call model.set_attn_implementation('spillway')"
+        )
+
     def get_seq_length(self) -> int:
-        """Returns the positions seen, left padding included."""
-        return self.length
+        """Returns the positions seen by whole forwards, left padding included."""
+        unfinished = self._shared.unfinished
+        return self.length if unfinished is None else unfinished.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns how many positions the mask covers, and where it starts."""
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """Returns -1: the daemon's memory is the limit."""
@@ -141,6 +148,8 @@ class SpillwayLayer(CacheLayerMixin):
         else:
             out = self._attend_daemon(q, k, v, starts, counts)
         self.length = total
+        if self.index == store.shapes.layer_count - 1:
+            shared.unfinished = None
         return out
 
     def _note_padding(self, padding: list[int] | None) -> None:
