@@ -99,7 +99,7 @@ def test_what_is_loaded_attends_alike(
     info = loaded.refresh()
     assert info.model == sequence.model
     assert info.expire_time is not None
-    left = info.expire_time - datetime.datetime.now(datetime.UTC)
+    left = info.expire_time - datetime.datetime.now(datetime.timezone.utc)
     assert 1200 < left.total_seconds() <= 1234
     assert_equal(answers(loaded), answers(sequence))
     # It goes on as the original does.
