@@ -349,7 +349,7 @@ def test_attached_in_another_process(client: Client, spilled: Any, tmp_path: Pat
     )
     text = expected[0, :41].tolist()
     out = subprocess.run(
-        [sys.executable, "-c", script, tmp_path, client.target, *cache.detach()]
+        [sys.executable, "-c", script, str(tmp_path), client.target, *cache.detach()]
         + [" ".join(map(str, text))],
         check=True,
         capture_output=True,
