@@ -28,8 +28,8 @@ def test_an_8b_shape() -> None:
     taken = prompt_memory(config, token_count=1 << 20, chunk_token_count=8192)
     # Two blocks of 16,384 tokens, K and V, 8 heads of 128, two bytes each.
     assert taken.buffers == 2 * 2 * 16384 * 8 * 128 * 2 == 128 << 20
-    # The output in float32 and two in bfloat16, and 32 bytes a query and head.
-    assert taken.attend == 8192 * 32 * (128 * 8 + 32)
+    # The output in float32 and two in bfloat16, 32 bytes a query and head, and workspaces.
+    assert taken.attend == 8192 * 32 * (128 * 8 + 32) + (32 << 20)
     # 32 layers of a chunk's K and V.
     assert taken.appends == 32 * 8192 * 2 * 8 * 128 * 2 == 1 << 30
     assert taken.sliding == 0

@@ -102,6 +102,7 @@ def test_greedy(client: Client, models: tuple[Any, Any], length: int) -> None:
             if index in full:
                 assert layer.keys is None
             else:
+                assert layer.keys is not None
                 kept = min(length + 199, WINDOW - 1 + SPARE_TOKEN_COUNT)
                 assert layer.keys.shape == (1, 2, kept, getattr(spilled.config, "head_dim", 16))
 
@@ -262,6 +263,87 @@ def test_crop_before_anything_is_dropped(client: Client, models: tuple[Any, Any]
         ).logits
         wanted = eager(rest, attention_mask=mask, position_ids=position).logits[:, 10:]
         torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 5, 200])
+def test_interruption(client: Client, models: tuple[Any, Any], count: int) -> None:
+    """A forward that is cut, after whichever layer, leaves all layers as they were."""
+    eager, spilled = models
+    ids = prompt(1, 300 + count)
+    wanted = eager(ids).logits[:, 300:]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    layers = spilled.model.layers
+    with SpillwayCache(spilled.config, client, policy=Policy(selector="all")) as cache:
+        with torch.no_grad():
+            spilled(ids[:, :150], past_key_values=cache)
+            spilled(ids[:, 150:300], past_key_values=cache)
+            for layer in range(len(layers)):
+                for part in (layers[layer].self_attn, layers[layer].self_attn.o_proj):
+                    hook = part.register_forward_pre_hook(interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        spilled(ids[:, 300:], past_key_values=cache)
+                    hook.remove()
+                    last = layer == len(layers) - 1 and part is not layers[layer].self_attn
+                    assert cache.length == (300 + count if last else 300)
+            if count <= SPARE_TOKEN_COUNT:
+                # The last one was whole; it is done once more.
+                cache.crop(-count)
+                made = spilled(ids[:, 300:], past_key_values=cache).logits
+                torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-3)
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        # The first forward of all.
+        hook = layers[-1].self_attn.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            spilled(ids[:, :300], past_key_values=cache)
+        hook.remove()
+        assert cache.length == 0
+        spilled(ids[:, :300], past_key_values=cache)
+        hook = layers[-1].self_attn.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            spilled(ids[:, 300:], past_key_values=cache)
+        hook.remove()
+        made = spilled(ids[:, 300:], past_key_values=cache).logits
+        torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_interrupted_crop(
+    client: Client, models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, spilled = models
+    ids = prompt(1, 330)
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        spilled(ids[:, :310], past_key_values=cache)
+        spilled(ids[:, :5], past_key_values=cache)
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cache._shared.store, "truncate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.crop(-3)
+        monkeypatch.undo()
+        assert cache.length == 312
+        other = torch.cat([ids[:, :310], ids[:, :2], ids[:, 300:]], dim=1)
+        made = spilled(ids[:, 300:], past_key_values=cache).logits
+        torch.testing.assert_close(made, eager(other).logits[:, 312:], rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_in_this_process_is_not_handed_on(client: Client, models: tuple[Any, Any]) -> None:
+    _, spilled = models
+    with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
+        spilled(prompt(1, 20), past_key_values=cache)
+        for call in (
+            lambda: cache.save("nowhere"),
+            cache.detach,
+            lambda: SpillwayCache.load("nowhere", spilled.config, client),
+            lambda: SpillwayCache.attach(spilled.config, client, [cache.sequences[0]]),
+        ):
+            with pytest.raises(UnsupportedModelError, match="have a sliding window"):
+                call()
+        assert cache.length == 20
 
 
 def test_sparse_layers(client: Client, models: tuple[Any, Any]) -> None:

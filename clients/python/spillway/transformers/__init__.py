@@ -17,9 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from spillway.transformers.attention import left_padding_mask, spillway_attention
 from spillway.transformers.cache import SpillwayCache
+from spillway.transformers.generation import generate
 from spillway.transformers.memory import PromptMemory, prompt_memory
 from spillway.transformers.statistics import AttendEvent, CacheStatistics
 from spillway.transformers.support import UnsupportedModelError
+from spillway.transformers.texts import TokenMismatchError
 
 AttentionInterface.register("spillway", spillway_attention)
 AttentionMaskInterface.register("spillway", left_padding_mask)
@@ -29,6 +31,8 @@ __all__ = [
     "CacheStatistics",
     "PromptMemory",
     "SpillwayCache",
+    "TokenMismatchError",
     "UnsupportedModelError",
+    "generate",
     "prompt_memory",
 ]

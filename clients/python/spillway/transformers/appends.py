@@ -89,6 +89,10 @@ class Appends:
 
     def abandon(self) -> None:
         """Waits until nothing runs; errors do not matter any more."""
+        if self._pool is not None:
+            # Also for one that an interruption kept from being noted.
+            self._pool.shutdown(wait=True)
+            self._pool = None
         while self._running:
             self._wait()
         self._error = None
@@ -99,7 +103,8 @@ class Appends:
     def _wait(self) -> None:
         """Waits for the oldest."""
         oldest = self._running[0]
-        self._error = self._error or oldest.future.exception()
+        error = oldest.future.exception()
+        self._error = self._error or error
         # Answers may have come in another order than the daemon gave them.
         oldest.sequence._forget()
         self._running.popleft()

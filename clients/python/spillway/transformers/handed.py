@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+if TYPE_CHECKING:
+    from spillway.transformers.unfinished import Unfinished
+
 _HANDLE = "_spillway_layer"
 
 
-class Pending(Protocol):
-    """What the layers of one cache share: which of them waits."""
+class Forward(Protocol):
+    """What the layers of one cache share: how far a forward is."""
 
     # The layer whose K/V were handed out and wait for its attention.
     pending: HandedLayer | None
+    # What has begun and not ended; None between forwards.
+    unfinished: Unfinished | None
+    # Of the model.
+    layer_count: int
 
 
 class HandedLayer(CacheLayerMixin):
@@ -32,7 +39,7 @@ class HandedLayer(CacheLayerMixin):
     # Positions that a query sees, its own the last; None: all.
     window: int | None = None
 
-    def __init__(self, waiting: Pending, model_index: int) -> None:
+    def __init__(self, forward: Forward, model_index: int) -> None:
         super().__init__()
         # Of a layer in the daemon they stay None: transformers looks for them.
         self.keys: torch.Tensor | None = None
@@ -41,7 +48,7 @@ class HandedLayer(CacheLayerMixin):
         self.model_index = model_index
         # Positions seen, left padding included.
         self.length = 0
-        self._waiting = waiting
+        self._forward = forward
 
     @staticmethod
     def of(key: torch.Tensor) -> HandedLayer | None:
@@ -56,26 +63,30 @@ class HandedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands the new K/V [B, H_kv, T, d] to the attention function, marked."""
-        if self._waiting.pending is not None:
-            raise RuntimeError(
-                f"the K/V of layer {self._waiting.pending.model_index} never reached the "
-                "attention implementation 'spillway'; call "
-                "model.set_attn_implementation('spillway'), or cache.reset() after a failure"
-            )
+        if self._forward.pending is not None:
+            self._forward.pending.refuse()
         self.lazy_initialization(key_states, value_states)
         # A tensor of its own: the mark must not stay on the caller's.
         key_states = key_states.view_as(key_states)
         setattr(key_states, _HANDLE, self)
-        self._waiting.pending = self
+        self._forward.pending = self
         return key_states, value_states
 
+    def refuse(self) -> NoReturn:
+        """Raises for K/V that were handed out and not attended to."""
+        raise RuntimeError(
+            f"the K/V of layer {self.model_index} never reached the attention implementation "
+            "'spillway'; call model.set_attn_implementation('spillway')"
+        )
+
     def get_seq_length(self) -> int:
-        """Returns the positions seen, left padding included."""
-        return self.length
+        """Returns the positions seen by whole forwards, left padding included."""
+        unfinished = self._forward.unfinished
+        return self.length if unfinished is None else unfinished.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns how many positions the mask covers, and where it starts: all of them."""
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """Returns -1: there is no limit but memory."""
@@ -107,4 +118,19 @@ class HandedLayer(CacheLayerMixin):
         Returns:
             Output [B, T, H_q, d], zeros at padding.
         """
+        self._forward.pending = None
+        out = self._attend(q, k, v, padding, scaling)
+        self.length += q.shape[2]
+        if self.model_index == self._forward.layer_count - 1:
+            self._forward.unfinished = None
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        padding: list[int] | None,
+        scaling: float,
+    ) -> torch.Tensor:
         raise NotImplementedError

@@ -11,6 +11,7 @@ from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
 from spillway.transformers.support import UnsupportedModelError
 from spillway.transformers.transfer import to_device
+from spillway.transformers.unfinished import Unfinished
 
 
 class Shared:
@@ -25,6 +26,10 @@ class Shared:
         self.prompt = True
         # The layer whose K/V were handed out and wait for its attention.
         self.pending: HandedLayer | None = None
+        # What has begun and not ended; None between forwards.
+        self.unfinished: Unfinished | None = None
+        # Of the model, those with a sliding window among them.
+        self.layer_count = store.shapes.layer_count
 
     def count(self) -> None:
         """Counts what was attended on the model's stream since."""
@@ -41,7 +46,7 @@ class SpillwayLayer(HandedLayer):
         self.index = index
         self._shared = shared
 
-    def attend(
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -49,9 +54,8 @@ class SpillwayLayer(HandedLayer):
         padding: list[int] | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Appends the new K/V and attends, as `HandedLayer.attend`."""
+        """Appends the new K/V and attends."""
         shared = self._shared
-        shared.pending = None
         store = shared.store
         batch_size, _, query_count, _ = q.shape
         self._check_shapes(q, k)
@@ -75,7 +79,6 @@ class SpillwayLayer(HandedLayer):
             out = self._attend_here(q, k, v, starts, counts, scaling)
         else:
             out = self._attend_daemon(q, k, v, starts, counts)
-        self.length = total
         return out
 
     def _check_shapes(self, q: torch.Tensor, k: torch.Tensor) -> None:

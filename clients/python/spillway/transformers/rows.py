@@ -85,6 +85,8 @@ class RowStore:
         self._model_is_given = model is not None
         self._checked: tuple[Model, torch.dtype, float] | None = None
         self.rows: list[Row] = []
+        # Whether sequences outlive the cache.
+        self.keeps = False
         # Of the rows' prompts; they may go on between forwards.
         self.appends = Appends()
         self.prefill = Prefill(block_token_count=prefill_block_token_count)
@@ -139,10 +141,14 @@ class RowStore:
         except AlreadyExists:
             return self.client.get_model(f"models/{model_id}")
 
-    def _check_model(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
+    def check_shapes(self, model: Model) -> None:
+        """Raises ValueError where a model has other shapes than the config."""
         has = Shapes(model.layer_count, model.query_head_count, model.kv_head_count, model.head_dim)
         if has != self.shapes:
             raise ValueError(f"{model.name} has {has}, the config has {self.shapes}")
+
+    def _check_model(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
+        self.check_shapes(model)
         if f"torch.{model.dtype}" != str(dtype):
             raise ValueError(f"{model.name} holds {model.dtype}, the keys are {dtype}")
         if abs(model.softmax_scale - scaling) > 1e-6 * abs(scaling):
@@ -403,6 +409,10 @@ class RowStore:
     def truncate(self, length: int) -> None:
         """Cuts every row so that it ends at this padded position."""
         self.suspend()
+        self.cut(length)
+
+    def cut(self, length: int) -> None:
+        """The same where nothing is under way."""
         for row in self.rows:
             row.sequence.truncate(max(length - row.padding, 0))
             row.padding = min(row.padding, length)
@@ -425,8 +435,8 @@ class RowStore:
             made.rows.extend(Row(row.sequence.fork(), row.padding) for row in self.rows)
         return made
 
-    def release(self) -> None:
-        """Deletes the sequences; what the daemon lost already is no error."""
+    def abandon(self) -> None:
+        """Gives up what is under way; what of it was appended stays for now."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -435,6 +445,15 @@ class RowStore:
         self.prefill.close()
         # The client may be closed, and the engine gone with it.
         with suppress(SpillwayError, ValueError):
-            self.suspend()
+            self.end_decoding()
+
+    def drop(self) -> None:
+        """Parts with the rows: deletes their sequences unless these are to be kept."""
         rows, self.rows = self.rows, []
-        _delete(rows)
+        if not self.keeps:
+            _delete(rows)
+
+    def release(self) -> None:
+        """Deletes the sequences; what the daemon lost already is no error."""
+        self.abandon()
+        self.drop()

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from spillway.prefill_kernels import window_attention
-from spillway.transformers.handed import HandedLayer, Pending
+from spillway.transformers.handed import Forward, HandedLayer
 
 # Tokens that can be removed again, once more than the window have been seen: assisted
 # decoding removes the candidates that were wrong.
 SPARE_TOKEN_COUNT = 128
 
 
+class _Held(NamedTuple):
+    """What a layer holds; tensors are never changed in place."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    padding: list[int] | None
+    length: int
+
+
 class SlidingLayer(HandedLayer):
     """Keeps the window's K/V, and some more, on the model's device.
 
-    A row's left padding is kept with its tokens and never attended to.
+    A row's left padding is kept with its tokens and never attended to. What was held before the
+    last forward is kept until the next one, for that may be interrupted in another layer.
     """
 
     is_sliding = True
 
-    def __init__(self, waiting: Pending, model_index: int, window: int) -> None:
-        super().__init__(waiting, model_index)
+    def __init__(self, forward: Forward, model_index: int, window: int) -> None:
+        super().__init__(forward, model_index)
         self.window = window
         self._window = window
         # Of each row; what is None is 0.
         self._padding: list[int] | None = None
+        self._before: _Held | None = None
 
     def fork_into(self, copy: SlidingLayer) -> None:
         """Makes another layer hold what this one does."""
@@ -39,6 +52,7 @@ class SlidingLayer(HandedLayer):
         """Makes the layer empty."""
         super().reset()
         self._padding = None
+        self._before = None
 
     def select(self, indices: list[int]) -> None:
         """Makes row i what row indices[i] was."""
@@ -48,8 +62,23 @@ class SlidingLayer(HandedLayer):
             self.values = self.values.index_select(0, rows)
         if self._padding is not None:
             self._padding = [self._padding[index] for index in indices]
+        self._before = None
 
-    def check_crop(self, length: int) -> None:
+    def undo(self, length: int) -> None:
+        """Makes it hold so many positions, after a forward that was interrupted.
+
+        Raises:
+            ValueError: As `check_cut`: an earlier forward was lost too.
+        """
+        if length == 0:
+            self.reset()
+            return
+        if self._before is not None and self._before.length >= length:
+            self.keys, self.values, self._padding, self.length = self._before
+        self.check_cut(length)
+        self.cut(length)
+
+    def check_cut(self, length: int) -> None:
         """Checks that the layer can be cut to so many positions.
 
         Raises:
@@ -66,8 +95,9 @@ class SlidingLayer(HandedLayer):
                 f"{most} can, or cache.reset()"
             )
 
-    def crop_to(self, length: int) -> None:
-        """Cuts the layer to so many positions; `check_crop` has passed."""
+    def cut(self, length: int) -> None:
+        """Cuts the layer to so many positions; `check_cut` has passed."""
+        self._before = None
         if self.keys is None or self.values is None or length >= self.length:
             return
         left = self.keys.shape[2] - (self.length - length)
@@ -76,7 +106,7 @@ class SlidingLayer(HandedLayer):
         if self._padding is not None:
             self._padding = [min(value, length) for value in self._padding]
 
-    def attend(
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -84,8 +114,7 @@ class SlidingLayer(HandedLayer):
         padding: list[int] | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Attends within the window, as `HandedLayer.attend`."""
-        self._waiting.pending = None
+        """Attends within the window."""
         batch_size, _, query_count, _ = q.shape
         if self.keys is not None and self.keys.shape[0] != batch_size:
             raise ValueError(
@@ -110,9 +139,9 @@ class SlidingLayer(HandedLayer):
             ).transpose(1, 2)
         else:
             out = self._attend_rows(q, k, v, paddings, first, scaling)
+        self._before = _Held(self.keys, self.values, self._padding, self.length)
         self._keep(k, v)
         self._padding = paddings
-        self.length = total
         return out.contiguous()
 
     def _noted(self, padding: list[int] | None, batch_size: int) -> list[int]:
