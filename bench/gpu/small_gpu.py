@@ -4,9 +4,9 @@ A Llama of the shape of Llama 3.2 1B with random weights, bf16, batch 1, on a GP
 small: what is left beside the weights is limited, for torch and for Spillway's engine
 together. Prompts of several lengths are read in chunks and tokens decoded after them, by
 transformers' own cache, its offloaded cache, and SpillwayCache with an engine in this
-process, until memory ends it, or --seconds transformers' caches; and, first, by transformers' own cache on the whole GPU,
-whose attention and logits the others are compared with. Prints a line for each length, and
-writes the records and a plot.
+process, until memory ends it; transformers' caches end after --seconds, too. First of all
+comes transformers' own cache on the whole GPU, whose attention and logits the others are
+compared with. Prints a line for each length, and writes the records and a plot.
 
 Queries are scaled so that attention is peaked: over the flat attention of random weights
 nothing but all rows would do. Spillway decodes by its default policy; the prompt, and the first
