@@ -4,9 +4,9 @@ A Llama of the shape of Llama 3.2 1B with random weights, bf16, batch 1, on a GP
 small: what is left beside the weights is limited, for torch and for Spillway's engine
 together. Prompts of several lengths are read in chunks and tokens decoded after them, by
 transformers' own cache, its offloaded cache, and SpillwayCache with an engine in this
-process, until memory or --seconds end it; and, first, by transformers' own cache on the whole GPU,
-whose attention and logits the others are compared with. Prints a line for each length, and
-writes the records and a plot.
+process, until memory ends it; transformers' caches end after --seconds, too. First of all
+comes transformers' own cache on the whole GPU, whose attention and logits the others are
+compared with. Prints a line for each length, and writes the records and a plot.
 
 Queries are scaled so that attention is peaked: over the flat attention of random weights
 nothing but all rows would do. Spillway decodes by its default policy; the prompt, and the first
@@ -326,14 +326,14 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--left", type=float, default=1.5, help="GiB beside the weights")
+    parser.add_argument("--left", type=float, default=1.75, help="GiB beside the weights")
     parser.add_argument(
-        "--engine", type=float, default=1.0, help="GiB of them that are the engine's"
+        "--engine", type=float, default=1.25, help="GiB of them that are the engine's"
     )
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--block", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=20, help="of each way")
+    parser.add_argument("--seconds", type=float, default=20, help="of transformers' caches")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, required=True, help="for small_gpu.json and .png")
@@ -399,7 +399,7 @@ def main() -> None:
         measure(bench, RESIDENT, own, bench.left, *given)
         if bench.on_gpu:
             measure(bench, OFFLOADED, lambda: own(True), bench.left, *given)
-        measure(bench, SPILLWAY, spilled, bench.left - engine_bytes, *given)
+        measure(bench, SPILLWAY, spilled, bench.left - engine_bytes, math.inf, wanted, records)
         bench.limit(None)
         records[0]["engine_gpu_bytes"] = client.get_server_info().devices[0].memory_used_bytes
     options.out.mkdir(parents=True, exist_ok=True)

@@ -421,14 +421,14 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = made(2, 2, 100, 16)
     held = Failing(k, v, -1, ValueError())
     calls = itertools.count()
-    real = attention_with_lse
+    real = prefill_kernels.merge_into
 
-    def interrupted(*args: Any, **more: Any) -> Any:
+    def interrupted(*args: Any) -> None:
         if next(calls) == 3:
             raise Interrupted
-        return real(*args, **more)
+        real(*args)
 
-    monkeypatch.setattr("spillway.prefill.attention_with_lse", interrupted)
+    monkeypatch.setattr("spillway.prefill.merge_into", interrupted)
     with Prefill(block_token_count=10) as prefill:
         with pytest.raises(Interrupted):
             prefill.attend(held, 3, made(100, 4, 16), k, v, start=100, scale=0.25)

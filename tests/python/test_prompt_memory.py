@@ -60,7 +60,7 @@ def test_sliding_layers_keep_their_windows() -> None:
     )
     taken = prompt_memory(config, token_count=1000, chunk_token_count=50, dtype=torch.float32)
     row = 2 * 2 * 16 * 4
-    assert taken.sliding == row * (2 * (99 + 256) + 2 * (100 + 256) + 50)
+    assert taken.sliding == row * (2 * 2 * (99 + 256) + 2 * (100 + 256) + 50)
     assert taken.appends == row * 50
     assert taken.codes == 2 * 1000 * 53 // 8
 

@@ -78,7 +78,8 @@ def prompt_memory(
     for window in windows:
         if window is not None:
             kept = window - 1 + 2 * SPARE_TOKEN_COUNT
-            sliding += row_bytes * batch_size * kept
+            # What the last forward left, and what it found.
+            sliding += 2 * row_bytes * batch_size * kept
     # One of them holds its rows and the new ones, beside what it held before and keeps then.
     largest = max((window for window in windows if window is not None), default=0)
     if largest:
