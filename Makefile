@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help setup venv build demo test test-cpp test-core test-python bench eval-small lint tidy format proto asan tsan package gpu-test clean
+.PHONY: help setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -58,6 +58,16 @@ eval-small: setup venv ## methods compared on a real model, in minutes; MODEL=, 
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	scripts/eval-small.sh $(call quote,$(EVAL_OUTPUT)) $(call quote,$(MODEL)) $(call quote,$(TEXT))
 
+vllm-demo: setup venv ## vLLM serves a real model with Spillway's attention; FILE=, QUESTION=, SEED=
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
+	scripts/vllm.sh demo $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED)
+
+vllm-test: setup venv ## the plugin beside stock vLLM, CPU build; an environment of 3 GB, made once
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
+	scripts/vllm.sh test
+
 lint: setup venv proto ## formatting, includes between folders, ruff, mypy, the API as frozen
 	@clang-format --dry-run -Werror $(CPP_FILES)
 	$(PYTHON) scripts/check_includes.py
@@ -105,4 +115,4 @@ gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached 
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment
-	rm -rf build .venv clients/python/spillway/_proto clients/python/build clients/lab/build
+	rm -rf build .venv .venv-vllm clients/python/spillway/_proto clients/python/build clients/lab/build

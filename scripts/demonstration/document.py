@@ -24,6 +24,7 @@ class Prompt:
 
     Attributes:
         source: File that the document comes from.
+        text: The document, as the model reads it.
         question: The question that follows it.
         code_word: What was planted in its middle; None for a user's own text.
         tokens: Token ids of the whole prompt, int64 [n].
@@ -32,6 +33,7 @@ class Prompt:
     """
 
     source: Path
+    text: str
     question: str
     code_word: str | None
     tokens: torch.Tensor
@@ -67,7 +69,7 @@ def make_prompt(
         tokens, document_end = _encode(tokenizer, text, question)
         excess = len(tokens) - token_count_max
         if excess <= 0:
-            return Prompt(source, question, code_word, tokens, document_end, cut)
+            return Prompt(source, text, question, code_word, tokens, document_end, cut)
         # Cut by the document's mean token, and a little more.
         keep = len(text) * max(document_end - excess, 0) // document_end - 1
         if keep <= 0:

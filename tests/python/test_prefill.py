@@ -91,8 +91,8 @@ class Held:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [15, 16, 40, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("head_dim", [15, 16, 40, 64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
 def test_attention_with_lse(dtype: torch.dtype, head_dim: int, group: int) -> None:
     scale = 0.7 / head_dim**0.5
     shapes = ((1, 1), (1, 300), (7, 64), (130, 333), (256, 512))
@@ -440,6 +440,24 @@ def test_prompt_by_chunks(of_engine: tuple[spillway.Sequence, torch.dtype]) -> N
             out = prefill.attend(sequence, layer, q[part], *rows, start=start, scale=0.125)
             sequence.append(layer, start, *rows)
             expect(out, wanted[part], dtype)
+
+
+@pytest.mark.transports("grpcio", "libspillway", "embedded")
+def test_modes_of_torch(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:
+    """Buffers serve whatever mode they were made in, and nothing is recorded for gradients."""
+    sequence, dtype = of_engine
+    k, v = made(2, 2, 300, 64, dtype=dtype)
+    q = made(100, 8, 64, dtype=dtype, seed=5)
+    sequence.append(0, 0, k[:, :200], v[:, :200])
+    wanted, _ = reference(q, k, v, 0.125, causal(100, 300))
+    new = k[:, 200:], v[:, 200:]
+    with Prefill(block_token_count=70) as prefill:
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                out = prefill.attend(sequence, 0, q, *new, start=200, scale=0.125)
+                expect(out, wanted, dtype)
+        learned = q.clone().requires_grad_()
+        assert not prefill.attend(sequence, 0, learned, *new, start=200, scale=0.125).requires_grad
 
 
 def test_rows_that_are_not_there(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:

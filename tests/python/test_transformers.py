@@ -454,7 +454,7 @@ def test_appends_run_beside_each_other(
 
     monkeypatch.setattr(spillway.Sequence, "append", slow)
     # Not even one more may wait where the limit is 0.
-    monkeypatch.setattr(appends, "_BYTES_MAX", most)
+    monkeypatch.setattr(appends, "BYTES_MAX", most)
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         spilled(prompt(1, 10), past_key_values=cache)
         # They may go on until the rows are asked for.

@@ -232,7 +232,7 @@ def test_losses() -> None:
     for name in ("a", "b"):
         requests.add(name, [1, 2, 3], 3, "")
     requests.plan([Scheduled("a", 0, 3, block=1), Scheduled("b", 0, 3, block=2)], [])
-    report = StepReport(losses={1: Loss(0, False, "gone"), 2: Loss(0, True, "memory")})
+    report = StepReport(losses={1: Loss(0, "again", "gone"), 2: Loss(0, "memory", "memory")})
     assert requests.take_report(report, 2) == (["a", "b"], [])
     # Said again of a step that was on its way: of an epoch that is past.
     assert requests.take_report(report, 2) == ([], [])
@@ -244,7 +244,7 @@ def test_losses() -> None:
     requests.finish("a", [1, 2, 3, 4])
     assert requests.matched("b", 3, others_running=True) == 0
     requests.plan([Scheduled("b", 0, 3, block=5)], [])
-    alone = StepReport(losses={2: Loss(1, True, "memory")})
+    alone = StepReport(losses={2: Loss(1, "memory", "memory")})
     assert requests.take_report(alone, 1) == ([], ["b"])
 
 
@@ -263,6 +263,22 @@ def test_kept_ones_that_made_room_are_forgotten() -> None:
 
 def test_ranks_reports_are_one() -> None:
     """A lack of memory of one of them counts."""
-    report = StepReport({1: Loss(0, False, "gone")}, {5})
-    report.merge(StepReport({1: Loss(0, True, "memory"), 2: Loss(0, False, "gone")}, {6}))
-    assert report == StepReport({1: Loss(0, True, "memory"), 2: Loss(0, False, "gone")}, {5, 6})
+    report = StepReport({1: Loss(0, "again", "gone")}, {5})
+    report.merge(StepReport({1: Loss(0, "memory", "memory"), 2: Loss(0, "again", "gone")}, {6}))
+    assert report == StepReport(
+        {1: Loss(0, "memory", "memory"), 2: Loss(0, "again", "gone")}, {5, 6}
+    )
+
+
+def test_what_fails_always_ends() -> None:
+    """By its kind, or by having been lost 16 times."""
+    requests = Requests(4)
+    for name in ("a", "b", "c"):
+        requests.add(name, [1, 2, 3], 3, "")
+    report = StepReport(losses={1: Loss(0, "failed", "K/V that are not finite")})
+    assert requests.take_report(report, 3) == ([], ["a"])
+    for epoch in range(16):
+        report = StepReport(losses={2: Loss(epoch, "again", "gone")})
+        assert requests.take_report(report, 2) == (["b"], [])
+    report = StepReport(losses={2: Loss(16, "again", "gone")})
+    assert requests.take_report(report, 2) == ([], ["b"])

@@ -5,7 +5,8 @@
 A line is a schedule, a list of requests with `arrives`, the step before which it comes;
 `prompt`, token ids; `max_tokens`; and where wanted `n`; `aborted`, the step before which it
 is given up; `forced`, the tokens that it shall give. The answer is a line with each request's
-tokens, the gaps between its two best logits, and which token was the most likely. The line "counts" is answered with sums.
+tokens, the gaps between its two best logits, and which token was the most likely. The line
+"counts" is answered with sums.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ def _made(kind: str) -> Any:
             Gemma2Config(num_hidden_layers=2, query_pre_attn_scalar=32, **_SHAPES)
         )
     if kind == "mistral":
-        return MistralForCausalLM(
-            MistralConfig(num_hidden_layers=2, sliding_window=64, **_SHAPES)
-        )
+        return MistralForCausalLM(MistralConfig(num_hidden_layers=2, sliding_window=64, **_SHAPES))
     assert kind == "gemma3", f"no kind {kind}"
     # Of six layers two have full attention.
     config = Gemma3TextConfig(

@@ -25,7 +25,9 @@ _ARGUMENTS: dict[str, Any] = {
 
 def _prompts(count: int, lengths: list[int]) -> list[list[int]]:
     draw = random.Random(5)
-    return [[draw.randrange(1, VOCABULARY) for _ in range(draw.choice(lengths))] for _ in range(count)]
+    return [
+        [draw.randrange(1, VOCABULARY) for _ in range(draw.choice(lengths))] for _ in range(count)
+    ]
 
 
 def _schedule(prompts: list[list[int]], max_tokens: int, apart: int = 0) -> list[dict[str, Any]]:
@@ -111,16 +113,17 @@ def test_a_request_beyond_all_memory_fails_alone(stock: Engine, ours) -> None:
     # 2 K/V heads of 32 elements, 3 layers, float32: 1,536 B a token.
     long = _schedule(_prompts(1, [1900]), 8)
     short = _schedule(_prompts(2, [60]), 8)
-    with ours({"VLLM_SPILLWAY_MEMORY": "3MiB"}) as engine:
+    with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
         assert engine.ask(long)["ends"] == [["error"]]
         _compared(short, stock, engine)
 
 
 def test_kept_sequences_make_room(stock: Engine, ours) -> None:
     """Sequences of finished requests go when memory lacks, the oldest first."""
-    with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
-        for first in range(0, 12, 2):
-            _compared(_schedule(_prompts(12, [900])[first : first + 2], 4), stock, engine)
+    # 16 prompts of 1.4 MB each.
+    with ours({"VLLM_SPILLWAY_MEMORY": "16MiB"}) as engine:
+        for first in range(0, 16, 2):
+            _compared(_schedule(_prompts(16, [900])[first : first + 2], 4), stock, engine)
         assert engine.ask("counts")["num_preemptions"] == 0
 
 
@@ -190,7 +193,10 @@ def test_a_million_tokens_may_come(folder: Path, ours, tmp_path: Path) -> None:
         with running(folder, tmp_path / "stock.log", **{**_ARGUMENTS, **arguments}):
             pass
     schedule = _schedule(_prompts(1, [16_384]), 16)
-    with running(
-        folder, tmp_path / "short.log", **{**_ARGUMENTS, **arguments, "max_model_len": 20_000}
-    ) as short, ours({}, **arguments) as engine:
+    with (
+        running(
+            folder, tmp_path / "short.log", **{**_ARGUMENTS, **arguments, "max_model_len": 20_000}
+        ) as short,
+        ours({}, **arguments) as engine,
+    ):
         _compared(schedule, short, engine)

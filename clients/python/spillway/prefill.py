@@ -87,16 +87,18 @@ class _Buffers:
 
     def __init__(self, kind: _Kind, block: int, client: Any) -> None:
         shape = (_SLOTS, 2, kind.kv_heads, block, kind.head_dim)
-        self._region, held = _in_gpu_region(client, kind, shape)
+        # The thread that fills them is in no inference mode, whatever the caller is in.
+        with torch.inference_mode(False):
+            self._region, held = _in_gpu_region(client, kind, shape)
+            if held is None:
+                held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
+            self.slots = [_Slot(*held[index]) for index in range(_SLOTS)]
         # Whether a daemon writes rows to it in place.
         self.in_region = self._region is not None
-        if held is None:
-            held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
         self.client = client
-        self.slots = [_Slot(*held[index]) for index in range(_SLOTS)]
         self.stream = torch.cuda.Stream(kind.device) if kind.device.type == "cuda" else None
         if self.stream is not None:
-            # They are made: what comes first in a thread may come before the device's own.
+            # What the memory was used for before may still be queued.
             for slot in self.slots:
                 slot.note_read()
 
@@ -242,9 +244,10 @@ class Prefill:
         if not self._busy.acquire(blocking=False):
             raise ValueError("another attend of this Prefill is running")
         try:
-            if window is not None:
-                return self._attend_window(sequence, layer, q, k, v, start, scale, window)
-            return self._attend_all(sequence, layer, q, k, v, start, scale)
+            with torch.no_grad():
+                if window is not None:
+                    return self._attend_window(sequence, layer, q, k, v, start, scale, window)
+                return self._attend_all(sequence, layer, q, k, v, start, scale)
         finally:
             self._busy.release()
 

@@ -87,9 +87,7 @@ class SpillwayMetadata(AttentionMetadata):
         blocks = self.block_table.gather(1, last[:, None].to(self.block_table.device))
         return [
             (block, start)
-            for block, start, end in zip(
-                blocks[:, 0].tolist(), starts, starts[1:], strict=False
-            )
+            for block, start, end in zip(blocks[:, 0].tolist(), starts, starts[1:], strict=False)
             if end > start
         ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from spillway.quality import policy_of
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,14 +22,14 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from spillway.quality import policy_of
 from spillway_vllm import layers
 from spillway_vllm.backend import WINDOW_TOKEN_COUNT, SpillwayBackend
 from spillway_vllm.metrics import SpillwayMetrics, SpillwayStats
 from spillway_vllm.requests import Requests, Scheduled
+from spillway_vllm.sequences import Shapes
 from spillway_vllm.settings import Settings, settings_from
 from spillway_vllm.step_plan import StepPlan, StepReport
-from spillway_vllm.worker import Shapes, Worker
+from spillway_vllm.worker import Worker
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -186,7 +187,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("a request's rows are lost: %s", loss.reason)
         again, failed = self._requests.take_report(report, running_count)
         for name in failed:
-            logger.error("request %s ends with an error: it lacks memory for its K/V", name)
+            logger.error("request %s ends with an error", name)
         self._running -= {*again, *failed}
         return again, failed
 
@@ -282,6 +283,8 @@ def _open_attending(vllm_config: VllmConfig, settings: Settings) -> layers.Atten
         )
     (shape,) = shapes
     device = torch.device(vllm_config.device_config.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     worker = Worker(settings, shape, device, policy_of(settings.quality))
     logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
     return layers.Attending(worker, names)

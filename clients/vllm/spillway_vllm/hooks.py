@@ -105,11 +105,7 @@ def _choose_it_by_layer() -> None:
         if selected_backend != _CUSTOM:
             return choose(cls, selected_backend, attn_selector_config, *args, **kwargs)
         wanted = attn_selector_config
-        if (
-            wanted.has_sliding_window
-            or wanted.use_mla
-            or wanted.attn_type != AttentionType.DECODER
-        ):
+        if wanted.has_sliding_window or wanted.use_mla or wanted.attn_type != AttentionType.DECODER:
             return choose(cls, None, attn_selector_config, *args, **kwargs)
         return _CUSTOM.get_path()
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter
+from spillway.attend_sums import LayerStatistics
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from spillway.attend_sums import LayerStatistics
 from spillway_vllm.worker import Worker
 
 # Sums, by the names of the counters.
@@ -62,7 +61,7 @@ class SpillwayStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begins anew."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds another's sums."""
@@ -107,6 +106,10 @@ class SpillwayMetrics(KVConnectorPromMetrics):
             )
             for name, text in SUMS.items()
         }
+        # They are there from the beginning, at zero.
+        for counter in self._counters.values():
+            for labels in per_engine_labelvalues.values():
+                counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds sums to an engine's counters."""

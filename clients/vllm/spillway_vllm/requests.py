@@ -10,6 +10,8 @@ from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan, StepReport
 
 # A request waits for rows that another is computing if they are so many more.
 _WORTH_WAITING = 128
+# A request whose rows were lost more often than that fails.
+_LOSSES_MAX = 16
 
 
 @dataclass
@@ -183,8 +185,8 @@ class Requests:
             running_count: Requests that are being computed.
 
         Returns:
-            Requests that must be computed again, and such as cannot be: nothing else that
-            runs or is kept takes the memory that they lack.
+            Requests that must be computed again, and such as fail: they would again, or
+            nothing else that runs or is kept takes the memory that they lack.
         """
         for key in report.gone:
             self._prefixes.forget(key)
@@ -200,13 +202,13 @@ class Requests:
             request.source = None
             self._prefixes.set_rows(key, 0, running=False)
             self._dropped.append(key)
-            if not loss.for_memory:
-                again.append(name)
-            elif running_count > 1:
-                request.starved_at = self._finished_count
-                again.append(name)
-            else:
+            alone = loss.kind == "memory" and running_count <= 1
+            if loss.kind == "failed" or alone or request.epoch > _LOSSES_MAX:
                 failed.append(name)
+                continue
+            again.append(name)
+            if loss.kind == "memory":
+                request.starved_at = self._finished_count
         return again, failed
 
     def reset(self) -> None:

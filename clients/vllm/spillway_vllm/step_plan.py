@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+LossKind = Literal["again", "memory", "failed"]
+# What a later one asks for is more.
+_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,13 @@ class Loss:
 
     Attributes:
         epoch: Of the plan.
-        for_memory: Whether memory was what it lacked.
+        kind: `again`, it can be computed again at once; `memory`, it lacked memory;
+            `failed`, it would fail again.
         reason: For people.
     """
 
     epoch: int
-    for_memory: bool
+    kind: LossKind
     reason: str
 
 
@@ -87,7 +93,6 @@ class StepReport:
         """Adds what another rank says of the same step."""
         for key, loss in other.losses.items():
             mine = self.losses.get(key)
-            # That of memory asks for more: it must wait.
-            if mine is None or (loss.for_memory and not mine.for_memory):
+            if mine is None or _KINDS.index(loss.kind) > _KINDS.index(mine.kind):
                 self.losses[key] = loss
         self.gone |= other.gone

@@ -14,7 +14,7 @@ from spillway.sequence import Sequence
 _THREAD_COUNT = 4
 # K/V that may be waiting or on their way, in the model's memory: beyond it the
 # model waits, but for one append.
-_BYTES_MAX = 2 << 30
+BYTES_MAX = 2 << 30
 
 
 class _Running(NamedTuple):
@@ -50,7 +50,7 @@ class Appends:
         """
         byte_count = k.nbytes + v.nbytes
         while self._running and (
-            self._running[0].future.done() or self._waiting_bytes() + byte_count > _BYTES_MAX
+            self._running[0].future.done() or self._waiting_bytes() + byte_count > BYTES_MAX
         ):
             self._wait()
         if self._error is not None:

@@ -19,11 +19,13 @@ from spillway.quality import chosen_policy
 from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.chats import Chats
+from spillway.transformers.handed import HandedLayer
 from spillway.transformers.layer import Shared, SpillwayLayer
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
+from spillway.transformers.sliding import SlidingLayer
 from spillway.transformers.statistics import CacheStatistics, OnAttend
-from spillway.transformers.support import shapes_of
+from spillway.transformers.support import shapes_of, windows_of
 from spillway.transformers.texts import Texts
 from spillway.transformers.unfinished import Unfinished
 
@@ -47,6 +49,10 @@ class SpillwayCache(Chats, Cache):
     that has one more than `prefill_chunk_size`, chunks of one token, and the
     first tokens that a direct call of the model brings after `generate()` has
     done assisted decoding on the cache.
+
+    Of layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2) the newest K/V
+    stay on the model's device, those of the window and 128 tokens more, so that as many
+    can be removed again. The daemon's model has the other layers alone (`model_layers`).
 
     Ctrl-C or an exception in a forward leaves the cache as it was before: `length` says how
     long that is, and the next use undoes the rest. `save` and `load` keep it, `detach` and
@@ -113,13 +119,20 @@ class SpillwayCache(Chats, Cache):
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
         )
-        self._build(Shared(store, on_attend))
+        self._build(Shared(store, on_attend), windows_of(config))
 
-    def _build(self, shared: Shared) -> None:
+    def _build(self, shared: Shared, windows: list[int | None]) -> None:
         self._shared = shared
         self._texts = Texts()
-        layer_count = shared.store.shapes.layer_count
-        Cache.__init__(self, layers=[SpillwayLayer(shared, index) for index in range(layer_count)])
+        self._windows = windows
+        layers: list[HandedLayer] = []
+        for model_index, window in enumerate(windows):
+            if window is None:
+                layers.append(SpillwayLayer(shared, windows[:model_index].count(None), model_index))
+            else:
+                layers.append(SlidingLayer(shared, model_index, window))
+        shared.last_layer = layers[-1]
+        Cache.__init__(self, layers=layers)
         # The store must not lead back to the cache, or it would never go.
         self._finalizer = weakref.finalize(self, shared.store.release)
 
@@ -173,6 +186,11 @@ class SpillwayCache(Chats, Cache):
         self._shared.store.request_policy = policy
 
     @property
+    def model_layers(self) -> tuple[int, ...]:
+        """The model's layers that the daemon's are: those with full attention."""
+        return tuple(index for index, window in enumerate(self._windows) if window is None)
+
+    @property
     def batch_size(self) -> int:
         """Rows; -1 before the first forward."""
         return len(self._shared.store.rows) or -1
@@ -203,6 +221,10 @@ class SpillwayCache(Chats, Cache):
         """Notes that assisted decoding begins, whose candidates are no prompt."""
         self._shared.phase.begin_assisted_decoding()
 
+    @property
+    def _sliding(self) -> list[SlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
+
     def _begin_forward(self) -> None:
         shared = self._shared
         if shared.pending is not None and len(self.layers) == 1:
@@ -217,7 +239,8 @@ class SpillwayCache(Chats, Cache):
         shared = self._shared
         rows = shared.store.rows
         paddings = tuple(min(row.padding, length) for row in rows) if rows else None
-        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
+        held = tuple(layer.state() for layer in self._sliding)
+        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase), held)
 
     def _settle(self) -> None:
         """Undoes the forward that was interrupted, if one was."""
@@ -226,6 +249,10 @@ class SpillwayCache(Chats, Cache):
         if unfinished is None:
             return
         length = unfinished.undo(shared.store)
+        for layer, held in zip(self._sliding, unfinished.sliding, strict=True):
+            layer.restore(held)
+            layer.check_crop(length)
+            layer.crop_to(length)
         shared.pending = None
         shared.phase = copy.copy(unfinished.phase)
         self._set_length(length)
@@ -261,6 +288,8 @@ class SpillwayCache(Chats, Cache):
             self._end_prompt()
             self._shared.store.select(indices)
             self._texts.select(indices)
+            for layer in self._sliding:
+                layer.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens.
@@ -268,6 +297,10 @@ class SpillwayCache(Chats, Cache):
         Args:
             tokens_to_remove: Minus the number of tokens to remove, as
                 transformers passes it; 0 removes none.
+
+        Raises:
+            ValueError: More tokens than a layer with a sliding window can give up: it keeps
+                128 tokens more than the window.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -277,11 +310,15 @@ class SpillwayCache(Chats, Cache):
         self._shared.phase.note_crop()
         if tokens_to_remove == 0 or not self.sequences:
             return
-        self._end_prompt()
         # Assisted decoding counts on the model's device.
         length = max(self.layers[0].length + int(tokens_to_remove), 0)
+        for layer in self._sliding:
+            layer.check_crop(length)
+        self._end_prompt()
         self._begin(length)
         self._shared.store.truncate(length)
+        for layer in self._sliding:
+            layer.crop_to(length)
         self._set_length(length)
         self._shared.unfinished = None
 
@@ -293,12 +330,14 @@ class SpillwayCache(Chats, Cache):
         """
         self._settle()
         made = SpillwayCache.__new__(SpillwayCache)
-        made._build(Shared(self._shared.store.fork(), None))
+        made._build(Shared(self._shared.store.fork(), None), self._windows)
         made._shared.phase = self._shared.phase.fork()
         made._texts = self._texts.fork()
         for mine, other in zip(self.layers, made.layers, strict=True):
             other.length = mine.length
             other.is_initialized = mine.is_initialized
+        for slid, other_slid in zip(self._sliding, made._sliding, strict=True):
+            slid.fork_into(other_slid)
         return made
 
     def reset(self) -> None:
@@ -313,8 +352,7 @@ class SpillwayCache(Chats, Cache):
         self._shared.phase = Phase()
         self._texts = Texts()
         for layer in self.layers:
-            layer.length = 0
-            layer.is_initialized = False
+            layer.reset()
 
     def close(self) -> None:
         """Deletes the sequences; the cache is empty and may be used again."""

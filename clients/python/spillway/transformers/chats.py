@@ -17,10 +17,11 @@ from spillway.policy import Policy
 from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.rows import Row
+from spillway.transformers.support import UnsupportedModelError
 from spillway.transformers.texts import RowNote, Texts
 
 if TYPE_CHECKING:
-    from spillway.transformers.layer import Shared, SpillwayLayer
+    from spillway.transformers.layer import Shared
 
 Self = TypeVar("Self", bound="Chats")
 
@@ -30,7 +31,7 @@ class Chats:
 
     _shared: Shared
     _texts: Texts
-    layers: list[SpillwayLayer]
+    layers: list[Any]  # HandedLayer
 
     def __init__(self, config: Any, client: Client, **options: Any) -> None:
         raise NotImplementedError
@@ -159,6 +160,7 @@ class Chats:
             ValueError: The cache is empty, or its tokens are more than can be kept.
             SpillwayError: As of `Sequence.save`.
         """
+        self._check_all_in_the_daemon()
         self._settle()
         store = self._shared.store
         store.suspend()
@@ -302,6 +304,7 @@ class Chats:
         The cache is empty afterwards. `attach` takes them up, here or in another process; whoever
         is done with them deletes them.
         """
+        self._check_all_in_the_daemon()
         self._settle()
         store = self._shared.store
         store.suspend()
@@ -312,8 +315,18 @@ class Chats:
         self._begin_empty()
         return names
 
+    def _check_all_in_the_daemon(self) -> None:
+        """Whether K/V are in the daemon alone."""
+        for layer in self.layers:
+            if layer.window is not None:
+                raise UnsupportedModelError(
+                    f"layer {layer.model_index} has a sliding window, whose K/V are in this "
+                    "process alone: such a cache is neither saved nor handed on"
+                )
+
     def _adopt(self, length: int) -> None:
         """Takes the store's rows, which have so many positions, for this cache's."""
+        self._check_all_in_the_daemon()
         store = self._shared.store
         model = store.client.get_model(store.rows[0].sequence.model)
         if any(row.sequence.model != model.name for row in store.rows):

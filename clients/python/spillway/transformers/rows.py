@@ -18,6 +18,7 @@ from spillway.client import Client
 from spillway.decode import DecodeStream
 from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
 from spillway.indices import HashWeights
+from spillway.kept_decoder import KeptDecoder
 from spillway.policy import Policy
 from spillway.prefill import Prefill
 from spillway.results import AttendResult, Model
@@ -56,56 +57,6 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
     except BaseException:
         _delete(rows)
         raise
-
-
-class _Decoding:
-    """A decoder of a cache's rows, what it was opened for, and what of it is counted."""
-
-    def __init__(
-        self,
-        client: Client,
-        sequences: SequenceABC[Sequence],
-        policy: Policy | None,
-        token_count: int,
-    ) -> None:
-        longest = max(sequence.token_count for sequence in sequences)
-        self.decoder = client.open_decoder(sequences, token_count=token_count, policy=policy)
-        self._policy = policy
-        self._room = self.decoder.token_count_max - longest
-        self._layer_count = self.decoder.layer_count
-        self._next_layer = self._layer_count
-        self._taken = [Sums() for _ in range(self._layer_count)]
-
-    def serves(self, policy: Policy | None, token_count: int) -> bool:
-        """Whether the next step is as those before, and there is room for it."""
-        same = policy == self._policy and token_count == self.decoder.token_count
-        return same and token_count <= self._room
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether all layers of the step are attended."""
-        return self._next_layer == self._layer_count
-
-    def next(self) -> None:
-        self.decoder.next()
-        self._room -= self.decoder.token_count
-        self._next_layer = 0
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False)
-        self._next_layer = layer + 1
-        return out
-
-    def take(self) -> list[tuple[int, Sums]]:
-        """What layers have been served since this was asked last."""
-        taken = []
-        for layer, before in enumerate(self._taken):
-            now = self.decoder.sums(layer)
-            names = [name for name, _ in Sums._fields_]
-            more = Sums(*(getattr(now, name) - getattr(before, name) for name in names))
-            taken.append((layer, more))
-            self._taken[layer] = now
-        return taken
 
 
 class RowStore:
@@ -148,7 +99,7 @@ class RowStore:
         self._announced: DecodeStep | None = None
         # On the model's stream, with an embedded engine on its GPU; policies that are
         # not served so.
-        self._decoding: _Decoding | None = None
+        self._decoding: KeptDecoder | None = None
         self._refused: list[Policy | None] = []
         # What decoders that are closed have served, not yet taken.
         self._served: list[tuple[int, Sums]] = []
@@ -257,14 +208,16 @@ class RowStore:
             and self.request_policy not in self._refused
         )
 
-    def _open_decoding(self, token_count: int) -> _Decoding | None:
+    def _open_decoding(self, token_count: int) -> KeptDecoder | None:
         """What serves the next step; None where the policy is not served on streams."""
         policy, decoding = self.request_policy, self._decoding
         if decoding is not None and decoding.serves(policy, token_count):
             return decoding
         self.suspend()
         try:
-            return _Decoding(self.client, [row.sequence for row in self.rows], policy, token_count)
+            return KeptDecoder(
+                self.client, [row.sequence for row in self.rows], policy, token_count
+            )
         except SpillwayError as error:
             if error.code != "UNIMPLEMENTED":
                 raise

@@ -1,0 +1,239 @@
+"""A worker's sequences, in its engine or in a daemon. Without vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import TypeVar, cast
+
+import spillway
+import torch
+from spillway.sequence import Sequence
+from spillway.tensors import DTypeName
+
+from spillway_vllm.settings import PREFIX, Settings
+from spillway_vllm.step_plan import LossKind, PlannedRequest, StepPlan
+
+_logger = logging.getLogger("vllm.spillway")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the layers that this rank's engine serves.
+
+    Attributes:
+        layer_count: Layers with full attention.
+        query_head_count: Query heads of this rank.
+        kv_head_count: KV heads of this rank.
+        head_dim: Elements of a key.
+        dtype: Element type of K and V.
+        scale: Factor on q.k.
+    """
+
+    layer_count: int
+    query_head_count: int
+    kv_head_count: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+
+
+class Lost(Exception):
+    """A request's rows cannot be had in this step."""
+
+    def __init__(self, reason: str, kind: LossKind = "again") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Sequences:
+    """The sequences of a rank's requests, by key; kept ones are of requests that finished.
+
+    For one thread.
+
+    Args:
+        settings: Where K/V are kept.
+        shapes: Of this rank's layers.
+        device: Where the model's tensors are.
+    """
+
+    def __init__(self, settings: Settings, shapes: Shapes, device: torch.device) -> None:
+        self._settings = settings
+        self._shapes = shapes
+        self.client = _connect(settings, device)
+        self._model: spillway.Model | None = None
+        self._sequences: dict[int, Sequence] = {}
+        # The next to go first.
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        # What requests of the step begin with.
+        self._sources: set[int] = set()
+        # Kept ones that made room, or are gone otherwise, since this was emptied.
+        self.gone: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def close(self) -> None:
+        """Deletes all, and ends the engine or the connection."""
+        for key in list(self._sequences):
+            self.drop(key)
+        self.client.close()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Drops and keeps what the plan says."""
+        for key in plan.dropped:
+            self.drop(key)
+        for key in plan.kept:
+            if key in self._sequences:
+                self._kept[key] = None
+        self._sources = {r.source.key for r in plan.requests if r.source is not None}
+
+    def ready(self, request: PlannedRequest) -> Sequence:
+        """The request's sequence, with as many tokens as the plan says.
+
+        Raises:
+            Lost: It is not to be had.
+        """
+        return self.patiently(lambda: self._ready(request))
+
+    def held(self, key: int) -> Sequence:
+        """A sequence that a decoder holds, as it is."""
+        return self._sequences[key]
+
+    def _ready(self, request: PlannedRequest) -> Sequence:
+        if request.source is not None:
+            self.drop(request.key)
+            source = self._sequences.get(request.source.key)
+            if source is None:
+                raise Lost(f"the sequence {request.source.key} to begin with is gone")
+            if request.source.key in self._kept:
+                self._kept.move_to_end(request.source.key)
+            try:
+                self._sequences[request.key] = source.fork()
+            except spillway.NotFound:
+                self.drop(request.source.key)
+                self.gone.add(request.source.key)
+                raise
+        sequence = self._sequences.get(request.key)
+        if request.start == 0 and sequence is None:
+            sequence = self.client.create_sequence(self._open_model())
+            self._sequences[request.key] = sequence
+        if sequence is None:
+            raise Lost("its sequence is gone")
+        if sequence.token_count < request.start:
+            raise Lost(f"{sequence.token_count} of {request.start} tokens' rows are there")
+        if max(sequence.layer_token_counts) > request.start:
+            sequence.truncate(request.start)
+        return sequence
+
+    def _open_model(self) -> spillway.Model:
+        """The engine's model of these shapes, made when there is none."""
+        if self._model is None:
+            shapes = self._shapes
+            dtype = cast(DTypeName, str(shapes.dtype).removeprefix("torch."))
+            named = {**asdict(shapes), "dtype": dtype}
+            text = json.dumps(named, sort_keys=True)
+            model_id = f"vllm-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+            try:
+                self._model = self.client.create_model(
+                    model_id,
+                    layer_count=shapes.layer_count,
+                    query_head_count=shapes.query_head_count,
+                    kv_head_count=shapes.kv_head_count,
+                    head_dim=shapes.head_dim,
+                    dtype=dtype,
+                    softmax_scale=shapes.scale,
+                )
+            except spillway.AlreadyExists:
+                self._model = self.client.get_model(f"models/{model_id}")
+        return self._model
+
+    def patiently(self, call: Callable[[], _T]) -> _T:
+        """Calls; makes room where memory is lacking, waits for a daemon that is gone.
+
+        Args:
+            call: May be called again after a failure.
+
+        Raises:
+            Lost: The request cannot be served in this step.
+            spillway.Unavailable: The daemon has not come back in time.
+        """
+        while True:
+            try:
+                return call()
+            except spillway.ResourceExhausted as error:
+                if not self._make_room():
+                    raise Lost(error.message, "memory") from None
+            except spillway.NotFound as error:
+                # Of a daemon that has restarted the model is gone too.
+                self._model = None
+                raise Lost(error.message) from None
+            except spillway.Unavailable as error:
+                self._wait_for_daemon(error)
+                self._model = None
+                raise Lost("the daemon was gone") from None
+            except (spillway.DeadlineExceeded, spillway.Aborted, spillway.Cancelled) as error:
+                raise Lost(error.message) from None
+            except spillway.SpillwayError as error:
+                # K/V that are not finite, for example.
+                raise Lost(error.message, "failed") from None
+
+    def _make_room(self) -> bool:
+        """Gives up a finished request's sequence that no request of the step begins with."""
+        for key in self._kept:
+            if key not in self._sources:
+                self.drop(key)
+                self.gone.add(key)
+                return True
+        return False
+
+    def _wait_for_daemon(self, error: spillway.Unavailable) -> None:
+        """Waits until the daemon answers again.
+
+        Raises:
+            spillway.Unavailable: It has not in the time that the settings give.
+        """
+        seconds = self._settings.reconnect_seconds
+        _logger.warning("%s; waiting %g s for it", error.message, seconds)
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                self.client.get_server_info()
+                return
+            except spillway.SpillwayError:
+                if time.monotonic() >= until:
+                    raise spillway.Unavailable(
+                        f"no daemon has answered at {self.client.target} for {seconds:g} s "
+                        f"({error.message}); {PREFIX}RECONNECT_SECONDS says how long to wait"
+                    ) from None
+                time.sleep(0.2)
+
+    def drop(self, key: int) -> None:
+        """Deletes a sequence; what is gone already is no error."""
+        self._kept.pop(key, None)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            try:
+                sequence.delete()
+            except spillway.SpillwayError as error:
+                _logger.debug("deleting %s: %s", sequence.name, error)
+
+
+def _connect(settings: Settings, device: torch.device) -> spillway.Client:
+    """The engine in this process, or the daemon."""
+    if not settings.embedded:
+        return spillway.connect(settings.target)
+    name = settings.device or ("cpu" if device.type != "cuda" else f"cuda:{device.index or 0}")
+    values: Iterable[tuple[str, str]] = (
+        ("device.name", name),
+        ("memory.limit", settings.memory),
+        ("device.gpu_memory_limit", settings.gpu_memory),
+    )
+    return spillway.connect("embedded:", settings={name: value for name, value in values if value})

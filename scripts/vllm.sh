@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# What runs in vLLM's CPU build: vllm.sh demo [OPTION...] serves the demonstration's
+# model, vllm.sh test [PYTEST-ARGUMENT...] tests the plugin.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly what=${1:?demo or test}
+shift
+scripts/vllm-venv.sh
+# The model comes out of a package of the other environment.
+PYTHONPATH=scripts .venv/bin/python -c \
+  'from pathlib import Path; from demonstration import model; model.load(Path("build/models"))'
+case $what in
+  demo)
+    exec .venv-vllm/bin/python scripts/vllm_demo.py "$@"
+    ;;
+  test)
+    if [[ ! -f /usr/share/doc/debian-policy/policy.txt.gz ]]; then
+      sudo=()
+      ((EUID == 0)) || sudo=(sudo)
+      "${sudo[@]}" apt-get install --yes --no-install-recommends debian-policy >/dev/null
+    fi
+    # Engines come and go: each in a process of its own.
+    exec .venv-vllm/bin/python -m pytest tests/vllm "$@"
+    ;;
+  *)
+    echo "vllm.sh: demo or test, not $what" >&2
+    exit 2
+    ;;
+esac

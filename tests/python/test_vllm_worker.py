@@ -1,0 +1,260 @@
+"""The plugin's worker side, over an engine in this process, against double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import spillway
+import torch
+from daemon_process import binary
+from spillway.policy import Policy
+from spillway_lab import serving
+from spillway_vllm.layers import begins_of
+from spillway_vllm.sequences import Shapes
+from spillway_vllm.settings import Settings
+from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan
+from spillway_vllm.worker import Worker
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
+SCALE = 0.3
+SHAPES = Shapes(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, SCALE)
+
+
+class Model:
+    """Random q, k and v of each (request, position, layer), and a worker that attends."""
+
+    def __init__(self, memory: str = "64MiB") -> None:
+        serving.prefer_library(binary())
+        settings = Settings(memory=memory, device="cpu")
+        self.worker = Worker(settings, SHAPES, torch.device("cpu"), Policy(selector="all"))
+
+    @staticmethod
+    def rows(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
+        """q [H, d], k and v [H_kv, d]; of texts 100 and up, those of text 0 for 96 tokens."""
+        if text >= 100 and position < 96:
+            text = 0
+        draw = torch.Generator().manual_seed(text * 1_000_003 + position * 101 + layer)
+        made = torch.randn(HEADS + 2 * KV_HEADS, DIM, generator=draw)
+        return made[:HEADS], made[HEADS : HEADS + KV_HEADS], made[HEADS + KV_HEADS :]
+
+    def step(self, plan: StepPlan, texts: dict[int, int]) -> tuple[Any, dict[int, torch.Tensor]]:
+        """Runs a step of requests; texts: which text each key has.
+
+        Returns:
+            The report, and each request's outputs [layers, T, H, d].
+        """
+        begins, total = {}, 0
+        for request in plan.requests:
+            begins[request.key] = total
+            total += request.token_count
+        self.worker.begin(plan, begins)
+        outs = torch.full((LAYERS, total, HEADS, DIM), float("nan"))
+        for layer in range(LAYERS):
+            rows = [
+                self.rows(texts[request.key], request.start + i, layer)
+                for request in plan.requests
+                for i in range(request.token_count)
+            ]
+            q, k, v = (torch.stack([row[part] for row in rows]) for part in range(3))
+            self.worker.attend(layer, q, k, v, outs[layer])
+        report = self.worker.end()
+        return report, {
+            request.key: outs[:, begins[request.key] : begins[request.key] + request.token_count]
+            for request in plan.requests
+        }
+
+    def expected(self, text: int, start: int, count: int) -> torch.Tensor:
+        """Outputs in double precision, [layers, T, H, d]."""
+        made = torch.empty(LAYERS, count, HEADS, DIM)
+        for layer in range(LAYERS):
+            rows = [self.rows(text, position, layer) for position in range(start + count)]
+            for i in range(count):
+                keys = torch.stack([row[1] for row in rows[: start + i + 1]]).double()
+                values = torch.stack([row[2] for row in rows[: start + i + 1]]).double()
+                for head in range(HEADS):
+                    of = head // (HEADS // KV_HEADS)
+                    weights = (keys[:, of] @ rows[start + i][0][head].double() * SCALE).softmax(0)
+                    made[layer, i, head] = (weights @ values[:, of]).float()
+        return made
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    """A worker of its own."""
+    made = Model()
+    yield made
+    made.worker.close()
+
+
+def _request(key: int, start: int, count: int, **more: Any) -> PlannedRequest:
+    decodes = more.pop("decodes", count == 1)
+    return PlannedRequest(key, more.pop("epoch", 0), start, count, decodes, key, **more)
+
+
+def _check(model: Model, outs: torch.Tensor, text: int, start: int) -> None:
+    torch.testing.assert_close(outs, model.expected(text, start, outs.shape[1]), rtol=0, atol=2e-5)
+
+
+def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
+    """Rows in any order; each sees its own tokens only."""
+    texts = {1: 1, 2: 2, 3: 3}
+    _, outs = model.step(StepPlan([_request(1, 0, 40), _request(2, 0, 1)]), texts)
+    _check(model, outs[1], 1, 0)
+    _check(model, outs[2], 2, 0)
+    plan = StepPlan([_request(2, 1, 1), _request(3, 0, 33), _request(1, 40, 1)])
+    report, outs = model.step(plan, texts)
+    for key, start in ((2, 1), (3, 0), (1, 40)):
+        _check(model, outs[key], texts[key], start)
+    plan = StepPlan([_request(1, 41, 7), _request(2, 2, 1), _request(3, 33, 1, decodes=False)])
+    report, outs = model.step(plan, texts)
+    for key, start in ((1, 41), (2, 2), (3, 33)):
+        _check(model, outs[key], texts[key], start)
+    assert not report.losses
+    assert not report.gone
+
+
+def test_a_request_begins_with_anothers_rows(model: Model) -> None:
+    """Forked at a token, while the other goes on."""
+    texts = {1: 0, 2: 100}
+    model.step(StepPlan([_request(1, 0, 120)]), texts)
+    plan = StepPlan([_request(1, 120, 1), _request(2, 96, 20, source=Source(1, 96))])
+    report, outs = model.step(plan, texts)
+    _check(model, outs[1], 0, 120)
+    _check(model, outs[2], 100, 96)
+    assert not report.losses
+
+
+def test_rows_beyond_the_plan_are_cut(model: Model) -> None:
+    """A preempted request goes on before what it had."""
+    texts = {1: 1}
+    model.step(StepPlan([_request(1, 0, 50)]), texts)
+    report, outs = model.step(StepPlan([_request(1, 30, 9)]), texts)
+    _check(model, outs[1], 1, 30)
+    assert not report.losses
+
+
+def test_rows_that_are_not_there_are_lost(model: Model) -> None:
+    """The request says so and has zeros; the others are served."""
+    texts = {1: 1, 2: 2, 3: 3}
+    model.step(StepPlan([_request(1, 0, 10)]), texts)
+    plan = StepPlan(
+        [
+            _request(1, 20, 1, epoch=5),
+            _request(2, 0, 4),
+            _request(3, 64, 4, source=Source(9, 64)),
+        ]
+    )
+    report, outs = model.step(plan, texts)
+    assert set(report.losses) == {1, 3}
+    assert report.losses[1].epoch == 5
+    assert report.losses[1].reason == "10 of 20 tokens' rows are there"
+    assert report.losses[1].kind == "again"
+    _check(model, outs[2], 2, 0)
+    assert model.worker.sequence_count == 1
+
+
+def test_sequences_go_when_told(model: Model) -> None:
+    """Dropped before the step; kept ones stay."""
+    texts = {1: 1, 2: 2}
+    model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
+    model.worker.begin(StepPlan(kept=[2], dropped=[1, 77]), {})
+    model.worker.end()
+    assert model.worker.sequence_count == 1
+
+
+def test_a_sequence_that_was_deleted_is_lost_at_any_layer(model: Model) -> None:
+    """By somebody else between two layers: the step's others are served one by one."""
+    texts = {1: 1, 2: 2}
+    model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
+    attend = model.worker.attend
+
+    def attend_once(layer: int, *tensors: Any) -> None:
+        if layer == 1:
+            model.worker._sequences._sequences[1].delete()
+        attend(layer, *tensors)
+
+    model.worker.attend = attend_once  # type: ignore[assignment, method-assign]
+    report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
+    assert set(report.losses) == {1}
+    _check(model, outs[2], 2, 10)
+    assert (outs[1][1] == 0).all()
+
+
+def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
+    """Not the worker, and not the step's other requests."""
+    texts = {1: 1, 2: 2}
+    model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
+    rows = Model.rows
+
+    def broken(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
+        q, k, v = rows(text, position, layer)
+        return (q, k * float("nan"), v) if text == 1 else (q, k, v)
+
+    model.rows = broken  # type: ignore[method-assign]
+    report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
+    assert report.losses[1].kind == "failed"
+    assert "finite" in report.losses[1].reason
+    _check(model, outs[2], 2, 10)
+
+
+def test_kept_sequences_make_room() -> None:
+    """For rows that lack memory; then requests are lost for it, and nothing else."""
+    model = Model("8MiB")
+    try:
+        texts = {key: key for key in range(1, 30)}
+        gone: set[int] = set()
+        for key in range(1, 12):
+            report, outs = model.step(StepPlan([_request(key, 0, 600)], kept=[key - 1]), texts)
+            assert not report.losses
+            _check(model, outs[key][:, -2:], key, 598)
+            gone |= report.gone
+        assert gone == set(range(1, len(gone) + 1))
+        assert len(gone) >= 3
+        report, _ = model.step(StepPlan([_request(20, 0, 6000)]), texts)
+        assert report.losses[20].kind == "memory"
+        assert "memory.limit" in report.losses[20].reason
+        report, outs = model.step(StepPlan([_request(21, 0, 5)]), texts)
+        assert not report.losses
+        _check(model, outs[21], 21, 0)
+    finally:
+        model.worker.close()
+
+
+def test_sparse_steps_are_counted(model: Model) -> None:
+    """Attends, rows and certificates of decode steps; prompts are not among them."""
+    model.step(StepPlan([_request(1, 0, 7)]), {1: 1})
+    assert model.worker.prompt_token_count == 7
+    assert model.worker.statistics.attend_count == 0
+    model.step(StepPlan([_request(1, 7, 1)]), {1: 1})
+    statistics = model.worker.statistics
+    assert statistics.attend_count == LAYERS
+    assert statistics.touched_row_count == statistics.visible_row_count == LAYERS * KV_HEADS * 8
+    assert statistics.exact_count == LAYERS * HEADS
+
+
+class _Batch:
+    def __init__(self, rows: list[tuple[int, int]]) -> None:
+        self._rows = rows
+
+    def newest_blocks(self) -> list[tuple[int, int]]:
+        return self._rows
+
+
+def test_rows_are_told_by_their_newest_blocks() -> None:
+    """Whatever vLLM's order is."""
+    plan = StepPlan([_request(4, 0, 3), _request(9, 5, 1)])
+    assert begins_of(plan, _Batch([(9, 0), (4, 1)])) == {4: 1, 9: 0}
+    with pytest.raises(RuntimeError, match=r"blocks \[8, 9\], the plan \[4, 9\]"):
+        begins_of(plan, _Batch([(9, 0), (8, 1)]))
+    with pytest.raises(RuntimeError, match="the plan"):
+        begins_of(plan, _Batch([(9, 0)]))
+    with pytest.raises(RuntimeError, match="the plan"):
+        begins_of(plan, _Batch([(9, 0), (9, 1)]))
+
+
+def test_a_daemon_that_does_not_come_back(tmp_path: Any) -> None:
+    """The error names the setting that says how long it is waited for."""
+    with pytest.raises(spillway.Unavailable):
+        Worker(Settings(target=f"unix:{tmp_path}/none.sock"), SHAPES, torch.device("cpu"), None)
