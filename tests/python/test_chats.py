@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import spillway
 import torch
+from daemon_process import on_gpu
 from random_llama import llama, prompt
 from spillway import Client, Policy
 from spillway._proto import sequence_service_pb2
@@ -327,6 +328,7 @@ def test_attached_by_name(client: Client, spilled: Any) -> None:
 
 
 @pytest.mark.transports("regions")
+@pytest.mark.skipif(on_gpu(), reason="the other process computes on the CPU")
 def test_attached_in_another_process(client: Client, spilled: Any, tmp_path: Path) -> None:
     ids = prompt(1, 40)
     spilled.save_pretrained(tmp_path)

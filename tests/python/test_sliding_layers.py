@@ -409,3 +409,56 @@ def test_other_window_is_refused(client: Client, made: int) -> None:
     with SpillwayCache(changed, client) as cache, torch.no_grad():
         with pytest.raises(UnsupportedModelError, match=f"window of 64 tokens.*of {made}"):
             model(prompt(1, 10), past_key_values=cache)
+
+
+@pytest.mark.parametrize("make", [gemma, qwen])
+def test_interrupted_in_every_layer(client: Client, make: Callable[[], Any]) -> None:
+    """What came after the last whole forward is undone, windows too."""
+    model = make()
+    model.set_attn_implementation("spillway")
+    ids = prompt(1, 150)
+
+    def forward(cache: SpillwayCache, end: int) -> torch.Tensor:
+        with torch.no_grad():
+            out = model(ids[:, cache.get_seq_length() : end], past_key_values=cache)
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    def fail(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    layers = model.model.layers
+    for start in (0, 100):
+        for number, layer in enumerate(layers):
+            with SpillwayCache(model.config, client) as cache:
+                if start:
+                    forward(cache, start)
+                hook = layer.self_attn.register_forward_hook(fail)
+                with pytest.raises(KeyboardInterrupt):
+                    forward(cache, 149)
+                hook.remove()
+                whole = number == len(layers) - 1
+                assert cache.length == (149 if whole else start)
+                if not whole:
+                    forward(cache, 149)
+                logits = forward(cache, 150)
+                assert {one.length for one in cache.layers} == {150}
+            with SpillwayCache(model.config, client) as cache:
+                if start:
+                    forward(cache, start)
+                forward(cache, 149)
+                torch.testing.assert_close(logits, forward(cache, 150))
+
+
+def test_neither_saved_nor_handed_on(client: Client) -> None:
+    model = gemma()
+    model.set_attn_implementation("spillway")
+    with SpillwayCache(model.config, client) as cache, torch.no_grad():
+        model(prompt(1, 10), past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match="layer 0 has a sliding window"):
+            cache.save("/tmp/never")
+        with pytest.raises(UnsupportedModelError, match="in this process alone"):
+            cache.detach()
+        (sequence,) = cache.sequences
+        with pytest.raises(UnsupportedModelError, match="neither saved nor handed on"):
+            SpillwayCache.attach(model.config, client, [sequence])

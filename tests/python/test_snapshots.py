@@ -17,7 +17,7 @@ import pytest
 import spillway
 from daemon_process import connected, running_daemon
 from helpers import delete_model, held
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from spillway import Client, Model, Policy, Sequence
 
 F32 = np.float32
@@ -405,3 +405,50 @@ def test_an_embedded_engine_reads_what_a_daemon_saved(
     with connected("embedded", request) as engine:
         loaded, _ = engine.load_sequence(folder)
         assert_equal(answers(loaded), answers(sequence))
+
+
+def test_weights_must_be_the_same(client: Client, named: str, tmp_path: Path) -> None:
+    """Label channels, which are uploaded as hash weights are."""
+    shapes: Any = {
+        "layer_count": 1,
+        "query_head_count": 2,
+        "kv_head_count": 2,
+        "head_dim": 16,
+        "dtype": "float32",
+        "hash_weights": None,
+        "key_indices": spillway.KeyIndices(label_channel_count=8),
+    }
+
+    def made(name: str, first: int) -> Model:
+        channels = np.arange(first, first + 8, dtype=np.int32)
+        save_file({"layers.0.channels": np.stack([channels, channels])}, tmp_path / "w")
+        return client.upload_hash_weights(client.create_model(name, **shapes), tmp_path / "w")
+
+    policy = Policy(selector="double_sparsity")
+    model = made("labelled", 0)
+    sequence = client.create_sequence(model, policy=policy)
+    k, v = np.random.default_rng(0).standard_normal((2, 2, 2000, 16), F32)
+    sequence.append(0, 0, k, v)
+    sequence.save(named)
+    q = np.ones((1, 2, 16), F32)
+    expected = sequence.attend(0, q).out
+    sequence.delete()
+    client.delete_model(model)
+    # They are not saved: it cannot be made anew.
+    with pytest.raises(
+        spillway.FailedPrecondition, match="upload the file whose SHA-256"
+    ) as caught:
+        client.load_sequence(named)
+    assert caught.value.reason == "SNAPSHOT_MODEL_DIFFERS"
+    client.create_model("labelled", **shapes)
+    with pytest.raises(spillway.FailedPrecondition, match="awaits the upload"):
+        client.load_sequence(named)
+    client.delete_model("models/labelled")
+    other = made("labelled", 4)
+    with pytest.raises(spillway.FailedPrecondition, match="other hash weights"):
+        client.load_sequence(named)
+    client.delete_model(other)
+    again = made("labelled", 0)
+    loaded, _ = client.load_sequence(named)
+    np.testing.assert_array_equal(loaded.attend(0, q).out, expected)
+    delete_model(client, again)

@@ -11,6 +11,7 @@ Importing this module registers the attention implementation `spillway`:
 Prompts are attended on the model's device and their K/V are appended to the
 daemon; every later step is appended and attended there. Each batch row is a
 sequence of its true length: left padding is never appended.
+docs/transformers.md tells what works.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -244,7 +244,8 @@ class SpillwayCache(Chats, Cache):
         shared = self._shared
         rows = shared.store.rows
         paddings = tuple(min(row.padding, length) for row in rows) if rows else None
-        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
+        held = tuple(layer.state() for layer in self._sliding)
+        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase), held)
 
     def _settle(self) -> None:
         """Undoes the forward that was interrupted, if one was."""
