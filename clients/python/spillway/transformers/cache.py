@@ -244,8 +244,7 @@ class SpillwayCache(Chats, Cache):
         shared = self._shared
         rows = shared.store.rows
         paddings = tuple(min(row.padding, length) for row in rows) if rows else None
-        held = tuple(layer.state() for layer in self._sliding)
-        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase), held)
+        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
 
     def _settle(self) -> None:
         """Undoes the forward that was interrupted, if one was."""

@@ -161,7 +161,6 @@ class Chats:
             ValueError: The cache is empty, or its tokens are more than can be kept.
             SpillwayError: As of `Sequence.save`.
         """
-        self._check_all_in_the_daemon()
         self._settle()
         self._check_all_in_daemon()
         store = self._shared.store
@@ -308,7 +307,6 @@ class Chats:
         The cache is empty afterwards. `attach` takes them up, here or in another process; whoever
         is done with them deletes them.
         """
-        self._check_all_in_the_daemon()
         self._settle()
         self._check_all_in_daemon()
         store = self._shared.store
@@ -331,7 +329,6 @@ class Chats:
 
     def _adopt(self, length: int) -> None:
         """Takes the store's rows, which have so many positions, for this cache's."""
-        self._check_all_in_the_daemon()
         store = self._shared.store
         model = store.client.get_model(store.rows[0].sequence.model)
         if any(row.sequence.model != model.name for row in store.rows):

@@ -41,15 +41,6 @@ class SlidingLayer(HandedLayer):
         self._padding: list[int] | None = None
         self._before: _Held | None = None
 
-    def state(self) -> Held:
-        """What it holds, for `restore`."""
-        padding = None if self._padding is None else list(self._padding)
-        return Held(self.keys, self.values, self.length, padding, self.is_initialized)
-
-    def restore(self, held: Held) -> None:
-        """Makes it hold that again."""
-        self.keys, self.values, self.length, self._padding, self.is_initialized = held
-
     def fork_into(self, copy: SlidingLayer) -> None:
         """Makes another layer hold what this one does."""
         copy.keys, copy.values = self.keys, self.values

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
-from spillway.transformers.sliding import Held
 
 
 @dataclass(frozen=True)
@@ -18,13 +17,11 @@ class Unfinished:
             forward, those after a truncation.
         paddings: Each row's left padding then; None where there are no rows yet.
         phase: What the cache's phase is then.
-        sliding: What layers with a sliding window hold before.
     """
 
     length: int
     paddings: tuple[int, ...] | None
     phase: Phase
-    sliding: tuple[Held, ...]
 
     def undo(self, store: RowStore) -> int:
         """Has the daemon hold what the cache has when this is given up.
