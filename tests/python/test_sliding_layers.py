@@ -448,17 +448,3 @@ def test_interrupted_in_every_layer(client: Client, make: Callable[[], Any]) -> 
                     forward(cache, start)
                 forward(cache, 149)
                 torch.testing.assert_close(logits, forward(cache, 150))
-
-
-def test_neither_saved_nor_handed_on(client: Client) -> None:
-    model = gemma()
-    model.set_attn_implementation("spillway")
-    with SpillwayCache(model.config, client) as cache, torch.no_grad():
-        model(prompt(1, 10), past_key_values=cache)
-        with pytest.raises(UnsupportedModelError, match="layer 0 has a sliding window"):
-            cache.save("/tmp/never")
-        with pytest.raises(UnsupportedModelError, match="in this process alone"):
-            cache.detach()
-        (sequence,) = cache.sequences
-        with pytest.raises(UnsupportedModelError, match="neither saved nor handed on"):
-            SpillwayCache.attach(model.config, client, [sequence])
