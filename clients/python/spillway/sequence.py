@@ -142,7 +142,12 @@ class Sequence:
     def _described(self) -> Model:
         """The model, which stays as it is while it has sequences."""
         if self._described_model is None:
-            self._described_model = self._client.get_model(self.model)
+            try:
+                self._described_model = self._client.get_model(self.model)
+            except NotFound:
+                # A model with sequences stays: this one is gone too, and it is told why.
+                self.refresh()
+                raise
         return self._described_model
 
     def _forget(self) -> None:
