@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Caches that grow are to fit into what others have freed.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import matplotlib
 
@@ -278,6 +280,11 @@ def measure(
         )
 
 
+def is_wrong(record: dict[str, Any]) -> bool:
+    """Whether its attention is not the reference's but for rounding; NaN is wrong."""
+    return not record.get("attention_relative_difference", 0.0) <= TOLERANCE
+
+
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     environment = records[0]
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
@@ -294,6 +301,11 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
                 continue
             style = ":" if way == WHOLE else "-"
             axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{index}", label=way)
+            wrong = [(r["tokens"], r[field]) for r in of_way if field in r and is_wrong(r)]
+            if wrong:
+                label_wrong = f"{way}: its attention is wrong"
+                hollow: dict[str, Any] = {"mec": f"C{index}", "mfc": "white", "zorder": 3}
+                axes.plot(*zip(*wrong, strict=True), "o", label=label_wrong, **hollow)
             for record in of_way:
                 if "ended" in record:
                     kind = "time" if record["ended"].startswith("by") else "out of memory"
@@ -332,7 +344,7 @@ def main() -> None:
     )
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--block", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20, help="of transformers' caches")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--device", default="cuda:0")
@@ -405,13 +417,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "small_gpu.json").write_text(json.dumps(records, indent=2) + "\n")
     plot(records, options.out / "small_gpu.png")
-    wrong = [
-        f"{r['name']} at {r['tokens']}"
-        for r in records
-        if not r.get("attention_relative_difference", 0.0) <= TOLERANCE
-    ]
+    wrong = [(r["name"], r["tokens"]) for r in records if is_wrong(r)]
     if wrong:
-        sys.exit(f"small_gpu: attention differs: {wrong}")
+        print(f"small_gpu: attention differs from the reference: {wrong}")
+    # What transformers' caches do is theirs to mend.
+    if any(name == SPILLWAY for name, _ in wrong):
+        sys.exit(1)
     reached = [r["tokens"] for r in records if r["name"] == SPILLWAY and "step_ms" in r]
     if longest not in reached:
         sys.exit(f"small_gpu: Spillway has not read {longest} tokens")

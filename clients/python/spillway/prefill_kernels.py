@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 _ATEN = torch.ops.aten
@@ -139,6 +140,11 @@ _KERNELS: dict[str, _Kernel] = {
     "flash_cpu": _flash_cpu,
     "plain": _plain,
 }
+# What torch asks before it calls one itself.
+_ALLOWED: dict[_Kernel, Callable[[SDPAParams, bool], bool]] = {
+    _cudnn: can_use_cudnn_attention,
+    _flash: can_use_flash_attention,
+}
 _TRIED: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "flash", "efficient"),
     "cpu": ("flash_cpu",),
@@ -191,6 +197,12 @@ def _refusal(
     k, v = (made(2, 2 * _TRIED_TOKENS + 8, head_dim) for _ in range(2))
     tolerance = _TOLERANCES[dtype]
     for causal, length in ((False, 2 * _TRIED_TOKENS), (True, _TRIED_TOKENS)):
+        # Where torch would not call it, it may end the process.
+        allowed = _ALLOWED.get(kernel)
+        if allowed is not None:
+            tensors = q.transpose(0, 1)[None], k[None, :, :length], v[None, :, :length]
+            if not allowed(SDPAParams(*tensors, None, 0.0, causal, group > 1), False):
+                return "torch does not take it for such tensors"
         try:
             got = kernel(q, k[:, :length], v[:, :length], causal, head_dim**-0.5)
         except RuntimeError as error:
