@@ -50,6 +50,8 @@ class Asked:
     case: Case
 
 
+# Stands for the question of a context that gives none.
+_NOTHING = Question("", "", ("",), 0)
 DENSE = Asked("dense", Case(DEFAULT_INDEX, EXACT))
 
 
@@ -133,20 +135,24 @@ class Asker:
 
         Returns:
             A prompt for each; they have the tokens of the context in common.
+            None where the context gives no question.
         """
         pieces = pieces or self._sentences
         first = random.Random(seed).randrange(len(pieces))
         pieces = [*pieces[first:], *pieces[:first]]
 
         def count(task: Task) -> int:
-            longest = max(task.questions, key=lambda asked: len(asked.text) + len(asked.start))
+            longest = max(
+                task.questions,
+                key=lambda asked: len(asked.text) + len(asked.start),
+                default=_NOTHING,
+            )
             return len(self._encoded(task, longest).tokens) + longest.new_token_count
 
         task = sized(maker, seed, pieces, count, self.token_count)
         made = [self._encoded(task, question) for question in task.questions]
-        end = min(prompt.context_end for prompt in made)
-        context = made[0].tokens[:end]
-        assert all(torch.equal(prompt.tokens[:end], context) for prompt in made)
+        end = min((prompt.context_end for prompt in made), default=0)
+        assert all(torch.equal(prompt.tokens[:end], made[0].tokens[:end]) for prompt in made)
         return [dataclasses.replace(prompt, context_end=end) for prompt in made]
 
     def _encoded(self, task: Task, question: Question) -> Prompt:

@@ -17,6 +17,7 @@ from spillway_lab.evaluation import (
     claims,
     fidelity_plots,
     guarantee_plots,
+    longctx_plots,
     needle_plots,
     perplexity_plots,
     results,
@@ -394,6 +395,88 @@ def _asked(told: Told) -> list[str]:
     ]
 
 
+def _longctx(told: Told) -> list[str]:
+    parameters, methods = told["parameters"], told["found"]["methods"]
+    lengths = parameters["lengths"]
+
+    def points(digits: Sequence[float]) -> str:
+        return between([100 * bound for bound in digits])
+
+    def cell(point: Told) -> str:
+        found = point["all"]
+        return (
+            f"{percent(point['row_share'])}: {100 * found['score']:.0f} "
+            f"({points(found['interval'])}), {100 * found['more_than_dense']:+.0f} "
+            f"({points(found['more_interval'])})"
+        )
+
+    def given(point: Told) -> str:
+        texts = point["texts"].values()
+        divergences = " / ".join(f"{text['divergence']['mean']:.4f}" for text in texts)
+        agreements = " / ".join(f"{100 * text['agreement']['mean']:.1f}" for text in texts)
+        return f"{divergences}; {agreements} %"
+
+    def pages(what: Callable[[Told], str], header: str) -> list[str]:
+        rows = [(method["label"], *map(what, method["points"])) for method in methods]
+        return table((header, *(f"{n:,} tokens" for n in lengths)), rows)
+
+    details = [
+        (
+            f"{point['length']:,}",
+            method["label"],
+            f"{method['knob']} {point['value']}".strip() or "-",
+            percent(point["row_share"]),
+            *(_kind(point["kinds"].get(kind)) for kind in ("needles", "ruler", "sources")),
+            f"{point['all']['lost']}, {point['all']['won']} of {point['all']['count']}",
+            *(_given(point["texts"].get(text)) for text in ("code", "prose")),
+        )
+        for i in range(len(lengths))
+        for method in methods
+        for point in (method["points"][i],)
+    ]
+    header = "tokens|method|budget|rows|needles|RULER|sources|lost, won|code|prose"
+    return [
+        "Rows that a KV head reads, of the visible; the share of the answers given, in percent; "
+        "and what that is more than dense attention's, in points. Budgets are those that read "
+        f"about as many rows as the default. {parameters['intervals']}",
+        "",
+        *pages(cell, "rows: answers (95 %), to dense (95 %)"),
+        "",
+        f"{parameters['tokens'] * parameters['rounds']} tokens that follow contexts of each "
+        "text, each given: divergence from dense attention (KL, nats), and how often the most "
+        "likely next token is dense attention's; code / prose.",
+        "",
+        *pages(given, "KL; the same next token"),
+        "",
+        "<details><summary>Every kind of question</summary>",
+        "",
+        "Lost, won: questions that dense attention answers better, and worse. Code, prose: KL, the "
+        "same next token, perplexity over dense attention's.",
+        "",
+        *table(header.split("|"), details),
+        "",
+        "</details>",
+    ]
+
+
+def _kind(found: Told | None) -> str:
+    if found is None:
+        return "-"
+    low, high = (100 * bound for bound in found["interval"])
+    return f"{100 * found['score']:.0f} ({low:.0f}-{high:.0f}) of {found['count']}"
+
+
+def _given(found: Told | None) -> str:
+    if found is None:
+        return "-"
+    ratio, agreement = found["perplexity_ratio"], found["agreement"]
+    return (
+        f"{found['divergence']['mean']:.4f} ({between(found['divergence']['interval'])}), "
+        f"{100 * agreement['mean']:.1f} % ({span(agreement['interval'])}), "
+        f"{ratio['mean']:.4f} ({between(ratio['interval'])})"
+    )
+
+
 def _reuse(told: Told) -> list[str]:
     found, parameters = told["found"], told["parameters"]
 
@@ -435,5 +518,6 @@ _SECTIONS: dict[
     "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),
     "needle": ("Needle", _asked, needle_plots.draw_needle),
     "ruler": ("Tasks after RULER", _asked, needle_plots.draw_ruler),
+    "longctx": ("Long contexts", _longctx, longctx_plots.draw),
     "reuse": ("Between steps", _reuse, reuse_plots.draw),
 }
