@@ -289,7 +289,7 @@ def _decode(model: Any, bench: Workbench, prompt: Prompt, rows: Sequence[Row]) -
     shares: list[list[float]] = [[] for _ in rows]
     texts = [""] * len(rows)
     for _ in range(prompt.question.new_token_count):
-        found = step(model, bench.client, [rows[i] for i in going], tokens, start)
+        found = step(model, bench.client, [rows[i] for i in going], tokens, start, last_logits=True)
         for i, steps in zip(going, found, strict=True):
             shares[i] += steps.shares.mean(axis=(0, 2)).tolist()
             made[i].append(int(steps.logits[-1].argmax()))

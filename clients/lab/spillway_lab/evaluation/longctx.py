@@ -374,7 +374,10 @@ class _Run:
                 if (of_kind := [outcome for outcome in outcomes if outcome.kind == kind])
             },
             "texts": {
-                text: perplexity.told_of(parts[number], parts[0], seed)
+                text: {
+                    "token_count": sum(len(part["nll"]) for part in parts[0]),
+                    **perplexity.told_of(parts[number], parts[0], seed),
+                }
                 for text, parts in given.items()
                 if parts is not None
             },

@@ -36,12 +36,12 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
         axes.set_xticks(ticks, [f"{100 * t:g} %" for t in ticks], fontsize=8)
         axes.xaxis.set_minor_formatter(lambda x, _: "")
         axes.tick_params(labelbottom=True)
+        axes.set_xlabel("rows that a KV head reads, of the visible", fontsize=9)
         axes.grid(alpha=0.25, linewidth=0.5)
         count = methods[0]["points"][i]["all"]["count"]
         axes.set_title(f"{length:,} tokens, {count} questions", fontsize=10)
     panels[0].set_ylim(-3, 103)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    figure.supxlabel("rows that a KV head reads, of the visible", fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.supylabel("% of the answers", fontsize=10)
     return [style.save(figure, told, folder / "longctx.png")]
 

@@ -396,59 +396,58 @@ def _asked(told: Told) -> list[str]:
 
 
 def _longctx(told: Told) -> list[str]:
-    parameters, methods = told["parameters"], told["found"]["methods"]
-    lengths = parameters["lengths"]
+    lengths, methods = told["parameters"]["lengths"], told["found"]["methods"]
 
-    def points(digits: Sequence[float]) -> str:
-        return between([100 * bound for bound in digits])
-
-    def cell(point: Told) -> str:
+    def answers(point: Told) -> str:
         found = point["all"]
+        low, high = (100 * bound for bound in found["more_interval"])
         return (
-            f"{percent(point['row_share'])}: {100 * found['score']:.0f} "
-            f"({points(found['interval'])}), {100 * found['more_than_dense']:+.0f} "
-            f"({points(found['more_interval'])})"
+            f"{percent(point['row_share'])}: {_scored(found)}, "
+            f"{100 * found['more_than_dense']:+.0f} ({low:+.0f} to {high:+.0f})"
         )
 
-    def given(point: Told) -> str:
+    def tokens(point: Told) -> str:
         texts = point["texts"].values()
         divergences = " / ".join(f"{text['divergence']['mean']:.4f}" for text in texts)
         agreements = " / ".join(f"{100 * text['agreement']['mean']:.1f}" for text in texts)
-        return f"{divergences}; {agreements} %"
+        return f"{divergences}, {agreements} %"
 
-    def pages(what: Callable[[Told], str], header: str) -> list[str]:
+    def by_length(header: str, what: Callable[[Told], str]) -> list[str]:
         rows = [(method["label"], *map(what, method["points"])) for method in methods]
         return table((header, *(f"{n:,} tokens" for n in lengths)), rows)
 
+    def count(of: Callable[[Told], int]) -> str:
+        return ", ".join(f"{of(point):,}" for point in methods[0]["points"])
+
     details = [
         (
-            f"{point['length']:,}",
+            f"{n:,}",
             method["label"],
             f"{method['knob']} {point['value']}".strip() or "-",
-            percent(point["row_share"]),
             *(_kind(point["kinds"].get(kind)) for kind in ("needles", "ruler", "sources")),
-            f"{point['all']['lost']}, {point['all']['won']} of {point['all']['count']}",
+            f"{point['all']['lost']}, {point['all']['won']}",
             *(_given(point["texts"].get(text)) for text in ("code", "prose")),
         )
-        for i in range(len(lengths))
-        for method in methods
-        for point in (method["points"][i],)
+        for i, n in enumerate(lengths)
+        for method, point in ((method, method["points"][i]) for method in methods)
     ]
-    header = "tokens|method|budget|rows|needles|RULER|sources|lost, won|code|prose"
+    header = "tokens|method|budget|needles|RULER|sources|lost, won|code|prose"
     return [
-        "Rows that a KV head reads, of the visible; the share of the answers given, in percent; "
-        "and what that is more than dense attention's, in points. Budgets are those that read "
-        f"about as many rows as the default. {parameters['intervals']}",
+        f"{told['parameters']['intervals']}",
         "",
-        *pages(cell, "rows: answers (95 %), to dense (95 %)"),
+        f"{count(lambda point: point['all']['count'])} questions a length. Rows that a KV head "
+        "reads, of the visible; share of the answers given, in percent; what it is more than dense "
+        "attention's, in points. Budgets are those that read about as many rows as the default.",
         "",
-        f"{parameters['tokens'] * parameters['rounds']} tokens that follow contexts of each "
-        "text, each given: divergence from dense attention (KL, nats), and how often the most "
-        "likely next token is dense attention's; code / prose.",
+        *by_length("rows: answers (95 %), to dense (95 %)", answers),
         "",
-        *pages(given, "KL; the same next token"),
+        f"{count(lambda point: point['texts']['code']['token_count'])} given tokens a length, of "
+        "code and as many of prose: divergence from dense attention (KL, nats), and how often the "
+        "most likely next token is dense attention's.",
         "",
-        "<details><summary>Every kind of question</summary>",
+        *by_length("KL, same next token: code / prose", tokens),
+        "",
+        "<details><summary>Every kind of question, and perplexity</summary>",
         "",
         "Lost, won: questions that dense attention answers better, and worse. Code, prose: KL, the "
         "same next token, perplexity over dense attention's.",
@@ -459,19 +458,23 @@ def _longctx(told: Told) -> list[str]:
     ]
 
 
-def _kind(found: Told | None) -> str:
-    if found is None:
-        return "-"
+def _scored(found: Told) -> str:
     low, high = (100 * bound for bound in found["interval"])
-    return f"{100 * found['score']:.0f} ({low:.0f}-{high:.0f}) of {found['count']}"
+    return f"{100 * found['score']:.0f} ({low:.0f}-{high:.0f})"
+
+
+def _kind(found: Told | None) -> str:
+    return "-" if found is None else f"{_scored(found)} of {found['count']}"
 
 
 def _given(found: Told | None) -> str:
     if found is None:
         return "-"
-    ratio, agreement = found["perplexity_ratio"], found["agreement"]
+    ratio, agreement, divergence = (
+        found[name] for name in ("perplexity_ratio", "agreement", "divergence")
+    )
     return (
-        f"{found['divergence']['mean']:.4f} ({between(found['divergence']['interval'])}), "
+        f"{divergence['mean']:.4f} ({between(divergence['interval'])}), "
         f"{100 * agreement['mean']:.1f} % ({span(agreement['interval'])}), "
         f"{ratio['mean']:.4f} ({between(ratio['interval'])})"
     )

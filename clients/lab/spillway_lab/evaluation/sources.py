@@ -205,7 +205,7 @@ def _of_function(file: str, function: ast.FunctionDef, source: str, owner: str) 
         if answer is not None:
             what = f"the default value of the parameter `{argument.arg}` of `{name}`"
             subject = f"{name}({argument.arg})"
-            start = f"The default value of `{argument.arg}` is `"
+            start = f"The default value of `{argument.arg}` of `{name}` is `"
             yield Fact("default", subject, f"In {file}, what is {what}?", start, answer)
     names = [argument.arg for argument in positional]
     own = names[:1] if owner and names[:1] in (["self"], ["cls"]) else []
@@ -215,18 +215,28 @@ def _of_function(file: str, function: ast.FunctionDef, source: str, owner: str) 
         after = f" after `{own[0]}`" if own else ""
         text = f"In {file}, which parameters does `{name}` take{after}?"
         yield Fact(
-            "parameters", f"{name}()", text, f"Its parameters{after} are `", ", ".join(names)
+            "parameters",
+            f"{name}()",
+            text,
+            f"The parameters of `{name}`{after} are `",
+            ", ".join(names),
         )
     yield from _of_raises(file, name, function)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
     answer = _literal(returned[0], source) if len(returned) == 1 and returned[0] else None
     if answer is not None:
         text = f"In {file}, which value does `{name}` return?"
-        yield Fact("return", f"{name}->", text, "It returns `", answer)
+        yield Fact("return", f"{name}->", text, f"`{name}` returns `", answer)
     line = (ast.get_docstring(function) or "").partition("\n")[0].strip()
     if _TEXT.fullmatch(line):
         text = f"In {file}, what is the first line of the docstring of `{name}`?"
-        yield Fact("docstring", f"{name}.__doc__", text, "Its first line is `", line)
+        yield Fact(
+            "docstring",
+            f"{name}.__doc__",
+            text,
+            f"The docstring of `{name}` begins with the line `",
+            line,
+        )
 
 
 def _of_raises(file: str, name: str, function: ast.FunctionDef) -> Iterator[Fact]:
@@ -239,15 +249,23 @@ def _of_raises(file: str, name: str, function: ast.FunctionDef) -> Iterator[Fact
         if message is not None:
             if kinds[kind] == 1:
                 text = f"In {file}, with which message does `{name}` raise `{kind}`?"
-                yield Fact("message", f"{name}!{kind}", text, "The message is `", message)
+                yield Fact(
+                    "message",
+                    f"{name}!{kind}",
+                    text,
+                    f"The message of `{kind}` in `{name}` is `",
+                    message,
+                )
             text = f"In {file}, which exception does `{name}` raise with the message {message!r}?"
-            yield Fact("exception", f"{name}!{message}", text, "The exception is `", kind)
+            yield Fact(
+                "exception", f"{name}!{message}", text, f"The exception of `{name}` is `", kind
+            )
     only = raised[0] if len(raised) == 1 else None
     kind = ast.unparse(only.func if isinstance(only, ast.Call) else only) if only else ""
     # A class, not a variable.
     if re.fullmatch(r"([a-z]\w*\.)?[A-Z]\w*", kind):
         text = f"In {file}, which exception does `{name}` raise?"
-        yield Fact("exception", f"{name}!", text, "The exception is `", kind)
+        yield Fact("exception", f"{name}!", text, f"The exception of `{name}` is `", kind)
 
 
 def _text(arguments: Sequence[ast.expr]) -> str | None:
