@@ -45,6 +45,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "gpu/methods": (*HOST, "host/methods", "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/engine": HOST,
+    "daemon/snapshot": (*HOST, "daemon/engine"),
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
     "daemon/doorbell": (*HOST, "host/ipc", "daemon/engine", "daemon/convert"),
     "daemon/services": (
@@ -52,6 +53,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "daemon/engine",
         "daemon/convert",
         "daemon/doorbell/doorbell_server.h",
+        "daemon/snapshot",
         "spillway/v1",
     ),
     "daemon/server": (*HOST, "daemon", "host/cpu/cpu_device.h", "gpu/device/cuda_device.h"),
@@ -109,6 +111,7 @@ FORBIDDEN: dict[str, str] = {
     "host": f"{GRPC}|{CUDA}",
     "gpu": GRPC,
     "daemon/engine": f"{GRPC}|{CUDA}",
+    "daemon/snapshot": f"{GRPC}|{CUDA}",
     "daemon": CUDA,
     "clients": CUDA,
 }

@@ -11,7 +11,7 @@ packages=(
   protobuf-compiler protobuf-compiler-grpc
   # Libraries.
   libabsl-dev libcli11-dev libgrpc++-dev libhwloc-dev libhwy-dev
-  libmimalloc-dev libprotobuf-dev libspdlog-dev libtbb-dev libtoml11-dev
+  libmimalloc-dev libprotobuf-dev libspdlog-dev libssl-dev libtbb-dev libtoml11-dev
   nlohmann-json3-dev
   # An example, tests and benchmarks.
   libeigen3-dev libbenchmark-dev libgmock-dev libgtest-dev

@@ -206,6 +206,17 @@ const std::vector<Setting>& Settings() {
               &Config::ttl_seconds, 365.0 * 86400),
       Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
               &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max()),
+      {"snapshots.folder", "--snapshot-folder",
+       "where clients may save sequences: an absolute path; / lets them name any; empty: nowhere",
+       true,
+       [](Config& config, const std::string& text) {
+         if (!text.empty() && !text.starts_with('/')) {
+           return Refuse(text, "an absolute path or empty");
+         }
+         config.snapshot_folder = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.snapshot_folder; }},
       Number(
           "audit.share", "--audit-share",
           "share of the attends that is checked against exact attention; heads whose promises "
@@ -338,10 +349,23 @@ std::string DefaultListen() {
   return absl::StrCat("unix:/tmp/spillway-", getuid(), "/spillwayd.sock");
 }
 
+std::string DefaultSnapshotFolder() {
+  for (const auto& [variable, below] : {std::pair("STATE_DIRECTORY", "/snapshots"),
+                                        std::pair("XDG_STATE_HOME", "/spillway/snapshots"),
+                                        std::pair("HOME", "/.local/state/spillway/snapshots")}) {
+    const char* folder = std::getenv(variable);
+    if (folder == nullptr || *folder != '/') continue;
+    // systemd puts colons between several.
+    return absl::StrCat(std::string(folder).substr(0, std::string(folder).find(':')), below);
+  }
+  return "";
+}
+
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version) {
   CommandLine line;
   line.config.listen = DefaultListen();
+  line.config.snapshot_folder = DefaultSnapshotFolder();
   line.config.memory_limit_bytes = DefaultMemoryLimit(topology);
 
   CLI::App app("Keeps KV caches in host memory and attends to them.", "spillwayd");
@@ -393,7 +417,8 @@ absl::StatusOr<Config> EmbeddedConfig(
     const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology) {
   Config config;
   config.memory_limit_bytes = DefaultMemoryLimit(topology);
-  config.log_level = "error";  // what is refused the caller learns anyway
+  config.log_level = "error";    // what is refused the caller learns anyway
+  config.snapshot_folder = "/";  // files are the program's own
   std::set<std::string> seen;
   for (const auto& [key, text] : settings) {
     for (const auto& [other, why] : kOfDaemons) {

@@ -54,6 +54,9 @@ struct Config {
   int stream_count_max = 256;
   // Messages of one Decode stream in flight.
   int decode_in_flight_max = 32;
+  // Where sequences are saved: an absolute path below which clients name folders, "/" where they
+  // may name any; empty: nowhere.
+  std::string snapshot_folder;
   // Of the attends, the share that is checked against exact attention; 0: none.
   double audit_share = 0;
   // Of one core, what those checks may take.
@@ -65,6 +68,11 @@ struct Config {
 // unix:$XDG_RUNTIME_DIR/spillway/spillwayd.sock, or without that variable
 // unix:/tmp/spillway-$UID/spillwayd.sock.
 std::string DefaultListen();
+
+// $STATE_DIRECTORY/snapshots (systemd's), $XDG_STATE_HOME/spillway/snapshots or
+// $HOME/.local/state/spillway/snapshots, of the first variable that is an absolute path; empty
+// where none is.
+std::string DefaultSnapshotFolder();
 
 struct CommandLine {
   Config config;
@@ -83,8 +91,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
 
 // Settings by their names in the file, "memory.limit", and values as text,
 // over the defaults, for an engine that is reached from its own process alone:
-// `listen` is empty, and errors are logged, no more. INVALID_ARGUMENT names
-// the setting that is wrong, unknown, named twice, or of no use there.
+// `listen` is empty, errors are logged, no more, and snapshots lie where the program says.
+// INVALID_ARGUMENT names the setting that is wrong, unknown, named twice, or of no use there.
 absl::StatusOr<Config> EmbeddedConfig(
     const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology);
 

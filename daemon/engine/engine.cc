@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/attend_sums.h"
 #include "daemon/engine/errors.h"
+#include "daemon/engine/sha256.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -52,7 +53,8 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
                    budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels));
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,
                    device_->CreateModel(model.spec, safetensors));
-  model.SetDevice(std::move(device), std::move(reservation));
+  model.SetDevice(std::move(device), std::move(reservation),
+                  safetensors.empty() ? "" : Sha256::Of(safetensors));
   return absl::OkStatus();
 }
 
@@ -83,6 +85,20 @@ int64_t Engine::FreeTokenCount(const Model& model) const {
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(
     const std::string& id, const std::shared_ptr<Model>& model, const Policy& policy,
     absl::Duration ttl) {
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence, MakeSequence(id, model, policy, ttl));
+  RETURN_IF_ERROR(registry_.AddSequence(sequence));
+  return sequence;
+}
+
+absl::Status Engine::ListSequence(const std::shared_ptr<Sequence>& sequence) {
+  Renew(*sequence);
+  return registry_.AddSequence(sequence);
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string& id,
+                                                               const std::shared_ptr<Model>& model,
+                                                               const Policy& policy,
+                                                               absl::Duration ttl) {
   if (!model->ready()) {
     return WithReason(absl::FailedPreconditionError(
                           absl::StrCat(model->name, " awaits the upload of its hash weights")),
@@ -96,7 +112,6 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(
     sequence->rows.emplace_back(&model->row_pool, model->spec);
   }
   sequence->Publish();
-  RETURN_IF_ERROR(registry_.AddSequence(sequence));
   return sequence;
 }
 
@@ -232,6 +247,21 @@ void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<Share
     if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
     const LayerRows& rows = sequence.rows[layer];
     done(SharedRows{rows.Share(rows.token_count()), &device_->HomeOf(*sequence.device)});
+  });
+}
+
+void Engine::ShareSequence(std::shared_ptr<Sequence> sequence, Done<SharedSequence> done) {
+  if (sequence->held) return done(SequenceHeld(sequence->name));
+  RunInTurn(std::move(sequence), [done = std::move(done)](Sequence& sequence) {
+    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    SharedSequence shared;
+    shared.token_count = sequence.token_count();
+    shared.generation = sequence.generation;
+    shared.rows.reserve(sequence.rows.size());
+    for (const LayerRows& rows : sequence.rows) {
+      shared.rows.push_back(rows.Share(shared.token_count));
+    }
+    done(std::move(shared));
   });
 }
 

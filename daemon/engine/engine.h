@@ -81,6 +81,13 @@ class Engine {
                                                            const std::shared_ptr<Model>& model,
                                                            const Policy& policy,
                                                            absl::Duration ttl);
+  // The same of a sequence that nothing can name until ListSequence; it goes with its last
+  // holder.
+  absl::StatusOr<std::shared_ptr<Sequence>> MakeSequence(const std::string& id,
+                                                         const std::shared_ptr<Model>& model,
+                                                         const Policy& policy, absl::Duration ttl);
+  // Errors as Registry::AddSequence. Its time to live begins.
+  absl::Status ListSequence(const std::shared_ptr<Sequence>& sequence);
   // The copy has every layer's first tokens, up to the shortest's length.
   void Fork(std::shared_ptr<Sequence> source, const std::string& id,
             Done<std::shared_ptr<Sequence>> done);
@@ -101,6 +108,8 @@ class Engine {
   void Attend(AttendRequest request, Done<AttendOutcome> done);
   // Shares one layer's rows as they are when the request's turn comes.
   void ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<SharedRows> done);
+  // The same of all layers, up to the shortest's length.
+  void ShareSequence(std::shared_ptr<Sequence> sequence, Done<SharedSequence> done);
 
  private:
   class AppendOperation;

@@ -46,8 +46,14 @@ class Model {
   // nullptr until ready.
   DeviceModel* device() const { return device_.load(std::memory_order_acquire); }
 
+  // The SHA-256 digest of the hash weights as they were uploaded, empty where it needs none.
+  // REQUIRES: ready().
+  const std::string& weights_sha256() const { return weights_sha256_; }
+
   // Makes the model ready, once. The reservation is for what `device` holds.
-  void SetDevice(std::unique_ptr<DeviceModel> device, MemoryReservation reservation) {
+  void SetDevice(std::unique_ptr<DeviceModel> device, MemoryReservation reservation,
+                 std::string weights_sha256) {
+    weights_sha256_ = std::move(weights_sha256);
     owned_device_ = std::move(device);
     reservation_ = std::move(reservation);
     device_.store(owned_device_.get(), std::memory_order_release);
@@ -58,6 +64,7 @@ class Model {
 
  private:
   MemoryReservation reservation_;
+  std::string weights_sha256_;
   std::unique_ptr<DeviceModel> owned_device_;
   std::atomic<DeviceModel*> device_{nullptr};
 };

@@ -96,6 +96,13 @@ struct SharedRows {
   Device* device;  // that the sequence lives on
 };
 
+// All layers of a sequence, unaffected by what follows.
+struct SharedSequence {
+  std::vector<LayerRows> rows;  // of token_count tokens each
+  int64_t token_count = 0;
+  int64_t generation = 0;
+};
+
 struct AttendOutcome {
   // The job as the device filled it; items have a status each.
   std::unique_ptr<Job> job;

@@ -31,6 +31,8 @@ namespace {
 constexpr int64_t kTransportBytesMax = int64_t{256} << 20;
 constexpr int kTransportShare = 8;  // of the memory limit, at most
 constexpr int kBackgroundThreadCount = 2;
+// Calls at once that save or load sequences.
+constexpr int kFileThreadCountMax = 8;
 
 bool IsUnix(const Config& config) { return config.listen.starts_with("unix:"); }
 
@@ -57,6 +59,7 @@ struct Server::Impl {
         regions(RegionsOf(config), &engine.budget(), &engine.device()),
         doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
+        file_threads(kFileThreadCountMax),
         context{
             engine,
             status,
@@ -64,13 +67,15 @@ struct Server::Impl {
             regions,
             doorbells,
             background,
+            file_threads,
             SPILLWAY_VERSION,
             boot_id,
             absl::Now(),
             config.ttl_seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(config.ttl_seconds),
             config.sequence_count_max,
             config.decode_in_flight_max,
-            IsUnix(config) ? RegionSocket(config).filename().string() : ""},
+            IsUnix(config) ? RegionSocket(config).filename().string() : "",
+            config.snapshot_folder},
         memory(context),
         models(context),
         sequences(context),
@@ -86,6 +91,7 @@ struct Server::Impl {
   RegionTable regions;
   DoorbellServer doorbells;
   tbb::task_arena background;
+  CallThreads file_threads;
   const ServiceContext context;
   MemoryService memory;
   ModelService models;

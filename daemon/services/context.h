@@ -8,6 +8,7 @@
 #include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/engine.h"
 #include "daemon/engine/regions.h"
+#include "daemon/services/call_threads.h"
 #include "daemon/services/stream_set.h"
 #include "oneapi/tbb/task_arena.h"
 
@@ -23,6 +24,8 @@ struct ServiceContext {
   // Runs what computes for long (rotations, hash weights), so that it does
   // not hold up the threads that serve calls.
   tbb::task_arena& background;
+  // Of calls that wait for files.
+  CallThreads& file_threads;
   std::string version;
   std::string boot_id;
   absl::Time start_time;
@@ -30,6 +33,7 @@ struct ServiceContext {
   int64_t sequence_count_max = 0;
   int decode_in_flight_max = 0;  // messages of one Decode stream
   std::string region_socket;     // beside the server's own; empty: none
+  std::string snapshot_folder;   // as the setting; empty: none
 };
 
 }  // namespace spillway

@@ -6,6 +6,7 @@
 #include "daemon/convert/model.h"
 #include "daemon/convert/policy.h"
 #include "daemon/services/call.h"
+#include "daemon/services/snapshots.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -103,6 +104,33 @@ grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerCo
   grpc::ServerUnaryReactor* const reactor = call->reactor();
   services_.engine.Delete(*id, [call](const absl::Status& status) { call->End(status); });
   return reactor;
+}
+
+template <typename Work>
+grpc::ServerUnaryReactor* SequenceService::AnswerLater(grpc::CallbackServerContext* context,
+                                                       Work work) {
+  auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
+  const absl::Status status =
+      services_.file_threads.Run([call, work] { call->End(work(call->cancel())); });
+  if (!status.ok()) call->End(status);
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* SequenceService::SaveSequence(grpc::CallbackServerContext* context,
+                                                        const v1::SaveSequenceRequest* request,
+                                                        v1::SaveSequenceResponse* response) {
+  return AnswerLater(context, [this, request, response](const auto& cancel) {
+    return spillway::SaveSequence(services_, *request, cancel, *response);
+  });
+}
+
+grpc::ServerUnaryReactor* SequenceService::LoadSequence(grpc::CallbackServerContext* context,
+                                                        const v1::LoadSequenceRequest* request,
+                                                        v1::LoadSequenceResponse* response) {
+  return AnswerLater(context, [this, request, response](const auto& cancel) {
+    return spillway::LoadSequence(services_, *request, cancel, *response);
+  });
 }
 
 }  // namespace spillway

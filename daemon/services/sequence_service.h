@@ -27,8 +27,17 @@ class SequenceService final : public v1::SequenceService::CallbackService {
   grpc::ServerUnaryReactor* DeleteSequence(grpc::CallbackServerContext* context,
                                            const v1::DeleteSequenceRequest* request,
                                            v1::DeleteSequenceResponse* response) override;
+  grpc::ServerUnaryReactor* SaveSequence(grpc::CallbackServerContext* context,
+                                         const v1::SaveSequenceRequest* request,
+                                         v1::SaveSequenceResponse* response) override;
+  grpc::ServerUnaryReactor* LoadSequence(grpc::CallbackServerContext* context,
+                                         const v1::LoadSequenceRequest* request,
+                                         v1::LoadSequenceResponse* response) override;
 
  private:
+  // Answers with what `work`, which waits for files, comes to in a thread of its own.
+  template <typename Work>
+  grpc::ServerUnaryReactor* AnswerLater(grpc::CallbackServerContext* context, Work work);
   absl::StatusOr<std::shared_ptr<Sequence>> Create(const v1::CreateSequenceRequest& request);
 
   const ServiceContext& services_;

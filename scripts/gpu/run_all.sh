@@ -108,7 +108,7 @@ done
 
 # Python as a checkout has it; what torch and transformers bring is there.
 in_tree=(env -u LD_LIBRARY_PATH -C tree 
-  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab"
+  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab:$PWD/tree/clients/vllm"
   SPILLWAY_LIBRARY="$PWD/lib/libspillway.so.1"
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 SPILLWAY_TEST_DEVICE="$device")
 pytest=(python3 -m pytest -q -p no:cacheprovider --durations=10)

@@ -66,7 +66,7 @@ stage_tree() {
   [[ -f clients/python/spillway/_proto/__init__.py ]] ||
     (cd clients/python && "../../$python" setup.py --quiet build_proto)
   cp -r --parents README.md clients/python/spillway clients/python/examples \
-    clients/lab/spillway_lab clients/cpp/examples scripts/demo.py scripts/demonstration \
+    clients/lab/spillway_lab clients/vllm/spillway_vllm clients/cpp/examples scripts/demo.py scripts/demonstration \
     tests/python tests/model bench/gpu/*.py bench/rpc/*.py \
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +

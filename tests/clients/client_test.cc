@@ -147,6 +147,26 @@ TEST_F(ClientTest, AttendSendsAndReturnsTensors) {
   EXPECT_THAT(*out, ElementsAre(1, 2, 3, 4));
 }
 
+TEST_F(ClientTest, SavesAndLoadsWithoutADeadline) {
+  Client& client = Connect();
+  const auto saved = client.SaveSequence("sequences/a", "chats/one", "notes");
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_EQ(saved->token_count(), 7);
+  EXPECT_EQ(daemon_.saved.name(), "sequences/a");
+  EXPECT_EQ(daemon_.saved.folder(), "chats/one");
+  EXPECT_FALSE(daemon_.had_deadline);
+  v1::Sequence wanted;
+  wanted.set_model("models/m");
+  const auto loaded = client.LoadSequence("chats/one", "b", wanted);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->client_data(), "notes");
+  EXPECT_EQ(daemon_.loaded.sequence_id(), "b");
+  EXPECT_EQ(daemon_.loaded.sequence().model(), "models/m");
+  EXPECT_FALSE(daemon_.had_deadline);
+  ASSERT_TRUE(client.SaveSequence("sequences/a", "x", "", {.timeout = absl::Seconds(60)}).ok());
+  EXPECT_TRUE(daemon_.had_deadline);
+}
+
 TEST_F(ClientTest, DeadlineEndsACall) {
   daemon_.hang = true;
   const absl::Status status = Connect().Attend({}, {.timeout = absl::Milliseconds(50)}).status();

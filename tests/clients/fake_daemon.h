@@ -18,6 +18,7 @@
 #include "spillway/v1/admin_service.grpc.pb.h"
 #include "spillway/v1/attention_service.grpc.pb.h"
 #include "spillway/v1/model_service.grpc.pb.h"
+#include "spillway/v1/sequence_service.grpc.pb.h"
 
 namespace spillway {
 
@@ -49,6 +50,7 @@ inline grpc::Status Refusal() {
 
 class FakeDaemon final : public v1::AdminService::Service,
                          public v1::ModelService::Service,
+                         public v1::SequenceService::Service,
                          public v1::AttentionService::Service {
  public:
   FakeDaemon() {
@@ -75,6 +77,7 @@ class FakeDaemon final : public v1::AdminService::Service,
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
     builder.RegisterService(static_cast<v1::AdminService::Service*>(this));
     builder.RegisterService(static_cast<v1::ModelService::Service*>(this));
+    builder.RegisterService(static_cast<v1::SequenceService::Service*>(this));
     builder.RegisterService(static_cast<v1::AttentionService::Service*>(this));
     server_ = builder.BuildAndStart();
   }
@@ -98,6 +101,11 @@ class FakeDaemon final : public v1::AdminService::Service,
   // Of the output of a Decode's answers.
   size_t answer_bytes = 0;
   std::atomic<int> fetch_messages_sent = 0;
+  // Of the last SaveSequence and LoadSequence.
+  v1::SaveSequenceRequest saved;
+  v1::LoadSequenceRequest loaded;
+  // Whether they had a deadline within a year.
+  bool had_deadline = false;
 
  private:
   grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
@@ -130,6 +138,27 @@ class FakeDaemon final : public v1::AdminService::Service,
       uploaded += request.data();
     }
     return grpc::Status::OK;
+  }
+
+  grpc::Status SaveSequence(grpc::ServerContext* context, const v1::SaveSequenceRequest* request,
+                            v1::SaveSequenceResponse* response) override {
+    saved = *request;
+    response->set_token_count(7);
+    NoteDeadline(*context);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status LoadSequence(grpc::ServerContext* context, const v1::LoadSequenceRequest* request,
+                            v1::LoadSequenceResponse* response) override {
+    loaded = *request;
+    response->set_client_data(saved.client_data());
+    NoteDeadline(*context);
+    return grpc::Status::OK;
+  }
+
+  void NoteDeadline(const grpc::ServerContext& context) {
+    had_deadline =
+        context.deadline() < std::chrono::system_clock::now() + std::chrono::hours(24 * 365);
   }
 
   grpc::Status Append(grpc::ServerContext*, grpc::ServerReader<v1::AppendRequest>* reader,

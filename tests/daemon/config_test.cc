@@ -3,6 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <optional>
+#include <string>
+
 namespace spillway {
 namespace {
 
@@ -76,6 +80,52 @@ TEST(Config, AnEmbeddedEngineHasItsProcessesCuda) {
   const absl::Status status = EmbeddedConfig({{"device.mps", "on"}}, Machine(24 * kGiB)).status();
   ASSERT_TRUE(absl::IsInvalidArgument(status));
   EXPECT_THAT(std::string(status.message()), HasSubstr("device.mps: an embedded engine shares"));
+}
+
+// Sets an environment variable, or removes it, for as long as it lives.
+class Environment {
+ public:
+  Environment(const char* name, const char* value) : name_(name) {
+    const char* before = std::getenv(name);
+    if (before != nullptr) before_ = before;
+    value == nullptr ? unsetenv(name) : setenv(name, value, 1);
+  }
+  ~Environment() { before_ ? setenv(name_, before_->c_str(), 1) : unsetenv(name_); }
+
+ private:
+  const char* const name_;
+  std::optional<std::string> before_;
+};
+
+TEST(Config, SnapshotsLieInTheUsersStateFolder) {
+  const Topology machine = Machine(24 * kGiB);
+  const Environment service("STATE_DIRECTORY", nullptr);
+  const Environment state("XDG_STATE_HOME", "relative");
+  const Environment home("HOME", "/home/her");
+  EXPECT_EQ(Parse(machine, {})->config.snapshot_folder,
+            "/home/her/.local/state/spillway/snapshots");
+  {
+    const Environment named("XDG_STATE_HOME", "/state");
+    EXPECT_EQ(DefaultSnapshotFolder(), "/state/spillway/snapshots");
+    const Environment by_systemd("STATE_DIRECTORY", "/var/lib/spillway:/var/lib/more");
+    EXPECT_EQ(DefaultSnapshotFolder(), "/var/lib/spillway/snapshots");
+  }
+  const Environment none("HOME", nullptr);
+  EXPECT_EQ(Parse(machine, {})->config.snapshot_folder, "");
+}
+
+TEST(Config, SnapshotFoldersAreAbsoluteOrNone) {
+  const Topology machine = Machine(24 * kGiB);
+  const auto line = Parse(machine, {"--snapshot-folder", "/big/disk"});
+  EXPECT_EQ(line->config.snapshot_folder, "/big/disk");
+  EXPECT_THAT(ToToml(line->config), HasSubstr("[snapshots]\nfolder = \"/big/disk\"\n"));
+  EXPECT_EQ(Parse(machine, {"--snapshot-folder", ""})->config.snapshot_folder, "");
+  const absl::Status status = Parse(machine, {"--snapshot-folder", "chats"}).status();
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("--snapshot-folder: \"chats\" is not an absolute path or empty"));
+  // Of an engine in a program, wherever the program says.
+  EXPECT_EQ(EmbeddedConfig({}, machine)->snapshot_folder, "/");
+  EXPECT_EQ(EmbeddedConfig({{"snapshots.folder", "/mine"}}, machine)->snapshot_folder, "/mine");
 }
 
 }  // namespace

@@ -43,9 +43,13 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
     serving.prefer_library(binary())
     target = f"unix:{folder}/spillwayd.sock"
     log = folder / "spillwayd.log"
+    # Not in the user's folder.
+    snapshots = ["--snapshot-folder", str(folder / "snapshots")]
+    if "--snapshot-folder" in flags:
+        snapshots = []
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [binary(), "--listen", target, *device_flags(*flags)],
+            [binary(), "--listen", target, *snapshots, *device_flags(*flags)],
             stdout=output,
             stderr=subprocess.STDOUT,
         )

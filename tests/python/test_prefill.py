@@ -91,8 +91,8 @@ class Held:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [15, 16, 40, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("head_dim", [15, 16, 40, 64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
 def test_attention_with_lse(dtype: torch.dtype, head_dim: int, group: int) -> None:
     scale = 0.7 / head_dim**0.5
     shapes = ((1, 1), (1, 300), (7, 64), (130, 333), (256, 512))
@@ -127,7 +127,7 @@ def test_each_kernel(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_of_this_device(dtype: torch.dtype) -> None:
-    q, k = made(512, 8, 128, dtype=dtype), made(2, 1024, 128, dtype=dtype)
+    q, k = made(1024, 8, 128, dtype=dtype), made(2, 2048, 128, dtype=dtype)
     if not GPU:
         expected = "flash_cpu"
     elif dtype == torch.float32:
@@ -139,6 +139,56 @@ def test_kernels_of_this_device(dtype: torch.dtype) -> None:
     if GPU and dtype != torch.float32:
         # A length that will not come again.
         assert kernel_of(q[:500], k, causal=False) == "flash", tried
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "expected"),
+    [
+        (1024, 2048, [((1024, 2048), "cudnn")]),
+        (
+            700,
+            5000,
+            [
+                ((512, 4096), "cudnn"),
+                ((512, 904), "flash"),
+                ((188, 4096), "flash"),
+                ((188, 904), "flash"),
+            ],
+        ),
+        (3, 2049, [((3, 2048), "flash"), ((3, 1), "flash")]),
+        (512, 100, [((512, 100), "flash")]),
+    ],
+)
+def test_parts(
+    monkeypatch: pytest.MonkeyPatch, count: int, length: int, expected: list[Any]
+) -> None:
+    """Lengths that cuDNN would plan anew for are cut to those that come again."""
+    ran: list[Any] = []
+
+    def noted(name: str) -> Any:
+        def run(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+            ran.append(((q.shape[0], k.shape[1]), name))
+            return prefill_kernels._plain(q, k, *rest)
+
+        return run
+
+    monkeypatch.setattr(
+        prefill_kernels,
+        "trials",
+        lambda *_: [prefill_kernels.Trial(name, "") for name in ("cudnn", "flash")],
+    )
+    for name in ("cudnn", "flash"):
+        monkeypatch.setitem(prefill_kernels._KERNELS, name, noted(name))
+    q, (k, v) = made(count, 2, 16), made(2, 1, length, 16, seed=2)
+    new = made(2, 1, count, 16, seed=3)
+    with Prefill(block_token_count=8192) as prefill:
+        held = Held(k, v)
+        out = prefill.attend(held, 3, q, *new, start=length, scale=0.25)
+        assert ran[1:] == expected
+        assert prefill.kernel == expected[0][1]
+    keys, values = (torch.cat(pair, dim=1) for pair in zip((k, v), new, strict=True))
+    wanted = reference(q, keys, values, 0.25, causal(count, count + length))
+    expect(out, wanted[0], torch.float32)
 
 
 def test_a_wrong_kernel_is_not_taken() -> None:
@@ -227,8 +277,8 @@ def test_window_attention(dtype: torch.dtype, window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (4, 128), (8, 64), (2, 256), (3, 17)])
-@pytest.mark.parametrize("block", [1, 64, 100, 4096])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (4, 128), (2, 256), (3, 17)])
+@pytest.mark.parametrize("block", [1, 100, 4096])
 def test_chunks(dtype: torch.dtype, group: int, head_dim: int, block: int) -> None:
     length = 40 if block == 1 else 777
     k, v = made(2, 2, length, head_dim, dtype=dtype)
@@ -244,7 +294,8 @@ def test_chunks(dtype: torch.dtype, group: int, head_dim: int, block: int) -> No
             assert out.dtype == dtype
             assert out.is_contiguous()
             expect(out, wanted[part], dtype)
-            assert held.asked == [(at, min(at + block, start)) for at in range(0, start, block)]
+            blocks = [(at, min(at + block, start)) for at in range(0, start, block)]
+            assert sorted(held.asked) == blocks
             held.asked.clear()
             start = end
         assert prefill.buffer_bytes == buffer_bytes(
@@ -333,16 +384,19 @@ class Failing(Held):
         super().__init__(k, v)
         self.at, self.error = at, error
         self.running = 0
+        self.lock = threading.Lock()
 
     def fetch(self, layer: int, start: int = 0, end: int | None = None, **more: Any) -> Any:
-        self.running += 1
+        with self.lock:
+            self.running += 1
         try:
             time.sleep(0.02)
             if start == self.at:
                 raise self.error
             return super().fetch(layer, start, end, **more)
         finally:
-            self.running -= 1
+            with self.lock:
+                self.running -= 1
 
 
 @pytest.mark.parametrize("at", [0, 40, 90])
@@ -354,8 +408,8 @@ def test_failed_fetch(at: int) -> None:
         with pytest.raises(spillway.Unavailable, match="gone"):
             prefill.attend(held, 3, q, k, v, start=100, scale=0.25)
         assert held.running == 0
-        # Those after the failed one were given up, but for one that may have begun.
-        assert held.asked[:-1] == [(s, s + 10) for s in range(0, at, 10)][: len(held.asked) - 1]
+        # Blocks far behind it were not asked for.
+        assert max(held.asked, default=(0, 0))[0] <= at + 10
         # It serves on.
         out = prefill.attend(Held(k, v), 3, q, k, v, start=100, scale=0.25)
     keys, values = (torch.cat([x, x], dim=1) for x in (k, v))
@@ -367,14 +421,14 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = made(2, 2, 100, 16)
     held = Failing(k, v, -1, ValueError())
     calls = itertools.count()
-    real = attention_with_lse
+    real = prefill_kernels.merge_into
 
-    def interrupted(*args: Any, **more: Any) -> Any:
+    def interrupted(*args: Any) -> None:
         if next(calls) == 3:
             raise Interrupted
-        return real(*args, **more)
+        real(*args)
 
-    monkeypatch.setattr("spillway.prefill.attention_with_lse", interrupted)
+    monkeypatch.setattr("spillway.prefill.merge_into", interrupted)
     with Prefill(block_token_count=10) as prefill:
         with pytest.raises(Interrupted):
             prefill.attend(held, 3, made(100, 4, 16), k, v, start=100, scale=0.25)
@@ -440,6 +494,24 @@ def test_prompt_by_chunks(of_engine: tuple[spillway.Sequence, torch.dtype]) -> N
             out = prefill.attend(sequence, layer, q[part], *rows, start=start, scale=0.125)
             sequence.append(layer, start, *rows)
             expect(out, wanted[part], dtype)
+
+
+@pytest.mark.transports("grpcio", "libspillway", "embedded")
+def test_modes_of_torch(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:
+    """Buffers serve whatever mode they were made in, and nothing is recorded for gradients."""
+    sequence, dtype = of_engine
+    k, v = made(2, 2, 300, 64, dtype=dtype)
+    q = made(100, 8, 64, dtype=dtype, seed=5)
+    sequence.append(0, 0, k[:, :200], v[:, :200])
+    wanted, _ = reference(q, k, v, 0.125, causal(100, 300))
+    new = k[:, 200:], v[:, 200:]
+    with Prefill(block_token_count=70) as prefill:
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                out = prefill.attend(sequence, 0, q, *new, start=200, scale=0.125)
+                expect(out, wanted, dtype)
+        learned = q.clone().requires_grad_()
+        assert not prefill.attend(sequence, 0, learned, *new, start=200, scale=0.125).requires_grad
 
 
 def test_rows_that_are_not_there(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:

@@ -114,6 +114,7 @@ def test_sequence(tmp_path: Path) -> None:
             lambda lost: lost.attend(0, q),
             lambda lost: lost.select(0, q),
             lambda lost: list(lost.fetch_pages(0, q)),
+            lambda lost: lost.fetch(0, 0, 1),
             spillway.Sequence.fork,
             lambda lost: lost.truncate(0),
             spillway.Sequence.delete,

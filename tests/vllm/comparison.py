@@ -16,21 +16,23 @@ class Comparison:
     """Sums over requests.
 
     Attributes:
-        compared: Sequences of tokens that were compared.
+        greedy: Requests whose best tokens were compared.
         cut: Of these, such as had a tie, whose tokens from there on count no more.
+        drawn: Sequences of tokens drawn side by side that were compared.
         token_count: Tokens that were compared.
         differing: What differed, for people.
     """
 
-    compared: int = 0
+    greedy: int = 0
     cut: int = 0
+    drawn: int = 0
     token_count: int = 0
     differing: list[str] = field(default_factory=list)
 
     @property
     def cut_share(self) -> float:
-        """Share of the sequences with a tie."""
-        return self.cut / max(self.compared, 1)
+        """Share of the requests with a tie."""
+        return self.cut / max(self.greedy, 1)
 
     def add(
         self, schedule: list[dict[str, Any]], stock: dict[str, Any], ours: dict[str, Any]
@@ -43,8 +45,11 @@ class Comparison:
             for part, (expected, got) in enumerate(pairs):
                 gaps = stock["gaps"][index][part]
                 end = next((i for i, gap in enumerate(gaps) if gap < tie), len(gaps))
-                self.compared += 1
-                self.cut += end < len(gaps)
+                if request.get("n", 1) == 1:
+                    self.greedy += 1
+                    self.cut += end < len(gaps)
+                else:
+                    self.drawn += 1
                 if aborted:
                     # It may have come to fewer tokens, or to more.
                     end = min(end, len(expected), len(got))

@@ -94,10 +94,10 @@ def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> Non
     counts = ours.ask("counts")
     with capsys.disabled():
         print(
-            f"\n{kind}: {request_count} requests, {seen.compared} sequences, {seen.token_count} "
-            f"tokens as stock's; cut at a tie: {seen.cut_share:.1%}; prompt tokens computed "
-            f"{counts['prompt_tokens']}, reused {counts['reused_tokens']}; preempted "
-            f"{counts['num_preemptions']} times"
+            f"\n{kind}: {request_count} requests, {seen.token_count} tokens as stock's; "
+            f"{seen.greedy} greedy, cut at a tie {seen.cut_share:.1%}; {seen.drawn} samples of "
+            f"several; prompt tokens computed {counts['prompt_tokens']}, reused "
+            f"{counts['reused_tokens']}"
         )
     assert request_count >= _REQUESTS_MIN
     assert counts["outputs_statistical"] == counts["outputs_none"] == 0

@@ -214,6 +214,30 @@ absl::StatusOr<v1::Sequence> Client::TruncateSequence(const std::string& name, i
   return std::move(*response->mutable_sequence());
 }
 
+absl::StatusOr<v1::SaveSequenceResponse> Client::SaveSequence(const std::string& name,
+                                                              const std::string& folder,
+                                                              const std::string& client_data,
+                                                              const CallOptions& options) {
+  v1::SaveSequenceRequest request;
+  request.set_name(name);
+  request.set_folder(folder);
+  request.set_client_data(client_data);
+  return Call(*sequences_, &v1::SequenceService::Stub::SaveSequence, request,
+              absl::InfiniteDuration(), options);
+}
+
+absl::StatusOr<v1::LoadSequenceResponse> Client::LoadSequence(const std::string& folder,
+                                                              const std::string& id,
+                                                              const v1::Sequence& sequence,
+                                                              const CallOptions& options) {
+  v1::LoadSequenceRequest request;
+  request.set_folder(folder);
+  request.set_sequence_id(id);
+  *request.mutable_sequence() = sequence;
+  return Call(*sequences_, &v1::SequenceService::Stub::LoadSequence, request,
+              absl::InfiniteDuration(), options);
+}
+
 absl::Status Client::DeleteSequence(const std::string& name, const CallOptions& options) {
   v1::DeleteSequenceRequest request;
   request.set_name(name);

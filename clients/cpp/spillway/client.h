@@ -110,6 +110,18 @@ class Client {
   absl::StatusOr<v1::Sequence> TruncateSequence(const std::string& name, int64_t token_count,
                                                 const CallOptions& options = {});
   absl::Status DeleteSequence(const std::string& name, const CallOptions& options = {});
+  // Saves it to a folder of the daemon's host, by default without a deadline; see
+  // SequenceService.SaveSequence for the folder's name and for client_data.
+  absl::StatusOr<v1::SaveSequenceResponse> SaveSequence(const std::string& name,
+                                                        const std::string& folder,
+                                                        const std::string& client_data = "",
+                                                        const CallOptions& options = {});
+  // Makes a sequence of what was saved, likewise. `id` may be empty, and so may `sequence`, which
+  // says what shall be other than it was.
+  absl::StatusOr<v1::LoadSequenceResponse> LoadSequence(const std::string& folder,
+                                                        const std::string& id = "",
+                                                        const v1::Sequence& sequence = {},
+                                                        const CallOptions& options = {});
 
   // --- K/V and attention.
 

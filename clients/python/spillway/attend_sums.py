@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from spillway._native import Sums
 from spillway._proto import attention_service_pb2
 from spillway.results import AttendResult
 
@@ -35,6 +36,11 @@ class LayerStatistics:
     certified_error_sum: float = 0.0
     certified_error_count: int = 0
     device_time_us: float = 0.0
+
+    def add_sums(self, sums: Sums) -> None:
+        """Counts what a decoder has served; its attends are not timed."""
+        for name, _ in Sums._fields_:
+            setattr(self, name, getattr(self, name) + getattr(sums, name))
 
     def add(self, result: AttendResult) -> None:
         """Counts one result."""

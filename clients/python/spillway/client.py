@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import math
+import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
@@ -215,9 +217,13 @@ class Client:
         return Transport(steps, "regions", mps, "; ".join(reasons))
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
-        """Calls a method with one response; raises SpillwayError."""
+        """Calls a method with one response; raises SpillwayError.
+
+        Of timeouts, seconds, None is the client's and infinity none.
+        """
+        limit = self._timeout if timeout is None else timeout
         try:
-            return method(request, timeout=self._timeout if timeout is None else timeout)
+            return method(request, timeout=None if math.isinf(limit) else limit)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
@@ -385,13 +391,7 @@ class Client:
             AlreadyExists: The id is taken.
             ResourceExhausted: The daemon is full.
         """
-        message = sequence_service_pb2.Sequence(
-            model=_name(model), policy=None if policy is None else policy.to_proto()
-        )
-        if ttl is not None:
-            if not isinstance(ttl, datetime.timedelta):
-                ttl = datetime.timedelta(seconds=ttl)
-            message.ttl.FromTimedelta(ttl)
+        message = _sequence_message(_name(model), policy, ttl)
         # Asked before: had the daemon restarted in between, the model would be gone.
         boot_id = self.get_server_info().boot_id
         response = self._call(
@@ -410,6 +410,60 @@ class Client:
         request = sequence_service_pb2.GetSequenceRequest(name=name)
         response = self._call(self._stubs.sequences.GetSequence, request)
         return Sequence(self, response.sequence, boot_id)
+
+    def load_sequence(
+        self,
+        folder: str | Path,
+        sequence_id: str = "",
+        *,
+        model: Model | str = "",
+        policy: Policy | None = None,
+        ttl: datetime.timedelta | float | None = None,
+        timeout: float | None = None,
+    ) -> tuple[Sequence, bytes]:
+        """Makes a sequence of what `Sequence.save` has saved.
+
+        Every size and digest is checked, and codes are made anew, which takes as
+        long as appending the rows. Other sequences go on meanwhile. The sequence can
+        be named once all of it is there; a call that fails leaves none.
+
+        Args:
+            folder: As `Sequence.save` had it.
+            sequence_id: The id to use; empty: the daemon chooses.
+            model: The model, which must be as the saved one; empty: the one of the
+                saved name, which is created unless it needs hash weights.
+            policy: Overrides the saved policy, field by field.
+            ttl: As of `create_sequence`; None is the saved one.
+            timeout: Seconds; None is no limit.
+
+        Returns:
+            The sequence, and the `client_data` that was saved with it.
+
+        Raises:
+            NotFound: There is no snapshot, or no such model.
+            DataLoss: A file is missing, or has other bytes than were saved; the
+                message names it.
+            FailedPrecondition: The model is not the one that it was saved of
+                (SNAPSHOT_MODEL_DIFFERS), or the daemon has no folder for snapshots.
+            Aborted: It is being saved (SNAPSHOT_BUSY).
+            AlreadyExists: The id is taken.
+            ResourceExhausted: The daemon's memory limit.
+        """
+        message = _sequence_message(_name(model), policy, ttl)
+        boot_id = self.get_server_info().boot_id
+        response = self._call(
+            self._stubs.sequences.LoadSequence,
+            sequence_service_pb2.LoadSequenceRequest(
+                folder=self._snapshot_folder(folder), sequence_id=sequence_id, sequence=message
+            ),
+            timeout=math.inf if timeout is None else timeout,
+        )
+        return Sequence(self, response.sequence, boot_id), response.client_data
+
+    def _snapshot_folder(self, folder: str | Path) -> str:
+        """A folder as the engine names it: its own process may name any."""
+        embedded = self.target == _native.EMBEDDED
+        return os.path.abspath(folder) if embedded else str(folder)
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
         """Yields every sequence by name, page after page.
@@ -679,6 +733,20 @@ class Client:
         """Whether the daemon says that it serves (grpc.health.v1)."""
         response = self._call(self._stubs.health.Check, health_pb2.HealthCheckRequest())
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _sequence_message(
+    model: str, policy: Policy | None, ttl: datetime.timedelta | float | None
+) -> sequence_service_pb2.Sequence:
+    """What a new sequence shall be; a ttl in seconds."""
+    message = sequence_service_pb2.Sequence(
+        model=model, policy=None if policy is None else policy.to_proto()
+    )
+    if ttl is not None:
+        if not isinstance(ttl, datetime.timedelta):
+            ttl = datetime.timedelta(seconds=ttl)
+        message.ttl.FromTimedelta(ttl)
+    return message
 
 
 def _name(model: Model | str) -> str:

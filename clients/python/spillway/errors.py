@@ -130,6 +130,12 @@ class Aborted(SpillwayError):
     code = "ABORTED"
 
 
+class DataLoss(SpillwayError):
+    """A file that was saved is missing, or holds other bytes."""
+
+    code = "DATA_LOSS"
+
+
 class Cancelled(SpillwayError):
     """The call was cancelled."""
 
@@ -164,6 +170,7 @@ _BY_CODE: dict[str, type[SpillwayError]] = {
         ResourceExhausted,
         FailedPrecondition,
         Aborted,
+        DataLoss,
         Cancelled,
         DeadlineExceeded,
         Unavailable,

@@ -25,8 +25,10 @@ import torch
 
 from spillway.errors import SpillwayError
 from spillway.prefill_kernels import (
+    attention_in_parts,
     attention_with_lse,
     kernel_of,
+    largest_part,
     merge,
     merge_into,
     window_attention,
@@ -37,6 +39,8 @@ from spillway.tensors import gpu_uuid
 # it takes a fiftieth of the time (docs/adr/0040).
 BLOCK_TOKEN_COUNT = 16384
 _SLOTS = 2
+# What kernels take for themselves while they run.
+_WORKSPACE_BYTES = 32 << 20
 
 
 class Rows(Protocol):
@@ -70,6 +74,8 @@ class _Slot:
         self.k = k
         self.v = v
         self.read: torch.cuda.Event | None = None
+        # On which what fills it waits.
+        self.stream = torch.cuda.Stream(k.device) if k.device.type == "cuda" else None
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first rows [H_kv, count, d] of both."""
@@ -83,38 +89,36 @@ class _Slot:
 
 
 class _Buffers:
-    """Two slots, and the stream on which what fills them waits."""
+    """Two slots, and what fills them."""
 
     def __init__(self, kind: _Kind, block: int, client: Any) -> None:
         shape = (_SLOTS, 2, kind.kv_heads, block, kind.head_dim)
-        self._region, held = _in_gpu_region(client, kind, shape)
+        # The thread that fills them is in no inference mode, whatever the caller is in.
+        with torch.inference_mode(False):
+            self._region, held = _in_gpu_region(client, kind, shape)
+            if held is None:
+                held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
+            self.slots = [_Slot(*held[index]) for index in range(_SLOTS)]
         # Whether a daemon writes rows to it in place.
         self.in_region = self._region is not None
-        if held is None:
-            # Written by another thread, which has no inference mode of its own.
-            with torch.inference_mode(False):
-                held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
         self.client = client
-        self.slots = [_Slot(*held[index]) for index in range(_SLOTS)]
-        self.stream = torch.cuda.Stream(kind.device) if kind.device.type == "cuda" else None
-        if self.stream is not None:
-            # They are made: what comes first in a thread may come before the device's own.
-            for slot in self.slots:
-                slot.note_read()
+        for slot in self.slots:
+            # What the memory was used for before may still be queued.
+            slot.note_read()
 
     def fill(self, slot: _Slot, sequence: Rows, layer: int, start: int, end: int) -> None:
         """Fetches tokens [start, end) once nothing reads the slot any more; in a thread."""
         into = slot.rows(end - start)
-        if self.stream is None:
+        if slot.stream is None:
             sequence.fetch(layer, start, end, into=into)
             return
-        with torch.cuda.device(slot.k.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(slot.k.device), torch.cuda.stream(slot.stream):
             if slot.read is not None:
-                self.stream.wait_event(slot.read)
+                slot.stream.wait_event(slot.read)
             # It waits for this stream, and returns when the rows are written. Rows that came
             # in messages are on their way on the stream.
             sequence.fetch(layer, start, end, into=into)
-            self.stream.synchronize()
+            slot.stream.synchronize()
 
     def close(self) -> None:
         """Waits for what reads the slots, and gives their memory back."""
@@ -159,9 +163,9 @@ class Prefill:
 
     Attributes:
         block_token_count: Tokens of a block.
-        kernel: What attended to the last block, or to the chunk where nothing came
-            before: "cudnn", "flash", "efficient", "flash_cpu", "plain"; "window" within a
-            window; empty before the first.
+        kernel: What attended to the last block, to most of it, or to the chunk where nothing
+            came before: "cudnn", "flash", "efficient", "flash_cpu", "plain"; "window" within
+            a window; empty before the first.
     """
 
     def __init__(self, *, block_token_count: int = BLOCK_TOKEN_COUNT) -> None:
@@ -218,9 +222,9 @@ class Prefill:
         """Attends causally for tokens [start, start + T), appended or not.
 
         Tokens [0, start) are read from the sequence, so they must be appended at this
-        layer. The current stream is not waited for; the host waits until all rows but
-        those of the last block are attended, and all are fetched. Not to be captured into
-        a CUDA graph.
+        layer. Kernels are queued on the current stream; the host waits until all rows are
+        fetched, and so until all blocks but the last two are attended. Not to be captured
+        into a CUDA graph.
 
         Args:
             sequence: The sequence; only its `fetch` is used.
@@ -244,9 +248,10 @@ class Prefill:
         if not self._busy.acquire(blocking=False):
             raise ValueError("another attend of this Prefill is running")
         try:
-            if window is not None:
-                return self._attend_window(sequence, layer, q, k, v, start, scale, window)
-            return self._attend_all(sequence, layer, q, k, v, start, scale)
+            with torch.no_grad():
+                if window is not None:
+                    return self._attend_window(sequence, layer, q, k, v, start, scale, window)
+                return self._attend_all(sequence, layer, q, k, v, start, scale)
         finally:
             self._busy.release()
 
@@ -283,10 +288,10 @@ class Prefill:
             del own
             for slot, count in fetches:
                 rows = slot.rows(count)
-                self.kernel = kernel_of(q, rows[0], causal=False)
-                part, part_lse = attention_with_lse(q, *rows, causal=False, scale=scale)
+                self.kernel = kernel_of(*largest_part(q, rows[0]), causal=False)
+                for queries, part, part_lse in attention_in_parts(q, *rows, scale=scale):
+                    merge_into(out[queries], lse[queries], part, part_lse)
                 slot.note_read()
-                merge_into(out, lse, part, part_lse)
         return out.to(q.dtype)
 
     def _attend_window(
@@ -313,7 +318,7 @@ class Prefill:
     def _fetches(
         self, sequence: Rows, layer: int, k: torch.Tensor, blocks: list[tuple[int, int]]
     ) -> Iterator[Iterator[tuple[_Slot, int]]]:
-        """Fetches blocks one after the other, two ahead of what attends.
+        """Fetches blocks, up to two ahead of what attends.
 
         Yields:
             Each block's slot and token count, when its rows are there. What reads a
@@ -324,7 +329,8 @@ class Prefill:
             return
         buffers = self._buffers_for(sequence, k)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="spillway-prefill")
+            # A call for each slot: what a call costs passes beside the other's copy.
+            self._pool = ThreadPoolExecutor(_SLOTS, thread_name_prefix="spillway-prefill")
         pool = self._pool
         futures: list[Future[None]] = []
 
@@ -391,7 +397,7 @@ def attend_bytes(
     kernels that make no copies, which are all but "plain".
     """
     elements = query_heads * token_count
-    return elements * head_dim * (4 + 2 * dtype.itemsize) + 8 * 4 * elements
+    return elements * (head_dim * (4 + 2 * dtype.itemsize) + 8 * 4) + _WORKSPACE_BYTES
 
 
 def _check(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 _ATEN = torch.ops.aten
@@ -22,8 +23,11 @@ _Kernel = Callable[
 ]
 
 # cuDNN makes a plan for every pair of lengths, which takes longer than a small attend:
-# it serves those that are likely to come again.
-_CUDNN_MULTIPLE = 256
+# it serves multiples of these numbers of queries and keys, which come again.
+_CUDNN_QUERIES = 512
+_CUDNN_KEYS = 2048
+# Queries of a trial, and half its keys.
+_TRIED_TOKENS = 256
 # Logits of plain arithmetic at once, float32.
 _PLAIN_BYTES = 64 << 20
 # Queries at once where a mask is made.
@@ -136,6 +140,11 @@ _KERNELS: dict[str, _Kernel] = {
     "flash_cpu": _flash_cpu,
     "plain": _plain,
 }
+# What torch asks before it calls one itself.
+_ALLOWED: dict[_Kernel, Callable[[SDPAParams, bool], bool]] = {
+    _cudnn: can_use_cudnn_attention,
+    _flash: can_use_flash_attention,
+}
 _TRIED: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "flash", "efficient"),
     "cpu": ("flash_cpu",),
@@ -184,10 +193,16 @@ def _refusal(
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     # Longer than wide, and with room between K/V heads as in the buffers.
-    q = made(_CUDNN_MULTIPLE, 2 * group, head_dim)
-    k, v = (made(2, 2 * _CUDNN_MULTIPLE + 8, head_dim) for _ in range(2))
+    q = made(_TRIED_TOKENS, 2 * group, head_dim)
+    k, v = (made(2, 2 * _TRIED_TOKENS + 8, head_dim) for _ in range(2))
     tolerance = _TOLERANCES[dtype]
-    for causal, length in ((False, 2 * _CUDNN_MULTIPLE), (True, _CUDNN_MULTIPLE)):
+    for causal, length in ((False, 2 * _TRIED_TOKENS), (True, _TRIED_TOKENS)):
+        # Where torch would not call it, it may end the process.
+        allowed = _ALLOWED.get(kernel)
+        if allowed is not None:
+            tensors = q.transpose(0, 1)[None], k[None, :, :length], v[None, :, :length]
+            if not allowed(SDPAParams(*tensors, None, 0.0, causal, group > 1), False):
+                return "torch does not take it for such tensors"
         try:
             got = kernel(q, k[:, :length], v[:, :length], causal, head_dim**-0.5)
         except RuntimeError as error:
@@ -208,15 +223,21 @@ def kernel_of(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> str:
     Raises:
         TypeError: A dtype that is not float32, float16 or bfloat16.
     """
+    recurs = (
+        min(q.shape[0], k.shape[1]) > 0
+        and q.shape[0] % _CUDNN_QUERIES == 0
+        and (causal or k.shape[1] % _CUDNN_KEYS == 0)
+    )
+    return next(name for name in _taken(q, k) if recurs or name != "cudnn")
+
+
+def _taken(q: torch.Tensor, k: torch.Tensor) -> list[str]:
+    """The kernels that serve such tensors, but for lengths, the fastest first."""
     if q.dtype not in _TOLERANCES:
         raise TypeError(f"q has elements of {q.dtype}, not float32, float16 or bfloat16")
     group = q.shape[1] // k.shape[0]
-    for trial in trials(q.device, q.dtype, q.shape[2], group):
-        lengths = (q.shape[0], k.shape[1])
-        recurs = all(length > 0 and length % _CUDNN_MULTIPLE == 0 for length in lengths)
-        if not trial.refusal and (recurs or trial.kernel != "cudnn"):
-            return trial.kernel
-    return "plain"
+    tried = trials(q.device, q.dtype, q.shape[2], group)
+    return [*(trial.kernel for trial in tried if not trial.refusal), "plain"]
 
 
 def attention_with_lse(
@@ -241,6 +262,48 @@ def attention_with_lse(
         return torch.zeros_like(q), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return _KERNELS[kernel_of(q, k, causal=causal)](q, k, v, causal, scale)
+
+
+def attention_in_parts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Attends for all queries to all keys, in parts of which the fastest kernel takes most.
+
+    Args:
+        q: Queries [T, H_q, d].
+        k: Keys [H_kv, L, d], at least one.
+        v: Values, the same shape.
+        scale: Factor on q.k.
+
+    Yields:
+        Which queries, and `attention_with_lse` of them over some keys; over all parts each
+        query sees each key once.
+    """
+    for queries, keys in _cuts(q, k):
+        out, lse = attention_with_lse(q[queries], k[:, keys], v[:, keys], causal=False, scale=scale)
+        yield queries, out, lse
+
+
+def largest_part(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of the first part, which has most of them."""
+    queries, keys = _cuts(q, k)[0]
+    return q[queries], k[:, keys]
+
+
+def _cuts(q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Which queries and keys make each part."""
+    cut = "cudnn" in _taken(q, k)
+    return [
+        (queries, keys)
+        for queries in _parts(q.shape[0], _CUDNN_QUERIES if cut else 0)
+        for keys in _parts(k.shape[1], _CUDNN_KEYS if cut else 0)
+    ]
+
+
+def _parts(count: int, multiple: int) -> list[slice]:
+    """The largest multiple, if any, and the rest."""
+    whole = count - count % multiple if multiple else count
+    return [slice(a, b) for a, b in ((0, whole), (whole, count)) if a < b]
 
 
 def merge_into(
@@ -320,8 +383,10 @@ def window_attention(
 
 __all__ = [
     "Trial",
+    "attention_in_parts",
     "attention_with_lse",
     "kernel_of",
+    "largest_part",
     "merge",
     "merge_into",
     "trials",

@@ -128,6 +128,23 @@ class SequenceInfo:
 
 
 @dataclass(frozen=True)
+class SavedSequence:
+    """What `Sequence.save` saved.
+
+    Attributes:
+        token_count: Tokens, the shortest layer's length.
+        generation: The sequence's then.
+        byte_count: Bytes of the files, but for the manifest.
+        written_byte_count: Of those, bytes that were not there already.
+    """
+
+    token_count: int
+    generation: int
+    byte_count: int
+    written_byte_count: int
+
+
+@dataclass(frozen=True)
 class AppendResult:
     """What an append did.
 

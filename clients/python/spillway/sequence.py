@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from spillway.results import (
     Certificate,
     Model,
     Pages,
+    SavedSequence,
     Selection,
     SequenceInfo,
 )
@@ -139,7 +142,12 @@ class Sequence:
     def _described(self) -> Model:
         """The model, which stays as it is while it has sequences."""
         if self._described_model is None:
-            self._described_model = self._client.get_model(self.model)
+            try:
+                self._described_model = self._client.get_model(self.model)
+            except NotFound:
+                # A model with sequences stays: this one is gone too, and it is told why.
+                self.refresh()
+                raise
         return self._described_model
 
     def _forget(self) -> None:
@@ -599,6 +607,44 @@ class Sequence:
         self._call(
             self._client._stubs.sequences.DeleteSequence,
             sequence_service_pb2.DeleteSequenceRequest(name=self.name),
+        )
+
+    def save(
+        self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
+    ) -> SavedSequence:
+        """Saves the sequence to a folder, as it is when its turn comes.
+
+        Other calls for it go on meanwhile. Saved again to the same folder, only what
+        is new since is written, and so it is after a save that was cut off. Until the
+        call returns, what was saved there before is what loads.
+
+        Args:
+            folder: Of a daemon: a name below its setting `snapshots.folder`, parts
+                of [a-z0-9._-] with slashes between. Of an embedded engine: any path.
+            client_data: Up to 3 MiB that `Client.load_sequence` gives back.
+            timeout: Seconds; None is no limit.
+
+        Raises:
+            InvalidArgument: The folder's name, or too much client data.
+            FailedPrecondition: The daemon has no folder for snapshots
+                (NO_SNAPSHOT_FOLDER), or another program's manifest.json is there.
+            Aborted: The folder is being saved to or loaded from (SNAPSHOT_BUSY).
+            ResourceExhausted: No room on the disk or in the daemon's memory.
+        """
+        response = self._call(
+            self._client._stubs.sequences.SaveSequence,
+            sequence_service_pb2.SaveSequenceRequest(
+                name=self.name,
+                folder=self._client._snapshot_folder(folder),
+                client_data=client_data,
+            ),
+            timeout=math.inf if timeout is None else timeout,
+        )
+        return SavedSequence(
+            response.token_count,
+            response.generation,
+            response.byte_count,
+            response.written_byte_count,
         )
 
     def _fill_item(

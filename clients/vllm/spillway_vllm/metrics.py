@@ -61,7 +61,7 @@ class SpillwayStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begins anew."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds another's sums."""

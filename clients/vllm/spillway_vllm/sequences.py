@@ -103,6 +103,10 @@ class Sequences:
         """
         return self.patiently(lambda: self._ready(request))
 
+    def held(self, key: int) -> Sequence:
+        """A sequence that a decoder holds, as it is."""
+        return self._sequences[key]
+
     def _ready(self, request: PlannedRequest) -> Sequence:
         if request.source is not None:
             self.drop(request.key)

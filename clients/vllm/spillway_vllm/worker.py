@@ -6,9 +6,10 @@ that the rank has.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 import spillway
@@ -16,9 +17,8 @@ import torch
 from spillway.attend_sums import LayerStatistics
 from spillway.policy import Policy
 from spillway.prefill import Prefill
-from spillway.sequence import Sequence
-from spillway.step import DecodeStep
 
+from spillway_vllm.decoding import DecoderGroup, Decoders, Group, Row, StepGroup
 from spillway_vllm.sequences import Lost, Sequences, Shapes
 from spillway_vllm.settings import Settings
 from spillway_vllm.step_plan import Loss, PlannedRequest, StepPlan, StepReport
@@ -28,59 +28,9 @@ _logger = logging.getLogger("vllm.spillway")
 _EXACT = Policy(selector="all")
 
 
-@dataclass
-class _Row:
-    """A request of the step, and which of the batch's tokens are its."""
-
-    plan: PlannedRequest
-    begin: int
-    sequence: Sequence
-    alive: bool = True
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.plan.token_count
-
-    @property
-    def is_single(self) -> bool:
-        """Whether it is one token after others, which a decode step attends."""
-        return self.plan.token_count == 1 and self.plan.start > 0
-
-
-class _Group:
-    """Requests of one token each that attend by one policy, together."""
-
-    def __init__(self, client: spillway.Client, rows: list[_Row], policy: Policy | None) -> None:
-        self._client = client
-        self.rows = rows
-        self.policy = policy
-        # Each on its own from a failure to the end of the step.
-        self.together = True
-        self._step: DecodeStep | None = None
-        first, last = rows[0].begin, rows[-1].begin
-        # A slice takes no copy of the tensors.
-        self._index: slice | torch.Tensor = slice(first, last + 1)
-        if last - first + 1 != len(rows):
-            self._index = torch.tensor([row.begin for row in rows])
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-    ) -> list[spillway.AttendResult]:
-        """Appends and attends for all rows; tensors are the batch's, [N, H, d]."""
-        if self._step is None:
-            self._step = self._client.begin_step(
-                [row.sequence for row in self.rows], policy=self.policy
-            )
-        index = self._index
-        answer, _ = self._step.attend(layer, q[index, None], k[index, :, None], v[index, :, None])
-        out[index] = answer[:, 0]
-        return self._step.results()
-
-    def close(self) -> None:
-        """Ends the step."""
-        step, self._step = self._step, None
-        if step is not None:
-            step.close()
+def _is_single(request: PlannedRequest) -> bool:
+    """Whether it is one token after others, which a decode step attends."""
+    return request.token_count == 1 and request.start > 0
 
 
 class Worker:
@@ -102,10 +52,13 @@ class Worker:
         self._policy = policy
         self._sequences = Sequences(settings, shapes, device)
         self._prefill = Prefill()
+        self._decoders: Decoders | None = None
+        if device.type == "cuda":
+            self._decoders = Decoders(self._sequences.client, lambda: self.statistics)
         self._report = StepReport()
-        self._groups: list[_Group] = []
-        self._prompts: list[_Row] = []
-        self._single: list[tuple[_Row, Policy | None]] = []
+        self._groups: list[Group] = []
+        self._prompts: list[Row] = []
+        self._single: list[tuple[Row, Policy | None]] = []
         self.statistics = LayerStatistics()
         self.prompt_token_count = 0
 
@@ -117,6 +70,8 @@ class Worker:
     def close(self) -> None:
         """Ends the engine, or the connection to the daemon; sequences go."""
         self._prefill.close()
+        if self._decoders is not None:
+            self._decoders.close()
         self._sequences.close()
 
     def begin(self, plan: StepPlan, begins: dict[int, int]) -> None:
@@ -128,27 +83,46 @@ class Worker:
         """
         self._report = StepReport()
         self._groups, self._prompts, self._single = [], [], []
+        requests = sorted(plan.requests, key=lambda request: begins[request.key])
+        held: set[int] = set()
+        if self._decoders is not None:
+            others = {r.source.key for r in requests if r.source is not None}
+            together = [group for group, exact in self._together(requests) if not exact]
+            held = self._decoders.begin(together, others | set(plan.dropped))
         self._sequences.begin(plan)
-        rows = []
-        for request in sorted(plan.requests, key=lambda request: begins[request.key]):
+        rows = {}
+        for request in requests:
             try:
-                sequence = self._sequences.ready(request)
+                if request.key in held:
+                    sequence = self._sequences.held(request.key)
+                else:
+                    sequence = self._sequences.ready(request)
             except Lost as loss:
                 self._lose(request, loss)
                 continue
-            rows.append(_Row(request, begins[request.key], sequence))
-        self._arrange(rows)
+            rows[request.key] = Row(request, begins[request.key], sequence)
+        there = [row.plan for row in rows.values()]
+        for group, exact in self._together(there):
+            self._groups.append(self._group([rows[r.key] for r in group], exact))
+        self._prompts = [row for row in rows.values() if not _is_single(row.plan)]
 
-    def _arrange(self, rows: list[_Row]) -> None:
-        """Puts the requests together that are served together."""
-        client = self._sequences.client
-        limit = client.server_info.limits.attend_item_count_max
-        singles = [row for row in rows if row.is_single]
-        self._prompts = [row for row in rows if not row.is_single]
-        for policy, decodes in ((self._policy, True), (_EXACT, False)):
-            alike = [row for row in singles if row.plan.decodes is decodes]
+    def _together(
+        self, requests: list[PlannedRequest]
+    ) -> Iterator[tuple[list[PlannedRequest], bool]]:
+        """Requests of one token that are served together, and whether exactly."""
+        limit = self._sequences.client.server_info.limits.attend_item_count_max
+        for exact in (False, True):
+            alike = [r for r in requests if _is_single(r) and r.decodes is not exact]
             for first in range(0, len(alike), limit):
-                self._groups.append(_Group(client, alike[first : first + limit], policy))
+                yield alike[first : first + limit], exact
+
+    def _group(self, rows: list[Row], exact: bool) -> Group:
+        policy = _EXACT if exact else self._policy
+        if self._decoders is not None and not exact:
+            group = self._decoders.group(rows, policy)
+            if group is not None:
+                return group
+        return StepGroup(self._sequences.client, rows, policy, lambda: self.statistics)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
@@ -165,21 +139,31 @@ class Worker:
         for group in self._groups:
             if group.together:
                 try:
-                    results = group.attend(layer, q, k, v, out)
+                    group.attend(layer, q, k, v, out)
                 except spillway.SpillwayError as error:
-                    _logger.warning("a step of %d requests: %s", len(group.rows), error)
-                    group.close()
-                    group.together = False
-                    self._single += [(row, group.policy) for row in group.rows]
-                else:
-                    for result in results:
-                        self.statistics.add(result)
+                    self._part(group, layer, error)
         for row, policy in self._single:
-            self._serve(row, out, lambda r=row, p=policy: self._attend_one(r, p, layer, q, k, v))
+            self._serve(row, out, partial(self._attend_one, row, policy, layer, q, k, v))
         for row in self._prompts:
-            self._serve(row, out, lambda r=row: self._attend_prompt(r, layer, q, k, v))
+            self._serve(row, out, partial(self._attend_prompt, row, layer, q, k, v))
 
-    def _serve(self, row: _Row, out: torch.Tensor, serve: Callable[[], torch.Tensor]) -> None:
+    def _part(self, group: Group, layer: int, error: spillway.SpillwayError) -> None:
+        """Serves the rows of a group that has failed one by one, for the rest of the step."""
+        _logger.warning("a step of %d requests: %s", len(group.rows), error)
+        group.together = False
+        with contextlib.suppress(spillway.SpillwayError):
+            group.end()
+        if isinstance(group, DecoderGroup):
+            assert self._decoders is not None
+            self._decoders.let_go(group.rows)
+            if layer > 0:
+                # What its earlier layers have done on the GPU is not known.
+                for row in group.rows:
+                    row.alive = False
+                    self._lose(row.plan, Lost(error.message))
+        self._single += [(row, group.policy) for row in group.rows]
+
+    def _serve(self, row: Row, out: torch.Tensor, serve: Callable[[], torch.Tensor]) -> None:
         """Writes what it is served with; a request that cannot be served is lost."""
         if row.alive:
             try:
@@ -192,7 +176,7 @@ class Worker:
 
     def _attend_one(
         self,
-        row: _Row,
+        row: Row,
         policy: Policy | None,
         layer: int,
         q: torch.Tensor,
@@ -207,7 +191,7 @@ class Worker:
         return cast(torch.Tensor, result.out)
 
     def _attend_prompt(
-        self, row: _Row, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, row: Row, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Several tokens of one request, exactly, to all before them."""
         new = slice(row.begin, row.end)
@@ -232,7 +216,11 @@ class Worker:
             What was lost in it.
         """
         for group in self._groups:
-            group.close()
+            if group.together:
+                try:
+                    group.end()
+                except spillway.SpillwayError as error:
+                    self._part(group, 1, error)
         self._groups, self._prompts, self._single = [], [], []
         report, self._report = self._report, StepReport()
         report.gone, self._sequences.gone = self._sequences.gone, set()

@@ -10,6 +10,7 @@ from typing import Any
 
 from spillway.indices import KeyIndices, RotationHash
 from spillway.policy import Bound, Candidates, Policy, Selector, TopK, TopP
+from spillway.quality import QUALITIES, policy_of
 from spillway.transformers.support import Shapes
 
 from spillway_lab.evaluation.attends import Case
@@ -17,6 +18,7 @@ from spillway_lab.evaluation.indexing import DEFAULT_INDEX, Index, index_of_file
 from spillway_lab.evaluation.setting import Setting
 
 OURS = "ours"
+QUALITY = "quality"
 DEFAULT_BITS = RotationHash().bits_per_dim
 OUR_BASE = f"our {DEFAULT_BITS}-bit codes"
 OTHER_BASES = "all tokens"
@@ -169,7 +171,8 @@ def registry(setting: Setting, shapes: Shapes) -> list[Method]:
     made = []
     for base in bases(setting, shapes):
         made += _on_base(base, setting.token_count)
-    return [*made, _twilight_alone(), _magicpig(), *(_ours(bits) for bits in (2, 3, 4))]
+    ours = [_ours(bits) for bits in (2, 3, 4)]
+    return [*made, _twilight_alone(), _magicpig(), *ours, _qualities()]
 
 
 def _on_base(base: Base, token_count: int) -> list[Method]:
@@ -271,14 +274,22 @@ def _ours(bits: int) -> Method:
     return Method(name, label, OUR_BASE, kind, "epsilon", True, points)
 
 
+def _qualities() -> Method:
+    """The words of `spillway.quality` but `exact`, which is the reference."""
+    words = [word for word in QUALITIES[::-1] if word != "exact"]
+    points = tuple(Point(word, Case(DEFAULT_INDEX, policy_of(word) or Policy())) for word in words)
+    return Method(QUALITY, "quality in a word", OUR_BASE, OURS, "word", True, points)
+
+
 def chosen(methods: Sequence[Method], names: str) -> list[Method]:
-    """The methods that a list with commas names; all of an empty one.
+    """The methods that a list with commas names; all but `quality` of an empty one.
 
     Raises:
         ValueError: An unknown name.
     """
     if not names:
-        return list(methods)
+        # Its points are of ours.
+        return [method for method in methods if method.name != QUALITY]
     known = {method.name: method for method in methods}
     wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in known]

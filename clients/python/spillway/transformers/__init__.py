@@ -8,19 +8,32 @@ Importing this module registers the attention implementation `spillway`:
     with spillway.connect() as client, SpillwayCache(model.config, client) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-Prompts are attended locally and their K/V are appended to the daemon; every
-later step is appended and attended there. Each batch row is a sequence of its
-true length: left padding is never appended.
+Prompts are attended on the model's device and their K/V are appended to the
+daemon; every later step is appended and attended there. Each batch row is a
+sequence of its true length: left padding is never appended.
+docs/transformers.md tells what works.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from spillway.transformers.attention import left_padding_mask, spillway_attention
 from spillway.transformers.cache import SpillwayCache
+from spillway.transformers.generation import generate
+from spillway.transformers.memory import PromptMemory, prompt_memory
 from spillway.transformers.statistics import AttendEvent, CacheStatistics
 from spillway.transformers.support import UnsupportedModelError
+from spillway.transformers.texts import TokenMismatchError
 
 AttentionInterface.register("spillway", spillway_attention)
 AttentionMaskInterface.register("spillway", left_padding_mask)
 
-__all__ = ["AttendEvent", "CacheStatistics", "SpillwayCache", "UnsupportedModelError"]
+__all__ = [
+    "AttendEvent",
+    "CacheStatistics",
+    "PromptMemory",
+    "SpillwayCache",
+    "TokenMismatchError",
+    "UnsupportedModelError",
+    "generate",
+    "prompt_memory",
+]

@@ -14,7 +14,7 @@ from spillway.sequence import Sequence
 _THREAD_COUNT = 4
 # K/V that may be waiting or on their way, in the model's memory: beyond it the
 # model waits, but for one append.
-_BYTES_MAX = 2 << 30
+BYTES_MAX = 2 << 30
 
 
 class _Running(NamedTuple):
@@ -50,7 +50,7 @@ class Appends:
         """
         byte_count = k.nbytes + v.nbytes
         while self._running and (
-            self._running[0].future.done() or self._waiting_bytes() + byte_count > _BYTES_MAX
+            self._running[0].future.done() or self._waiting_bytes() + byte_count > BYTES_MAX
         ):
             self._wait()
         if self._error is not None:
@@ -89,6 +89,10 @@ class Appends:
 
     def abandon(self) -> None:
         """Waits until nothing runs; errors do not matter any more."""
+        if self._pool is not None:
+            # Also for one that an interruption kept from being noted.
+            self._pool.shutdown(wait=True)
+            self._pool = None
         while self._running:
             self._wait()
         self._error = None
@@ -99,7 +103,8 @@ class Appends:
     def _wait(self) -> None:
         """Waits for the oldest."""
         oldest = self._running[0]
-        self._error = self._error or oldest.future.exception()
+        error = oldest.future.exception()
+        self._error = self._error or error
         # Answers may have come in another order than the daemon gave them.
         oldest.sequence._forget()
         self._running.popleft()

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
-from spillway.transformers.layer import SpillwayLayer
+from spillway.transformers.handed import HandedLayer
 from spillway.transformers.support import UnsupportedModelError
 
 # Arguments with which some model kinds change the softmax.
-_REFUSED = ("softcap", "s_aux", "sliding_window", "position_bias")
+_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 def spillway_attention(
@@ -44,7 +47,7 @@ def spillway_attention(
     Returns:
         Output [B, T, H_q, d], and None for the weights.
     """
-    layer = SpillwayLayer.of(key)
+    layer = HandedLayer.of(key)
     if layer is None:
         raise RuntimeError(
             "the attention implementation 'spillway' needs past_key_values=SpillwayCache(...)"
@@ -58,6 +61,12 @@ def spillway_attention(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"this layer attends with {name}, which is not served")
+    window = kwargs.get("sliding_window")
+    if window is not None and window != layer.window:
+        raise UnsupportedModelError(
+            f"this layer attends within a sliding window of {window} tokens, by the config "
+            f"{'with full attention' if layer.window is None else f'of {layer.window}'}"
+        )
     if attention_mask is not None and attention_mask.ndim != 1:
         raise ValueError(
             f"the mask has {attention_mask.ndim} dimensions; spillway takes the 2-D mask of "
@@ -71,6 +80,33 @@ def spillway_attention(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
     )
     return out, None
+
+
+# transformers makes it anew for each forward.
+_SLIDING = sliding_window_causal_mask_function(1)
+
+
+def _is_causal(mask_function: Callable[..., Any]) -> bool:
+    """Whether it is the causal one, or that of a sliding window, and nothing more."""
+    if mask_function is causal_mask_function:
+        return True
+    parts, expected = _parts(mask_function), _parts(_SLIDING)
+    return (
+        len(parts) == len(expected) == 2
+        and _code(mask_function) is _code(_SLIDING)
+        and all(_code(mine) is _code(its) for mine, its in zip(parts, expected, strict=True))
+    )
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", function)
+
+
+def _parts(mask_function: Any) -> tuple[Any, ...]:
+    """The masks that a mask function intersects; none where it is of another kind."""
+    cells: tuple[Any, ...] = getattr(mask_function, "__closure__", None) or ()
+    contents = cells[0].cell_contents if len(cells) == 1 else ()
+    return contents if isinstance(contents, tuple) else ()
 
 
 def left_padding_mask(
@@ -93,7 +129,8 @@ def left_padding_mask(
         kv_length: Positions in all, padding included.
         q_offset: Unused.
         kv_offset: Must be 0.
-        mask_function: Must be the causal one.
+        mask_function: Must be the causal one, or that of a sliding window, which the layer
+            knows itself.
         attention_mask: 2-D mask [B, kv_length], False at padding.
         **kwargs: Unused.
 
@@ -101,8 +138,8 @@ def left_padding_mask(
         UnsupportedModelError: Another mask function.
         ValueError: Padding that is not on the left, or a mask of other size.
     """
-    if mask_function is not causal_mask_function or kv_offset != 0:
-        raise UnsupportedModelError("only plain causal masks are served")
+    if not _is_causal(mask_function) or kv_offset != 0:
+        raise UnsupportedModelError("only plain causal masks and sliding windows are served")
     if attention_mask is None:
         return None
     if tuple(attention_mask.shape) != (batch_size, kv_length):

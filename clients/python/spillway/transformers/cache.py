@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import weakref
 from types import TracebackType
@@ -14,16 +15,22 @@ from spillway.client import Client
 from spillway.indices import HashWeights, RotationHash
 from spillway.policy import Policy
 from spillway.prefill import BLOCK_TOKEN_COUNT
+from spillway.quality import chosen_policy
 from spillway.results import Model
 from spillway.sequence import Sequence
+from spillway.transformers.chats import Chats
+from spillway.transformers.handed import HandedLayer
 from spillway.transformers.layer import Shared, SpillwayLayer
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
+from spillway.transformers.sliding import SlidingLayer
 from spillway.transformers.statistics import CacheStatistics, OnAttend
-from spillway.transformers.support import shapes_of
+from spillway.transformers.support import shapes_of, windows_of
+from spillway.transformers.texts import Texts
+from spillway.transformers.unfinished import Unfinished
 
 
-class SpillwayCache(Cache):
+class SpillwayCache(Chats, Cache):
     """A cache whose K/V live in the daemon, one sequence per batch row.
 
     Use it with `model.set_attn_implementation("spillway")` and pass it as
@@ -42,6 +49,15 @@ class SpillwayCache(Cache):
     that has one more than `prefill_chunk_size`, chunks of one token, and the
     first tokens that a direct call of the model brings after `generate()` has
     done assisted decoding on the cache.
+
+    Of layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2) the newest K/V
+    stay on the model's device, those of the window and 128 tokens more, so that as many
+    can be removed again. The daemon's model has the other layers alone (`model_layers`), and
+    what hands a cache on, `save` and the like, refuses such models.
+
+    Ctrl-C or an exception in a forward leaves the cache as it was before: `length` says how
+    long that is, and the next use undoes the rest. `save` and `load` keep it, `detach` and
+    `attach` hand it on, `mark` and `truncate` go back to a turn.
 
     The sequences are deleted by `close()`, by `reset()`, at the end of a
     `with` block, or when the cache is collected. The daemon's model, which
@@ -63,6 +79,7 @@ class SpillwayCache(Cache):
         client: Client,
         *,
         policy: Policy | None = None,
+        quality: str | None = None,
         model: Model | None = None,
         hash_weights: HashWeights | None = RotationHash(),  # noqa: B008
         ttl: datetime.timedelta | float | None = None,
@@ -75,6 +92,8 @@ class SpillwayCache(Cache):
             config: The model's config.
             client: Connection to the daemon; must outlive the cache.
             policy: Policy of its sequences; None is the daemon's default.
+            quality: The same in a word: `exact`, `high`, `default` or `fast`
+                (`spillway.quality`). Not together with `policy`.
             model: The daemon's model to use, which a restarted daemon must be
                 given anew; None finds or creates one by the shapes, the keys'
                 dtype and the layers' scale.
@@ -89,23 +108,32 @@ class SpillwayCache(Cache):
         Raises:
             UnsupportedModelError: The model's attention is of a kind that the
                 daemon does not compute.
+            ValueError: Both `policy` and `quality`, or another word.
         """
         shapes = shapes_of(config)
         store = RowStore(
             client,
             shapes,
             model=model,
-            policy=policy,
+            policy=chosen_policy(policy, quality),
             hash_weights=hash_weights,
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
         )
-        self._build(Shared(store, on_attend))
+        self._build(Shared(store, on_attend), windows_of(config))
 
-    def _build(self, shared: Shared) -> None:
+    def _build(self, shared: Shared, windows: list[int | None]) -> None:
         self._shared = shared
-        layer_count = shared.store.shapes.layer_count
-        super().__init__(layers=[SpillwayLayer(shared, index) for index in range(layer_count)])
+        self._windows = windows
+        self._texts = Texts()
+        layers: list[HandedLayer] = []
+        for model_index, window in enumerate(windows):
+            if window is None:
+                layers.append(SpillwayLayer(shared, windows[:model_index].count(None), model_index))
+            else:
+                layers.append(SlidingLayer(shared, model_index, window))
+        shared.layer_count = len(layers)
+        Cache.__init__(self, layers=layers)
         # The store must not lead back to the cache, or it would never go.
         self._finalizer = weakref.finalize(self, shared.store.release)
 
@@ -130,7 +158,11 @@ class SpillwayCache(Cache):
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The rows' sequences; empty before the first forward."""
+        """The rows' sequences, all appended; empty before the first forward.
+
+        Raises:
+            SpillwayError: What an append has failed with.
+        """
         self._shared.store.suspend()
         return tuple(row.sequence for row in self._shared.store.rows)
 
@@ -159,6 +191,11 @@ class SpillwayCache(Cache):
         self._shared.store.request_policy = policy
 
     @property
+    def model_layers(self) -> tuple[int, ...]:
+        """The model's layers that the daemon's are: those with full attention."""
+        return tuple(index for index, window in enumerate(self._windows) if window is None)
+
+    @property
     def batch_size(self) -> int:
         """Rows; -1 before the first forward."""
         return len(self._shared.store.rows) or -1
@@ -173,7 +210,7 @@ class SpillwayCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hands a layer's new K/V to its attention function."""
         if layer_idx == 0:
-            self._check_lengths()
+            self._begin_forward()
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
@@ -189,13 +226,47 @@ class SpillwayCache(Cache):
         """Notes that assisted decoding begins, whose candidates are no prompt."""
         self._shared.phase.begin_assisted_decoding()
 
-    def _check_lengths(self) -> None:
-        lengths = {layer.length for layer in self.layers}
-        if len(lengths) > 1:
-            raise RuntimeError(
-                f"an earlier forward ended between layers (lengths {sorted(lengths)}); "
-                "call cache.reset()"
-            )
+    @property
+    def _sliding(self) -> list[SlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
+
+    def _begin_forward(self) -> None:
+        shared = self._shared
+        if shared.pending is not None and len(self.layers) == 1:
+            # With more layers the second one notices that nobody attends.
+            pending, shared.pending = shared.pending, None
+            pending.refuse()
+        self._settle()
+        self._begin(self.layers[0].length)
+
+    def _begin(self, length: int) -> None:
+        """Notes that rows will change: given up, the cache has `length` positions."""
+        shared = self._shared
+        rows = shared.store.rows
+        paddings = tuple(min(row.padding, length) for row in rows) if rows else None
+        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
+
+    def _settle(self) -> None:
+        """Undoes the forward that was interrupted, if one was."""
+        shared = self._shared
+        unfinished = shared.unfinished
+        if unfinished is None:
+            return
+        length = unfinished.undo(shared.store)
+        for layer in self._sliding:
+            layer.undo(length)
+        shared.pending = None
+        shared.phase = copy.copy(unfinished.phase)
+        self._set_length(length)
+        shared.unfinished = None
+
+    def _set_length(self, length: int) -> None:
+        for sliding in self._sliding:
+            sliding.cut(length)
+        for layer in self.layers:
+            layer.length = length
+            layer.is_initialized = layer.is_initialized and bool(self._shared.store.rows)
+        self._texts.cut(length)
 
     def _end_prompt(self) -> None:
         """Notes that the rows are about to change."""
@@ -216,10 +287,13 @@ class SpillwayCache(Cache):
         self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
+        self._settle()
         if self.sequences:
-            self._check_lengths()
             self._end_prompt()
             self._shared.store.select(indices)
+            for layer in self._sliding:
+                layer.select(indices)
+            self._texts.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens.
@@ -227,21 +301,28 @@ class SpillwayCache(Cache):
         Args:
             tokens_to_remove: Minus the number of tokens to remove, as
                 transformers passes it; 0 removes none.
+
+        Raises:
+            ValueError: More tokens than a layer with a sliding window can give up: it keeps
+                128 tokens more than the window.
         """
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number to remove that many tokens"
             )
+        self._settle()
         self._shared.phase.note_crop()
         if tokens_to_remove == 0 or not self.sequences:
             return
-        self._check_lengths()
-        self._end_prompt()
         # Assisted decoding counts on the model's device.
         length = max(self.layers[0].length + int(tokens_to_remove), 0)
+        for layer in self._sliding:
+            layer.check_cut(length)
+        self._end_prompt()
+        self._begin(length)
         self._shared.store.truncate(length)
-        for layer in self.layers:
-            layer.length = length
+        self._set_length(length)
+        self._shared.unfinished = None
 
     def fork(self) -> SpillwayCache:
         """Copies the cache; its sequences share the daemon's pages.
@@ -249,23 +330,31 @@ class SpillwayCache(Cache):
         The copy has its own statistics and no `on_attend`. `copy.deepcopy(cache)`
         does the same.
         """
-        self._check_lengths()
+        self._settle()
         made = SpillwayCache.__new__(SpillwayCache)
-        made._build(Shared(self._shared.store.fork(), None))
+        made._build(Shared(self._shared.store.fork(), None), self._windows)
         made._shared.phase = self._shared.phase.fork()
-        for mine, copy in zip(self.layers, made.layers, strict=True):
-            copy.length = mine.length
-            copy.is_initialized = mine.is_initialized
+        made._texts = self._texts.fork()
+        for mine, other in zip(self.layers, made.layers, strict=True):
+            other.length = mine.length
+            other.is_initialized = mine.is_initialized
+        for mine, other in zip(self._sliding, made._sliding, strict=True):
+            mine.fork_into(other)
         return made
 
     def reset(self) -> None:
         """Deletes the sequences and starts empty."""
         self._shared.store.release()
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self._shared.store.keeps = False
         self._shared.pending = None
+        self._shared.unfinished = None
         self._shared.phase = Phase()
+        self._texts = Texts()
         for layer in self.layers:
-            layer.length = 0
-            layer.is_initialized = False
+            layer.reset()
 
     def close(self) -> None:
         """Deletes the sequences; the cache is empty and may be used again."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
+from spillway.transformers.handed import HandedLayer
 from spillway.transformers.local import causal_attention
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
+from spillway.transformers.support import UnsupportedModelError
 from spillway.transformers.transfer import to_device
-
-_HANDLE = "_spillway_layer"
+from spillway.transformers.unfinished import Unfinished
 
 
 class Shared:
@@ -27,7 +25,11 @@ class Shared:
         # Whether the forward that runs brings tokens of a prompt.
         self.prompt = True
         # The layer whose K/V were handed out and wait for its attention.
-        self.pending: SpillwayLayer | None = None
+        self.pending: HandedLayer | None = None
+        # What has begun and not ended; None between forwards.
+        self.unfinished: Unfinished | None = None
+        # Of the model, those with a sliding window among them.
+        self.layer_count = store.shapes.layer_count
 
     def count(self) -> None:
         """Counts what was attended on the model's stream since."""
@@ -35,68 +37,16 @@ class Shared:
             self.statistics.add_sums(layer, sums)
 
 
-class SpillwayLayer(CacheLayerMixin):
-    """One layer of a `SpillwayCache`; transformers drives it.
+class SpillwayLayer(HandedLayer):
+    """A layer with full attention, whose K/V live in the daemon."""
 
-    `update` hands the new K/V through, marked, and the attention function
-    that receives them calls `attend`: only there are the mask, the scale and
-    the queries known.
-    """
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, shared: Shared, index: int) -> None:
-        super().__init__()
-        # None: what transformers looks for; they are in the daemon.
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+    def __init__(self, shared: Shared, index: int, model_index: int) -> None:
+        super().__init__(shared, model_index)
+        # The layer's number in the daemon's model.
         self.index = index
-        # Positions seen, left padding included.
-        self.length = 0
         self._shared = shared
 
-    @staticmethod
-    def of(key: torch.Tensor) -> SpillwayLayer | None:
-        """Returns the layer that handed these keys out, if one did."""
-        return getattr(key, _HANDLE, None)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Notes that the layer is in use."""
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hands the new K/V [B, H_kv, T, d] to the attention function, marked."""
-        if self._shared.pending is not None:
-            raise RuntimeError(
-                f"the K/V of layer {self._shared.pending.index} never reached the attention "
-                "implementation 'spillway'; call model.set_attn_implementation('spillway'), "
-                "or cache.reset() after a failure"
-            )
-        self.lazy_initialization(key_states, value_states)
-        # A tensor of its own: the mark must not stay on the caller's.
-        key_states = key_states.view_as(key_states)
-        setattr(key_states, _HANDLE, self)
-        self._shared.pending = self
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Returns the positions seen, left padding included."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns how many positions the mask covers, and where it starts."""
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Returns -1: the daemon's memory is the limit."""
-        return -1
-
-    def attend(
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -104,22 +54,11 @@ class SpillwayLayer(CacheLayerMixin):
         padding: list[int] | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Appends the new K/V and attends.
-
-        Args:
-            q: Queries [B, H_q, T, d].
-            k: New keys [B, H_kv, T, d].
-            v: New values, the same shape.
-            padding: Left padding of each row; None is what it was.
-            scaling: Factor on q.k.
-
-        Returns:
-            Output [B, T, H_q, d], zeros at padding.
-        """
+        """Appends the new K/V and attends."""
         shared = self._shared
-        shared.pending = None
         store = shared.store
         batch_size, _, query_count, _ = q.shape
+        self._check_shapes(q, k)
         store.open(batch_size, k.dtype, scaling)
         self._note_padding(padding)
         total = self.length + query_count
@@ -140,8 +79,17 @@ class SpillwayLayer(CacheLayerMixin):
             out = self._attend_here(q, k, v, starts, counts, scaling)
         else:
             out = self._attend_daemon(q, k, v, starts, counts)
-        self.length = total
         return out
+
+    def _check_shapes(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        has = (q.shape[1], k.shape[1], q.shape[3])
+        shapes = self._shared.store.shapes
+        expected = (shapes.query_head_count, shapes.kv_head_count, shapes.head_dim)
+        if has != expected or k.shape[3] != q.shape[3]:
+            raise UnsupportedModelError(
+                f"layer {self.model_index} has {has[0]} query heads, {has[1]} K/V heads and "
+                f"keys of {k.shape[3]} elements, the config says {expected}"
+            )
 
     def _note_padding(self, padding: list[int] | None) -> None:
         """Takes the padding of rows that are still empty, checks that of the others."""

@@ -18,6 +18,7 @@ from spillway.client import Client
 from spillway.decode import DecodeStream
 from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
 from spillway.indices import HashWeights
+from spillway.kept_decoder import KeptDecoder
 from spillway.policy import Policy
 from spillway.prefill import Prefill
 from spillway.results import AttendResult, Model
@@ -58,56 +59,6 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
         raise
 
 
-class _Decoding:
-    """A decoder of a cache's rows, what it was opened for, and what of it is counted."""
-
-    def __init__(
-        self,
-        client: Client,
-        sequences: SequenceABC[Sequence],
-        policy: Policy | None,
-        token_count: int,
-    ) -> None:
-        longest = max(sequence.token_count for sequence in sequences)
-        self.decoder = client.open_decoder(sequences, token_count=token_count, policy=policy)
-        self._policy = policy
-        self._room = self.decoder.token_count_max - longest
-        self._layer_count = self.decoder.layer_count
-        self._next_layer = self._layer_count
-        self._taken = [Sums() for _ in range(self._layer_count)]
-
-    def serves(self, policy: Policy | None, token_count: int) -> bool:
-        """Whether the next step is as those before, and there is room for it."""
-        same = policy == self._policy and token_count == self.decoder.token_count
-        return same and token_count <= self._room
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether all layers of the step are attended."""
-        return self._next_layer == self._layer_count
-
-    def next(self) -> None:
-        self.decoder.next()
-        self._room -= self.decoder.token_count
-        self._next_layer = 0
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False)
-        self._next_layer = layer + 1
-        return out
-
-    def take(self) -> list[tuple[int, Sums]]:
-        """What layers have been served since this was asked last."""
-        taken = []
-        for layer, before in enumerate(self._taken):
-            now = self.decoder.sums(layer)
-            names = [name for name, _ in Sums._fields_]
-            more = Sums(*(getattr(now, name) - getattr(before, name) for name in names))
-            taken.append((layer, more))
-            self._taken[layer] = now
-        return taken
-
-
 class RowStore:
     """Creates, forks, truncates and deletes the sequences of a cache's rows.
 
@@ -134,6 +85,8 @@ class RowStore:
         self._model_is_given = model is not None
         self._checked: tuple[Model, torch.dtype, float] | None = None
         self.rows: list[Row] = []
+        # Whether sequences outlive the cache.
+        self.keeps = False
         # Of the rows' prompts; they may go on between forwards.
         self.appends = Appends()
         self.prefill = Prefill(block_token_count=prefill_block_token_count)
@@ -146,7 +99,7 @@ class RowStore:
         self._announced: DecodeStep | None = None
         # On the model's stream, with an embedded engine on its GPU; policies that are
         # not served so.
-        self._decoding: _Decoding | None = None
+        self._decoding: KeptDecoder | None = None
         self._refused: list[Policy | None] = []
         # What decoders that are closed have served, not yet taken.
         self._served: list[tuple[int, Sums]] = []
@@ -188,10 +141,14 @@ class RowStore:
         except AlreadyExists:
             return self.client.get_model(f"models/{model_id}")
 
-    def _check_model(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
+    def check_shapes(self, model: Model) -> None:
+        """Raises ValueError where a model has other shapes than the config."""
         has = Shapes(model.layer_count, model.query_head_count, model.kv_head_count, model.head_dim)
         if has != self.shapes:
             raise ValueError(f"{model.name} has {has}, the config has {self.shapes}")
+
+    def _check_model(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
+        self.check_shapes(model)
         if f"torch.{model.dtype}" != str(dtype):
             raise ValueError(f"{model.name} holds {model.dtype}, the keys are {dtype}")
         if abs(model.softmax_scale - scaling) > 1e-6 * abs(scaling):
@@ -251,14 +208,16 @@ class RowStore:
             and self.request_policy not in self._refused
         )
 
-    def _open_decoding(self, token_count: int) -> _Decoding | None:
+    def _open_decoding(self, token_count: int) -> KeptDecoder | None:
         """What serves the next step; None where the policy is not served on streams."""
         policy, decoding = self.request_policy, self._decoding
         if decoding is not None and decoding.serves(policy, token_count):
             return decoding
         self.suspend()
         try:
-            return _Decoding(self.client, [row.sequence for row in self.rows], policy, token_count)
+            return KeptDecoder(
+                self.client, [row.sequence for row in self.rows], policy, token_count
+            )
         except SpillwayError as error:
             if error.code != "UNIMPLEMENTED":
                 raise
@@ -450,6 +409,10 @@ class RowStore:
     def truncate(self, length: int) -> None:
         """Cuts every row so that it ends at this padded position."""
         self.suspend()
+        self.cut(length)
+
+    def cut(self, length: int) -> None:
+        """The same where nothing is under way."""
         for row in self.rows:
             row.sequence.truncate(max(length - row.padding, 0))
             row.padding = min(row.padding, length)
@@ -472,8 +435,8 @@ class RowStore:
             made.rows.extend(Row(row.sequence.fork(), row.padding) for row in self.rows)
         return made
 
-    def release(self) -> None:
-        """Deletes the sequences; what the daemon lost already is no error."""
+    def abandon(self) -> None:
+        """Gives up what is under way; what of it was appended stays for now."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -482,6 +445,15 @@ class RowStore:
         self.prefill.close()
         # The client may be closed, and the engine gone with it.
         with suppress(SpillwayError, ValueError):
-            self.suspend()
+            self.end_decoding()
+
+    def drop(self) -> None:
+        """Parts with the rows: deletes their sequences unless these are to be kept."""
         rows, self.rows = self.rows, []
-        _delete(rows)
+        if not self.keeps:
+            _delete(rows)
+
+    def release(self) -> None:
+        """Deletes the sequences; what the daemon lost already is no error."""
+        self.abandon()
+        self.drop()

@@ -62,9 +62,7 @@ class CacheStatistics:
 
     def add_sums(self, layer: int, sums: Sums) -> None:
         """Counts what a decoder has served; its attends are not timed."""
-        ours = self.layers[layer]
-        for name, _ in Sums._fields_:
-            setattr(ours, name, getattr(ours, name) + getattr(sums, name))
+        self.layers[layer].add_sums(sums)
 
     def add(self, layer: int, result: AttendResult) -> None:
         """Counts one result."""

@@ -11,6 +11,9 @@ _SINK_MODELS = frozenset(
 )
 
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
 class UnsupportedModelError(ValueError):
     """The model's attention is of a kind that the daemon does not compute."""
 
@@ -20,7 +23,7 @@ class Shapes:
     """Shapes of a model's attention.
 
     Attributes:
-        layer_count: Transformer layers.
+        layer_count: Layers with full attention.
         query_head_count: Query heads per layer.
         kv_head_count: K/V heads per layer.
         head_dim: Elements of a key.
@@ -40,20 +43,30 @@ def shapes_of(config: Any) -> Shapes:
             decoder's part counts.
 
     Raises:
-        UnsupportedModelError: Sliding or chunked windows, other layer types,
-            a soft cap on the logits, latent attention, learned attention
-            sinks, ALiBi, shared K/V, or an encoder.
+        UnsupportedModelError: No layer with full attention, chunked windows,
+            other layer types, a soft cap on the logits, latent attention,
+            learned attention sinks, ALiBi, shared K/V, or an encoder.
     """
+    windows = windows_of(config)
     config = config.get_text_config(decoder=True)
-    for refusal in _refusals(config):
-        raise UnsupportedModelError(f"a {config.model_type} model cannot be served: {refusal}")
     query_heads = config.num_attention_heads
     return Shapes(
-        layer_count=config.num_hidden_layers,
+        layer_count=windows.count(None),
         query_head_count=query_heads,
         kv_head_count=getattr(config, "num_key_value_heads", None) or query_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
     )
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Reads each layer's sliding window, tokens, None for full attention; as `shapes_of`."""
+    config = config.get_text_config(decoder=True)
+    for refusal in _refusals(config):
+        raise UnsupportedModelError(f"a {config.model_type} model cannot be served: {refusal}")
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return [None] * config.num_hidden_layers
+    return [config.sliding_window if kind == _SLIDING else None for kind in layer_types]
 
 
 def _refusals(config: Any) -> list[str]:
@@ -69,11 +82,21 @@ def _refusals(config: Any) -> list[str]:
         reasons.append("its attention is not causal")
     layer_types = value("layer_types")
     if layer_types is not None:
-        others = sorted(set(layer_types) - {"full_attention"})
+        others = sorted(set(layer_types) - {_FULL, _SLIDING})
+        window = value("sliding_window")
         if others:
-            reasons.append(f"it has layers of the types {others}; only full_attention is served")
+            reasons.append(
+                f"it has layers of the types {others}; only {_FULL} and {_SLIDING} are served"
+            )
+        elif _FULL not in layer_types:
+            reasons.append("no layer has full attention")
+        elif _SLIDING in layer_types and not (isinstance(window, int) and window > 0):
+            reasons.append(f"it has {_SLIDING} layers, and a sliding window of {window} tokens")
     elif value("sliding_window") is not None and value("use_sliding_window") is not False:
-        reasons.append(f"it attends within a sliding window of {value('sliding_window')} tokens")
+        reasons.append(
+            "no layer has full attention: it attends within a sliding window of "
+            f"{value('sliding_window')} tokens"
+        )
     elif value("attention_chunk_size") is not None:
         reasons.append(f"it attends within chunks of {value('attention_chunk_size')} tokens")
     if value("attn_logit_softcapping"):

@@ -1,0 +1,432 @@
+"""Contexts whose K/V are four times what a small GPU has left beside the model.
+
+A Llama of the shape of Llama 3.2 1B with random weights, bf16, batch 1, on a GPU that is made
+small: what is left beside the weights is limited, for torch and for Spillway's engine
+together. Prompts of several lengths are read in chunks and tokens decoded after them, by
+transformers' own cache, its offloaded cache, and SpillwayCache with an engine in this
+process, until memory ends it; transformers' caches end after --seconds, too. First of all
+comes transformers' own cache on the whole GPU, whose attention and logits the others are
+compared with. Prints a line for each length, and writes the records and a plot.
+
+Queries are scaled so that attention is peaked: over the flat attention of random weights
+nothing but all rows would do. Spillway decodes by its default policy; the prompt, and the first
+step after it, are attended exactly, and must agree but for rounding.
+
+    python bench/gpu/small_gpu.py --out DIRECTORY
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Caches that grow are to fit into what others have freed.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import spillway
+import torch
+import transformers
+from spillway.transformers import SpillwayCache, prompt_memory
+from spillway_lab import serving
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES: dict[str, dict[str, int]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": 16,
+    },
+    # To try the program out.
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+    },
+}
+VOCABULARY = 1024
+# Deviation of the model's own keys and values, and how much larger queries are: logits
+# deviate by some seven.
+DEVIATION = 1.28
+QUERY_FACTOR = 4
+# Of the first layer's attention, whose input is the same: what rounding explains.
+TOLERANCE = 0.02
+# K/V over what is left.
+RATIOS = (0.25, 0.5, 1, 2, 4)
+WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
+    "transformers, whole GPU",
+    "transformers",
+    "transformers, offloaded cache",
+    "Spillway",
+)
+GIB = 1 << 30
+
+
+class Outcome(NamedTuple):
+    """What one prompt and the steps after it gave.
+
+    Attributes:
+        prompt_s: Seconds until the prompt's last token is read.
+        step_ms: Each step's milliseconds.
+        logits: After the prompt and after the first step, [2, vocabulary].
+        attention: Output of the first layer's attention at the same two tokens.
+    """
+
+    prompt_s: float
+    step_ms: list[float]
+    logits: torch.Tensor
+    attention: torch.Tensor
+
+
+class Bench:
+    """The model, and what is left beside it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.on_gpu = self.device.type == "cuda"
+        self.chunk: int = options.chunk
+        self.steps: int = options.steps
+        self.left = int(options.left * GIB)
+        config = LlamaConfig(
+            **SHAPES[options.shape],
+            vocab_size=VOCABULARY,
+            max_position_embeddings=1 << 21,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            initializer_range=DEVIATION / SHAPES[options.shape]["hidden_size"] ** 0.5,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(1)
+        with self.device:
+            model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        self.model = model.eval()
+        with torch.no_grad():
+            for layer in self.model.model.layers:
+                layer.self_attn.q_proj.weight *= QUERY_FACTOR
+        self.token_bytes = (
+            2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        )
+        tokens = [int(ratio * self.left / self.token_bytes) for ratio in RATIOS]
+        # Whole chunks.
+        self.lengths = [max(n // self.chunk, 1) * self.chunk for n in tokens]
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(VOCABULARY, (1, self.lengths[-1]), generator=generator)
+        self.ids = self.ids.to(self.device)
+
+    def limit(self, byte_count: int | None) -> None:
+        """Limits what torch may take beside the weights; None: no more."""
+        gc.collect()
+        if not self.on_gpu:
+            return
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        fraction = 1.0
+        if byte_count is not None:
+            fraction = min((torch.cuda.memory_reserved(self.device) + byte_count) / total, 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def run(self, cache: Any, length: int, tokens: list[int] | None) -> Outcome:
+        """Reads a prompt in chunks and decodes; the tokens: those to read, or its own."""
+        attention: list[torch.Tensor] = []
+        first = self.model.model.layers[0].self_attn.o_proj
+        hook = first.register_forward_pre_hook(
+            lambda _, inputs: attention.append(inputs[0][0, -1].float())
+        )
+        try:
+            self.synchronize()
+            begin = time.perf_counter()
+            for start in range(0, length, self.chunk):
+                attention.clear()
+                part = self.ids[:, start : start + self.chunk]
+                made = self.model(part, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+            self.synchronize()
+            prompt_s = time.perf_counter() - begin
+            logits = [made.float()]
+            times = []
+            for index in range(self.steps):
+                token = int(logits[-1].argmax()) if tokens is None else tokens[index]
+                begin = time.perf_counter()
+                ids = torch.full((1, 1), token, device=self.device)
+                made = self.model(ids, past_key_values=cache).logits[0, -1].float()
+                logits.append(made)
+                self.synchronize()
+                times.append(1000 * (time.perf_counter() - begin))
+        finally:
+            hook.remove()
+        # The first steps warm up, and of Spillway the first is the prompt's.
+        return Outcome(
+            prompt_s,
+            times[len(times) // 4 :],
+            torch.stack(logits[:2]),
+            torch.stack(attention[:2]),
+        )
+
+
+def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((mine - wanted).norm() / wanted.norm())
+
+
+def tokens_of(bench: Bench, outcome: Outcome) -> list[int]:
+    """What all decode, so that all do the same: the first token, and then the prompt's."""
+    return [int(outcome.logits[0].argmax()), *bench.ids[0, : bench.steps].tolist()]
+
+
+def attempt(run: Callable[[], Outcome]) -> Outcome | str:
+    """The outcome, or why there is none; nothing of what failed is held."""
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        return "torch is out of GPU memory"
+    except spillway.ResourceExhausted as error:
+        return f"the engine is out of memory: {error.message}"
+
+
+def measure(
+    bench: Bench,
+    way: str,
+    make: Callable[[], Any],
+    left: int | None,
+    seconds: float,
+    wanted: dict[int, Outcome],
+    records: list[dict[str, Any]],
+) -> None:
+    """One way, through the lengths, until it ends."""
+    begin, before = time.perf_counter(), 0.0
+    for length in bench.lengths:
+        known = wanted.get(length)
+        fields: dict[str, Any] = {
+            "name": way,
+            "tokens": length,
+            "kv_bytes": length * bench.token_bytes,
+        }
+        spent = time.perf_counter() - begin
+        # Twice as long takes up to four times as long.
+        if spent + 4 * before > seconds:
+            records.append({**fields, "ended": f"by its {seconds:.0f} seconds"})
+            print(f"{way:32} {length:8} tokens: not in time", flush=True)
+            return
+        bench.limit(left)
+        if bench.on_gpu:
+            torch.cuda.reset_peak_memory_stats(bench.device)
+        started = time.perf_counter()
+
+        def run(
+            length: int = length,
+            known: Outcome | None = known,
+            fields: dict[str, Any] = fields,
+        ) -> Outcome:
+            cache = make()
+            try:
+                made = bench.run(cache, length, None if known is None else tokens_of(bench, known))
+                if isinstance(cache, SpillwayCache):
+                    fields["rows_fraction"] = cache.statistics.rows_touched_fraction
+                    fields["certified_error_mean"] = cache.statistics.certified_error_mean
+                return made
+            finally:
+                if isinstance(cache, SpillwayCache):
+                    cache.close()
+
+        outcome = attempt(run)
+        before = time.perf_counter() - started
+        if isinstance(outcome, str):
+            records.append({**fields, "ended": outcome})
+            print(f"{way:32} {length:8} tokens: {outcome}", flush=True)
+            return
+        if known is None:
+            wanted[length] = known = outcome
+        step = statistics.median(outcome.step_ms)
+        fields |= {
+            "prompt_s": outcome.prompt_s,
+            "prompt_tokens_per_s": length / outcome.prompt_s,
+            "step_ms": step,
+            "tokens_per_s": 1000 / step,
+            "attention_relative_difference": difference(outcome.attention, known.attention),
+            "logits_relative_difference": difference(outcome.logits, known.logits),
+        }
+        if bench.on_gpu:
+            fields["torch_peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
+        records.append(fields)
+        print(
+            f"{way:32} {length:8} tokens: prompt {outcome.prompt_s:7.2f} s, "
+            f"{1000 / step:7.1f} tokens/s, attention differs by "
+            f"{fields['attention_relative_difference']:.2g}, logits by "
+            f"{fields['logits_relative_difference']:.2g}",
+            flush=True,
+        )
+
+
+def is_wrong(record: dict[str, Any]) -> bool:
+    """Whether its attention is not the reference's but for rounding; NaN is wrong."""
+    return not record.get("attention_relative_difference", 0.0) <= TOLERANCE
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    environment = records[0]
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for axes, field, label in zip(
+        panels,
+        ("tokens_per_s", "prompt_s"),
+        ("decoded tokens a second", "seconds of the prompt"),
+        strict=True,
+    ):
+        for index, way in enumerate((WHOLE, RESIDENT, OFFLOADED, SPILLWAY)):
+            of_way = [r for r in records if r["name"] == way]
+            points = [(r["tokens"], r[field]) for r in of_way if field in r]
+            if not points:
+                continue
+            style = ":" if way == WHOLE else "-"
+            axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{index}", label=way)
+            wrong = [(r["tokens"], r[field]) for r in of_way if field in r and is_wrong(r)]
+            if wrong:
+                label_wrong = f"{way}: its attention is wrong"
+                hollow: dict[str, Any] = {"mec": f"C{index}", "mfc": "white", "zorder": 3}
+                axes.plot(*zip(*wrong, strict=True), "o", label=label_wrong, **hollow)
+            for record in of_way:
+                if "ended" in record:
+                    kind = "time" if record["ended"].startswith("by") else "out of memory"
+                    axes.annotate(
+                        f"x {kind}",
+                        points[-1],
+                        (8, -3),
+                        textcoords="offset points",
+                        color=f"C{index}",
+                        fontsize=8,
+                    )
+        axes.axvline(
+            environment["left_bytes"] / environment["token_bytes"], color="gray", linewidth=0.8
+        )
+        axes.set_xscale("log", base=2)
+        lengths = sorted({r["tokens"] for r in records if "tokens" in r})
+        axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens of context (gray: its K/V are all that the GPU has left)")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.suptitle(
+        f"Llama of {environment['shape_name']}'s shape, {environment['left_bytes'] / GIB:.1f} GiB "
+        f"of GPU memory beside the weights ({environment['device']}, {environment['date']})",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--left", type=float, default=1.75, help="GiB beside the weights")
+    parser.add_argument(
+        "--engine", type=float, default=1.25, help="GiB of them that are the engine's"
+    )
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--block", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20, help="of transformers' caches")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, required=True, help="for small_gpu.json and .png")
+    options = parser.parse_args()
+    serving.prefer_library(ROOT / "build/release/daemon/spillwayd")
+    bench = Bench(options)
+    config = bench.model.config
+    engine_bytes = int(options.engine * GIB)
+    longest = bench.lengths[-1]
+    told = prompt_memory(
+        config,
+        token_count=longest,
+        chunk_token_count=bench.chunk,
+        block_token_count=options.block,
+    )
+    settings: dict[str, Any] = {
+        "memory.limit": longest * bench.token_bytes * 5 // 4 + 2 * GIB,
+        "device.name": options.device,
+    }
+    if bench.on_gpu:
+        settings["device.gpu_memory_limit"] = engine_bytes
+    with spillway.connect("embedded:", settings=settings) as client:
+        records: list[dict[str, Any]] = [
+            {
+                "name": "environment",
+                "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "device": client.server_info.devices[0].description,
+                "shape_name": options.shape,
+                "shape": SHAPES[options.shape],
+                "weight_bytes": sum(p.nbytes for p in bench.model.parameters()),
+                "token_bytes": bench.token_bytes,
+                "left_bytes": bench.left,
+                "engine_bytes": engine_bytes,
+                "limited": bench.on_gpu,
+                "chunk": bench.chunk,
+                "prompt_memory": told._asdict(),
+            }
+        ]
+        print(json.dumps(records[0]), flush=True)
+        wanted: dict[int, Outcome] = {}
+
+        def own(offloading: bool = False) -> Any:
+            bench.model.set_attn_implementation("sdpa")
+            return DynamicCache(config=config, offloading=offloading)
+
+        def spilled() -> Any:
+            bench.model.set_attn_implementation("spillway")
+            return SpillwayCache(config, client, prefill_block_token_count=options.block)
+
+        # What libraries allocate and choose at first use counts for none.
+        bench.limit(None)
+        for make in (own, spilled):
+            cache = make()
+            bench.run(cache, bench.lengths[0], None)
+            if isinstance(cache, SpillwayCache):
+                cache.close()
+            del cache
+        given: tuple[Any, ...] = (options.seconds, wanted, records)
+        # All lengths: the others are compared with it.
+        measure(bench, WHOLE, own, None, math.inf, wanted, records)
+        measure(bench, RESIDENT, own, bench.left, *given)
+        if bench.on_gpu:
+            measure(bench, OFFLOADED, lambda: own(True), bench.left, *given)
+        measure(bench, SPILLWAY, spilled, bench.left - engine_bytes, math.inf, wanted, records)
+        bench.limit(None)
+        records[0]["engine_gpu_bytes"] = client.get_server_info().devices[0].memory_used_bytes
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "small_gpu.json").write_text(json.dumps(records, indent=2) + "\n")
+    plot(records, options.out / "small_gpu.png")
+    wrong = [(r["name"], r["tokens"]) for r in records if is_wrong(r)]
+    if wrong:
+        print(f"small_gpu: attention differs from the reference: {wrong}")
+    # What transformers' caches do is theirs to mend.
+    if any(name == SPILLWAY for name, _ in wrong):
+        sys.exit(1)
+    reached = [r["tokens"] for r in records if r["name"] == SPILLWAY and "step_ms" in r]
+    if longest not in reached:
+        sys.exit(f"small_gpu: Spillway has not read {longest} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Chats that last: what a cache can do beside holding K/V for a model."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from spillway.client import Client
+from spillway.policy import Policy
+from spillway.results import Model
+from spillway.sequence import Sequence
+from spillway.transformers.rows import Row
+from spillway.transformers.support import UnsupportedModelError
+from spillway.transformers.texts import RowNote, Texts
+
+if TYPE_CHECKING:
+    from spillway.transformers.handed import HandedLayer
+    from spillway.transformers.layer import Shared
+
+Self = TypeVar("Self", bound="Chats")
+
+
+class Chats:
+    """Saves, loads, attaches and cuts a `SpillwayCache`, and knows its text."""
+
+    _shared: Shared
+    _texts: Texts
+    layers: list[HandedLayer]
+
+    def __init__(self, config: Any, client: Client, **options: Any) -> None:
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        raise NotImplementedError
+
+    def _set_length(self, length: int) -> None:
+        raise NotImplementedError
+
+    def _begin_empty(self) -> None:
+        raise NotImplementedError
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As of the cache."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """As of the cache."""
+        raise NotImplementedError
+
+    # What it holds.
+
+    @property
+    def length(self) -> int:
+        """Positions of whole forwards, left padding included.
+
+        After Ctrl-C or an exception in a forward: those before it. That forward is undone
+        when the cache is used next.
+        """
+        return self.layers[0].get_seq_length()
+
+    @property
+    def paddings(self) -> tuple[int, ...]:
+        """Left padding of each row, positions."""
+        return tuple(row.padding for row in self._shared.store.rows)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each row, without padding, as far as they are known.
+
+        A cache sees no tokens: `note_tokens` and `spillway.transformers.generate` tell it.
+        """
+        paddings = self.paddings or (0,) * len(self._texts.ids)
+        return [
+            ids[padding : self.length].tolist()
+            for ids, padding in zip(self._texts.ids, paddings, strict=False)
+        ]
+
+    def note_tokens(self, ids: torch.Tensor) -> None:
+        """Tells the text whose K/V the cache holds or will hold.
+
+        Args:
+            ids: [B, n], from the first position on, left padding included.
+        """
+        self._texts.note(ids)
+
+    def forget_tokens(self) -> None:
+        """Forgets the tokens; K/V stay."""
+        self._texts.ids = []
+
+    def check_tokens(self, ids: torch.Tensor) -> None:
+        """Compares a text with the one whose K/V the cache holds, as far as that is known.
+
+        Args:
+            ids: [B, n], all of the text, as a model would be given it.
+
+        Raises:
+            TokenMismatchError: The text is another, from `position` on, or shorter.
+        """
+        self._settle()
+        self._texts.check(ids, self.length, self.paddings)
+
+    # Turns.
+
+    @property
+    def turns(self) -> Mapping[str, int]:
+        """Where turns end, positions, by the names that `mark` gave."""
+        return MappingProxyType(self._texts.turns)
+
+    def mark(self, name: str) -> int:
+        """Names the present end of the text, for `truncate`; returns it.
+
+        A turn goes when the cache is cut before its end.
+        """
+        self._settle()
+        self._texts.turns[name] = self.length
+        return self.length
+
+    def truncate(self, to: int | str) -> None:
+        """Cuts the cache to a length or to the end of a turn.
+
+        What follows is appended from there. `fork()` before it makes a branch.
+
+        Args:
+            to: Positions to keep, left padding included, or a turn's name.
+
+        Raises:
+            KeyError: No such turn.
+            ValueError: More positions than there are.
+        """
+        self._settle()
+        if isinstance(to, str):
+            if to not in self._texts.turns:
+                raise KeyError(f"there is no turn {to!r}: {sorted(self._texts.turns)}")
+            to = self._texts.turns[to]
+        if not 0 <= to <= self.length:
+            raise ValueError(f"{to} positions are not in [0, {self.length}], the cache's length")
+        self.crop(to - self.length)
+
+    # Other processes.
+
+    def save(self, folder: str | Path, *, timeout: float | None = None) -> None:
+        """Saves K/V, tokens and turns, for `load`.
+
+        Saved again to the same folder, only what is new is written. Each batch row is
+        a snapshot of its own, folder/row-0 and so on (`Sequence.save`): of a batch, a save that
+        is interrupted between rows must be repeated before it loads.
+
+        Args:
+            folder: Of a daemon: a name below its setting `snapshots.folder`; of an
+                embedded engine any path.
+            timeout: Seconds for each row; None is no limit.
+
+        Raises:
+            ValueError: The cache is empty, or its tokens are more than can be kept.
+            SpillwayError: As of `Sequence.save`.
+        """
+        self._settle()
+        self._check_all_in_daemon()
+        store = self._shared.store
+        store.suspend()
+        if not store.rows:
+            raise ValueError("the cache is empty: there is nothing to save")
+        call = secrets.token_hex(8)
+        no_ids = torch.empty(0, dtype=torch.int64)
+        for index, row in enumerate(store.rows):
+            ids = self._texts.ids[index] if self._texts.ids else no_ids
+            note = RowNote(
+                save=call,
+                row=index,
+                row_count=len(store.rows),
+                length=self.length,
+                padding=row.padding,
+                turns=dict(self._texts.turns),
+                ids=ids[: self.length],
+            )
+            row.sequence.save(
+                _row_folder(folder, index), client_data=note.to_bytes(), timeout=timeout
+            )
+
+    @classmethod
+    def load(
+        cls: type[Self],
+        folder: str | Path,
+        config: Any,
+        client: Client,
+        *,
+        policy: Policy | None = None,
+        quality: str | None = None,
+        model: Model | None = None,
+        ttl: datetime.timedelta | float | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Self:
+        """Makes a cache of what `save` saved, in any process, by any engine.
+
+        Args:
+            folder: As `save` had it.
+            config: The model's config.
+            client: Connection to the daemon; must outlive the cache.
+            policy: Overrides the saved policy, field by field.
+            quality: The same in a word, as of `SpillwayCache`.
+            model: The daemon's model; None is the saved one, which is created where
+                it is missing (`Client.load_sequence`).
+            ttl: Idle time of the sequences; None is the saved one.
+            timeout: Seconds for each row; None is no limit.
+            **options: As of `SpillwayCache`.
+
+        Raises:
+            ValueError: The model has other shapes, or the rows are not of one save.
+            SpillwayError: As of `Client.load_sequence`.
+        """
+        made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
+        made._check_all_in_daemon()
+        rows = made._shared.store.rows
+        notes: list[RowNote] = []
+        try:
+            while not notes or len(notes) < notes[0].row_count:
+                sequence, packed = client.load_sequence(
+                    _row_folder(folder, len(notes)),
+                    model="" if model is None else model,
+                    policy=made._shared.store.policy,
+                    ttl=ttl,
+                    timeout=timeout,
+                )
+                rows.append(Row(sequence))
+                note = RowNote.from_bytes(packed)
+                _check_note(note, len(notes), notes[0] if notes else note, folder)
+                rows[-1].padding = note.padding
+                notes.append(note)
+            made._adopt(notes[0].length)
+        except BaseException:
+            made.close()
+            raise
+        made._texts.turns = dict(notes[0].turns)
+        if all(len(note.ids) for note in notes):
+            made._texts.ids = [note.ids for note in notes]
+        made._texts.cut(made.length)
+        return made
+
+    @classmethod
+    def attach(
+        cls: type[Self],
+        config: Any,
+        client: Client,
+        sequences: SequenceABC[str | Sequence],
+        *,
+        paddings: SequenceABC[int] | None = None,
+        tokens: torch.Tensor | None = None,
+        keep: bool = True,
+        **options: Any,
+    ) -> Self:
+        """Makes a cache of sequences that a daemon holds, of another process for example.
+
+        The other process must not go on with them: `detach` there. What a
+        step that was interrupted left in some layers is cut off.
+
+        Args:
+            config: The model's config.
+            client: Connection to the daemon that holds them; must outlive the cache.
+            sequences: A sequence for each batch row, or its name.
+            paddings: Left padding of each row; None is none.
+            tokens: The text, as of `note_tokens`, where it is known.
+            keep: Whether the sequences stay when the cache is closed, reset or collected.
+                Rows that beam search or `batch_select_indices` drop are deleted all the same.
+            **options: As of `SpillwayCache`; the sequences have their own policy and ttl.
+
+        Raises:
+            NotFound: One was deleted or has expired.
+            ValueError: The model has other shapes, or rows have other lengths.
+        """
+        if isinstance(sequences, str):
+            raise ValueError("sequences is a list of names, one for each batch row")
+        if paddings is not None and len(paddings) != len(sequences):
+            raise ValueError(f"{len(paddings)} paddings for {len(sequences)} sequences")
+        made = cls(config, client, **options)
+        made._check_all_in_daemon()
+        store = made._shared.store
+        store.keeps = True
+        handles = [
+            client.get_sequence(one if isinstance(one, str) else one.name) for one in sequences
+        ]
+        pads = [0] * len(handles) if paddings is None else list(paddings)
+        store.rows = [Row(handle, pad) for handle, pad in zip(handles, pads, strict=True)]
+        lengths = [row.padding + row.sequence.token_count for row in store.rows]
+        if len(set(lengths)) != 1:
+            raise ValueError(f"the rows end at the positions {lengths}: one of all is needed")
+        made._adopt(lengths[0])
+        for row in store.rows:
+            if len(set(row.sequence.layer_token_counts)) > 1:
+                row.sequence.truncate(row.sequence.token_count)
+        store.keeps = keep
+        if tokens is not None:
+            made.note_tokens(tokens)
+            made._texts.cut(made.length)
+        return made
+
+    def detach(self) -> tuple[str, ...]:
+        """Parts with the sequences, which stay in the daemon until their ttl; returns their names.
+
+        The cache is empty afterwards. `attach` takes them up, here or in another process; whoever
+        is done with them deletes them.
+        """
+        self._settle()
+        self._check_all_in_daemon()
+        store = self._shared.store
+        store.suspend()
+        names = tuple(row.sequence.name for row in store.rows)
+        store.abandon()
+        store.rows = []
+        self._set_length(0)
+        self._begin_empty()
+        return names
+
+    def _check_all_in_daemon(self) -> None:
+        """Raises UnsupportedModelError where some layers' K/V are in this process alone."""
+        here = [layer.model_index for layer in self.layers if layer.window is not None]
+        if here:
+            raise UnsupportedModelError(
+                f"the layers {here} have a sliding window, and their K/V are in this process "
+                "alone: such a cache is neither saved and loaded nor handed on"
+            )
+
+    def _adopt(self, length: int) -> None:
+        """Takes the store's rows, which have so many positions, for this cache's."""
+        store = self._shared.store
+        model = store.client.get_model(store.rows[0].sequence.model)
+        if any(row.sequence.model != model.name for row in store.rows):
+            raise ValueError("the rows' sequences are of several models")
+        store.check_shapes(model)
+        store.model = model
+        for layer in self.layers:
+            layer.length = length
+            layer.is_initialized = True
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses pickle and torch.save."""
+        raise TypeError(
+            "a SpillwayCache cannot be pickled: its K/V are in the daemon. cache.save(folder) and "
+            "SpillwayCache.load(folder, config, client) keep it; cache.detach() and "
+            "SpillwayCache.attach(config, client, names) hand it to another process"
+        )
+
+
+def _row_folder(folder: str | Path, row: int) -> str:
+    return f"{folder}/row-{row}"
+
+
+def _check_note(note: RowNote, row: int, first: RowNote, folder: str | Path) -> None:
+    """Whether a row belongs to the others."""
+    if note.row != row or not 0 < note.row_count or note.padding > note.length:
+        raise ValueError(f"{folder}/row-{row} was not saved as row {row}")
+    if (note.save, note.row_count, note.length) != (first.save, first.row_count, first.length):
+        raise ValueError(
+            f"{folder}: row {row} is of another save than row 0: the save was interrupted, save "
+            "again"
+        )

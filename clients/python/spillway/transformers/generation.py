@@ -1,0 +1,57 @@
+"""generate() on a cache that knows its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from spillway.transformers.cache import SpillwayCache
+
+
+class _Recorder(StoppingCriteria):
+    """Remembers the tokens so far; stops nothing."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Takes the tokens; transformers makes a new tensor at each step."""
+        self.ids = input_ids
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any) -> Any:
+    """Calls `model.generate(ids, past_key_values=cache, ...)` for a text that the cache may know.
+
+    The tokens are compared with those of the K/V that the cache holds already,
+    and noted as they come, so that a text can go on after Ctrl-C, after
+    `cache.save` and `SpillwayCache.load`, and is not taken for another one.
+    With `num_beams` or `num_return_sequences` the prompt's alone are noted.
+
+    Args:
+        model: A transformers model.
+        cache: Its cache, empty or of a text that `ids` begins with.
+        ids: The text so far, [B, n], all of it.
+        **kwargs: As of `generate`.
+
+    Raises:
+        TokenMismatchError: The cache holds another text; says from where on.
+    """
+    cache.check_tokens(ids)
+    length = cache.get_seq_length()
+    if 0 < length == ids.shape[1]:
+        # What follows is asked of the last token, whose K/V are made once more.
+        cache.crop(-1)
+    cache.note_tokens(ids)
+    recorder = _Recorder(ids)
+    criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or []), recorder])
+    try:
+        return model.generate(ids, past_key_values=cache, stopping_criteria=criteria, **kwargs)
+    finally:
+        if recorder.ids.shape[0] == ids.shape[0] == cache.batch_size:
+            cache.note_tokens(recorder.ids)

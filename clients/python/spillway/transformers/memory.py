@@ -1,0 +1,125 @@
+"""What a prompt in chunks takes of GPU memory beside the model's weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from spillway.prefill import BLOCK_TOKEN_COUNT, attend_bytes, buffer_bytes
+from spillway.transformers.appends import BYTES_MAX
+from spillway.transformers.sliding import SPARE_TOKEN_COUNT
+from spillway.transformers.support import shapes_of, windows_of
+
+# Of a key of 128 elements by codes of three bits a dimension (docs/adr/0024): 50 of codes and
+# norms, and a key's part of its page's centre.
+_CODE_BYTES_PER_ELEMENT = 53 / 128
+
+
+class PromptMemory(NamedTuple):
+    """Bytes at most, by what takes them.
+
+    Attributes:
+        buffers: Two blocks of one layer's K and V.
+        attend: What attending to the blocks allocates.
+        appends: New K/V that are still to be appended.
+        sliding: K/V that layers with a sliding window keep.
+        activations: Of one decoder layer, and the logits.
+        codes: The engine's, of all tokens: of `device.gpu_memory_limit`, not of torch's.
+    """
+
+    buffers: int
+    attend: int
+    appends: int
+    sliding: int
+    activations: int
+    codes: int
+
+    @property
+    def of_torch(self) -> int:
+        """Bytes that torch allocates: all but the codes."""
+        return sum(self) - self.codes
+
+
+def prompt_memory(
+    config: Any,
+    *,
+    token_count: int,
+    chunk_token_count: int,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    block_token_count: int = BLOCK_TOKEN_COUNT,
+    logits_token_count: int = 1,
+) -> PromptMemory:
+    """Bounds what a prompt in chunks takes of GPU memory, whatever its length but for codes.
+
+    Of models like Llama: a decoder layer of norms, four projections and a gated MLP. torch
+    holds more than it allocates; `max_memory_allocated` is what this bounds.
+
+    Args:
+        config: The model's config.
+        token_count: Tokens of each row, for the codes.
+        chunk_token_count: New tokens of each row in a forward (`prefill_chunk_size`).
+        batch_size: Rows.
+        dtype: Of weights, activations and K/V.
+        block_token_count: `SpillwayCache`'s `prefill_block_token_count`.
+        logits_token_count: Positions whose logits are computed; generate() asks for one.
+
+    Raises:
+        UnsupportedModelError: As `SpillwayCache`.
+    """
+    shapes, windows = shapes_of(config), windows_of(config)
+    config = config.get_text_config(decoder=True)
+    size = dtype.itemsize
+    tokens = batch_size * chunk_token_count
+    row_bytes = 2 * shapes.kv_head_count * shapes.head_dim * size
+    new_bytes = row_bytes * tokens
+    sliding = 0
+    for window in windows:
+        if window is not None:
+            kept = window - 1 + 2 * SPARE_TOKEN_COUNT
+            # What the last forward left, and what it found.
+            sliding += 2 * row_bytes * batch_size * kept
+    # One of them holds its rows and the new ones, beside what it held before and keeps then.
+    largest = max((window for window in windows if window is not None), default=0)
+    if largest:
+        sliding += row_bytes * batch_size * 2 * (largest + 2 * SPARE_TOKEN_COUNT) + new_bytes
+    heads = shapes.query_head_count + 2 * shapes.kv_head_count
+    hidden = config.hidden_size
+    activations = tokens * (
+        # The residual stream and what is added to it; norms compute in float32.
+        size * 4 * hidden
+        + 4 * 3 * hidden
+        # Projections, turned by their positions, and the attention's output.
+        + size * shapes.head_dim * (4 * heads + 2 * shapes.query_head_count)
+        + size * 4 * config.intermediate_size
+        # Cosines, sines, ids and positions.
+        + 4 * 4 * shapes.head_dim
+        + 64
+    ) + batch_size * logits_token_count * config.vocab_size * (size + 4)
+    return PromptMemory(
+        buffers=buffer_bytes(
+            kv_heads=shapes.kv_head_count,
+            head_dim=shapes.head_dim,
+            dtype=dtype,
+            block_token_count=block_token_count,
+        ),
+        # Rows are attended one after the other.
+        attend=attend_bytes(
+            query_heads=shapes.query_head_count,
+            head_dim=shapes.head_dim,
+            token_count=chunk_token_count,
+            dtype=dtype,
+        ),
+        appends=min(shapes.layer_count * new_bytes, BYTES_MAX + new_bytes),
+        sliding=sliding,
+        activations=activations,
+        codes=round(
+            batch_size
+            * shapes.layer_count
+            * shapes.kv_head_count
+            * token_count
+            * shapes.head_dim
+            * _CODE_BYTES_PER_ELEMENT
+        ),
+    )

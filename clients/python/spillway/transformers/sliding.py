@@ -1,0 +1,191 @@
+"""A layer with a sliding window, whose newest K/V stay in the model's process."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from spillway.prefill_kernels import window_attention
+from spillway.transformers.handed import Forward, HandedLayer
+
+# Tokens that can be removed again, once more than the window have been seen: assisted
+# decoding removes the candidates that were wrong.
+SPARE_TOKEN_COUNT = 128
+
+
+class _Held(NamedTuple):
+    """What a layer holds; tensors are never changed in place."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    padding: list[int] | None
+    length: int
+
+
+class SlidingLayer(HandedLayer):
+    """Keeps the window's K/V, and some more, on the model's device.
+
+    A row's left padding is kept with its tokens and never attended to. What was held before the
+    last forward is kept until the next one, for that may be interrupted in another layer.
+    """
+
+    is_sliding = True
+
+    def __init__(self, forward: Forward, model_index: int, window: int) -> None:
+        super().__init__(forward, model_index)
+        self.window = window
+        self._window = window
+        # Of each row; what is None is 0.
+        self._padding: list[int] | None = None
+        self._before: _Held | None = None
+
+    def fork_into(self, copy: SlidingLayer) -> None:
+        """Makes another layer hold what this one does."""
+        copy.keys, copy.values = self.keys, self.values
+        copy.length = self.length
+        copy.is_initialized = self.is_initialized
+        copy._padding = None if self._padding is None else list(self._padding)
+
+    def reset(self) -> None:
+        """Makes the layer empty."""
+        super().reset()
+        self._padding = None
+        self._before = None
+
+    def select(self, indices: list[int]) -> None:
+        """Makes row i what row indices[i] was."""
+        if self.keys is not None and self.values is not None:
+            rows = torch.tensor(indices, device=self.keys.device)
+            self.keys = self.keys.index_select(0, rows)
+            self.values = self.values.index_select(0, rows)
+        if self._padding is not None:
+            self._padding = [self._padding[index] for index in indices]
+        self._before = None
+
+    def undo(self, length: int) -> None:
+        """Makes it hold so many positions, after a forward that was interrupted.
+
+        Raises:
+            ValueError: As `check_cut`: an earlier forward was lost too.
+        """
+        if length == 0:
+            self.reset()
+            return
+        if self._before is not None and self._before.length >= length:
+            self.keys, self.values, self._padding, self.length = self._before
+        self.check_cut(length)
+        self.cut(length)
+
+    def check_cut(self, length: int) -> None:
+        """Checks that the layer can be cut to so many positions.
+
+        Raises:
+            ValueError: Rows that its window needs then are gone.
+        """
+        held = 0 if self.keys is None else self.keys.shape[2]
+        gone = self.length - held
+        # Before position `length` the window - 1 newest are needed, or all there are.
+        if gone > 0 and max(length - self._window + 1, 0) < gone:
+            most = self.length - gone - self._window + 1
+            raise ValueError(
+                f"{self.length - length} tokens cannot be removed: layer {self.model_index} has "
+                f"a sliding window of {self._window} tokens and has dropped those before it; "
+                f"{most} can, or cache.reset()"
+            )
+
+    def cut(self, length: int) -> None:
+        """Cuts the layer to so many positions; `check_cut` has passed."""
+        self._before = None
+        if self.keys is None or self.values is None or length >= self.length:
+            return
+        left = self.keys.shape[2] - (self.length - length)
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.length = length
+        if self._padding is not None:
+            self._padding = [min(value, length) for value in self._padding]
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        padding: list[int] | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Attends within the window."""
+        batch_size, _, query_count, _ = q.shape
+        if self.keys is not None and self.keys.shape[0] != batch_size:
+            raise ValueError(
+                f"the cache holds {self.keys.shape[0]} rows, the batch has {batch_size}"
+            )
+        paddings = self._noted(padding, batch_size)
+        if self.keys is not None and self.values is not None:
+            k = torch.cat([self.keys, k], dim=2)
+            v = torch.cat([self.values, v], dim=2)
+        total = self.length + query_count
+        # The position of the first row that is held.
+        first = total - k.shape[2]
+        seen = max(total - self._window, first)
+        if query_count == 1 and max(paddings) <= seen:
+            newest = slice(seen - first, None)
+            out = scaled_dot_product_attention(
+                q,
+                k[:, :, newest],
+                v[:, :, newest],
+                scale=scaling,
+                enable_gqa=q.shape[1] > k.shape[1],
+            ).transpose(1, 2)
+        else:
+            out = self._attend_rows(q, k, v, paddings, first, scaling)
+        self._before = _Held(self.keys, self.values, self._padding, self.length)
+        self._keep(k, v)
+        self._padding = paddings
+        return out.contiguous()
+
+    def _noted(self, padding: list[int] | None, batch_size: int) -> list[int]:
+        """Each row's padding: what it was, or of rows that are still empty what is given."""
+        known = self._padding if self._padding is not None else [0] * batch_size
+        if padding is None:
+            return known
+        for row, (before, given) in enumerate(zip(known, padding, strict=True)):
+            if given != before and self.length > before:
+                raise ValueError(
+                    f"row {row} has {before} padding positions in the cache, {given} in the "
+                    "attention mask"
+                )
+        return padding
+
+    def _attend_rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        paddings: list[int],
+        first: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        out = torch.zeros(
+            q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype, device=q.device
+        )
+        for row, padding in enumerate(paddings):
+            query = max(padding - self.length, 0)
+            if query == q.shape[2]:
+                continue
+            key = max(padding - first, 0)
+            out[row, query:] = window_attention(
+                q[row, :, query:].transpose(0, 1),
+                k[row, :, key:],
+                v[row, :, key:],
+                window=self._window,
+                scale=scaling,
+            )
+        return out
+
+    def _keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keeps the newest rows, and no memory of more than a few others."""
+        most = self._window - 1 + SPARE_TOKEN_COUNT
+        copies = k.shape[2] > most + SPARE_TOKEN_COUNT
+        kept = (x[:, :, -most:] for x in (k, v))
+        self.keys, self.values = (x.clone() if copies else x for x in kept)

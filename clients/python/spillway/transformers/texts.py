@@ -1,0 +1,190 @@
+"""What a cache knows of its text: tokens, and where turns end."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MAGIC = b"SPWCACHE1"
+# The daemon keeps so much for a client beside a sequence.
+_BYTES_MAX = 3 << 20
+# What the numbers of a text may unpack to: 2**32 tokens are more than a sequence has.
+_TOKENS_MAX = 1 << 32
+
+
+class TokenMismatchError(ValueError):
+    """A text is not the one whose K/V a cache holds.
+
+    Attributes:
+        row: The batch row, or None where lengths do not fit.
+        position: The first position that differs, left padding included.
+    """
+
+    def __init__(self, message: str, row: int | None = None, position: int | None = None) -> None:
+        super().__init__(message)
+        self.row = row
+        self.position = position
+
+
+class Texts:
+    """The tokens of a cache's rows, as far as they were told, and its turns.
+
+    Positions count left padding.
+    """
+
+    def __init__(self) -> None:
+        # [n] of each row, on the CPU; empty: nothing is known.
+        self.ids: list[torch.Tensor] = []
+        self.turns: dict[str, int] = {}
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Takes the tokens of all rows, [B, n], from the first position on."""
+        self.ids = [row.clone() for row in ids.detach().to("cpu", torch.int64)]
+
+    def check(self, ids: torch.Tensor, length: int, paddings: SequenceABC[int]) -> None:
+        """Compares tokens [B, n] with the known ones of the first `length` positions.
+
+        Raises:
+            TokenMismatchError: They differ, or are fewer.
+        """
+        if length == 0:
+            return
+        if ids.shape[1] < length:
+            raise TokenMismatchError(
+                f"the cache holds {length} positions and the ids have {ids.shape[1]}: truncate the "
+                "cache to what they share"
+            )
+        if ids.shape[0] != len(paddings):
+            raise TokenMismatchError(
+                f"the cache holds {len(paddings)} rows, the ids have {ids.shape[0]}"
+            )
+        for row, (known, padding) in enumerate(zip(self.ids, paddings, strict=False)):
+            end = min(len(known), length)
+            given = ids[row, :end].detach().to("cpu", torch.int64)
+            wrong = (given != known[:end]).nonzero().flatten()
+            wrong = wrong[wrong >= padding]
+            if len(wrong):
+                at = int(wrong[0])
+                raise TokenMismatchError(
+                    f"row {row} has token {int(known[at])} at position {at}, the ids have "
+                    f"{int(given[at])}: truncate the cache to {at} positions, or use another one",
+                    row,
+                    at,
+                )
+
+    def cut(self, length: int) -> None:
+        """Forgets what lies beyond the first `length` positions."""
+        self.ids = [row[:length] for row in self.ids]
+        self.turns = {name: end for name, end in self.turns.items() if end <= length}
+
+    def select(self, indices: SequenceABC[int]) -> None:
+        """Makes row i what row indices[i] was."""
+        if self.ids:
+            self.ids = [self.ids[index] for index in indices]
+
+    def fork(self) -> Texts:
+        """A copy."""
+        made = Texts()
+        made.ids = list(self.ids)
+        made.turns = dict(self.turns)
+        return made
+
+
+@dataclass(frozen=True)
+class RowNote:
+    """What is saved beside a row's K/V.
+
+    Attributes:
+        save: Of one call of `save`, the same for its rows.
+        row: Which row.
+        row_count: Of how many.
+        length: Positions of the cache, left padding included.
+        padding: The row's left padding.
+        turns: The cache's turns.
+        ids: The row's tokens that are known.
+    """
+
+    save: str
+    row: int
+    row_count: int
+    length: int
+    padding: int
+    turns: dict[str, int]
+    ids: torch.Tensor
+
+    def to_bytes(self) -> bytes:
+        """Packs it.
+
+        Raises:
+            ValueError: It is more than the daemon keeps.
+        """
+        header = {
+            "save": self.save,
+            "row": self.row,
+            "row_count": self.row_count,
+            "length": self.length,
+            "padding": self.padding,
+            "turns": self.turns,
+            "token_count": len(self.ids),
+        }
+        text = json.dumps(header).encode()
+        ids = zlib.compress(self.ids.numpy().astype("<i8").tobytes())
+        packed = _MAGIC + struct.pack("<I", len(text)) + text + ids
+        if len(packed) > _BYTES_MAX:
+            raise ValueError(
+                f"tokens and turns of row {self.row} take {len(packed)} bytes, and {_BYTES_MAX} "
+                "are kept: call cache.forget_tokens() to save without them"
+            )
+        return packed
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> RowNote:
+        """Reads it back.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            return cls._parsed(packed)
+        except (KeyError, TypeError, ValueError, struct.error, zlib.error) as error:
+            raise ValueError(f"this was not saved by SpillwayCache.save ({error})") from None
+
+    @classmethod
+    def _parsed(cls, packed: bytes) -> RowNote:
+        start = len(_MAGIC) + 4
+        if packed[: len(_MAGIC)] != _MAGIC:
+            raise ValueError("another beginning")
+        (size,) = struct.unpack("<I", packed[len(_MAGIC) : start])
+        header: dict[str, Any] = json.loads(packed[start : start + size])
+        numbers = {
+            name: _count(header[name])
+            for name in ("row", "row_count", "length", "padding", "token_count")
+        }
+        count = numbers.pop("token_count")
+        unpack = zlib.decompressobj()
+        # A few bytes could unpack to all memory.
+        ids = unpack.decompress(packed[start + size :], max(8 * count, 1))
+        if len(ids) != 8 * count or unpack.unconsumed_tail:
+            raise ValueError("another number of tokens")
+        turns = {str(name): _count(end) for name, end in header["turns"].items()}
+        return cls(
+            save=str(header["save"]),
+            turns=turns,
+            ids=torch.frombuffer(bytearray(ids), dtype=torch.int64) if count else _NO_IDS,
+            **numbers,
+        )
+
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _TOKENS_MAX:
+        raise ValueError(f"{value!r} is no count")
+    return value

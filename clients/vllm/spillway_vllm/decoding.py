@@ -1,0 +1,223 @@
+"""Requests of one token each that attend together. Without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import spillway
+import torch
+from spillway.attend_sums import LayerStatistics
+from spillway.kept_decoder import KeptDecoder
+from spillway.policy import Policy
+from spillway.sequence import Sequence
+from spillway.step import DecodeStep
+
+from spillway_vllm.step_plan import PlannedRequest
+
+
+@dataclass
+class Row:
+    """A request of the step, and which of the batch's tokens are its.
+
+    Attributes:
+        plan: The request.
+        begin: Position in the batch of its first token.
+        sequence: Its K/V.
+        alive: Whether it was not lost in this step.
+    """
+
+    plan: PlannedRequest
+    begin: int
+    sequence: Sequence
+    alive: bool = True
+
+    @property
+    def end(self) -> int:
+        """Position in the batch after its last token."""
+        return self.begin + self.plan.token_count
+
+
+class Group:
+    """Rows of one token each that attend by one policy.
+
+    Attributes:
+        rows: The rows, in the batch's order.
+        policy: Of them all; None is the engine's default.
+        together: Whether they are served together; each on its own from a failure on.
+    """
+
+    def __init__(self, rows: list[Row], policy: Policy | None) -> None:
+        self.rows = rows
+        self.policy = policy
+        self.together = True
+        first, last = rows[0].begin, rows[-1].begin
+        # A slice takes no copy of the tensors.
+        self._index: slice | torch.Tensor = slice(first, last + 1)
+        if last - first + 1 != len(rows):
+            self._index = torch.tensor([row.begin for row in rows])
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Appends and attends for all rows; tensors are the batch's, [N, H, d].
+
+        Raises:
+            SpillwayError: The first failure; some rows may be appended.
+        """
+        index = self._index
+        answer = self._attend(layer, q[index, None], k[index, :, None], v[index, :, None])
+        out[index] = answer[:, 0]
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Ends the step.
+
+        Raises:
+            SpillwayError: What the step has failed with, where that is known only now.
+        """
+        raise NotImplementedError
+
+
+class StepGroup(Group):
+    """Rows that an announced step serves: on any engine, with any policy."""
+
+    def __init__(
+        self,
+        client: spillway.Client,
+        rows: list[Row],
+        policy: Policy | None,
+        statistics: Callable[[], LayerStatistics],
+    ) -> None:
+        super().__init__(rows, policy)
+        self._client = client
+        self._statistics = statistics
+        self._step: DecodeStep | None = None
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        if self._step is None:
+            sequences = [row.sequence for row in self.rows]
+            self._step = self._client.begin_step(sequences, policy=self.policy)
+        answer: torch.Tensor
+        answer, _ = self._step.attend(layer, q, k, v)
+        for result in self._step.results():
+            self._statistics().add(result)
+        return answer
+
+    def end(self) -> None:
+        """Ends the step."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+
+class DecoderGroup(Group):
+    """Rows that a decoder serves on the model's stream."""
+
+    def __init__(
+        self,
+        kept: KeptDecoder,
+        rows: list[Row],
+        policy: Policy | None,
+        statistics: Callable[[], LayerStatistics],
+    ) -> None:
+        super().__init__(rows, policy)
+        self._kept = kept
+        self._statistics = statistics
+        self._begun = False
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        if not self._begun:
+            self._kept.next()
+            self._begun = True
+        return self._kept.attend(layer, q, k, v)
+
+    def end(self) -> None:
+        """Waits for the step, whose tokens belong to the sequences then."""
+        if self._begun:
+            self._kept.decoder.finish()
+            for _, sums in self._kept.take():
+                self._statistics().add_sums(sums)
+
+
+class Decoders:
+    """Decoders on the engine's GPU, kept while the same requests decode together.
+
+    Args:
+        client: The engine.
+        statistics: What is counted at the moment.
+    """
+
+    def __init__(self, client: spillway.Client, statistics: Callable[[], LayerStatistics]) -> None:
+        self._client = client
+        self._statistics = statistics
+        # By the keys of their requests; with the tokens that each sequence has.
+        self._kept: dict[tuple[int, ...], tuple[KeptDecoder, dict[int, int]]] = {}
+        self._refused = False
+
+    def begin(self, groups: list[list[PlannedRequest]], others: set[int]) -> set[int]:
+        """Lets go what the step's groups do not go on with.
+
+        Args:
+            groups: Requests that decode together.
+            others: Sequences that the step uses otherwise: drops, forks.
+
+        Returns:
+            Sequences that decoders hold still; they have the plan's tokens.
+        """
+        going_on = {tuple(r.key for r in group): group for group in groups}
+        held: set[int] = set()
+        for keys in list(self._kept):
+            _, counts = self._kept[keys]
+            group = going_on.get(keys)
+            if (
+                group is None
+                or others & set(keys)
+                or any(counts[request.key] != request.start for request in group)
+            ):
+                self._close(keys)
+            else:
+                held |= set(keys)
+        return held
+
+    def group(self, rows: list[Row], policy: Policy | None) -> DecoderGroup | None:
+        """Rows by a decoder; None where none serves them."""
+        keys = tuple(row.plan.key for row in rows)
+        kept = self._kept.get(keys)
+        if kept is not None and not kept[0].serves(policy, 1):
+            self._close(keys)
+            kept = None
+        if kept is None:
+            if self._refused:
+                return None
+            try:
+                decoder = KeptDecoder(self._client, [r.sequence for r in rows], policy, 1)
+            except spillway.SpillwayError as error:
+                # Of another policy no decoder is asked for.
+                self._refused = error.code == "UNIMPLEMENTED"
+                return None
+            kept = self._kept[keys] = decoder, {}
+        kept[1].update({row.plan.key: row.plan.start + 1 for row in rows})
+        return DecoderGroup(kept[0], rows, policy, self._statistics)
+
+    def let_go(self, rows: list[Row]) -> None:
+        """Closes the decoder of a group, whose sequences are used otherwise then."""
+        self._close(tuple(row.plan.key for row in rows))
+
+    def close(self) -> None:
+        """Closes all."""
+        for keys in list(self._kept):
+            self._close(keys)
+
+    def _close(self, keys: tuple[int, ...]) -> None:
+        kept = self._kept.pop(keys, None)
+        if kept is not None:
+            kept[0].decoder.close()

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <functional>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
+#include "host/base/mutex.h"
+
+namespace spillway {
+
+// Threads of calls that wait for files: one each, so that neither the threads that
+// serve calls nor those that compute wait with them. Thread-safe.
+class CallThreads {
+ public:
+  explicit CallThreads(int count_max) : count_max_(count_max) {}
+  // Waits until all that runs has ended.
+  ~CallThreads() {
+    const MutexLock lock(mutex_);
+    while (count_ > 0) ended_.Wait(mutex_);
+  }
+
+  // Runs it in a thread of its own. RESOURCE_EXHAUSTED, reason CALL_THREADS_EXHAUSTED, without
+  // having run it where the most run already.
+  absl::Status Run(std::function<void()> work) ABSL_LOCKS_EXCLUDED(mutex_) {
+    {
+      const MutexLock lock(mutex_);
+      if (count_ == count_max_) {
+        return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                              count_,
+                              " sequences are being saved or loaded already, the most at "
+                              "once: call again when one is done")),
+                          "CALL_THREADS_EXHAUSTED");
+      }
+      ++count_;
+    }
+    std::thread([this, work = std::move(work)]() mutable {
+      work();
+      work = nullptr;
+      const MutexLock lock(mutex_);
+      --count_;
+      ended_.NotifyAll();
+    }).detach();
+    return absl::OkStatus();
+  }
+
+ private:
+  const int count_max_;
+  Mutex mutex_;
+  CondVar ended_;
+  int count_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace spillway

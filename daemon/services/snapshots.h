@@ -1,0 +1,24 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/services/context.h"
+#include "daemon/snapshot/manifest.h"
+#include "host/device/cancel.h"
+#include "spillway/v1/sequence_service.pb.h"
+
+namespace spillway {
+
+// The two calls of snapshots, in the calling thread, which waits for files and for the
+// sequence's turn. Errors as the API says. Thread-safe.
+absl::Status SaveSequence(const ServiceContext& services, const v1::SaveSequenceRequest& request,
+                          const std::shared_ptr<CancelToken>& cancel,
+                          v1::SaveSequenceResponse& response);
+absl::Status LoadSequence(const ServiceContext& services, const v1::LoadSequenceRequest& request,
+                          const std::shared_ptr<CancelToken>& cancel,
+                          v1::LoadSequenceResponse& response);
+
+}  // namespace spillway
