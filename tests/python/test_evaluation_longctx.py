@@ -193,12 +193,19 @@ def test_longctx_from_end_to_end(
 ) -> None:
     folder, prose, code = tiny
 
-    def evaluate(*more: str) -> Any:
-        words = ["longctx", str(folder), str(code), str(prose), "--output", str(tmp_path)]
-        words += ["--daemon", target, "--preset", "small", "--lengths", str(LENGTH), *more]
-        answer = CliRunner().invoke(app, words, catch_exceptions=False)
+    def invoke(*words: object) -> Any:
+        own = ["longctx", folder, *words, "--output", tmp_path, "--daemon", target]
+        return CliRunner().invoke(app, [str(word) for word in own], catch_exceptions=False)
+
+    def evaluate(*more: object) -> Any:
+        answer = invoke(code, prose, "--preset", "small", "--lengths", LENGTH, *more)
         assert answer.exit_code == 0, answer.output
         return json.loads((tmp_path / "longctx.json").read_text())
+
+    def refused(*words: object) -> str:
+        answer = invoke(*words)
+        assert answer.exit_code == 1
+        return " ".join(answer.output.split("ValueError: ")[1].split())
 
     told = evaluate()
     names = [method["name"] for method in told["found"]["methods"]]
@@ -247,9 +254,11 @@ def test_longctx_from_end_to_end(
     assert "| ours, quality `default` |" in page
     assert f"{LENGTH:,} tokens" in page
     assert (tmp_path / "longctx.png").stat().st_size > 10_000
-    one = CliRunner().invoke(app, ["longctx", str(folder), str(prose), "--output", str(tmp_path)])
-    assert one.exit_code == 1
-    assert "a file of `spillway-lab eval sources`" in " ".join(one.output.split())
+    assert refused(code, prose, "--minutes", "0.00001") == "nothing was measured in the time given"
+    missing = "longctx takes a file of `spillway-lab eval sources` and at least one of prose"
+    assert refused(prose) == missing
+    assert refused(code) == missing
+    assert "there are small, gpu" in refused(code, prose, "--preset", "large")
 
 
 @pytest.fixture
@@ -273,7 +282,7 @@ def test_one_index_serves_all_as_their_own_do(bench: Workbench) -> None:
 
 
 def test_budgets_are_near_the_defaults_rows(bench: Workbench) -> None:
-    default = policy_of("default") or Policy()
+    default = Policy()
     rivals = {one.name: one for one in contenders(bench, 8192)}
     codes = comparable(rivals["codes"], {default: 0.1}.__getitem__, 8192)
     assert codes[0] == "0.084"

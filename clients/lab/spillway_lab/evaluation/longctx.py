@@ -20,14 +20,13 @@ import numpy.typing as npt
 import torch
 from spillway.indices import KeyIndices, RotationHash
 from spillway.policy import Policy, TopK
-from spillway.quality import QUALITIES, policy_of
 
 from spillway_lab.evaluation import asking, intervals, language, perplexity, results, sources
 from spillway_lab.evaluation.asking import Answer, Asked, Asker, digest_of, forks
 from spillway_lab.evaluation.attends import EXACT, Case
 from spillway_lab.evaluation.decoding import step
 from spillway_lab.evaluation.indexing import Index
-from spillway_lab.evaluation.methods import Method, registry
+from spillway_lab.evaluation.methods import OURS, QUALITY, Method, registry
 from spillway_lab.evaluation.perplexity import Arrays, arrays_of
 from spillway_lab.evaluation.tasks import TASKS, Maker, needles_at
 from spillway_lab.evaluation.workbench import Workbench
@@ -151,10 +150,9 @@ def contenders(bench: Workbench, length: int) -> list[Contender]:
         return Contender(method.name, label, method.kind, method.knob, points)
 
     made = [Contender("exact", "dense, quality `exact`", "dense", "", (("", EXACT),))]
-    for word in QUALITIES:
-        if word != "exact":
-            policy = policy_of(word) or Policy()
-            made.append(Contender(word, f"ours, quality `{word}`", "ours", "", (("", policy),)))
+    for point in known[QUALITY].points[::-1]:
+        label = f"ours, quality `{point.value}`"
+        made.append(Contender(point.value, label, OURS, "", (("", point.case.policy),)))
     made += [
         of(known["codes"], "our codes' top-k"),
         of(known["quest"], "Quest"),
@@ -181,7 +179,7 @@ def comparable(
     """
     if len(contender.points) == 1:
         return contender.points[0]
-    wanted = shares(policy_of("default") or Policy())
+    wanted = shares(Policy())
     value, policy = contender.points[0]
     if contender.kind == "top-k":
         fraction = float(f"{max(wanted - ALWAYS / length, 0.002):.2g}")
