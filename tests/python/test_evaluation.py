@@ -34,7 +34,7 @@ from spillway_lab.evaluation.methods import chosen, registry
 from spillway_lab.evaluation.recording import grid_of
 from spillway_lab.evaluation.retrieval import score, true_tops
 from spillway_lab.evaluation.setting import Setting
-from spillway_lab.evaluation.tasks import TASKS, needle_at, sized
+from spillway_lab.evaluation.tasks import TASKS, Question, needle_at, needles_at, sized
 from spillway_lab.evaluation.workbench import Workbench
 from spillway_lab.training.hash_mlp import (
     HashAttentionMlps,
@@ -348,17 +348,36 @@ def test_tasks_fit_and_are_scored(bench: Workbench) -> None:
         task = sized(maker, "7", sentences, lambda task: len(task.context.split()), 1500)
         assert task == sized(maker, "7", sentences, lambda task: len(task.context.split()), 1500)
         assert 1300 < len(task.context.split()) <= 1500, name
-        assert task.score(" ".join(task.answers).upper()) == 1
-        assert task.score("nothing") == 0
-        for answer in task.answers:
-            assert answer in task.context, name
-        assert len(set(task.answers)) == len(task.answers)
+        for question in task.questions:
+            assert question.score(" ".join(question.answers).upper()) == 1
+            assert question.ended(f"{' '.join(question.answers)} and")
+            assert question.score("nothing") == 0
+            assert not question.ended("nothing")
+            for answer in question.answers:
+                assert answer in task.context, name
+            assert len(set(question.answers)) == len(question.answers)
     first, last = (needle_at(depth)(random.Random(0), sentences, 100) for depth in (0, 1))
     assert first.context.index("magic numbers for") < 300
-    assert last.context.rstrip(".").endswith(last.answers[0])
+    assert last.context.rstrip(".").endswith(last.questions[0].answers[0])
+    several = needles_at((0, 0.5, 1))(random.Random(0), sentences, 100)
+    at = [several.context.index(question.answers[0]) for question in several.questions]
+    assert at[0] < 300
+    assert at[1] / len(several.context) == pytest.approx(0.5, abs=0.05)
+    assert several.context.rstrip(".").endswith(several.questions[2].answers[0])
     chain = TASKS["variable_tracking"](random.Random(0), sentences, 100)
-    at = [chain.context.index(f"VAR {name} =") for name in chain.answers]
+    at = [chain.context.index(f"VAR {name} =") for name in chain.questions[0].answers]
     assert at == sorted(at)
+
+
+def test_quoted_answers_are_compared_as_a_whole() -> None:
+    question = Question("?", "It is `", ("'utf-8'",), 8, quoted=True)
+    for given in ("utf-8`", '"UTF-8"` and', "'utf-8'\nmore", "utf-8"):
+        assert question.score(given) == 1, given
+    for wrong in ("utf-8-sig`", "`utf-8`", "", "utf"):
+        assert question.score(wrong) == 0, wrong
+    assert question.ended("x`")
+    assert question.ended("x\n")
+    assert not question.ended("utf-8")
 
 
 def test_needle_from_end_to_end(tiny: tuple[Path, Path], target: str, tmp_path: Path) -> None:

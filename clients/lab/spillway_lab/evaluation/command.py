@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import signal
 import sys
@@ -22,6 +23,7 @@ from spillway_lab.evaluation import (
     families,
     fidelity,
     guarantee,
+    longctx,
     needle,
     perplexity,
     presets,
@@ -29,6 +31,7 @@ from spillway_lab.evaluation import (
     results,
     retrieval,
     reuse,
+    sources,
 )
 from spillway_lab.evaluation import biases as model_biases
 from spillway_lab.evaluation.asking import ASKED
@@ -229,6 +232,30 @@ def _ruler(
     needle.run_ruler(bench, methods, _lengths(lengths), tasks, samples)
 
 
+def _longctx(
+    bench: Workbench,
+    preset: Annotated[
+        str, typer.Option(help="small, for minutes on two cores, or gpu, for minutes on an H200")
+    ] = "gpu",
+    lengths: Annotated[str, typer.Option(help="in tokens; the preset's by default")] = "",
+    rounds: Annotated[
+        int, typer.Option(min=0, help="of other contexts each; 0: as many as the preset's")
+    ] = 0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="no part is begun later than this; 0: all are")
+    ] = 0,
+) -> None:
+    """Accuracy and next tokens in long contexts, by length; TEXTS of `sources` and of prose."""
+    if preset not in longctx.PLANS:
+        raise ValueError(f"no preset {preset!r}; there are {', '.join(longctx.PLANS)}")
+    plan = longctx.PLANS[preset]
+    if lengths:
+        plan = dataclasses.replace(plan, lengths=tuple(_lengths(lengths)))
+    if rounds:
+        plan = dataclasses.replace(plan, rounds=rounds)
+    longctx.run(bench, plan, minutes)
+
+
 def _all(
     bench: Workbench,
     preset: Annotated[str, typer.Option(help="small, for minutes on two cores, or full")] = "full",
@@ -241,7 +268,18 @@ def _all(
     report.show(bench.setting.output, console)
 
 
-_RUNS = (_fidelity, _guarantee, _retrieval, _ablation, _perplexity, _needle, _ruler, _reuse, _all)
+_RUNS = (
+    _fidelity,
+    _guarantee,
+    _retrieval,
+    _ablation,
+    _perplexity,
+    _needle,
+    _ruler,
+    _longctx,
+    _reuse,
+    _all,
+)
 for _run in _RUNS:
     app.command(_run.__name__[1:])(_section(_run))
 app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity))
@@ -288,6 +326,25 @@ def _adversarial(
         client = exits.enter_context(connect(daemon))
         adversarial.run(client, output, wanted, plan, console)
     report.make(output, console)
+
+
+@app.command("sources")
+def _sources(
+    output: Annotated[Path, typer.Argument(help="text file to write", dir_okay=False)],
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="of Python's standard library; this Python's own by default",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Writes files of Python's standard library as one text, for `longctx`."""
+    with _told():
+        names = sources.write(output, folder)
+    size = output.stat().st_size
+    console.print(f"{output}: {len(names)} files, {size:,} bytes", soft_wrap=True)
 
 
 @app.command("report")

@@ -38,7 +38,7 @@ class Steps:
     """What some tokens gave one row.
 
     Attributes:
-        logits: After each token, float32 [T, vocabulary].
+        logits: After each token, or only the last, float32 [T or 1, vocabulary].
         rows: Rows touched by each KV head, [layers, T, H_kv].
         shares: The same of the visible, [layers, T, H_kv].
     """
@@ -103,7 +103,12 @@ def _attention_by(model: Any, forward: _Forward) -> Iterator[None]:
 
 
 def step(
-    model: Any, client: Client, rows: SequenceABC[Row], tokens: torch.Tensor, start: int
+    model: Any,
+    client: Client,
+    rows: SequenceABC[Row],
+    tokens: torch.Tensor,
+    start: int,
+    last_logits: bool = False,
 ) -> list[Steps]:
     """Decodes given tokens [B, T] at positions from `start` on, each row its own.
 
@@ -117,6 +122,7 @@ def step(
         rows: B sequences of `start` tokens.
         tokens: Token ids.
         start: Position of the first.
+        last_logits: Only those after the last token are wanted.
 
     Returns:
         What each row gave.
@@ -130,8 +136,13 @@ def step(
             positions = start + first + torch.arange(some.shape[1], device=model.device)
             with torch.inference_mode(), _attention_by(model, forward):
                 answer = model(
-                    input_ids=some, position_ids=positions.expand_as(some), use_cache=False
+                    input_ids=some,
+                    position_ids=positions.expand_as(some),
+                    use_cache=False,
+                    logits_to_keep=int(last_logits),
                 )
+            if last_logits:
+                logits.clear()
             logits.append(answer.logits.float().cpu())
             touched.append(np.array(forward.touched))
     whole = torch.cat(logits, dim=1)

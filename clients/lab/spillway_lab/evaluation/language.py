@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,15 @@ def load_tokenizer(model: str) -> Any:
     return from_pretrained(AutoTokenizer, model)
 
 
+@functools.cache
+def load_config(model: str) -> Any:
+    """A model's configuration, not to be changed; of a `.gguf` file it takes seconds."""
+    return from_pretrained(AutoConfig, model)
+
+
 def yarn_factor(model: str, token_count: int) -> float:
     """By how much YaRN stretches the model's positions to reach a length; 1: not at all."""
-    longest = from_pretrained(AutoConfig, model).max_position_embeddings
+    longest = load_config(model).max_position_embeddings
     return max(1.0, token_count / longest)
 
 
@@ -33,7 +41,7 @@ def load_model(model: str, device: str, factor: float) -> Any:
         factor: Of YaRN; 1 leaves the positions as they are.
     """
     logging.disable_progress_bar()
-    config = from_pretrained(AutoConfig, model)
+    config = copy.deepcopy(load_config(model))
     if factor > 1:
         longest = config.max_position_embeddings
         config.rope_parameters = {

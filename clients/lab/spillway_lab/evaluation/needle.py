@@ -70,8 +70,9 @@ def _run(
                 for sample in range(sample_count):
                     progress.update(bar, description=f"{length:,} tokens, {name}")
                     seed = f"{bench.setting.seed}-{length}-{name}-{sample}"
-                    found = asker.ask(asker.prompt(maker, seed), asked[length])
-                    answers.setdefault((length, name), []).append(found)
+                    answers.setdefault((length, name), []).extend(
+                        asker.ask(asker.prompts(maker, seed), asked[length])
+                    )
                     progress.advance(bar)
     parameters = {
         "lengths": list(lengths),

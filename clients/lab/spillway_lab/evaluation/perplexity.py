@@ -64,7 +64,7 @@ def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count:
             "points": [
                 {
                     "value": point.value,
-                    **_told(measured[point.case], dense, bench.setting.seed),
+                    **told_of(measured[point.case], dense, bench.setting.seed),
                 }
                 for point in points[method.name]
             ],
@@ -153,20 +153,33 @@ class _Forced:
         return self._dense
 
     def _decode(self, sequence: DaemonSequence, policy: Policy) -> Arrays:
-        dense = self._dense_logits()
-        steps = self._steps(sequence, policy)
-        log = torch.log_softmax(steps.logits, dim=-1)
         following = self.recording.tokens[self.start + 1 : self.start + 1 + self.token_count]
-        return {
-            "agrees": (log.argmax(-1) == dense.argmax(-1)).numpy(),
-            "divergence": (dense.exp() * (dense - log)).sum(-1).double().numpy(),
-            "nll": -log.gather(-1, following[:, None])[:, 0].double().numpy(),
-            "rows": steps.rows.mean(axis=(0, 2)),
-            "shares": steps.shares.mean(axis=(0, 2)),
-        }
+        return arrays_of(self._steps(sequence, policy), self._dense_logits(), following)
 
 
-def _told(parts: Sequence[Arrays], dense: Sequence[Arrays], seed: int) -> dict[str, Any]:
+def arrays_of(steps: Steps, dense: torch.Tensor, following: torch.Tensor) -> Arrays:
+    """What is kept of given tokens.
+
+    Args:
+        steps: That the tokens gave, T of them.
+        dense: Log-probabilities by exact attention [T, vocabulary].
+        following: The token after each [T].
+
+    Returns:
+        Of every token: whether the most likely next one is dense attention's,
+        divergence, negative log-likelihood, rows and their shares, [T] each.
+    """
+    log = torch.log_softmax(steps.logits, dim=-1)
+    return {
+        "agrees": (log.argmax(-1) == dense.argmax(-1)).numpy(),
+        "divergence": (dense.exp() * (dense - log)).sum(-1).double().numpy(),
+        "nll": -log.gather(-1, following[:, None])[:, 0].double().numpy(),
+        "rows": steps.rows.mean(axis=(0, 2)),
+        "shares": steps.shares.mean(axis=(0, 2)),
+    }
+
+
+def told_of(parts: Sequence[Arrays], dense: Sequence[Arrays], seed: int) -> dict[str, Any]:
     """What is told of one way of attending over all stretches."""
     blocks = {name: np.concatenate([_blocks(part[name]) for part in parts]) for name in parts[0]}
     dense_nll = np.concatenate([_blocks(part["nll"]) for part in dense])

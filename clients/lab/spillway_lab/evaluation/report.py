@@ -17,6 +17,7 @@ from spillway_lab.evaluation import (
     claims,
     fidelity_plots,
     guarantee_plots,
+    longctx_plots,
     needle_plots,
     perplexity_plots,
     results,
@@ -394,6 +395,91 @@ def _asked(told: Told) -> list[str]:
     ]
 
 
+def _longctx(told: Told) -> list[str]:
+    lengths, methods = told["parameters"]["lengths"], told["found"]["methods"]
+
+    def answers(point: Told) -> str:
+        found = point["all"]
+        low, high = (100 * bound for bound in found["more_interval"])
+        return (
+            f"{percent(point['row_share'])}: {_scored(found)}, "
+            f"{100 * found['more_than_dense']:+.0f} ({low:+.0f} to {high:+.0f})"
+        )
+
+    def tokens(point: Told) -> str:
+        texts = point["texts"].values()
+        divergences = " / ".join(f"{text['divergence']['mean']:.4f}" for text in texts)
+        agreements = " / ".join(f"{100 * text['agreement']['mean']:.1f}" for text in texts)
+        return f"{divergences}, {agreements} %"
+
+    def by_length(header: str, what: Callable[[Told], str]) -> list[str]:
+        rows = [(method["label"], *map(what, method["points"])) for method in methods]
+        return table((header, *(f"{n:,} tokens" for n in lengths)), rows)
+
+    def count(of: Callable[[Told], int]) -> str:
+        return ", ".join(f"{of(point):,}" for point in methods[0]["points"])
+
+    details = [
+        (
+            f"{n:,}",
+            method["label"],
+            f"{method['knob']} {point['value']}".strip() or "-",
+            *(_kind(point["kinds"].get(kind)) for kind in ("needles", "ruler", "sources")),
+            f"{point['all']['lost']}, {point['all']['won']}",
+            *(_given(point["texts"].get(text)) for text in ("code", "prose")),
+        )
+        for i, n in enumerate(lengths)
+        for method, point in ((method, method["points"][i]) for method in methods)
+    ]
+    header = "tokens|method|budget|needles|RULER|sources|lost, won|code|prose"
+    return [
+        f"{told['parameters']['intervals']}",
+        "",
+        f"{count(lambda point: point['all']['count'])} questions a length. Rows that a KV head "
+        "reads, of the visible; share of the answers given, in percent; what it is more than dense "
+        "attention's, in points. Budgets are those that read about as many rows as the default.",
+        "",
+        *by_length("rows: answers (95 %), to dense (95 %)", answers),
+        "",
+        f"{count(lambda point: point['texts']['code']['token_count'])} given tokens a length, of "
+        "code and as many of prose: divergence from dense attention (KL, nats), and how often the "
+        "most likely next token is dense attention's.",
+        "",
+        *by_length("KL, same next token: code / prose", tokens),
+        "",
+        "<details><summary>Every kind of question, and perplexity</summary>",
+        "",
+        "Lost, won: questions that dense attention answers better, and worse. Code, prose: KL, the "
+        "same next token, perplexity over dense attention's.",
+        "",
+        *table(header.split("|"), details),
+        "",
+        "</details>",
+    ]
+
+
+def _scored(found: Told) -> str:
+    low, high = (100 * bound for bound in found["interval"])
+    return f"{100 * found['score']:.0f} ({low:.0f}-{high:.0f})"
+
+
+def _kind(found: Told | None) -> str:
+    return "-" if found is None else f"{_scored(found)} of {found['count']}"
+
+
+def _given(found: Told | None) -> str:
+    if found is None:
+        return "-"
+    ratio, agreement, divergence = (
+        found[name] for name in ("perplexity_ratio", "agreement", "divergence")
+    )
+    return (
+        f"{divergence['mean']:.4f} ({between(divergence['interval'])}), "
+        f"{100 * agreement['mean']:.1f} % ({span(agreement['interval'])}), "
+        f"{ratio['mean']:.4f} ({between(ratio['interval'])})"
+    )
+
+
 def _reuse(told: Told) -> list[str]:
     found, parameters = told["found"], told["parameters"]
 
@@ -435,5 +521,6 @@ _SECTIONS: dict[
     "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),
     "needle": ("Needle", _asked, needle_plots.draw_needle),
     "ruler": ("Tasks after RULER", _asked, needle_plots.draw_ruler),
+    "longctx": ("Long contexts", _longctx, longctx_plots.draw),
     "reuse": ("Between steps", _reuse, reuse_plots.draw),
 }

@@ -31,6 +31,7 @@ SECTIONS = (
     "perplexity",
     "needle",
     "ruler",
+    "longctx",
     "reuse",
 )
 

@@ -32,6 +32,8 @@ KIND_COLOURS = {
     "vAttention": GREEN,
     "its lemmas": GREY,
     "MagicPIG": PURPLE,
+    "dense": BLACK,
+    "window": GREY,
 }
 
 

@@ -1,6 +1,6 @@
 """Tasks over long texts, made from templates after RULER (arXiv 2404.06654).
 
-Each makes a context of a wanted length, a question, and the strings that an
+Each makes a context of a wanted length, questions, and the strings that an
 answer must hold. The haystack is the evaluated text, where the template wants
 one.
 """
@@ -8,9 +8,11 @@ one.
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ADJECTIVES = (
     "amber ancient brave bright calm clever cold crisp curious daring deep eager early empty "
@@ -27,30 +29,63 @@ NOUNS = (
 
 
 @dataclass(frozen=True)
-class Task:
-    """A question over a context.
+class Question:
+    """What is asked about a context.
 
     Attributes:
-        context: What is read densely.
-        question: What follows it, and is decoded sparsely as the answer is.
+        text: What follows the context, and is decoded sparsely as the answer is.
         start: How the answer begins, in the model's mouth.
         answers: What it must hold, each worth the same.
         new_token_count: Tokens it may take.
+        quoted: The answer is one, and what comes before a backtick or the
+            line's end must be it, but for quotes, spaces and case.
     """
 
-    context: str
-    question: str
+    text: str
     start: str
     answers: tuple[str, ...]
     new_token_count: int
+    quoted: bool = False
 
     def score(self, answer: str) -> float:
-        """Share of the answers that a text holds, whatever their case."""
+        """Share of the answers that a text gives, whatever their case."""
+        if self.quoted:
+            return float(_plain(_quoted(answer)) == _plain(self.answers[0]))
         return sum(wanted.lower() in answer.lower() for wanted in self.answers) / len(self.answers)
 
+    def ended(self, answer: str) -> bool:
+        """Whether nothing that follows changes the score."""
+        if self.quoted:
+            return _quoted(answer) != answer
+        return self.score(answer) == 1
 
-# Makes a task out of so many of the sentences, or as long as if it did.
-Maker = Callable[[random.Random, Sequence[str], int], Task]
+
+def _quoted(answer: str) -> str:
+    """What comes before a backtick or the line's end."""
+    return re.split("[`\n]", answer, maxsplit=1)[0]
+
+
+def _plain(text: str) -> str:
+    """Without quotes and spaces, in lower case."""
+    return re.sub(r"[\s'\"]", "", text).lower()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions over a context.
+
+    Attributes:
+        context: What is read densely.
+        questions: Asked each by itself.
+    """
+
+    context: str
+    questions: tuple[Question, ...]
+
+
+# Makes a task out of so many pieces of a text (sentences, where the task does
+# not say otherwise), or as long as if it did.
+Maker = Callable[[random.Random, Sequence[Any], int], Task]
 
 
 def _keys(rng: random.Random, count: int) -> list[str]:
@@ -63,12 +98,18 @@ def _needle(key: str, value: str) -> str:
     return f"One of the special magic numbers for {key} is: {value}."
 
 
-def _ask(key: str) -> tuple[str, str]:
-    question = (
+def _ask(key: str, value: str) -> Question:
+    text = (
         f"\n\nWhat is the special magic number for {key} mentioned in the provided text? "
         "Answer with the number."
     )
-    return question, f"The special magic number for {key} mentioned in the provided text is"
+    start = f"The special magic number for {key} mentioned in the provided text is"
+    return Question(text, start, (value,), 10)
+
+
+def _value(rng: random.Random) -> str:
+    """A needle's number."""
+    return str(rng.randrange(1_000_000, 10_000_000))
 
 
 _BEFORE = (
@@ -79,13 +120,19 @@ _BEFORE = (
 
 def needle_at(depth: float) -> Maker:
     """One needle at a depth of the haystack, 0 its beginning and 1 its end."""
+    return needles_at((depth,))
+
+
+def needles_at(depths: Sequence[float]) -> Maker:
+    """A needle at each depth of one haystack, ascending, and a question for each."""
 
     def make(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
-        key, value = _keys(rng, 1)[0], str(rng.randrange(1_000_000, 10_000_000))
+        needles = [(key, _value(rng)) for key in _keys(rng, len(depths))]
         hay = list(sentences[:size])
-        hay.insert(round(depth * len(hay)), _needle(key, value))
-        question, start = _ask(key)
-        return Task(_BEFORE + " ".join(hay), question, start, (value,), 10)
+        # The last first, so that the others' places stay.
+        for depth, needle in reversed(list(zip(depths, needles, strict=True))):
+            hay.insert(round(depth * size), _needle(*needle))
+        return Task(_BEFORE + " ".join(hay), tuple(_ask(*needle) for needle in needles))
 
     return make
 
@@ -98,12 +145,11 @@ def single_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
 def multi_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
     """RULER's niah_multikey_1: four needles of different keys, one of them asked for."""
     keys = _keys(rng, 4)
-    values = [str(rng.randrange(1_000_000, 10_000_000)) for _ in keys]
+    values = [_value(rng) for _ in keys]
     hay = list(sentences[:size])
     for key, value in zip(keys, values, strict=True):
         hay.insert(rng.randrange(len(hay) + 1), _needle(key, value))
-    question, start = _ask(keys[0])
-    return Task(_BEFORE + " ".join(hay), question, start, (values[0],), 10)
+    return Task(_BEFORE + " ".join(hay), (_ask(keys[0], values[0]),))
 
 
 def variable_tracking(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
@@ -127,7 +173,8 @@ def variable_tracking(rng: random.Random, sentences: Sequence[str], size: int) -
         f"According to the chain of variable assignments in the text above, 5 variables are "
         f"assigned the value {value}, they are:"
     )
-    return Task(before + " ".join(hay), question, start, tuple(names), 40)
+    asked = Question(question, start, tuple(names), 40)
+    return Task(before + " ".join(hay), (asked,))
 
 
 def common_words(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
@@ -143,7 +190,8 @@ def common_words(rng: random.Random, sentences: Sequence[str], size: int) -> Tas
     )
     question = "\n\nWhat are the 10 most common words in the above list?"
     start = "The top 10 words that appear most often in the list are:"
-    return Task(before + numbered, question, start, tuple(common), 80)
+    asked = Question(question, start, tuple(common), 80)
+    return Task(before + numbered, (asked,))
 
 
 TASKS: dict[str, Maker] = {
@@ -157,7 +205,7 @@ TASKS: dict[str, Maker] = {
 def sized(
     maker: Maker,
     seed: str,
-    sentences: Sequence[str],
+    pieces: Sequence[Any],
     count_tokens: Callable[[Task], int],
     token_count: int,
 ) -> Task:
@@ -166,8 +214,8 @@ def sized(
     Args:
         maker: Of the task.
         seed: Of all its draws.
-        sentences: Of the haystack.
-        count_tokens: Tokens of a whole task's prompt and answer.
+        pieces: Of the haystack.
+        count_tokens: Tokens of a task's longest prompt and answer.
         token_count: Most of them.
 
     Raises:
@@ -175,13 +223,13 @@ def sized(
     """
 
     def made(size: int) -> Task:
-        return maker(random.Random(seed), sentences, size)
+        return maker(random.Random(seed), pieces, size)
 
     low, high = 1, 2
     while count_tokens(made(high)) <= token_count:
-        if high >= len(sentences):
-            raise ValueError(f"{len(sentences)} sentences do not fill {token_count:,} tokens")
-        low, high = high, min(2 * high, len(sentences))
+        if high >= len(pieces):
+            raise ValueError(f"{len(pieces)} pieces of text do not fill {token_count:,} tokens")
+        low, high = high, min(2 * high, len(pieces))
     if count_tokens(made(low)) > token_count:
         raise ValueError(f"no task fits {token_count:,} tokens")
     while high - low > max(1, high // 200):

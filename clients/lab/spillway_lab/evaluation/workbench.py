@@ -17,7 +17,6 @@ from spillway.client import Client, connect
 from spillway.indices import MlpHash
 from spillway.results import Model
 from spillway.transformers.support import Shapes, shapes_of
-from transformers import AutoConfig
 
 from spillway_lab import _console
 from spillway_lab.evaluation import calibration, language
@@ -77,7 +76,7 @@ class Workbench:
     @cached_property
     def shapes(self) -> Shapes:
         """Of the model's attention."""
-        return shapes_of(_console.from_pretrained(AutoConfig, self.setting.model))
+        return shapes_of(language.load_config(self.setting.model))
 
     @cached_property
     def tokenizer(self) -> Any:
