@@ -128,7 +128,8 @@ def step(
         What each row gave.
     """
     limit = client.server_info.limits.sparse_query_token_count_max
-    logits, touched = [], []
+    logits: list[torch.Tensor] = []
+    touched = []
     with client.decode() as stream:
         for first in range(0, tokens.shape[1], limit):
             some = tokens[:, first : first + limit].to(model.device)

@@ -417,7 +417,8 @@ def _longctx(told: Told) -> list[str]:
         return table((header, *(f"{n:,} tokens" for n in lengths)), rows)
 
     def count(of: Callable[[Told], int]) -> str:
-        return ", ".join(f"{of(point):,}" for point in methods[0]["points"])
+        counts = [f"{of(point):,}" for point in methods[0]["points"]]
+        return counts[0] if len(set(counts)) == 1 else ", ".join(counts)
 
     details = [
         (
