@@ -295,6 +295,9 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         strict=True,
     ):
         for index, way in enumerate((WHOLE, RESIDENT, OFFLOADED, SPILLWAY)):
+            if way == WHOLE and field == "tokens_per_s":
+                # It is there to compare with; that is no small GPU.
+                continue
             of_way = [r for r in records if r["name"] == way]
             points = [(r["tokens"], r[field]) for r in of_way if field in r]
             if not points:
@@ -323,11 +326,15 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axes.set_xscale("log", base=2)
         lengths = sorted({r["tokens"] for r in records if "tokens" in r})
         axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
-        axes.set_yscale("log")
+        if field == "prompt_s":
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens of context (gray: its K/V are all that the GPU has left)")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    panels[1].legend(fontsize=8, loc="upper left")
     figure.suptitle(
         f"Llama of {environment['shape_name']}'s shape, {environment['left_bytes'] / GIB:.1f} GiB "
         f"of GPU memory beside the weights ({environment['device']}, {environment['date']})",
