@@ -1,0 +1,143 @@
+"""The plugin's settings, and what it refuses, without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from spillway_vllm.guard import refusals
+from spillway_vllm.settings import Settings, settings_from
+
+
+class Model(SimpleNamespace):
+    """What the guard reads of vLLM's ModelConfig."""
+
+    def get_head_size(self) -> int:
+        return int(self.head_size)
+
+    def get_total_num_kv_heads(self) -> int:
+        return int(self.kv_heads)
+
+
+def _config(**more: Any) -> Any:
+    """A configuration that is served, but for what is given."""
+    given: dict[str, Any] = {
+        "use_mla": False,
+        "is_encoder_decoder": False,
+        "is_mm_prefix_lm": False,
+        "runner_type": "generate",
+        "dtype": torch.bfloat16,
+        "head_size": 128,
+        "kv_heads": 8,
+        "query_heads": 32,
+        "cache_dtype": "auto",
+        "speculative_config": None,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        **more,
+    }
+    model = Model(**given, model_arch_config=SimpleNamespace())
+    model.model_arch_config.total_num_attention_heads = given["query_heads"]
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(**given),
+        cache_config=SimpleNamespace(**given),
+        speculative_config=given["speculative_config"],
+    )
+
+
+def test_what_is_served() -> None:
+    assert refusals(_config()) == []
+    assert refusals(_config(cache_dtype="bfloat16", head_size=256, query_heads=128)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"speculative_config": object()}, "speculative decoding (--speculative-config)"),
+        (
+            {"pipeline_parallel_size": 4},
+            "pipeline parallelism (--pipeline-parallel-size 4); tensor parallelism is served",
+        ),
+        (
+            {"decode_context_parallel_size": 2},
+            "context parallelism (--decode-context-parallel-size 2)",
+        ),
+        (
+            {"prefill_context_parallel_size": 2},
+            "context parallelism (--prefill-context-parallel-size 2)",
+        ),
+        (
+            {"cache_dtype": "fp8"},
+            "a KV cache of another type than the model's (--kv-cache-dtype fp8)",
+        ),
+        ({"runner_type": "pooling"}, "a model that does not generate (--runner pooling)"),
+        ({"use_mla": True}, "multi-head latent attention (MLA)"),
+        ({"is_encoder_decoder": True}, "cross-attention: the model is an encoder-decoder"),
+        ({"is_mm_prefix_lm": True}, "prefixes of images that are attended from both sides"),
+        ({"head_size": 72}, "head_dim 72, which is no multiple of 16 up to 256"),
+        ({"head_size": 512}, "head_dim 512, which is no multiple of 16 up to 256"),
+        (
+            {"kv_heads": 1, "query_heads": 24},
+            "24 query heads a KV head, which is above 16",
+        ),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], expected: str) -> None:
+    """With the reason, and the option where it is one; alone and beside another."""
+    assert refusals(_config(**given)) == [expected]
+    if "use_mla" not in given:
+        assert set(refusals(_config(**{**given, "use_mla": True}))) == {
+            expected,
+            "multi-head latent attention (MLA)",
+        }
+
+
+def test_settings() -> None:
+    """All of them, and what they are by default; other variables are not read."""
+    assert settings_from({"PATH": "/bin", "VLLM_USE_V1": "1"}) == Settings(
+        target="embedded:",
+        memory="",
+        gpu_memory="",
+        device="",
+        quality="default",
+        kept_sequence_count=32,
+        reconnect_seconds=60.0,
+    )
+    given = {
+        "VLLM_SPILLWAY_MEMORY": "64GiB",
+        "VLLM_SPILLWAY_GPU_MEMORY": "8GiB",
+        "VLLM_SPILLWAY_DEVICE": "cuda:1",
+        "VLLM_SPILLWAY_QUALITY": "high",
+        "VLLM_SPILLWAY_KEPT_SEQUENCES": "0",
+        "VLLM_SPILLWAY_RECONNECT_SECONDS": "1.5",
+    }
+    assert settings_from(given) == Settings("embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5)
+    daemon = settings_from({"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock "})
+    assert daemon.target == "unix:/run/spillwayd.sock"
+    assert not daemon.embedded
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("QUALITY", "best", "'best' is not one of 'exact', 'high', 'default', 'fast'"),
+        ("KEPT_SEQUENCES", "-1", r"KEPT_SEQUENCES is '-1', not a whole number in \[0, 100000\]"),
+        ("KEPT_SEQUENCES", "many", "KEPT_SEQUENCES is 'many', not a whole number"),
+        ("RECONNECT_SECONDS", "nan", r"RECONNECT_SECONDS is 'nan', not seconds in \[0, 86400\]"),
+        ("RECONNECT_SECONDS", "soon", "RECONNECT_SECONDS is 'soon', not seconds"),
+        ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is no setting of spillway-vllm; those are VLLM_SPIL"),
+    ],
+)
+def test_wrong_settings(name: str, value: str, expected: str) -> None:
+    """The message names the variable, the value and what it may be."""
+    with pytest.raises(ValueError, match=expected):
+        settings_from({f"VLLM_SPILLWAY_{name}": value})
+
+
+def test_a_daemon_has_settings_of_its_own() -> None:
+    with pytest.raises(ValueError, match="VLLM_SPILLWAY_MEMORY is for an embedded engine"):
+        settings_from({"VLLM_SPILLWAY_TARGET": "unix:/x", "VLLM_SPILLWAY_MEMORY": "1GiB"})
