@@ -34,7 +34,7 @@ from spillway_lab.evaluation.methods import chosen, registry
 from spillway_lab.evaluation.recording import grid_of
 from spillway_lab.evaluation.retrieval import score, true_tops
 from spillway_lab.evaluation.setting import Setting
-from spillway_lab.evaluation.tasks import TASKS, Question, needle_at, needles_at, sized
+from spillway_lab.evaluation.tasks import TASKS, Question, needle_at, sized
 from spillway_lab.evaluation.workbench import Workbench
 from spillway_lab.training.hash_mlp import (
     HashAttentionMlps,
@@ -359,14 +359,12 @@ def test_tasks_fit_and_are_scored(bench: Workbench) -> None:
     first, last = (needle_at(depth)(random.Random(0), sentences, 100) for depth in (0, 1))
     assert first.context.index("magic numbers for") < 300
     assert last.context.rstrip(".").endswith(last.questions[0].answers[0])
-    several = needles_at((0, 0.5, 1))(random.Random(0), sentences, 100)
-    at = [several.context.index(question.answers[0]) for question in several.questions]
-    assert at[0] < 300
-    assert at[1] / len(several.context) == pytest.approx(0.5, abs=0.05)
-    assert several.context.rstrip(".").endswith(several.questions[2].answers[0])
+    middle = needle_at(0.5)(random.Random(0), sentences, 100)
+    at = middle.context.index(middle.questions[0].answers[0])
+    assert at / len(middle.context) == pytest.approx(0.5, abs=0.05)
     chain = TASKS["variable_tracking"](random.Random(0), sentences, 100)
-    at = [chain.context.index(f"VAR {name} =") for name in chain.questions[0].answers]
-    assert at == sorted(at)
+    places = [chain.context.index(f"VAR {name} =") for name in chain.questions[0].answers]
+    assert places == sorted(places)
 
 
 def test_quoted_answers_are_compared_as_a_whole() -> None:

@@ -28,7 +28,7 @@ from spillway_lab.evaluation.decoding import step
 from spillway_lab.evaluation.indexing import Index
 from spillway_lab.evaluation.methods import OURS, QUALITY, Method, registry
 from spillway_lab.evaluation.perplexity import Arrays, arrays_of
-from spillway_lab.evaluation.tasks import TASKS, Maker, needles_at
+from spillway_lab.evaluation.tasks import TASKS, Maker, needle_at
 from spillway_lab.evaluation.workbench import Workbench
 from spillway_lab.training.traces import read_text
 
@@ -54,7 +54,7 @@ class Plan:
     Attributes:
         lengths: Tokens of the contexts.
         rounds: So often everything that follows, on other contexts.
-        depths: Of the needles of one haystack, ascending.
+        depths: Of the needles, each in a haystack of its own.
         tasks: After RULER, a context each.
         source_contexts: Contexts of source files.
         questions: Most questions about each of those.
@@ -251,14 +251,17 @@ class _Run:
             asker = self._asker(length)
             for text in TEXTS:
                 yield f"{length:,} tokens, {text}", self._given_part(asker, text, number)
-            makers: list[tuple[str, str, Maker]] = [("needles", "", needles_at(plan.depths))]
+            # A haystack each: of several in one a model mixes up the keys.
+            makers: list[tuple[str, str, Maker]] = [
+                ("needles", f"depth {depth:g}", needle_at(depth)) for depth in plan.depths
+            ]
             makers += [("ruler", task, TASKS[task]) for task in plan.tasks]
             makers += [
                 ("sources", f"sources {i}", sources.questions_about(plan.questions))
                 for i in range(plan.source_contexts)
             ]
             for kind, cell, maker in makers:
-                name = f"{length:,} tokens, {cell or kind}"
+                name = f"{length:,} tokens, {cell if kind != 'needles' else f'needle, {cell}'}"
                 yield name, self._asked_part(asker, kind, cell, maker, number)
 
     def _asker(self, length: int) -> Asker:
@@ -275,16 +278,13 @@ class _Run:
             pieces: Sequence[Any] = self._pieces if kind == "sources" else ()
             prompts = asker.prompts(maker, seed, pieces)
             asked = [one for _, one in self._methods(asker)]
-            for i, (prompt, answers) in enumerate(
-                zip(prompts, asker.ask(prompts, asked), strict=True)
-            ):
-                depth = f"depth {self.plan.depths[i]:g}" if kind == "needles" else ""
+            for prompt, answers in zip(prompts, asker.ask(prompts, asked), strict=True):
                 question = prompt.question
                 self._outcomes.append(
                     Outcome(
                         length,
                         kind,
-                        depth or cell,
+                        cell,
                         question.text.strip(),
                         question.answers,
                         answers,

@@ -120,19 +120,12 @@ _BEFORE = (
 
 def needle_at(depth: float) -> Maker:
     """One needle at a depth of the haystack, 0 its beginning and 1 its end."""
-    return needles_at((depth,))
-
-
-def needles_at(depths: Sequence[float]) -> Maker:
-    """A needle at each depth of one haystack, ascending, and a question for each."""
 
     def make(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
-        needles = [(key, _value(rng)) for key in _keys(rng, len(depths))]
+        key, value = _keys(rng, 1)[0], _value(rng)
         hay = list(sentences[:size])
-        # The last first, so that the others' places stay.
-        for depth, needle in reversed(list(zip(depths, needles, strict=True))):
-            hay.insert(round(depth * size), _needle(*needle))
-        return Task(_BEFORE + " ".join(hay), tuple(_ask(*needle) for needle in needles))
+        hay.insert(round(depth * size), _needle(key, value))
+        return Task(_BEFORE + " ".join(hay), (_ask(key, value),))
 
     return make
 
