@@ -45,7 +45,9 @@ def _made(kind: str) -> Any:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **_SHAPES))
     if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=3, **_SHAPES))
+        # vLLM takes the width over the heads for head_dim.
+        shapes = {**_SHAPES, "num_attention_heads": 4}
+        return Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=3, **shapes))
     if kind == "gemma2":
         return Gemma2ForCausalLM(
             Gemma2Config(num_hidden_layers=2, query_pre_attn_scalar=32, **_SHAPES)
