@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from spillway_vllm.step_plan import StepPlan, StepReport
 from spillway_vllm.worker import Worker
 
-if TYPE_CHECKING:
-    from spillway_vllm.backend import SpillwayMetadata
 
+class Batch(Protocol):
+    """What vLLM tells of a batch."""
 
-class _Batch(Protocol):
-    def newest_blocks(self) -> list[tuple[int, int]]: ...
+    def newest_blocks(self) -> list[tuple[int, int]]:
+        """The block of each row's newest token, and where its first new token is."""
 
 
 class Attending:
@@ -40,7 +40,7 @@ class Attending:
     def attend(
         self,
         layer_name: str,
-        batch: SpillwayMetadata,
+        batch: Batch,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -64,7 +64,7 @@ class Attending:
         return self.worker.end()
 
 
-def begins_of(plan: StepPlan, batch: _Batch) -> dict[int, int]:
+def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
     """Where each request's first token is in the batch, by key.
 
     vLLM does not say which row is whose: their newest blocks do, each of which one request
