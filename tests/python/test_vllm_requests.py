@@ -27,6 +27,9 @@ def test_hashes_cover_all_before() -> None:
     assert block_hashes("", _tokens((9, 64), (2, 64)))[1] != some[1]
     assert block_hashes("adapter", _tokens((1, 64)))[0] != some[0]
     assert block_hashes("", _tokens((1, 63))) == []
+    longer = _tokens((1, 64), (2, 64), (3, 64))
+    assert block_hashes("", longer, some) == block_hashes("", longer)
+    assert block_hashes("", longer)[:2] == some
 
 
 def test_the_longest_rows_are_matched() -> None:

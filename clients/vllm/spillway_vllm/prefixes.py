@@ -13,21 +13,25 @@ from typing import NamedTuple
 BLOCK_TOKEN_COUNT = 64
 
 
-def block_hashes(salt: str, tokens: Sequence[int]) -> list[bytes]:
+def block_hashes(salt: str, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
     """Hashes of the prefixes of 64, 128, ... tokens.
 
     Args:
         salt: What else must be equal: an adapter, a cache salt.
         tokens: Token ids, each in [0, 2^63).
+        known: Hashes of their first blocks, which are not made again.
 
     Returns:
         One hash for each whole block, [T // 64], of all that is before its end.
     """
-    hashes = []
-    state = hashlib.blake2b(salt.encode(), digest_size=16, person=b"spillway-prefix")
-    for end in range(BLOCK_TOKEN_COUNT, len(tokens) + 1, BLOCK_TOKEN_COUNT):
-        state.update(array("q", tokens[end - BLOCK_TOKEN_COUNT : end]).tobytes())
-        hashes.append(state.copy().digest())
+    hashes = list(known)
+    before = hashes[-1] if hashes else salt.encode()
+    for block in range(len(hashes), len(tokens) // BLOCK_TOKEN_COUNT):
+        start = block * BLOCK_TOKEN_COUNT
+        data = array("q", tokens[start : start + BLOCK_TOKEN_COUNT]).tobytes()
+        hashed = hashlib.blake2b(before + data, digest_size=16, person=b"spillway-prefix")
+        before = hashed.digest()
+        hashes.append(before)
     return hashes
 
 

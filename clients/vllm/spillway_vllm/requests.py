@@ -172,7 +172,8 @@ class Requests:
             self._dropped.append(request.key)
             return
         rows = min(rows, len(tokens))
-        dropped = self._prefixes.keep(request.key, block_hashes(request.salt, tokens), rows)
+        hashes = block_hashes(request.salt, tokens, self._prefixes.hashes(request.key))
+        dropped = self._prefixes.keep(request.key, hashes, rows)
         self._dropped += dropped
         if request.key not in dropped:
             self._kept.append(request.key)

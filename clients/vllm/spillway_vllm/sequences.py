@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -14,6 +13,7 @@ from typing import TypeVar, cast
 import spillway
 import torch
 from spillway.sequence import Sequence
+from spillway.shared_model import shared_model
 from spillway.tensors import DTypeName
 
 from spillway_vllm.settings import PREFIX, Settings
@@ -139,20 +139,17 @@ class Sequences:
             shapes = self._shapes
             dtype = cast(DTypeName, str(shapes.dtype).removeprefix("torch."))
             named = {**asdict(shapes), "dtype": dtype}
-            text = json.dumps(named, sort_keys=True)
-            model_id = f"vllm-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
-            try:
-                self._model = self.client.create_model(
-                    model_id,
-                    layer_count=shapes.layer_count,
-                    query_head_count=shapes.query_head_count,
-                    kv_head_count=shapes.kv_head_count,
-                    head_dim=shapes.head_dim,
-                    dtype=dtype,
-                    softmax_scale=shapes.scale,
-                )
-            except spillway.AlreadyExists:
-                self._model = self.client.get_model(f"models/{model_id}")
+            self._model = shared_model(
+                self.client,
+                "vllm",
+                json.dumps(named, sort_keys=True),
+                layer_count=shapes.layer_count,
+                query_head_count=shapes.query_head_count,
+                kv_head_count=shapes.kv_head_count,
+                head_dim=shapes.head_dim,
+                dtype=dtype,
+                softmax_scale=shapes.scale,
+            )
         return self._model
 
     def patiently(self, call: Callable[[], _T]) -> _T:

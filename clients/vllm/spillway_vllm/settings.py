@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spillway.quality import policy_of
+
 PREFIX = "VLLM_SPILLWAY_"
 
 
@@ -91,8 +93,6 @@ def _value(variable: str, name: str, text: str) -> str | int | float:
             raise ValueError(f"{variable} is {text!r}, not seconds in [0, 86400]")
         return seconds
     if name == "quality":
-        from spillway.quality import policy_of  # noqa: PLC0415
-
         policy_of(text)
     return text.strip()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
@@ -16,13 +15,14 @@ import torch
 from spillway._native import Sums
 from spillway.client import Client
 from spillway.decode import DecodeStream
-from spillway.errors import AlreadyExists, NotFound, SpillwayError, Unavailable
+from spillway.errors import NotFound, SpillwayError, Unavailable
 from spillway.indices import HashWeights
 from spillway.kept_decoder import KeptDecoder
 from spillway.policy import Policy
 from spillway.prefill import Prefill
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
+from spillway.shared_model import shared_model
 from spillway.step import DecodeStep
 from spillway.tensors import DTypeName, gpu_uuid
 from spillway.transformers.appends import Appends
@@ -129,17 +129,15 @@ class RowStore:
         weights = None if self._hash_weights is None else asdict(self._hash_weights)
         kind = type(self._hash_weights).__name__
         spec = json.dumps([asdict(self.shapes), name, scaling, kind, weights])
-        model_id = f"hf-{hashlib.sha256(spec.encode()).hexdigest()[:20]}"
-        try:
-            return self.client.create_model(
-                model_id,
-                **asdict(self.shapes),
-                dtype=name,
-                softmax_scale=scaling,
-                hash_weights=self._hash_weights,
-            )
-        except AlreadyExists:
-            return self.client.get_model(f"models/{model_id}")
+        return shared_model(
+            self.client,
+            "hf",
+            spec,
+            **asdict(self.shapes),
+            dtype=name,
+            softmax_scale=scaling,
+            hash_weights=self._hash_weights,
+        )
 
     def check_shapes(self, model: Model) -> None:
         """Raises ValueError where a model has other shapes than the config."""

@@ -1,0 +1,31 @@
+"""A model that all who mean the same share."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from spillway.errors import AlreadyExists
+from spillway.results import Model
+
+if TYPE_CHECKING:
+    from spillway.client import Client
+
+
+def shared_model(client: Client, kind: str, spec: str, **options: Any) -> Model:
+    """Creates a model, or takes the one that an equal caller created.
+
+    Args:
+        client: The engine.
+        kind: Of the caller; the id begins with it.
+        spec: All that makes the model what it is; the id has its hash.
+        **options: As of `Client.create_model`.
+
+    Raises:
+        SpillwayError: As of `Client.create_model`, but for an id that is taken.
+    """
+    model_id = f"{kind}-{hashlib.sha256(spec.encode()).hexdigest()[:20]}"
+    try:
+        return client.create_model(model_id, **options)
+    except AlreadyExists:
+        return client.get_model(f"models/{model_id}")
