@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from spillway.policy import Policy, TopK
 from spillway.quality import policy_of
-from spillway_lab.evaluation import intervals, longctx, sources
+from spillway_lab.evaluation import intervals, longctx, report, sources
 from spillway_lab.evaluation.asking import Answer, Asker
 from spillway_lab.evaluation.attends import EXACT, Case
 from spillway_lab.evaluation.command import app
@@ -314,3 +314,49 @@ def test_accuracy_and_what_is_lost() -> None:
     assert (worse["lost"], worse["won"]) == (5, 1)
     low, high = worse["more_interval"]
     assert low < -1.5 / 20 < high
+
+
+def test_the_page_tells_all_lengths_together() -> None:
+    """Methods that differ in two of eight questions, and dense attention, the first."""
+
+    def point(length: int, row_share: float, score: float) -> dict[str, Any]:
+        found = {
+            "score": score,
+            "interval": [0, 1],
+            "count": 4,
+            "more_than_dense": 0,
+            "more_interval": [0, 0],
+            "lost": 0,
+            "won": 0,
+        }
+        mean = {"mean": 0.0, "interval": [0, 0]}
+        text = {"token_count": 1, "divergence": mean, "agreement": mean, "perplexity_ratio": mean}
+        return {
+            "length": length,
+            "value": "",
+            "row_share": row_share,
+            "all": found,
+            "kinds": {"needles": found},
+            "texts": {"code": text, "prose": text},
+        }
+
+    def method(label: str, row_share: float) -> dict[str, Any]:
+        return {"label": label, "knob": "", "points": [point(n, row_share, 1) for n in (10, 20)]}
+
+    told = {
+        "parameters": {"lengths": [10, 20], "intervals": ""},
+        "setting": {"seed": 0},
+        "found": {
+            "methods": [method("dense", 1), method("worse", 0.5), method("same", 0.5)],
+            "told_apart": [{"scores": [1, 0, 1]}, {"scores": [0.5, 0.75, 0.5]}],
+        },
+    }
+    lines = report._longctx(told)
+    dense, worse, same = (next(x for x in lines if x.startswith(f"| {w} |"))
+                          for w in ("dense", "worse", "same"))  # fmt: skip
+    assert dense.endswith("| 100 %: 100 (0-100) | - |")
+    # A loss of 1 and a gain of 0.25 of eight.
+    assert "| -9.4 (-" in worse
+    assert worse.endswith("), 1, 1 |")
+    # Wilson's bound of none in eight.
+    assert same.endswith("| +0.0 (-32.4 to +32.4), 0, 0 |")

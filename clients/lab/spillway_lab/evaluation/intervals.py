@@ -52,6 +52,17 @@ def of_mean(by_position: npt.NDArray[np.floating], seed: int) -> Interval:
     return bounds(values[resamples(len(values), seed)].mean(1))
 
 
+def of_difference(more: npt.NDArray[np.floating], seed: int) -> Interval:
+    """Interval of the mean of paired differences in [-1, 1], one of each draw [Q].
+
+    Where no pair differs it is Wilson's bound of none in as many, to both sides.
+    """
+    if more.any():
+        return of_mean(more, seed)
+    bound = wilson(0, len(more))[1]
+    return -bound, bound
+
+
 def wilson(share: float, count: float) -> Interval:
     """Wilson's score interval of a share of so many draws."""
     middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count)

@@ -421,17 +421,12 @@ def _accuracy(number: int, outcomes: Sequence[Outcome], seed: int) -> dict[str, 
     """A method's mean score, and what it is less than dense attention's."""
     own, dense = _scores(number, outcomes), _scores(0, outcomes)
     count, more = len(own), own - dense
-    if more.any():
-        between = intervals.of_mean(more, seed)
-    else:
-        bound = intervals.wilson(0, count)[1]
-        between = (-bound, bound)
     return {
         "score": own.mean(),
         "interval": intervals.wilson(float(own.mean()), count),
         "count": count,
         "more_than_dense": more.mean(),
-        "more_interval": between,
+        "more_interval": intervals.of_difference(more, seed),
         "lost": int((more < 0).sum()),
         "won": int((more > 0).sum()),
     }

@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from spillway_lab.evaluation import (
     claims,
     fidelity_plots,
     guarantee_plots,
+    intervals,
     longctx_plots,
     needle_plots,
     perplexity_plots,
@@ -400,6 +402,8 @@ def _longctx(told: Told) -> list[str]:
 
     def answers(point: Told) -> str:
         found = point["all"]
+        if point["row_share"] == 1:
+            return f"{percent(1)}: {_scored(found)}"
         low, high = (100 * bound for bound in found["more_interval"])
         return (
             f"{percent(point['row_share'])}: {_scored(found)}, "
@@ -412,14 +416,30 @@ def _longctx(told: Told) -> list[str]:
         agreements = " / ".join(f"{100 * text['agreement']['mean']:.1f}" for text in texts)
         return f"{divergences}, {agreements} %"
 
-    def by_length(header: str, what: Callable[[Told], str]) -> list[str]:
-        rows = [(method["label"], *map(what, method["points"])) for method in methods]
-        return table((header, *(f"{n:,} tokens" for n in lengths)), rows)
+    def by_length(header: str, what: Callable[[Told], str], *more: list[str]) -> list[str]:
+        """A row a method, a column a length; the last columns by heading and methods."""
+        columns = [[what(method["points"][i]) for method in methods] for i in range(len(lengths))]
+        labels = [method["label"] for method in methods]
+        rows = zip(labels, *columns, *(column[1:] for column in more), strict=True)
+        names = (*(f"{n:,} tokens" for n in lengths), *(column[0] for column in more))
+        return table((header, *names), rows)
 
     def count(of: Callable[[Told], int]) -> str:
         counts = [f"{of(point):,}" for point in methods[0]["points"]]
         return counts[0] if len(set(counts)) == 1 else ", ".join(counts)
 
+    together = ["all: to dense (95 %), lost, won", "-"]
+    asked = sum(point["all"]["count"] for point in methods[0]["points"])
+    for number in range(1, len(methods)):
+        # All methods score the other questions alike.
+        apart = [one["scores"][number] - one["scores"][0] for one in told["found"]["told_apart"]]
+        more = np.pad(apart, (0, asked - len(apart)))
+        seed = told["setting"]["seed"]
+        low, high = (100 * bound for bound in intervals.of_difference(more, seed))
+        together.append(
+            f"{100 * more.mean():+.1f} ({low:+.1f} to {high:+.1f}), {(more < 0).sum()}, "
+            f"{(more > 0).sum()}"
+        )
     details = [
         (
             f"{n:,}",
@@ -440,7 +460,7 @@ def _longctx(told: Told) -> list[str]:
         "reads, of the visible; share of the answers given, in percent; what it is more than dense "
         "attention's, in points. Budgets are those that read about as many rows as the default.",
         "",
-        *by_length("rows: answers (95 %), to dense (95 %)", answers),
+        *by_length("rows: answers (95 %), to dense (95 %)", answers, together),
         "",
         f"{count(lambda point: point['texts']['code']['token_count'])} given tokens a length, of "
         "code and as many of prose: divergence from dense attention (KL, nats), and how often the "
