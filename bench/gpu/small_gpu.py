@@ -260,11 +260,7 @@ def measure(
         if known is None:
             wanted[length] = known = outcome
         step = statistics.median(outcome.step_ms)
-        fields |= {
-            "prompt_s": outcome.prompt_s,
-            "prompt_tokens_per_s": length / outcome.prompt_s,
-            "step_ms": step,
-            "tokens_per_s": 1000 / step,
+        fields |= times(length, outcome.prompt_s, step) | {
             "attention_relative_difference": difference(outcome.attention, known.attention),
             "logits_relative_difference": difference(outcome.logits, known.logits),
         }
@@ -285,39 +281,43 @@ def is_wrong(record: dict[str, Any]) -> bool:
     return not record.get("attention_relative_difference", 0.0) <= TOLERANCE
 
 
+def times(token_count: int, prompt_s: float, step_ms: float) -> dict[str, float]:
+    """A prompt's and a step's, and what they come to."""
+    return {
+        "prompt_s": prompt_s,
+        "prompt_tokens_per_s": token_count / prompt_s,
+        "step_ms": step_ms,
+        "tokens_per_s": 1000 / step_ms,
+    }
+
+
+def check_alike(environment: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Raises ValueError where two runs differ in model, chunks, memory or GPU."""
+    for name in ("device", "shape_name", "left_bytes", "engine_bytes", "chunk"):
+        if environment[name] != earlier[name]:
+            raise ValueError(f"the runs differ in {name}: {environment[name]}, {earlier[name]}")
+
+
 def merged(records: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The faster prompt and step of each way and length; `runs` has all of them.
 
     Steps are launched by Python, so that other work on the host slows a run down.
-
-    Raises:
-        ValueError: The runs differ in model, chunks, memory or GPU.
     """
+    before = {(r["name"], r["tokens"]): r for r in earlier if "step_ms" in r}
     kept = []
-    for name in ("device", "shape_name", "left_bytes", "engine_bytes", "chunk"):
-        if records[0][name] != earlier[0][name]:
-            raise ValueError(f"the runs differ in {name}: {records[0][name]}, {earlier[0][name]}")
-    before = {(r["name"], r.get("tokens")): r for r in earlier[1:] if "step_ms" in r}
     for record in records:
         old = before.get((record["name"], record.get("tokens")))
         if old is not None and "step_ms" in record:
-            runs = [run for r in (old, record) for run in r.get("runs", [timed(r)])]
-            step = min(run["step_ms"] for run in runs)
+            runs = [
+                run
+                for of in (old, record)
+                for run in of.get("runs", [{name: of[name] for name in ("prompt_s", "step_ms")}])
+            ]
             prompt = min(run["prompt_s"] for run in runs)
-            record = record | {
-                "prompt_s": prompt,
-                "prompt_tokens_per_s": record["tokens"] / prompt,
-                "step_ms": step,
-                "tokens_per_s": 1000 / step,
-                "runs": runs,
-            }
+            step = min(run["step_ms"] for run in runs)
+            record = record | times(record["tokens"], prompt, step) | {"runs": runs}
         kept.append(record)
     return kept
-
-
-def timed(record: dict[str, Any]) -> dict[str, float]:
-    """The times of one run."""
-    return {name: record[name] for name in ("prompt_s", "step_ms")}
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
@@ -392,6 +392,7 @@ def main() -> None:
         "--earlier", type=Path, help="small_gpu.json of a run; the faster of both is kept"
     )
     options = parser.parse_args()
+    earlier = None if options.earlier is None else json.loads(options.earlier.read_text())
     serving.prefer_library(ROOT / "build/release/daemon/spillwayd")
     bench = Bench(options)
     config = bench.model.config
@@ -429,6 +430,9 @@ def main() -> None:
             }
         ]
         print(json.dumps(records[0]), flush=True)
+        if earlier is not None:
+            # Before it takes minutes to find out.
+            check_alike(records[0], earlier[0])
         wanted: dict[int, Outcome] = {}
 
         def own(offloading: bool = False) -> Any:
@@ -458,8 +462,8 @@ def main() -> None:
         measure(bench, SPILLWAY, spilled, bench.left - engine_bytes, math.inf, wanted, records)
         bench.limit(None)
         records[0]["engine_gpu_bytes"] = client.get_server_info().devices[0].memory_used_bytes
-    if options.earlier is not None:
-        records = merged(records, json.loads(options.earlier.read_text()))
+    if earlier is not None:
+        records = merged(records, earlier)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "small_gpu.json").write_text(json.dumps(records, indent=2) + "\n")
     plot(records, options.out / "small_gpu.png")

@@ -399,15 +399,27 @@ def _asked(told: Told) -> list[str]:
 
 def _longctx(told: Told) -> list[str]:
     lengths, methods = told["parameters"]["lengths"], told["found"]["methods"]
+    asked = sum(point["all"]["count"] for point in methods[0]["points"])
 
-    def answers(point: Told) -> str:
+    def answers(number: int, point: Told) -> str:
         found = point["all"]
-        if point["row_share"] == 1:
-            return f"{percent(1)}: {_scored(found)}"
+        own = f"{percent(point['row_share'])}: {_scored(found)}"
+        if number == 0:
+            return own
         low, high = (100 * bound for bound in found["more_interval"])
+        return f"{own}, {100 * found['more_than_dense']:+.0f} ({low:+.0f} to {high:+.0f})"
+
+    def of_all_lengths(number: int) -> str:
+        if number == 0:
+            return "-"
+        # All methods score the other questions alike.
+        apart = [one["scores"][number] - one["scores"][0] for one in told["found"]["told_apart"]]
+        more = np.pad(apart, (0, asked - len(apart)))
+        seed = told["setting"]["seed"]
+        low, high = (100 * bound for bound in intervals.of_difference(more, seed))
         return (
-            f"{percent(point['row_share'])}: {_scored(found)}, "
-            f"{100 * found['more_than_dense']:+.0f} ({low:+.0f} to {high:+.0f})"
+            f"{100 * more.mean():+.1f} ({low:+.1f} to {high:+.1f}), {(more < 0).sum()}, "
+            f"{(more > 0).sum()}"
         )
 
     def tokens(point: Told) -> str:
@@ -416,30 +428,21 @@ def _longctx(told: Told) -> list[str]:
         agreements = " / ".join(f"{100 * text['agreement']['mean']:.1f}" for text in texts)
         return f"{divergences}, {agreements} %"
 
-    def by_length(header: str, what: Callable[[Told], str], *more: list[str]) -> list[str]:
-        """A row a method, a column a length; the last columns by heading and methods."""
-        columns = [[what(method["points"][i]) for method in methods] for i in range(len(lengths))]
-        labels = [method["label"] for method in methods]
-        rows = zip(labels, *columns, *(column[1:] for column in more), strict=True)
-        names = (*(f"{n:,} tokens" for n in lengths), *(column[0] for column in more))
-        return table((header, *names), rows)
-
     def count(of: Callable[[Told], int]) -> str:
         counts = [f"{of(point):,}" for point in methods[0]["points"]]
         return counts[0] if len(set(counts)) == 1 else ", ".join(counts)
 
-    together = ["all: to dense (95 %), lost, won", "-"]
-    asked = sum(point["all"]["count"] for point in methods[0]["points"])
-    for number in range(1, len(methods)):
-        # All methods score the other questions alike.
-        apart = [one["scores"][number] - one["scores"][0] for one in told["found"]["told_apart"]]
-        more = np.pad(apart, (0, asked - len(apart)))
-        seed = told["setting"]["seed"]
-        low, high = (100 * bound for bound in intervals.of_difference(more, seed))
-        together.append(
-            f"{100 * more.mean():+.1f} ({low:+.1f} to {high:+.1f}), {(more < 0).sum()}, "
-            f"{(more > 0).sum()}"
+    # Dense attention is the first.
+    scored = [
+        (
+            method["label"],
+            *(answers(number, point) for point in method["points"]),
+            of_all_lengths(number),
         )
+        for number, method in enumerate(methods)
+    ]
+    decoded = [(method["label"], *map(tokens, method["points"])) for method in methods]
+    names = [f"{n:,} tokens" for n in lengths]
     details = [
         (
             f"{n:,}",
@@ -460,13 +463,16 @@ def _longctx(told: Told) -> list[str]:
         "reads, of the visible; share of the answers given, in percent; what it is more than dense "
         "attention's, in points. Budgets are those that read about as many rows as the default.",
         "",
-        *by_length("rows: answers (95 %), to dense (95 %)", answers, together),
+        *table(
+            ("rows: answers (95 %), to dense (95 %)", *names, "all: to dense (95 %), lost, won"),
+            scored,
+        ),
         "",
         f"{count(lambda point: point['texts']['code']['token_count'])} given tokens a length, of "
         "code and as many of prose: divergence from dense attention (KL, nats), and how often the "
         "most likely next token is dense attention's.",
         "",
-        *by_length("KL, same next token: code / prose", tokens),
+        *table(("KL, same next token: code / prose", *names), decoded),
         "",
         "<details><summary>Every kind of question, and perplexity</summary>",
         "",
