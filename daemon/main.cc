@@ -1,10 +1,15 @@
 // spillwayd: keeps KV caches in host memory and attends to them.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <csignal>
 #include <iostream>
 
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "daemon/config/config.h"
 #include "daemon/server/daemon.h"
+#include "daemon/server/library_messages.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/reflection.h"
 #include "host/memory/topology.h"
@@ -13,7 +18,26 @@
 #include <mimalloc.h>
 #endif
 
+namespace {
+
+// How long the last lines of the log may take to be written.
+constexpr absl::Duration kLastLines = absl::Seconds(1);
+
+// A standard descriptor that is closed would be the next file's or socket's, and
+// the log would go there.
+void OpenStandardDescriptors() {
+  int fd = 0;
+  while (fd <= STDERR_FILENO) {
+    fd = open("/dev/null", O_RDWR);
+    if (fd < 0) return;
+  }
+  close(fd);
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  OpenStandardDescriptors();
 #ifdef SPILLWAY_MIMALLOC
   // Messages of megabytes come and go; what they leave goes back to the system
   // after this many milliseconds, not after 25.
@@ -33,6 +57,8 @@ int main(int argc, char** argv) {
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  // Who reads the log may end before the daemon does.
+  std::signal(SIGPIPE, SIG_IGN);
 
   const absl::StatusOr<spillway::Topology> topology = spillway::DetectTopology();
   if (!topology.ok()) {
@@ -53,7 +79,10 @@ int main(int argc, char** argv) {
     std::cout << spillway::ToToml(line->config);
     return 0;
   }
-  spillway::SetUpLogging(line->config);
+  spillway::SetUpQueuedLogging(line->config);
+  spillway::LogLibraryMessages();
   spillway::EnableReflection();
-  return spillway::RunDaemon(line->config, *topology, signals);
+  const int exit_code = spillway::RunDaemon(line->config, *topology, signals);
+  spillway::WaitUntilLogged(kLastLines);
+  return exit_code;
 }

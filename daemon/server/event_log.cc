@@ -57,6 +57,15 @@ void EventLog::Expired(const ExpiredSequence& sequence) {
          {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}});
 }
 
+void EventLog::Library(LogLevel level, const std::string& library, const std::string& file,
+                       int line, const std::string& message) {
+  // An error is heard beside any number of warnings.
+  Admit(level, "library", absl::StrCat(library, level == LogLevel::kError ? " error" : ""),
+        {{"library", library},
+         {"message", message},
+         {"source", absl::StrCat(file.substr(file.rfind('/') + 1), ":", line)}});
+}
+
 void EventLog::Flush() {
   absl::flat_hash_map<std::string, Kind> kinds;
   {

@@ -25,6 +25,9 @@ class EventLog {
   void Refused(const absl::Status& status, const std::string& reason);
   // A sequence that expired: "expired" at level info.
   void Expired(const ExpiredSequence& sequence);
+  // What a library says: "library", with the place in its source.
+  void Library(LogLevel level, const std::string& library, const std::string& file, int line,
+               const std::string& message);
   // Begins anew. For a timer, and for the end.
   void Flush() ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -103,13 +103,19 @@ absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program) {
   for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
     if (error == 0) error = posix_spawn_file_actions_adddup2(&settings.actions, output.get(), fd);
   }
-  // The daemon waits for signals that it has blocked; what it starts must not.
+  // The daemon waits for signals that it has blocked, and ignores SIGPIPE; what it
+  // starts must not.
   sigset_t none;
   sigemptyset(&none);
+  sigset_t pipe;
+  sigemptyset(&pipe);
+  sigaddset(&pipe, SIGPIPE);
   if (error == 0) error = posix_spawnattr_setsigmask(&settings.attributes, &none);
+  if (error == 0) error = posix_spawnattr_setsigdefault(&settings.attributes, &pipe);
   if (error == 0) {
-    error = posix_spawnattr_setflags(&settings.attributes,
-                                     POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETPGROUP);
+    error = posix_spawnattr_setflags(&settings.attributes, POSIX_SPAWN_SETSIGMASK |
+                                                               POSIX_SPAWN_SETSIGDEF |
+                                                               POSIX_SPAWN_SETPGROUP);
   }
   if (error != 0) return Failed(absl::StrCat("cannot run ", name), error);
 

@@ -26,9 +26,8 @@ struct HelperResult {
 };
 
 // Runs it in a process group of its own, so that a terminal's signals miss it,
-// with no signal blocked. NOT_FOUND where there is no such program, UNAVAILABLE
-// where the system cannot run it. REQUIRES: no other thread changes the
-// environment.
+// with no signal blocked, and SIGPIPE not ignored. NOT_FOUND where there is no such program,
+// UNAVAILABLE where the system cannot run it. REQUIRES: no other thread changes the environment.
 absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program);
 
 }  // namespace spillway

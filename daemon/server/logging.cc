@@ -1,8 +1,11 @@
 #include "daemon/server/logging.h"
 
+#include <unistd.h>
+
 #include <atomic>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/server/log_queue.h"
 #include "nlohmann/json.hpp"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
@@ -17,6 +20,13 @@ std::string Quoted(const std::string& value) {
   return nlohmann::json(value).dump(-1, ' ', false, replace);
 }
 
+// Lines that wait for who reads standard error; with kValueBytesMax this bounds
+// what they take.
+constexpr size_t kQueuedLineCountMax = 1024;
+constexpr size_t kValueBytesMax = 4096;
+
+std::atomic<LogQueue*> queue{nullptr};
+
 spdlog::level::level_enum ToSpdlog(LogLevel level) {
   switch (level) {
     case LogLevel::kInfo:
@@ -29,37 +39,62 @@ spdlog::level::level_enum ToSpdlog(LogLevel level) {
   return spdlog::level::err;
 }
 
-}  // namespace
+// What stands in a line beside time and level.
+std::string Message(const std::string& event, const std::vector<LogField>& fields) {
+  std::string line = json_lines ? absl::StrCat("\"event\":", Quoted(event)) : event;
+  for (const LogField& field : fields) {
+    std::string value = field.value.substr(0, kValueBytesMax);
+    if (value.size() < field.value.size()) value += "...";
+    if (json_lines) {
+      // The pattern writes the braces, time and level around it.
+      absl::StrAppend(&line, ",", Quoted(field.key), ":", Quoted(value));
+    } else {
+      const bool plain = !value.empty() && value.find_first_of(" \"=\n\r\t") == std::string::npos;
+      absl::StrAppend(&line, " ", field.key, "=", plain ? value : Quoted(value));
+    }
+  }
+  return line;
+}
 
-void SetUpLogging(const Config& config) {
+void SetDefault(std::shared_ptr<spdlog::logger> logger, const Config& config) {
   json_lines = config.log_format == LogFormat::kJson;
-  auto logger = std::make_shared<spdlog::logger>("spillwayd",
-                                                 std::make_shared<spdlog::sinks::stderr_sink_mt>());
   logger->set_pattern(json_lines ? R"({"time":"%Y-%m-%dT%H:%M:%S.%e%z","level":"%l",%v})"
                                  : "%Y-%m-%dT%H:%M:%S.%e%z %l %v");
   logger->set_level(spdlog::level::from_str(config.log_level));
-  logger->flush_on(spdlog::level::info);
   spdlog::set_default_logger(std::move(logger));
+}
+
+}  // namespace
+
+void SetUpLogging(const Config& config) {
+  SetDefault(std::make_shared<spdlog::logger>("spillwayd",
+                                              std::make_shared<spdlog::sinks::stderr_sink_mt>()),
+             config);
+}
+
+void SetUpQueuedLogging(const Config& config) {
+  // Never deleted: its thread may be waiting for a reader for ever.
+  auto* const made = new LogQueue(STDERR_FILENO, kQueuedLineCountMax, [](int64_t count) {
+    return Message("log_lines_dropped", {{"lines", absl::StrCat(count)}});
+  });
+  SetDefault(made->logger(), config);
+  queue = made;
+}
+
+int64_t DroppedLogLineCount() {
+  const LogQueue* const lines = queue;
+  return lines == nullptr ? 0 : lines->dropped_line_count();
+}
+
+void WaitUntilLogged(absl::Duration time) {
+  LogQueue* const lines = queue;
+  if (lines != nullptr) lines->WaitUntilWritten(time);
 }
 
 void Log(LogLevel level, const std::string& event, const std::vector<LogField>& fields) {
   const spdlog::level::level_enum spdlog_level = ToSpdlog(level);
   if (!spdlog::should_log(spdlog_level)) return;
-  std::string line;
-  if (json_lines) {
-    // The pattern writes the braces, time and level around it.
-    line = absl::StrCat("\"event\":", Quoted(event));
-    for (const LogField& field : fields) {
-      absl::StrAppend(&line, ",", Quoted(field.key), ":", Quoted(field.value));
-    }
-  } else {
-    line = event;
-    for (const LogField& field : fields) {
-      const bool plain =
-          !field.value.empty() && field.value.find_first_of(" \"=\n\r\t") == std::string::npos;
-      absl::StrAppend(&line, " ", field.key, "=", plain ? field.value : Quoted(field.value));
-    }
-  }
+  const std::string line = Message(event, fields);
   spdlog::log(spdlog_level, spdlog::string_view_t(line));
 }
 

@@ -1,18 +1,28 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "daemon/config/config.h"
 
 namespace spillway {
 
 // Sets spdlog's default logger: one line an event to standard error, as text
-// "time level message key=value ..." or as a JSON object. REQUIRES: once,
-// before threads log.
+// "time level message key=value ..." or as a JSON object. Who logs writes.
+// REQUIRES: once, before threads log.
 void SetUpLogging(const Config& config);
 
-// A value of an event.
+// The same, but lines go through a LogQueue that lives as long as the process:
+// nobody who logs waits. REQUIRES: SIGPIPE is ignored.
+void SetUpQueuedLogging(const Config& config);
+// Lines that were dropped since the start, for standard error was too slow or closed.
+int64_t DroppedLogLineCount();
+// Waits until what was logged before is written, so long at most. For the process's end.
+void WaitUntilLogged(absl::Duration time);
+
+// A value of an event. What is longer than 4 KiB is cut, and ends in "...".
 struct LogField {
   std::string key;
   std::string value;

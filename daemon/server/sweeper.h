@@ -5,12 +5,13 @@
 
 #include "daemon/engine/engine.h"
 #include "daemon/server/event_log.h"
+#include "daemon/server/library_messages.h"
 #include "host/base/mutex.h"
 
 namespace spillway {
 
 // Once a second, in a thread of its own, as long as it lives: deletes expired
-// sequences, gives memory back that stays free, and flushes the log of events.
+// sequences, gives memory back that stays free, and flushes the logs of events.
 class Sweeper {
  public:
   Sweeper(Engine& engine, EventLog& events)
@@ -36,6 +37,7 @@ class Sweeper {
       for (const ExpiredSequence& sequence : engine_.SweepExpired()) events_.Expired(sequence);
       engine_.arena().GiveBackIdle();
       events_.Flush();
+      FlushLibraryMessages();
       lock.Lock();
     }
   }

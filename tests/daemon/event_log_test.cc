@@ -77,5 +77,23 @@ TEST_F(EventLogTest, AnExpiredSequenceSaysHowLongItWasIdle) {
                                    "idle_seconds=2.3"));
 }
 
+TEST_F(EventLogTest, LibrariesAreNamedAndRareEnough) {
+  for (int i = 0; i < 7; ++i) {
+    events.Library(LogLevel::kWarning, "protobuf", "google/protobuf/wire_format.cc", 618,
+                   "no UTF-8");
+  }
+  events.Library(LogLevel::kError, "protobuf", "text.cc", 1, "the last words");
+  EXPECT_THAT(
+      Lines(),
+      ElementsAre("warning library library=protobuf message=\"no UTF-8\" source=wire_format.cc:618",
+                  "warning library library=protobuf message=\"no UTF-8\" source=wire_format.cc:618",
+                  "warning library library=protobuf message=\"no UTF-8\" source=wire_format.cc:618",
+                  "warning library library=protobuf message=\"no UTF-8\" source=wire_format.cc:618",
+                  "warning library library=protobuf message=\"no UTF-8\" source=wire_format.cc:618",
+                  "error library library=protobuf message=\"the last words\" source=text.cc:1"));
+  events.Flush();
+  EXPECT_THAT(Lines(), ElementsAre("warning suppressed kind=\"library protobuf\" lines=2"));
+}
+
 }  // namespace
 }  // namespace spillway

@@ -76,6 +76,15 @@ TEST(RunHelper, BlocksNoSignals) {
   EXPECT_EQ(result->output, "SigBlk:\t0000000000000000\n");
 }
 
+TEST(RunHelper, IgnoresNoBrokenPipe) {
+  const auto before = std::signal(SIGPIPE, SIG_IGN);
+  const auto result = RunHelper(Program({"sh", "-c", "kill -PIPE $$; echo ignored"}));
+  std::signal(SIGPIPE, before);
+  ASSERT_TRUE(result.ok());
+  EXPECT_EQ(result->output, "");
+  EXPECT_EQ(result->exit_status, 128 + SIGPIPE);
+}
+
 TEST(RunHelper, KillsWhatDoesNotEndInTime) {
   HelperProgram program = Program({"sh", "-c", "echo $$; sleep 600"});
   program.timeout = absl::Seconds(1);

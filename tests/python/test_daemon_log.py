@@ -68,14 +68,13 @@ def test_a_refusal_is_logged_with_its_reason(tmp_path: Path) -> None:
     ):
         with pytest.raises(spillway.NotFound):
             client.get_sequence("sequences/of-no-name")
-        (missing,) = entries(tmp_path)
         sequence = client.create_sequence(new_model(client))
         rows = np.ones((1, 4, 1000, 64), np.float32)
         with pytest.raises(spillway.ResourceExhausted) as caught:
             for i in range(1000):
                 sequence.append(0, i * 1000, rows, rows)
-        # The one before was for the rows too: it made the client give up a region of its own.
-        *_, full = entries(tmp_path)
+    # The one before was for the rows too: it made the client give up a region of its own.
+    missing, *_, full = entries(tmp_path)
     assert (missing["level"], missing["event"]) == ("info", "refused")
     assert (missing["code"], missing["reason"]) == ("NOT_FOUND", "SEQUENCE_NOT_FOUND")
     assert "sequences/of-no-name" in missing["error"]
