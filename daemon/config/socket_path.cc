@@ -13,6 +13,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -41,6 +42,56 @@ absl::Status PrepareDirectory(const std::string& directory) {
   return absl::OkStatus();
 }
 
+std::string LockPath(const std::string& path) { return path + ".lock"; }
+
+// What can be refused without a look at the system.
+absl::Status CheckPath(const std::string& path) {
+  constexpr size_t kBytesMax = sizeof(sockaddr_un::sun_path) - 1 - kRegionsSuffix.size();
+  if (path.size() > kBytesMax) {
+    return absl::InvalidArgumentError(absl::StrCat("socket path of ", path.size(),
+                                                   " bytes is longer than the system's ", kBytesMax,
+                                                   ", with room for ", kRegionsSuffix, ": ", path));
+  }
+  const std::string name = std::filesystem::path(path).filename().string();
+  if (!path.starts_with('/') || name.empty() || name == "." || name == ".." ||
+      path.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"unix:", path, "\" names no file in a folder: unix:/folder/name"));
+  }
+  return absl::OkStatus();
+}
+
+// Nothing, or a socket. Whether there is one.
+absl::StatusOr<bool> FindSocket(const std::string& path) {
+  struct stat info {};
+  if (lstat(path.c_str(), &info) != 0) return false;
+  if (S_ISSOCK(info.st_mode)) return true;
+  return absl::FailedPreconditionError(
+      absl::StrCat(path, S_ISDIR(info.st_mode) ? " is a directory: a socket's path names a file"
+                                               : " exists and is not a socket"));
+}
+
+// A daemon that ends removes the file that it has locked: one that has locked a
+// file which is no longer there tries again.
+absl::StatusOr<Descriptor> Lock(const std::string& path) {
+  const std::string lock_path = LockPath(path);
+  for (;;) {
+    Descriptor lock(open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (!lock.valid()) return SystemError(absl::StrCat("cannot open ", lock_path));
+    if (flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
+      return errno == EWOULDBLOCK
+                 ? absl::AlreadyExistsError(absl::StrCat("another daemon listens on ", path))
+                 : SystemError(absl::StrCat("cannot lock ", lock_path));
+    }
+    struct stat held {}, there {};
+    if (fstat(lock.get(), &held) != 0) return SystemError(absl::StrCat("cannot read ", lock_path));
+    if (lstat(lock_path.c_str(), &there) == 0 && there.st_dev == held.st_dev &&
+        there.st_ino == held.st_ino) {
+      return lock;
+    }
+  }
+}
+
 bool IsLoopback(const std::string& host) {
   return host == "localhost" || host == "[::1]" || host.starts_with("127.");
 }
@@ -48,43 +99,23 @@ bool IsLoopback(const std::string& host) {
 }  // namespace
 
 absl::StatusOr<SocketPath> SocketPath::Claim(const std::string& path) {
-  if (path.size() >= sizeof(sockaddr_un::sun_path)) {
-    return absl::InvalidArgumentError(absl::StrCat("socket path of ", path.size(),
-                                                   " bytes is longer than the system's ",
-                                                   sizeof(sockaddr_un::sun_path) - 1, ": ", path));
-  }
-  absl::Status status = PrepareDirectory(std::filesystem::path(path).parent_path().string());
-  if (!status.ok()) return status;
-  const std::string lock_path = path + ".lock";
-  const int lock = open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (lock < 0) return SystemError(absl::StrCat("cannot open ", lock_path));
-  if (flock(lock, LOCK_EX | LOCK_NB) != 0) {
-    status = errno == EWOULDBLOCK
-                 ? absl::AlreadyExistsError(absl::StrCat("another daemon listens on ", path))
-                 : SystemError(absl::StrCat("cannot lock ", lock_path));
-    close(lock);
-    return status;
-  }
-  struct stat info {};
-  if (lstat(path.c_str(), &info) == 0) {
-    if (!S_ISSOCK(info.st_mode)) {
-      close(lock);
-      return absl::FailedPreconditionError(absl::StrCat(path, " exists and is not a socket"));
-    }
-    // Nobody holds the lock, so nobody serves it.
-    unlink(path.c_str());
-  }
-  return SocketPath(path, lock);
+  RETURN_IF_ERROR(CheckPath(path));
+  // Before anything is made; the lock's holder looks again.
+  RETURN_IF_ERROR(FindSocket(path).status());
+  RETURN_IF_ERROR(PrepareDirectory(std::filesystem::path(path).parent_path().string()));
+  ASSIGN_OR_RETURN(Descriptor lock, Lock(path));
+  SocketPath claimed(path, std::move(lock));
+  ASSIGN_OR_RETURN(const bool is_left, FindSocket(path));
+  // Nobody holds the lock, so nobody serves it.
+  if (is_left) unlink(path.c_str());
+  return claimed;
 }
 
-SocketPath::SocketPath(SocketPath&& other) noexcept
-    : path_(std::move(other.path_)), lock_(std::exchange(other.lock_, -1)) {}
-
 SocketPath::~SocketPath() {
-  if (lock_ < 0) return;
-  unlink(path_.c_str());
-  // The lock file stays: removing it could let two daemons hold two of them.
-  close(lock_);
+  if (!lock_.valid()) return;
+  struct stat info {};
+  if (lstat(path_.c_str(), &info) == 0 && S_ISSOCK(info.st_mode)) unlink(path_.c_str());
+  unlink(LockPath(path_).c_str());
 }
 
 absl::StatusOr<std::string> TcpAddress(const Config& config) {

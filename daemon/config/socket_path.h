@@ -4,26 +4,34 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "daemon/config/config.h"
+#include "host/base/descriptor.h"
 
 namespace spillway {
 
+// What the path of the socket that hands over regions has behind the daemon's own.
+inline constexpr absl::string_view kRegionsSuffix = ".regions";
+
 // A unix socket's path, held for one daemon: a lock file beside it keeps
-// others away and goes with the process. Removes the socket when it goes.
+// others away and is unlocked with the process. Removes both when it goes.
 class SocketPath {
  public:
   // Makes the directory, 0700, where it is missing; refuses one that belongs
   // to somebody else or that others may write to (PERMISSION_DENIED). A socket that a dead
-  // daemon left is removed; ALREADY_EXISTS while another daemon holds it.
+  // daemon left is removed; ALREADY_EXISTS while another daemon holds it. A path
+  // that names no file or is too long for a socket and kRegionsSuffix is
+  // INVALID_ARGUMENT, one where something else stands FAILED_PRECONDITION. What is
+  // refused leaves no lock file.
   static absl::StatusOr<SocketPath> Claim(const std::string& path);
-  SocketPath(SocketPath&& other) noexcept;
+  SocketPath(SocketPath&& other) noexcept = default;
   SocketPath& operator=(SocketPath&&) = delete;
   ~SocketPath();
 
  private:
-  SocketPath(std::string path, int lock) : path_(std::move(path)), lock_(lock) {}
+  SocketPath(std::string path, Descriptor lock) : path_(std::move(path)), lock_(std::move(lock)) {}
   std::string path_;
-  int lock_;  // descriptor, -1 when moved from
+  Descriptor lock_;  // not valid when moved from
 };
 
 // host:port of "tcp:host:port" as gRPC takes it. PERMISSION_DENIED for a host

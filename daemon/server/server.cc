@@ -38,7 +38,7 @@ bool IsUnix(const Config& config) { return config.listen.starts_with("unix:"); }
 
 // REQUIRES: IsUnix(config).
 std::filesystem::path RegionSocket(const Config& config) {
-  return config.listen.substr(5) + ".regions";
+  return absl::StrCat(config.listen.substr(5), kRegionsSuffix);
 }
 
 RegionTable::Kind RegionsOf(const Config& config) {

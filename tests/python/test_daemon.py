@@ -229,6 +229,39 @@ def test_what_is_no_socket_stays(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/", '"unix:/" names no file'),
+        ("{}/name/", "names no file"),
+        ("{}/.", "names no file"),
+        ("{}/..", "names no file"),
+        ("{}/folder", "folder is a directory"),
+        ("{}/file", "file exists and is not a socket"),
+        ("{}/file/name", "file is not a directory"),
+        ("{}/missing/folder/name", "cannot make"),
+        ("{}/" + "x" * 200, "longer than the system's 99"),
+    ],
+)
+def test_paths_that_are_no_sockets_are_refused_and_left_alone(
+    tmp_path: Path, path: str, named: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("precious")
+    done = run("--listen", "unix:" + path.format(tmp_path))
+    assert done.returncode == 1
+    assert named in done.stderr.replace(r"\"", '"')
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["file", "folder"]
+    assert not Path("/.lock").exists()
+
+
+def test_nothing_is_left_of_a_daemon_that_ended(tmp_path: Path) -> None:
+    with process("--listen", f"unix:{tmp_path}/spillwayd.sock") as (daemon, _):
+        daemon.terminate()
+        assert daemon.wait(timeout=30) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tcp_on_loopback() -> None:
     with process("--listen", "tcp:127.0.0.1:0") as (_, address):
         port = int(address.rsplit(":", 1)[1])
