@@ -169,6 +169,9 @@ const std::vector<Setting>& Settings() {
        [](const Config& config) { return config.allow_remote ? "true" : "false"; }},
       Seconds("server.grace_seconds", "--grace", "seconds that a stop waits for running calls",
               &Config::grace_seconds, 86400),
+      Integer("server.connection_count_max", "--connection-count-max",
+              "connections at once; beyond it new ones are closed", &Config::connection_count_max,
+              1, 1 << 20),
       Integer("server.stream_count_max", "--stream-count-max", "calls of one connection at once",
               &Config::stream_count_max, 1, 65536),
       Integer("server.decode_in_flight_max", "--decode-in-flight-max",
@@ -304,6 +307,7 @@ constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.listen", kListensNowhere},
     {"server.allow_remote", kListensNowhere},
     {"server.grace_seconds", kListensNowhere},
+    {"server.connection_count_max", kListensNowhere},
     {"server.stream_count_max", kListensNowhere},
     {"device.mps", "an embedded engine shares its process's CUDA, attached to MPS or not"}};
 

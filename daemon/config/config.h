@@ -50,6 +50,8 @@ struct Config {
   // ttl of sequences that name none; 0: they never expire.
   double ttl_seconds = 3600;
   int64_t sequence_count_max = 65536;
+  // Connections at once; beyond it new ones are closed.
+  int connection_count_max = 1024;
   // Calls of one connection at once.
   int stream_count_max = 256;
   // Messages of one Decode stream in flight.

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "daemon/server/descriptors.h"
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/mps.h"
@@ -74,10 +75,14 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
   if (const absl::Status status = CheckMps(config, *mps, (*home)->device()); !status.ok()) {
     return Fail(status);
   }
+  // After MPS, for its programs keep the limit that they inherit.
+  const int64_t descriptor_limit = RaiseDescriptorLimit();
   {
     absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, (*home)->engine());
     if (!server.ok()) return Fail(server.status());
-    LogInfo("serving", {{"address", (*server)->address()}, {"boot_id", (*server)->boot_id()}});
+    LogInfo("serving", {{"address", (*server)->address()},
+                        {"boot_id", (*server)->boot_id()},
+                        {"descriptor_limit", absl::StrCat(descriptor_limit)}});
     int signal = 0;
     sigwait(&signals, &signal);
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},

@@ -57,6 +57,10 @@ void EventLog::Expired(const ExpiredSequence& sequence) {
          {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}});
 }
 
+void EventLog::Warning(const std::string& event, const std::vector<LogField>& fields) {
+  Admit(LogLevel::kWarning, event, "", fields);
+}
+
 void EventLog::Library(LogLevel level, const std::string& library, const std::string& file,
                        int line, const std::string& message) {
   // An error is heard beside any number of warnings.

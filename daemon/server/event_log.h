@@ -25,6 +25,8 @@ class EventLog {
   void Refused(const absl::Status& status, const std::string& reason);
   // A sequence that expired: "expired" at level info.
   void Expired(const ExpiredSequence& sequence);
+  // What is amiss beside calls, at level warning.
+  void Warning(const std::string& event, const std::vector<LogField>& fields);
   // What a library says: "library", with the place in its source.
   void Library(LogLevel level, const std::string& library, const std::string& file, int line,
                const std::string& message);

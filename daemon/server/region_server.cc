@@ -5,7 +5,6 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,6 +14,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/server/listeners.h"
 #include "host/base/descriptor.h"
 #include "host/base/status_macros.h"
 
@@ -25,6 +25,8 @@ constexpr size_t kNameBytesMax = 256;
 constexpr std::string_view kCollection = "regions/";
 // Sessions at once: beyond it a process waits for others to end.
 constexpr size_t kSessionCountMax = 1024;
+// How long new ones wait, while descriptors are short, before another look.
+constexpr int kRetryMs = 50;
 
 absl::Status Failed(const std::string& what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
@@ -70,22 +72,11 @@ class RegionServer::Loop {
   }
 
   absl::Status Listen(const std::string& path) {
-    sockaddr_un address = {};
-    address.sun_family = AF_UNIX;
-    if (path.size() >= sizeof(address.sun_path)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          path, ": longer than the ", sizeof(address.sun_path) - 1, " bytes of a socket's path"));
-    }
-    std::memcpy(address.sun_path, path.data(), path.size());
-    listener_ = Descriptor(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
     stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
-    if (!listener_.valid() || !epoll_.valid() || !stop_.valid()) return Failed("regions");
+    if (!epoll_.valid() || !stop_.valid()) return Failed("regions");
     unlink(path.c_str());
-    if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
-        listen(listener_.get(), SOMAXCONN) != 0) {
-      return Failed(path);
-    }
+    ASSIGN_OR_RETURN(listener_, ListenAtPath(path, SOCK_SEQPACKET));
     Watch(listener_.get());
     Watch(stop_.get());
     return absl::OkStatus();
@@ -94,7 +85,9 @@ class RegionServer::Loop {
   void Run() {
     for (;;) {
       std::array<epoll_event, 16> events;
-      const int count = epoll_wait(epoll_.get(), events.data(), events.size(), -1);
+      const int count =
+          epoll_wait(epoll_.get(), events.data(), events.size(), is_short_ ? kRetryMs : -1);
+      if (std::exchange(is_short_, false)) Watch(listener_.get());
       for (int i = 0; i < count; ++i) {
         const int fd = events[i].data.fd;
         if (fd == stop_.get()) return;
@@ -132,6 +125,11 @@ class RegionServer::Loop {
 
   void Accept() {
     Descriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!connection.valid() && (errno == EMFILE || errno == ENFILE)) {
+      // Without a descriptor it stays ready: no more of it before the next look.
+      epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
+      is_short_ = true;
+    }
     if (!connection.valid() || sessions_.size() >= kSessionCountMax) return;
     const int fd = connection.get();
     Session session{std::move(connection), ProcessOf(fd), regions_->OpenSession()};
@@ -179,6 +177,7 @@ class RegionServer::Loop {
 
   RegionTable* const regions_;
   Descriptor listener_, epoll_, stop_;
+  bool is_short_ = false;            // of descriptors
   std::map<int, Session> sessions_;  // by connection
   std::map<int, int> processes_;     // connections by their process
 };

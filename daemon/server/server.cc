@@ -1,16 +1,21 @@
 #include "daemon/server/server.h"
 
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/convert/attend.h"
 #include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/holders.h"
+#include "daemon/server/acceptor.h"
 #include "daemon/server/event_log.h"
+#include "daemon/server/listeners.h"
 #include "daemon/server/region_server.h"
 #include "daemon/server/sweeper.h"
 #include "daemon/services/admin_service.h"
@@ -102,8 +107,9 @@ struct Server::Impl {
   std::optional<SocketPath> socket;
   std::unique_ptr<RegionServer> region_server;
   std::string address;
-  // Last: it goes first.
   std::unique_ptr<grpc::Server> server;
+  // Last: it goes first. None where the server listens nowhere.
+  std::optional<Acceptor> acceptor;
 };
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -112,21 +118,25 @@ Server::~Server() = default;
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
   grpc::EnableDefaultHealthCheckService(true);
   auto impl = std::make_unique<Impl>(config, engine);
-  const bool is_unix = IsUnix(config);
-  const bool is_tcp = !is_unix && !config.listen.empty();
-  if (is_unix) {
+  std::vector<Descriptor> listeners;
+  if (IsUnix(config)) {
     ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5)));
     impl->socket.emplace(std::move(socket));
     impl->address = config.listen;
     ASSIGN_OR_RETURN(impl->region_server,
                      RegionServer::Start(RegionSocket(config), &impl->regions));
-  } else if (is_tcp) {
-    ASSIGN_OR_RETURN(impl->address, TcpAddress(config));
+    ASSIGN_OR_RETURN(Descriptor listener, ListenAtPath(config.listen.substr(5), SOCK_STREAM));
+    listeners.push_back(std::move(listener));
+  } else if (!config.listen.empty()) {
+    ASSIGN_OR_RETURN(const std::string address, TcpAddress(config));
+    ASSIGN_OR_RETURN(TcpListeners bound, ListenAtTcp(address));
+    listeners = std::move(bound.sockets);
+    impl->address = absl::StrCat(address.substr(0, address.rfind(':')), ":", bound.port);
   }
   grpc::ServerBuilder builder;
-  int port = 0;
-  if (!impl->address.empty()) {
-    builder.AddListeningPort(impl->address, grpc::InsecureServerCredentials(), &port);
+  if (!listeners.empty()) {
+    impl->acceptor.emplace(std::move(listeners), config.connection_count_max,
+                           grpc::InsecureServerCredentials(), builder, impl->events);
   }
   builder.RegisterService(&impl->memory);
   builder.RegisterService(&impl->models);
@@ -136,20 +146,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   builder.SetMaxReceiveMessageSize(kMessageBytesMax);
   builder.SetMaxSendMessageSize(kMessageBytesMax);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, config.stream_count_max);
-  // One daemon at an address: a second one must fail, not share it.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   grpc::ResourceQuota quota("spillwayd");
   quota.Resize(static_cast<size_t>(
       std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
   builder.SetResourceQuota(quota);
   impl->server = builder.BuildAndStart();
-  if (impl->server == nullptr || (is_tcp && port == 0)) {
-    return absl::UnavailableError(absl::StrCat("cannot listen on ", impl->address));
-  }
-  if (is_tcp) {
-    impl->address = absl::StrCat(impl->address.substr(0, impl->address.rfind(':')), ":", port);
-  }
+  if (impl->server == nullptr) return absl::UnavailableError("gRPC's server does not start");
   impl->server->GetHealthCheckService()->SetServingStatus(true);
+  if (impl->acceptor) impl->acceptor->Start();
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
 
@@ -158,6 +162,12 @@ std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
 }
 const StatusConverter& Server::status() const { return impl_->status; }
 const std::string& Server::address() const { return impl_->address; }
+int64_t Server::open_connection_count() const {
+  return impl_->acceptor ? impl_->acceptor->open_connection_count() : 0;
+}
+int64_t Server::shed_connection_count() const {
+  return impl_->acceptor ? impl_->acceptor->shed_connection_count() : 0;
+}
 const std::string& Server::boot_id() const { return impl_->boot_id; }
 
 void Server::Drain(absl::Duration grace) {
@@ -167,6 +177,7 @@ void Server::Drain(absl::Duration grace) {
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   impl_->streams.Drain();
   impl_->doorbells.Drain();
+  if (impl_->acceptor) impl_->acceptor->Stop();
   impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
   impl_->server->Wait();
 }

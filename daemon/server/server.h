@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -27,6 +28,10 @@ class Server {
   // empty where the server listens nowhere.
   const std::string& address() const;
   const std::string& boot_id() const;
+  // Connections from outside that are open now, and that were closed at once since
+  // the start, for Config::connection_count_max were open.
+  int64_t open_connection_count() const;
+  int64_t shed_connection_count() const;
 
   // Refuses new calls, reports NOT_SERVING, lets running calls finish, and
   // cancels what still runs after the grace time. Returns when all is over.

@@ -22,6 +22,8 @@ class Descriptor {
 
   int get() const { return fd_; }
   bool valid() const { return fd_ >= 0; }
+  // Whoever gets it closes it.
+  int Release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;

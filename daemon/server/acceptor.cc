@@ -1,0 +1,115 @@
+#include "daemon/server/acceptor.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/server/descriptors.h"
+
+namespace spillway {
+namespace {
+
+// How long new connections wait, while descriptors are short, before another look.
+constexpr int kRetryMs = 50;
+
+// Which socket a descriptor stands for; 0 for none.
+uint64_t SocketOf(int fd) {
+  struct stat info {};
+  return fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode) ? info.st_ino : 0;
+}
+
+}  // namespace
+
+Acceptor::Acceptor(std::vector<Descriptor> listeners, int64_t connection_count_max,
+                   const std::shared_ptr<grpc::ServerCredentials>& credentials,
+                   grpc::ServerBuilder& builder, EventLog& events)
+    : connection_count_max_(connection_count_max),
+      server_(builder.experimental().AddExternalConnectionAcceptor(
+          grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials)),
+      events_(events),
+      listeners_(std::move(listeners)),
+      stop_(eventfd(0, EFD_CLOEXEC)) {}
+
+Acceptor::~Acceptor() { Stop(); }
+
+void Acceptor::Start() {
+  thread_ = std::thread([this] { Run(); });
+}
+
+void Acceptor::Stop() {
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    (void)!write(stop_.get(), &one, sizeof(one));
+    thread_.join();
+  }
+  listeners_.clear();
+}
+
+int64_t Acceptor::open_connection_count() {
+  const MutexLock lock(mutex_);
+  ForgetClosed();
+  return static_cast<int64_t>(sockets_.size());
+}
+
+void Acceptor::Run() {
+  std::vector<pollfd> ready = {{stop_.get(), POLLIN, 0}};
+  for (const Descriptor& listener : listeners_) ready.push_back({listener.get(), POLLIN, 0});
+  bool is_short = false;
+  for (;;) {
+    // While descriptors are short, whether connections wait is no news.
+    const int count = poll(ready.data(), is_short ? 1 : ready.size(), is_short ? kRetryMs : -1);
+    if (count < 0) continue;
+    if (ready[0].revents != 0) return;
+    bool was_short = std::exchange(is_short, false);
+    for (size_t i = 1; i < ready.size() && !is_short; ++i) {
+      if (was_short || ready[i].revents != 0) is_short = !Accept(ready[i].fd);
+    }
+    if (is_short && !was_short) {
+      events_.Warning("descriptors_short",
+                      {{"connections", absl::StrCat(open_connection_count())},
+                       {"advice", "raise the process's limit of open files (ulimit -n)"}});
+    }
+  }
+}
+
+bool Acceptor::Accept(int listener) {
+  if (IsShortOfDescriptors()) return false;
+  Descriptor connection(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!connection.valid()) {
+    return errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS;
+  }
+  {
+    const MutexLock lock(mutex_);
+    // An older entry of the same number is closed.
+    sockets_[connection.get()] = SocketOf(connection.get());
+    if (static_cast<int64_t>(sockets_.size()) > connection_count_max_) ForgetClosed();
+    if (static_cast<int64_t>(sockets_.size()) > connection_count_max_) {
+      sockets_.erase(connection.get());
+      ++shed_connection_count_;
+      connection = Descriptor();
+    }
+  }
+  if (!connection.valid()) {
+    events_.Warning("connection_shed",
+                    {{"connection_count_max", absl::StrCat(connection_count_max_)}});
+    return true;
+  }
+  grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters handed;
+  handed.listener_fd = listener;
+  handed.fd = connection.Release();
+  server_->HandleNewConnection(&handed);
+  return true;
+}
+
+void Acceptor::ForgetClosed() {
+  std::erase_if(sockets_, [](const auto& entry) { return SocketOf(entry.first) != entry.second; });
+}
+
+}  // namespace spillway

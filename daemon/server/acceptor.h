@@ -1,0 +1,63 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "daemon/server/event_log.h"
+#include "grpcpp/security/server_credentials.h"
+#include "grpcpp/server_builder.h"
+#include "host/base/descriptor.h"
+#include "host/base/mutex.h"
+
+namespace spillway {
+
+// Accepts connections for a gRPC server, in a thread of its own. While descriptors
+// are short it leaves them in the sockets' backlog; beyond a number of connections
+// it closes new ones at once. Both are logged (docs/adr/0043). Thread-safe.
+class Acceptor {
+ public:
+  // For the server that `builder` makes. Connections are what the credentials say.
+  // The log outlives this.
+  Acceptor(std::vector<Descriptor> listeners, int64_t connection_count_max,
+           const std::shared_ptr<grpc::ServerCredentials>& credentials,
+           grpc::ServerBuilder& builder, EventLog& events);
+  // Stops.
+  ~Acceptor();
+  Acceptor(const Acceptor&) = delete;
+  Acceptor& operator=(const Acceptor&) = delete;
+
+  // REQUIRES: once, the server has started.
+  void Start();
+  // Closes the sockets: who connects is refused. REQUIRES: the server is not shut
+  // down yet. Does nothing a second time.
+  void Stop();
+
+  int64_t open_connection_count() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Since the start.
+  int64_t shed_connection_count() const { return shed_connection_count_; }
+
+ private:
+  void Run();
+  // One connection; false where descriptors are short.
+  bool Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
+  void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int64_t connection_count_max_;
+  const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> server_;
+  EventLog& events_;
+  std::vector<Descriptor> listeners_;
+  const Descriptor stop_;
+  std::thread thread_;
+  std::atomic<int64_t> shed_connection_count_{0};
+  Mutex mutex_;
+  // Those that may be open, and the socket that each was: gRPC closes them, and
+  // tells nobody.
+  std::map<int, uint64_t> sockets_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway

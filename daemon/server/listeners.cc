@@ -1,0 +1,112 @@
+#include "daemon/server/listeners.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace spillway {
+namespace {
+
+absl::Status Failed(const std::string& where, int error) {
+  return absl::UnavailableError(
+      absl::StrCat("cannot listen on ", where, ": ", std::strerror(error)));
+}
+
+void SetOption(int fd, int level, int option, int value) {
+  setsockopt(fd, level, option, &value, sizeof(value));
+}
+
+// Not valid, and errno set, where the system refuses.
+Descriptor Listen(const addrinfo& address) {
+  Descriptor listener(
+      socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, address.ai_protocol));
+  if (!listener.valid()) return listener;
+  // Connections that linger after a daemon's end do not keep the next one away.
+  SetOption(listener.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  // What is accepted inherits it.
+  SetOption(listener.get(), IPPROTO_TCP, TCP_NODELAY, 1);
+  // [::] is every address of either kind.
+  if (address.ai_family == AF_INET6) SetOption(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
+  if (bind(listener.get(), address.ai_addr, address.ai_addrlen) != 0 ||
+      listen(listener.get(), SOMAXCONN) != 0) {
+    const int error = errno;
+    listener = Descriptor();
+    errno = error;
+  }
+  return listener;
+}
+
+int PortOf(int listener) {
+  sockaddr_storage address = {};
+  socklen_t size = sizeof(address);
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
+  // At the same place in both kinds of address.
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+}
+
+}  // namespace
+
+absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type) {
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, ": longer than the ", sizeof(address.sun_path) - 1, " bytes of a socket's path"));
+  }
+  std::memcpy(address.sun_path, path.data(), path.size());
+  Descriptor listener(socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!listener.valid() ||
+      bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
+      listen(listener.get(), SOMAXCONN) != 0) {
+    return Failed(path, errno);
+  }
+  return listener;
+}
+
+absl::StatusOr<TcpListeners> ListenAtTcp(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  std::string host = address.substr(0, colon);
+  if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  if (const int error =
+          getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints, &found);
+      error != 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address, ": ", gai_strerror(error)));
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, freeaddrinfo);
+  TcpListeners listeners;
+  int error = EADDRNOTAVAIL;
+  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+    // The first chooses the port for all.
+    if (listeners.port != 0) {
+      reinterpret_cast<sockaddr_in*>(one->ai_addr)->sin_port =
+          htons(static_cast<uint16_t>(listeners.port));
+    }
+    Descriptor listener = Listen(*one);
+    if (listener.valid()) {
+      listeners.port = PortOf(listener.get());
+      listeners.sockets.push_back(std::move(listener));
+      continue;
+    }
+    error = errno;
+    // A name may have addresses of a kind that this machine has not.
+    if (error == EADDRINUSE || error == EACCES) return Failed(address, error);
+  }
+  if (listeners.sockets.empty()) return Failed(address, error);
+  return listeners;
+}
+
+}  // namespace spillway

@@ -1,0 +1,181 @@
+"""Connections: more than there are descriptors for, and more than the daemon takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spillway
+from daemon_process import binary
+from spillway_lab import serving
+
+DESCRIPTOR_COUNT = 64
+
+
+@contextmanager
+def limited_daemon(
+    folder: Path, listen: str, soft: int, hard: int, *flags: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A daemon on the CPU with limits of descriptors, and the address that it says it serves."""
+    log = folder / "spillwayd.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [binary(), "--device", "cpu", "--listen", listen, "--log-format", "json", *flags],
+            stderr=output,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+        )
+    try:
+        wait_for(lambda: bool(events(folder, "serving")))
+        yield process, events(folder, "serving")[0]["address"]
+    finally:
+        serving.end(process)
+    assert process.returncode == 0
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The log's whole lines of an event."""
+    lines = (folder / "spillwayd.log").read_text().splitlines(keepends=True)
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [entry for entry in entries if entry["event"] == name]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def cpu_ticks(pid: int) -> int:
+    """What a process has used of the cores, in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def connect(address: str) -> socket.socket:
+    """A connection that says nothing."""
+    if address.startswith("unix:"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address.removeprefix("unix:"))
+    else:
+        host, port = address.rsplit(":", 1)
+        connection = socket.create_connection((host, int(port)))
+    connection.settimeout(20)
+    return connection
+
+
+def is_served(connection: socket.socket) -> bool:
+    """Whether the daemon greets, as HTTP/2 has it; else it has closed the connection."""
+    try:
+        return connection.recv(1) != b""
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_the_daemon_accepts_again_after_its_descriptors_were_used_up(
+    tmp_path: Path, kind: str
+) -> None:
+    listen = f"unix:{tmp_path}/spillwayd.sock" if kind == "unix" else "tcp:127.0.0.1:0"
+    with (
+        limited_daemon(tmp_path, listen, DESCRIPTOR_COUNT, DESCRIPTOR_COUNT) as (_, address),
+        spillway.connect(address if kind == "unix" else f"tcp:{address}") as before,
+    ):
+        assert before.health()
+        with ExitStack() as held:
+            for _ in range(120):
+                held.enter_context(connect(address))
+            wait_for(lambda: bool(events(tmp_path, "descriptors_short")))
+            # Who is there is served, with what takes descriptors of the daemon's own.
+            assert before.health()
+            if kind == "unix":
+                before.attach_region(4096).detach()
+        with spillway.connect(address if kind == "unix" else f"tcp:{address}") as after:
+            assert after.health()
+        # Not one line for each look.
+        assert len(events(tmp_path, "descriptors_short")) < 30
+
+
+def test_who_waits_while_descriptors_are_short_is_served_later(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/spillwayd.sock"
+    with limited_daemon(tmp_path, listen, DESCRIPTOR_COUNT, DESCRIPTOR_COUNT) as (_, address):
+        with ExitStack() as held:
+            for _ in range(120):
+                held.enter_context(connect(address))
+            wait_for(lambda: bool(events(tmp_path, "descriptors_short")))
+            last = connect(address)
+        with last:
+            assert is_served(last)
+
+
+def test_connections_beyond_the_most_are_closed_at_once(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/spillwayd.sock"
+    flags = ("--connection-count-max", "3")
+    with limited_daemon(tmp_path, listen, 1024, 1024, *flags) as (_, address):
+        with ExitStack() as held:
+            taken = [held.enter_context(connect(address)) for _ in range(3)]
+            assert all(is_served(connection) for connection in taken)
+            for _ in range(40):
+                with connect(address) as extra:
+                    assert not is_served(extra)
+            # Whoever goes makes room.
+            taken.pop().close()
+
+            def is_room() -> bool:
+                with connect(address) as extra:
+                    return is_served(extra)
+
+            wait_for(is_room)
+        shed = events(tmp_path, "connection_shed")
+        assert 5 <= len(shed) < 40
+        assert {(entry["level"], entry["connection_count_max"]) for entry in shed} == {
+            ("warning", "3")
+        }
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_allowed(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/spillwayd.sock"
+    with limited_daemon(tmp_path, listen, 100, 500) as (process, _):
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        assert re.search(r"Max open files +500 +500 ", limits)
+        assert events(tmp_path, "serving")[0]["descriptor_limit"] == "500"
+
+
+def test_a_name_of_several_addresses_is_served_at_one_port(tmp_path: Path) -> None:
+    names = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)
+    with limited_daemon(tmp_path, "tcp:localhost:0", 1024, 1024) as (_, address):
+        host, port = address.rsplit(":", 1)
+        assert host == "localhost"
+        served = 0
+        for family, kind, _, _, (numeric, *_) in names:
+            with socket.socket(family, kind) as connection:
+                connection.settimeout(20)
+                if connection.connect_ex((numeric, int(port))) == 0:
+                    assert is_served(connection)
+                    served += 1
+        assert served > 0
+
+
+def test_sessions_of_regions_wait_for_descriptors_too(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/spillwayd.sock"
+    with limited_daemon(tmp_path, listen, DESCRIPTOR_COUNT, DESCRIPTOR_COUNT) as (process, _):
+        with ExitStack() as held:
+            for _ in range(120):
+                session = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                session.connect(f"{tmp_path}/spillwayd.sock.regions")
+            wait_for(lambda: len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 62)
+            before = cpu_ticks(process.pid)
+            time.sleep(1)
+            # Of some hundred: it sleeps.
+            assert cpu_ticks(process.pid) - before < 20
+        with spillway.connect(listen) as client:
+            client.attach_region(4096).detach()
