@@ -161,6 +161,13 @@ const std::vector<Setting>& Settings() {
          return absl::OkStatus();
        },
        [](const Config& config) { return config.listen; }},
+      {"server.socket_group", "--socket-group",
+       "group that may connect to the unix socket; empty: none, the daemon's user alone", true,
+       [](Config& config, const std::string& text) {
+         config.socket_group = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.socket_group; }},
       {"server.allow_remote", "--allow-remote", "let a TCP address be other than loopback", false,
        [](Config& config, const std::string& text) {
          if (!absl::SimpleAtob(text, &config.allow_remote)) return Refuse(text, "a boolean");
@@ -305,6 +312,7 @@ absl::Status Set(const std::string& key, const std::string& text, const Topology
 constexpr char kListensNowhere[] = "an embedded engine listens nowhere";
 constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.listen", kListensNowhere},
+    {"server.socket_group", kListensNowhere},
     {"server.allow_remote", kListensNowhere},
     {"server.grace_seconds", kListensNowhere},
     {"server.connection_count_max", kListensNowhere},
@@ -318,6 +326,14 @@ absl::Status CheckMps(const Config& config) {
   return absl::InvalidArgumentError(
       "--mps (device.mps) is on and --device (device.name) is cpu: MPS shares GPUs; name one, or "
       "leave --mps out");
+}
+
+absl::Status CheckSocketGroup(const Config& config) {
+  if (config.socket_group.empty() || !config.listen.starts_with("tcp:")) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--socket-group (server.socket_group) is \"", config.socket_group,
+                   "\" and --listen (server.listen) is ", config.listen,
+                   ": a group is for a unix socket; leave it out"));
 }
 
 absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
@@ -414,6 +430,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     }
   }
   RETURN_IF_ERROR(CheckMps(line.config));
+  RETURN_IF_ERROR(CheckSocketGroup(line.config));
   return line;
 }
 

@@ -29,6 +29,9 @@ std::string ModeName(MpsMode mode);
 struct Config {
   // unix:/path, or tcp:host:port (port 0: any that is free); empty: nowhere.
   std::string listen;
+  // Group that may connect to the unix socket, by name or number; empty: none, the
+  // daemon's user alone.
+  std::string socket_group;
   // Whether a TCP address may be other than loopback.
   bool allow_remote = false;
   // Everything the daemon may hold; by default three quarters of the machine's
@@ -87,7 +90,7 @@ struct CommandLine {
 // Flags, over the file that --config names, over the defaults. Unknown keys
 // in the file, values that do not parse and values out of range, among them a
 // memory limit above what the machine has, are INVALID_ARGUMENT that names
-// them; so is MPS that is asked for on the CPU.
+// them; so is MPS that is asked for on the CPU, and a group for a TCP address.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version);
 

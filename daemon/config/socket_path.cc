@@ -1,6 +1,7 @@
 #include "daemon/config/socket_path.h"
 
 #include <fcntl.h>
+#include <grp.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -20,8 +21,17 @@ namespace {
 
 absl::Status SystemError(const std::string& what) { return absl::ErrnoToStatus(errno, what); }
 
-absl::Status PrepareDirectory(const std::string& directory) {
-  if (mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) {
+absl::Status PrepareDirectory(const std::string& directory, const SocketAccess& access) {
+  if (mkdir(directory.c_str(), 0700) == 0) {
+    // A new one's group may pass through it, no more.
+    if (access.group && (chown(directory.c_str(), static_cast<uid_t>(-1), *access.group) != 0 ||
+                         chmod(directory.c_str(), 0710) != 0)) {
+      const absl::Status status =
+          SystemError(absl::StrCat("cannot give ", directory, " to group ", *access.group));
+      rmdir(directory.c_str());
+      return status;
+    }
+  } else if (errno != EEXIST) {
     return SystemError(absl::StrCat("cannot make ", directory));
   }
   struct stat info {};
@@ -83,7 +93,8 @@ absl::StatusOr<Descriptor> Lock(const std::string& path) {
                  ? absl::AlreadyExistsError(absl::StrCat("another daemon listens on ", path))
                  : SystemError(absl::StrCat("cannot lock ", lock_path));
     }
-    struct stat held {}, there {};
+    struct stat held {
+    }, there{};
     if (fstat(lock.get(), &held) != 0) return SystemError(absl::StrCat("cannot read ", lock_path));
     if (lstat(lock_path.c_str(), &there) == 0 && there.st_dev == held.st_dev &&
         there.st_ino == held.st_ino) {
@@ -98,11 +109,28 @@ bool IsLoopback(const std::string& host) {
 
 }  // namespace
 
-absl::StatusOr<SocketPath> SocketPath::Claim(const std::string& path) {
+absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config) {
+  SocketAccess access;
+  const std::string& name = config.socket_group;
+  if (name.empty()) return access;
+  gid_t number = 0;
+  // Used once, before other threads look groups up.
+  if (const group* const found = getgrnam(name.c_str()); found != nullptr) {
+    access.group = found->gr_gid;
+  } else if (absl::SimpleAtoi(name, &number)) {
+    access.group = number;
+  } else {
+    return absl::NotFoundError(
+        absl::StrCat("server.socket_group (--socket-group): there is no group \"", name, "\""));
+  }
+  return access;
+}
+
+absl::StatusOr<SocketPath> SocketPath::Claim(const std::string& path, const SocketAccess& access) {
   RETURN_IF_ERROR(CheckPath(path));
   // Before anything is made; the lock's holder looks again.
   RETURN_IF_ERROR(FindSocket(path).status());
-  RETURN_IF_ERROR(PrepareDirectory(std::filesystem::path(path).parent_path().string()));
+  RETURN_IF_ERROR(PrepareDirectory(std::filesystem::path(path).parent_path().string(), access));
   ASSIGN_OR_RETURN(Descriptor lock, Lock(path));
   SocketPath claimed(path, std::move(lock));
   ASSIGN_OR_RETURN(const bool is_left, FindSocket(path));

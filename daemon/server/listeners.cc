@@ -4,7 +4,9 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -55,7 +57,8 @@ int PortOf(int listener) {
 
 }  // namespace
 
-absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type) {
+absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type,
+                                        const SocketAccess& access) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof(address.sun_path)) {
@@ -65,11 +68,20 @@ absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type) {
   std::memcpy(address.sun_path, path.data(), path.size());
   Descriptor listener(socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!listener.valid() ||
-      bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
-      listen(listener.get(), SOMAXCONN) != 0) {
+      bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return Failed(path, errno);
   }
-  return listener;
+  // Nobody can connect before it listens.
+  absl::Status status;
+  if (access.group && lchown(path.c_str(), static_cast<uid_t>(-1), *access.group) != 0) {
+    status = absl::PermissionDeniedError(absl::StrCat("cannot give ", path, " to group ",
+                                                      *access.group, ": ", std::strerror(errno)));
+  } else if (chmod(path.c_str(), access.mode()) != 0 || listen(listener.get(), SOMAXCONN) != 0) {
+    status = Failed(path, errno);
+  }
+  if (status.ok()) return listener;
+  unlink(path.c_str());
+  return status;
 }
 
 absl::StatusOr<TcpListeners> ListenAtTcp(const std::string& address) {

@@ -4,13 +4,16 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "daemon/config/socket_path.h"
 #include "host/base/descriptor.h"
 
 namespace spillway {
 
 // A unix socket of a type such as SOCK_STREAM that listens at a path where nothing
-// is. UNAVAILABLE where the system refuses.
-absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type);
+// is, whatever the umask. UNAVAILABLE where the system refuses; PERMISSION_DENIED
+// where this user may not give it to that group.
+absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type,
+                                        const SocketAccess& access);
 
 struct TcpListeners {
   std::vector<Descriptor> sockets;  // one for each address of the host

@@ -71,12 +71,12 @@ class RegionServer::Loop {
     for (const auto& [fd, session] : sessions_) regions_->CloseSession(session.id);
   }
 
-  absl::Status Listen(const std::string& path) {
+  absl::Status Listen(const std::string& path, const SocketAccess& access) {
     epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
     stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
     if (!epoll_.valid() || !stop_.valid()) return Failed("regions");
     unlink(path.c_str());
-    ASSIGN_OR_RETURN(listener_, ListenAtPath(path, SOCK_SEQPACKET));
+    ASSIGN_OR_RETURN(listener_, ListenAtPath(path, SOCK_SEQPACKET, access));
     Watch(listener_.get());
     Watch(stop_.get());
     return absl::OkStatus();
@@ -183,9 +183,10 @@ class RegionServer::Loop {
 };
 
 absl::StatusOr<std::unique_ptr<RegionServer>> RegionServer::Start(const std::string& path,
+                                                                  const SocketAccess& access,
                                                                   RegionTable* regions) {
   auto loop = std::make_unique<Loop>(regions);
-  RETURN_IF_ERROR(loop->Listen(path));
+  RETURN_IF_ERROR(loop->Listen(path, access));
   return std::unique_ptr<RegionServer>(new RegionServer(path, std::move(loop)));
 }
 

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "absl/status/statusor.h"
+#include "daemon/config/socket_path.h"
 #include "daemon/engine/regions.h"
 
 namespace spillway {
@@ -14,9 +15,10 @@ namespace spillway {
 // session when its socket closes or its process ends. One thread.
 class RegionServer {
  public:
-  // Serves at `path`, whose directory is the daemon's own; a socket that a dead
-  // daemon left there is removed. The table outlives the server.
+  // Serves those whom `access` lets in at `path`, whose directory is the daemon's own; a socket
+  // that a dead daemon left there is removed. The table outlives the server.
   static absl::StatusOr<std::unique_ptr<RegionServer>> Start(const std::string& path,
+                                                             const SocketAccess& access,
                                                              RegionTable* regions);
   // Ends every session.
   ~RegionServer();

@@ -120,12 +120,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   auto impl = std::make_unique<Impl>(config, engine);
   std::vector<Descriptor> listeners;
   if (IsUnix(config)) {
-    ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5)));
+    ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));
+    ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5), access));
     impl->socket.emplace(std::move(socket));
     impl->address = config.listen;
     ASSIGN_OR_RETURN(impl->region_server,
-                     RegionServer::Start(RegionSocket(config), &impl->regions));
-    ASSIGN_OR_RETURN(Descriptor listener, ListenAtPath(config.listen.substr(5), SOCK_STREAM));
+                     RegionServer::Start(RegionSocket(config), access, &impl->regions));
+    ASSIGN_OR_RETURN(Descriptor listener,
+                     ListenAtPath(config.listen.substr(5), SOCK_STREAM, access));
     listeners.push_back(std::move(listener));
   } else if (!config.listen.empty()) {
     ASSIGN_OR_RETURN(const std::string address, TcpAddress(config));

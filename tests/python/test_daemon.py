@@ -63,6 +63,12 @@ def process(
             daemon.kill()
 
 
+def modes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Mode and group of what lies in a folder."""
+    found = {entry.name: entry.lstat() for entry in folder.iterdir()}
+    return {name: (stat.S_IMODE(info.st_mode), info.st_gid) for name, info in found.items()}
+
+
 def test_printed_settings_are_a_file_that_sets_them(tmp_path: Path) -> None:
     tomllib = pytest.importorskip("tomllib")  # Not in Python 3.10.
     first = run("--threads", "1", "--ttl", "7.5", "--memory-limit", "3GiB", "--print-config")
@@ -199,6 +205,49 @@ def test_only_its_user_reaches_the_socket(tmp_path: Path) -> None:
     with process("--listen", f"unix:{path}"):
         assert path.is_socket()
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o177])
+def test_the_sockets_are_the_users_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        # Of another umask it would be unusable itself.
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own").chmod(0o700)
+        with process("--listen", f"unix:{tmp_path}/own/spillwayd.sock") as (_, address):
+            assert modes(tmp_path / "own") == {
+                "spillwayd.sock": (0o600, os.getegid()),
+                "spillwayd.sock.regions": (0o600, os.getegid()),
+                "spillwayd.sock.lock": (0o600 & ~umask, os.getegid()),
+            }
+            with spillway.connect(address) as client:
+                assert client.health()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a socket to any group")
+@pytest.mark.parametrize(("group", "number"), [("daemon", 1), ("12345", 12345)])
+def test_a_group_may_connect(tmp_path: Path, group: str, number: int) -> None:
+    folder = tmp_path / "own"
+    flags = ("--listen", f"unix:{folder}/spillwayd.sock", "--socket-group", group)
+    with process(*flags):
+        found = modes(folder)
+        assert found["spillwayd.sock"] == (0o660, number)
+        assert found["spillwayd.sock.regions"] == (0o660, number)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o710
+        assert folder.stat().st_gid == number
+
+
+def test_groups_that_are_not_there_and_groups_of_tcp(tmp_path: Path) -> None:
+    done = run("--listen", f"unix:{tmp_path}/own/a.sock", "--socket-group", "no-such-group")
+    assert done.returncode == 1
+    assert "server.socket_group (--socket-group): there is no group" in done.stderr
+    assert "no-such-group" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = run("--listen", "tcp:127.0.0.1:0", "--socket-group", "daemon")
+    assert done.returncode == 2
+    assert "a group is for a unix socket" in done.stderr
 
 
 def test_others_may_not_write_to_its_folder(tmp_path: Path) -> None:
