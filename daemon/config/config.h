@@ -53,10 +53,16 @@ struct Config {
   // ttl of sequences that name none; 0: they never expire.
   double ttl_seconds = 3600;
   int64_t sequence_count_max = 65536;
+  int64_t model_count_max = 4096;
   // Connections at once; beyond it new ones are closed.
   int connection_count_max = 1024;
   // Calls of one connection at once.
   int stream_count_max = 256;
+  // Append, Decode, Fetch and upload streams of all connections at once.
+  int open_stream_count_max = 4096;
+  // How long the client of an Append or an upload may be silent; 0: for ever. Decode streams may
+  // always: a runner's waits for the next request.
+  double stream_idle_seconds = 300;
   // Messages of one Decode stream in flight.
   int decode_in_flight_max = 32;
   // Where sequences are saved: an absolute path below which clients name folders, "/" where they

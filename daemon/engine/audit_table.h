@@ -27,6 +27,11 @@ class AuditTable {
  public:
   explicit AuditTable(const ModelSpec& spec);
 
+  // What a table takes at most.
+  static int64_t BytesOf(const ModelSpec& spec) {
+    return int64_t{spec.layer_count} * spec.kv_head_count * int64_t{sizeof(HeadAudit)};
+  }
+
   // The heads' levels, [H_kv]; empty if all are 0, as they are at first.
   std::vector<int> Levels(int layer) const ABSL_LOCKS_EXCLUDED(mutex_);
   // Checks of attends that were made at `level`; of another than the head's

@@ -15,7 +15,8 @@
 namespace spillway {
 namespace {
 
-constexpr int64_t kModelTableBytes = 4096;
+// What a model takes without weights and sequences, rounded up.
+constexpr int64_t kModelTableBytes = 8192;
 
 }  // namespace
 
@@ -24,17 +25,20 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       arena_(arena),
       budget_(budget),
       options_(std::move(options)),
-      registry_(options_.sequence_count_max, options_.clock) {}
+      registry_(options_.model_count_max, options_.sequence_count_max, options_.clock) {}
 
 Engine::~Engine() = default;
 
 absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id,
                                                            const ModelSpec& spec,
                                                            const Policy& policy) {
-  if (absl::StatusOr<std::shared_ptr<Model>> taken = registry_.FindModel(id); taken.ok()) {
-    return registry_.AddModel(*std::move(taken));  // ALREADY_EXISTS, before the work
-  }
+  RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; again when it is listed
+  int64_t table_bytes = kModelTableBytes;
+  if (auditor() != nullptr && auditor()->share() > 0) table_bytes += AuditTable::BytesOf(spec);
+  ASSIGN_OR_RETURN(MemoryReservation tables,
+                   budget_->Reserve(table_bytes, "the tables of a model", MemoryUse::kModels));
   auto model = std::make_shared<Model>(id, spec, policy, arena_, options_.clock());
+  model->table_reservation = std::move(tables);
   if (!spec.has_weights()) {
     RETURN_IF_ERROR(UploadWeights(*model, {}));
   }
@@ -48,7 +52,7 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
         absl::FailedPreconditionError(absl::StrCat(model.name, " needs no hash weights")),
         "WEIGHTS_NOT_AWAITED");
   }
-  const int64_t bytes = device_->WeightBytes(model.spec) + kModelTableBytes;
+  const int64_t bytes = device_->WeightBytes(model.spec);
   ASSIGN_OR_RETURN(MemoryReservation reservation,
                    budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels));
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,

@@ -22,6 +22,7 @@ namespace spillway {
 
 struct EngineOptions {
   int64_t sequence_count_max = 65536;
+  int64_t model_count_max = 4096;
   std::function<absl::Time()> clock = absl::Now;
   // Checks attends; outlives what runs. Null: none.
   Auditor* auditor = nullptr;

@@ -34,6 +34,9 @@ class Model {
   const Policy policy;
   const absl::Time create_time;
 
+  // Of what it takes without weights; set before it is listed.
+  MemoryReservation table_reservation;
+
   // Pages of rows of all its sequences.
   PagePool row_pool;
   WorkCounters work;

@@ -46,12 +46,28 @@ std::string Registry::MakeId() {
   return absl::StrFormat("%08x%08x%08x", word(), word(), word());
 }
 
+absl::Status Registry::CheckNew(std::string_view id) const {
+  if (models_.contains(id)) {
+    const std::string name = "models/" + std::string(id);
+    return WithReason(absl::AlreadyExistsError(absl::StrCat(name, " exists already")),
+                      "MODEL_EXISTS", {{"name", name}});
+  }
+  if (static_cast<int64_t>(models_.size()) < model_count_max_) return absl::OkStatus();
+  return WithReason(absl::ResourceExhaustedError(absl::StrCat("there are ", models_.size(),
+                                                              " models already, the most allowed")),
+                    "MODEL_COUNT_EXHAUSTED", {{"model_count_max", absl::StrCat(model_count_max_)}});
+}
+
+absl::Status Registry::CheckNewModel(std::string_view id) const {
+  const MutexLock lock(mutex_);
+  return CheckNew(id);
+}
+
 absl::Status Registry::AddModel(std::shared_ptr<Model> model) {
   const MutexLock lock(mutex_);
-  const auto [it, added] = models_.try_emplace(model->id, model);
-  if (added) return absl::OkStatus();
-  return WithReason(absl::AlreadyExistsError(absl::StrCat(model->name, " exists already")),
-                    "MODEL_EXISTS", {{"name", model->name}});
+  if (absl::Status status = CheckNew(model->id); !status.ok()) return status;
+  models_.emplace(model->id, std::move(model));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<Model>> Registry::FindModel(std::string_view id) const {

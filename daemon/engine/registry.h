@@ -28,15 +28,19 @@ struct Page {
 class Registry {
  public:
   using Clock = std::function<absl::Time()>;
-  Registry(int64_t sequence_count_max, Clock clock)
-      : sequence_count_max_(sequence_count_max), clock_(std::move(clock)) {}
+  Registry(int64_t model_count_max, int64_t sequence_count_max, Clock clock)
+      : model_count_max_(model_count_max),
+        sequence_count_max_(sequence_count_max),
+        clock_(std::move(clock)) {}
 
   // Whether `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
   static bool IsValidId(std::string_view id);
   // A random id, unused with near certainty.
   static std::string MakeId();
 
-  // ALREADY_EXISTS when the id is taken.
+  // ALREADY_EXISTS when the id is taken, RESOURCE_EXHAUSTED at the most models.
+  absl::Status CheckNewModel(std::string_view id) const;
+  // The same, with the model listed where it is OK.
   absl::Status AddModel(std::shared_ptr<Model> model);
   // NOT_FOUND, reason MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Model>> FindModel(std::string_view id) const;
@@ -63,6 +67,9 @@ class Registry {
   int64_t sequence_count() const;
 
  private:
+  absl::Status CheckNew(std::string_view id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int64_t model_count_max_;
   const int64_t sequence_count_max_;
   const Clock clock_;
   mutable Mutex mutex_;

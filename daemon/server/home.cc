@@ -47,6 +47,7 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
   home->engine_ =
       std::make_unique<Engine>(device.get(), home->arena_.get(), &home->budget_,
                                EngineOptions{.sequence_count_max = config.sequence_count_max,
+                                             .model_count_max = config.model_count_max,
                                              .auditor = home->auditor_.get()});
   return home;
 }

@@ -61,6 +61,7 @@ struct Server::Impl {
             [this](const absl::Status& error, const std::string& reason) {
               events.Refused(error, reason);
             }),
+        streams(config.open_stream_count_max),
         regions(RegionsOf(config), &engine.budget(), &engine.device()),
         doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
@@ -79,6 +80,7 @@ struct Server::Impl {
             config.ttl_seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(config.ttl_seconds),
             config.sequence_count_max,
             config.decode_in_flight_max,
+            std::chrono::duration<double>(config.stream_idle_seconds),
             IsUnix(config) ? RegionSocket(config).filename().string() : "",
             config.snapshot_folder},
         memory(context),
@@ -86,7 +88,7 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
-        sweeper(engine, events) {}
+        sweeper(engine, events, streams) {}
   ~Impl() { events.Flush(); }
 
   const std::string boot_id;

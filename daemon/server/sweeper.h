@@ -6,16 +6,18 @@
 #include "daemon/engine/engine.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/library_messages.h"
+#include "daemon/services/stream_set.h"
 #include "host/base/mutex.h"
 
 namespace spillway {
 
 // Once a second, in a thread of its own, as long as it lives: deletes expired
-// sequences, gives memory back that stays free, and flushes the logs of events.
+// sequences, ends streams whose clients are silent, gives memory back that stays free, and flushes
+// the logs of events.
 class Sweeper {
  public:
-  Sweeper(Engine& engine, EventLog& events)
-      : engine_(engine), events_(events), thread_([this] { Run(); }) {}
+  Sweeper(Engine& engine, EventLog& events, StreamSet& streams)
+      : engine_(engine), events_(events), streams_(streams), thread_([this] { Run(); }) {}
   ~Sweeper() {
     {
       const MutexLock lock(mutex_);
@@ -35,6 +37,7 @@ class Sweeper {
       if (stopped_) return;
       lock.Unlock();
       for (const ExpiredSequence& sequence : engine_.SweepExpired()) events_.Expired(sequence);
+      streams_.CheckIdle(std::chrono::steady_clock::now());
       engine_.arena().GiveBackIdle();
       events_.Flush();
       FlushLibraryMessages();
@@ -44,6 +47,7 @@ class Sweeper {
 
   Engine& engine_;
   EventLog& events_;
+  StreamSet& streams_;
   Mutex mutex_;
   CondVar wake_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

@@ -35,6 +35,11 @@ void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
 
 }  // namespace
 
+AdminService::AdminService(const ServiceContext& services) : Service(services) {
+  Unary("/spillway.v1.AdminService/GetServerInfo", &AdminService::GetServerInfo);
+  Unary("/spillway.v1.AdminService/GetStatistics", &AdminService::GetStatistics);
+}
+
 grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContext* context,
                                                       const v1::GetServerInfoRequest*,
                                                       v1::GetServerInfoResponse* response) {

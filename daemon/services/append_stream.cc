@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
 #include "daemon/convert/lookup.h"
 #include "daemon/engine/errors.h"
@@ -11,8 +12,31 @@ namespace spillway {
 
 AppendStream::AppendStream(const ServiceContext& services,
                            const grpc::CallbackServerContext& context, v1::AppendResponse* response)
-    : services_(services), response_(response), cancel_(MakeCancelToken(context)) {
-  StartRead(&read_);
+    : services_(services),
+      response_(response),
+      cancel_(MakeCancelToken(context)),
+      idle_(services.stream_idle_max) {
+  if (absl::Status status = services_.streams.Add(this); !status.ok()) {
+    Finish(services_.status.ToGrpc(status));
+  } else {
+    StartRead(&read_);
+  }
+}
+
+void AppendStream::OnDone() {
+  services_.streams.Remove(this);
+  delete this;
+}
+
+void AppendStream::CheckIdle(Clock::time_point now) {
+  Step step;
+  {
+    const MutexLock lock(mutex_);
+    if (appending_ || ended_ || !status_.ok()) return;
+    status_ = idle_.Check(now);
+    step = Next();
+  }
+  Do(step);
 }
 
 absl::StatusOr<AppendRequest> AppendStream::Parse(const v1::AppendRequest& request) {
@@ -20,21 +44,38 @@ absl::StatusOr<AppendRequest> AppendStream::Parse(const v1::AppendRequest& reque
   ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
                    FindSequence(services_.engine, chunk.sequence(), "chunk.sequence"));
   ASSIGN_OR_RETURN(Chunk rows, ChunkFromProto(chunk, sequence->model->spec, services_.regions));
-  ASSIGN_OR_RETURN(reservation_,
-                   services_.engine.budget().Reserve(
-                       static_cast<int64_t>(chunk.k().data().size() + chunk.v().data().size()),
-                       "a request", MemoryUse::kMessages));
   return AppendRequest{std::move(sequence), std::move(rows), cancel_};
 }
 
+absl::Status AppendStream::WithProgress(const absl::Status& status) const {
+  const int64_t appended = response_->appended_chunk_count();
+  const int64_t present = response_->already_present_chunk_count();
+  return WithMetadata(
+      WithMessage(status,
+                  absl::StrCat("message ", appended + present + 1,
+                               " of the stream: ", status.message(), "; before it ", appended,
+                               " chunks were appended and ", present, " were there already")),
+      {{"appended_chunk_count", absl::StrCat(appended)},
+       {"already_present_chunk_count", absl::StrCat(present)}});
+}
+
 void AppendStream::OnReadDone(bool ok) {
+  absl::StatusOr<MemoryReservation> reservation;
+  if (ok) reservation = ChargeMessage(read_, services_.engine.budget());
   Step step;
   {
     const MutexLock lock(mutex_);
-    if (ok) {
-      waiting_ = true;
-    } else {
+    idle_.Renew();
+    if (!ok) {
       ended_ = true;
+    } else if (!reservation.ok()) {
+      // What came before is appended all the same.
+      read_.Clear();
+      ended_ = true;
+      refused_ = reservation.status();
+    } else {
+      read_reservation_ = *std::move(reservation);
+      waiting_ = true;
     }
     step = Next();
   }
@@ -45,6 +86,10 @@ AppendStream::Step AppendStream::Next() {
   if (appending_ || finished_) return Step::kNothing;
   if (status_.ok() && waiting_) {
     std::swap(read_, current_);
+    // The memory of a larger message before stays with request_.
+    if (read_reservation_.bytes() > reservation_.bytes())
+      std::swap(read_reservation_, reservation_);
+    read_reservation_.Release();
     waiting_ = false;
     appending_ = true;
     return Step::kAppend;
@@ -60,12 +105,14 @@ void AppendStream::Do(Step step) {
     absl::Status status;
     {
       const MutexLock lock(mutex_);
-      status = status_;
+      status = status_.ok() && !refused_.ok() ? WithProgress(refused_) : status_;
     }
     return Finish(services_.status.ToGrpc(status));
   }
   StartRead(&read_);
-  absl::StatusOr<AppendRequest> request = Parse(current_);
+  const absl::Status parsed = ParseMessage(current_, request_);
+  if (!parsed.ok()) return OnAppended(WithProgress(parsed));
+  absl::StatusOr<AppendRequest> request = Parse(request_);
   if (!request.ok()) return OnAppended(request.status());
   services_.engine.Append(*std::move(request), [this](absl::StatusOr<AppendOutcome> outcome) {
     OnAppended(std::move(outcome));
@@ -73,7 +120,6 @@ void AppendStream::Do(Step step) {
 }
 
 void AppendStream::OnAppended(absl::StatusOr<AppendOutcome> outcome) {
-  reservation_.Release();
   if (outcome.ok()) {
     if (outcome->already_present) {
       response_->set_already_present_chunk_count(response_->already_present_chunk_count() + 1);
@@ -88,7 +134,13 @@ void AppendStream::OnAppended(absl::StatusOr<AppendOutcome> outcome) {
   {
     const MutexLock lock(mutex_);
     appending_ = false;
+    idle_.Renew();
     if (status_.ok()) status_ = outcome.status();
+    // With the next message at hand its memory is used again.
+    if (!waiting_ || !status_.ok()) {
+      request_ = v1::AppendRequest();
+      reservation_.Release();
+    }
     step = Next();
   }
   Do(step);

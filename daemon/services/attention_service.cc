@@ -7,9 +7,24 @@
 
 namespace spillway {
 
-grpc::ServerReadReactor<v1::AppendRequest>* AttentionService::Append(
-    grpc::CallbackServerContext* context, v1::AppendResponse* response) {
-  return new AppendStream(services_, *context, response);
+AttentionService::AttentionService(const ServiceContext& services) : Service(services) {
+  Unary("/spillway.v1.AttentionService/Attend", &AttentionService::Attend);
+  Unary("/spillway.v1.AttentionService/Select", &AttentionService::Select);
+  ClientStream<v1::AppendResponse>(
+      "/spillway.v1.AttentionService/Append",
+      [this](grpc::CallbackServerContext* context, v1::AppendResponse* response) {
+        return new AppendStream(services_, *context, response);
+      });
+  BidiStream<v1::DecodeResponse>("/spillway.v1.AttentionService/Decode",
+                                 [this](grpc::CallbackServerContext* context) {
+                                   return new DecodeStream(services_, *context);
+                                 });
+  ServerStream<v1::FetchPagesRequest, v1::FetchPagesResponse>(
+      "/spillway.v1.AttentionService/FetchPages",
+      [this](grpc::CallbackServerContext* context,
+             const absl::StatusOr<const v1::FetchPagesRequest*>& request) {
+        return new FetchStream(services_, *context, request);
+      });
 }
 
 grpc::ServerUnaryReactor* AttentionService::Attend(grpc::CallbackServerContext* context,
@@ -18,20 +33,10 @@ grpc::ServerUnaryReactor* AttentionService::Attend(grpc::CallbackServerContext* 
   return StartAttend(services_, *context, *request, response);
 }
 
-grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>* AttentionService::Decode(
-    grpc::CallbackServerContext* context) {
-  return new DecodeStream(services_, *context);
-}
-
 grpc::ServerUnaryReactor* AttentionService::Select(grpc::CallbackServerContext* context,
                                                    const v1::SelectRequest* request,
                                                    v1::SelectResponse* response) {
   return StartSelect(services_, *context, *request, response);
-}
-
-grpc::ServerWriteReactor<v1::FetchPagesResponse>* AttentionService::FetchPages(
-    grpc::CallbackServerContext* context, const v1::FetchPagesRequest* request) {
-  return new FetchStream(services_, *context, *request);
 }
 
 }  // namespace spillway

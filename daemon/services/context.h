@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -32,8 +33,10 @@ struct ServiceContext {
   absl::Duration ttl_default;
   int64_t sequence_count_max = 0;
   int decode_in_flight_max = 0;  // messages of one Decode stream
-  std::string region_socket;     // beside the server's own; empty: none
-  std::string snapshot_folder;   // as the setting; empty: none
+  // How long the client of an Append or an upload may be silent; 0: for ever.
+  std::chrono::duration<double> stream_idle_max{0};
+  std::string region_socket;    // beside the server's own; empty: none
+  std::string snapshot_folder;  // as the setting; empty: none
 };
 
 }  // namespace spillway

@@ -11,28 +11,45 @@ namespace spillway {
 namespace {
 
 // Most that a message and its answer may take to be used again.
-constexpr size_t kSpareBytesMax = 64 << 10;
+constexpr int64_t kSpareBytesMax = 64 << 10;
+// Names of sequences are shorter.
+constexpr size_t kNameBytesMax = 128;
+// What a blocked layer takes.
+constexpr int64_t kBlockedBytes = 256;
 
 }  // namespace
 
 void DecodeStream::Message::Clear() {
   request.Clear();
   response.Clear();
-  reservation = MemoryReservation();
+  request_reservation.Release();
+  result_reservation.Release();
   places = ResultPlaces();
   answered = false;
+}
+
+void DecodeStream::Message::DropContents() {
+  v1::DecodeRequest rest;
+  rest.set_sequence(request.sequence().substr(0, kNameBytesMax));
+  rest.set_layer(request.layer());
+  request = std::move(rest);
+  places = ResultPlaces();
+  request_reservation.Release();
+  result_reservation.Release();
 }
 
 DecodeStream::DecodeStream(const ServiceContext& services,
                            const grpc::CallbackServerContext& context)
     : services_(services), cancel_(MakeCancelToken(context)) {
+  const absl::Status added = services_.streams.Add(this);
   Step step;
   {
     const MutexLock lock(mutex_);
+    end_ = added;
+    ended_ = !added.ok();
     step = Next();
   }
   Do(step);
-  services_.streams.Add(this, [this] { Drain(); });
 }
 
 void DecodeStream::OnDone() {
@@ -71,7 +88,8 @@ DecodeStream::Step DecodeStream::Next() {
   // the call.
   if (stop && message_count_ == 0 && !write_active_ && !read_starting_) {
     finished_ = step.finish = true;
-    step.drained = draining_ && !ended_;
+    step.status =
+        draining_ && !ended_ ? absl::UnavailableError("the daemon is shutting down") : end_;
   }
   return step;
 }
@@ -81,7 +99,7 @@ void DecodeStream::Do(const Step& step) {
   // under this: what would finish it waits for read_starting_.
   if (step.write != nullptr) StartWrite(&step.write->response);
   if (step.read) {
-    StartRead(&reading_->request);
+    StartRead(&reading_->received);
     Step next;
     {
       const MutexLock lock(mutex_);
@@ -90,29 +108,46 @@ void DecodeStream::Do(const Step& step) {
     }
     return Do(next);
   }
-  if (!step.finish) return;
-  Finish(step.drained
-             ? services_.status.ToGrpc(absl::UnavailableError("the daemon is shutting down"))
-             : grpc::Status::OK);
+  if (step.finish) Finish(services_.status.ToGrpc(step.status));
+}
+
+absl::Status DecodeStream::Open(Message& message, absl::Status& refusal) {
+  message.received_bytes = static_cast<int64_t>(message.received.Length());
+  absl::StatusOr<MemoryReservation> reservation =
+      ChargeMessage(message.received, services_.engine.budget());
+  if (absl::Status status = ParseMessage(message.received, message.request); !status.ok()) {
+    return WithMetadata(
+        WithMessage(status,
+                    absl::StrCat("message ", read_count_ + 1, " of the stream: ", status.message(),
+                                 "; the ", read_count_, " messages before it were answered")),
+        {{"message_count", absl::StrCat(read_count_)}});
+  }
+  ++read_count_;
+  refusal = reservation.status();
+  if (reservation.ok()) message.request_reservation = *std::move(reservation);
+  message.response.set_correlation_id(message.request.correlation_id());
+  return absl::OkStatus();
 }
 
 void DecodeStream::OnReadDone(bool ok) {
+  absl::Status refusal;
+  const absl::Status opened = ok ? Open(*reading_, refusal) : absl::OkStatus();
   Message* message = nullptr;
   Step step;
   {
     const MutexLock lock(mutex_);
-    if (!ok) {
+    if (!ok || !opened.ok()) {
       ended_ = true;
+      end_.Update(opened);
     } else if (!finished_) {
       message = reading_.get();
-      message->response.set_correlation_id(message->request.correlation_id());
       in_flight_.push_back(std::move(reading_));
       ++message_count_;
     }
   }
   // The next message is not read before this one has its place in its
   // sequence's queue, whoever else has something to start meanwhile.
-  if (message != nullptr) Serve(message);
+  if (message != nullptr) Serve(message, refusal);
   {
     const MutexLock lock(mutex_);
     read_active_ = false;
@@ -128,7 +163,9 @@ void DecodeStream::OnWriteDone(bool ok) {
     write_active_ = false;
     std::unique_ptr<Message> written = std::move(to_write_.front());
     to_write_.pop_front();
-    if (spare_ == nullptr && written->bytes() <= kSpareBytesMax) {
+    if (spare_ == nullptr && !ended_ &&
+        written->received_bytes + static_cast<int64_t>(written->response.ByteSizeLong()) <=
+            kSpareBytesMax) {
       written->Clear();
       spare_ = std::move(written);
     }
@@ -155,12 +192,9 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
     return InvalidField("q.shape", absl::StrCat("the answer would take ", bytes,
                                                 " bytes, more than ", kMessageBytesMax));
   }
-  ASSIGN_OR_RETURN(message.reservation,
-                   services_.engine.budget().Reserve(
-                       2 * bytes + static_cast<int64_t>(request.q().data().size() +
-                                                        request.append().k().data().size() +
-                                                        request.append().v().data().size()),
-                       "a request", MemoryUse::kMessages));
+  ASSIGN_OR_RETURN(message.result_reservation,
+                   services_.engine.budget().Reserve(2 * bytes, "the answer to a request",
+                                                     MemoryUse::kMessages));
   return absl::OkStatus();
 }
 
@@ -169,7 +203,12 @@ absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& p
                    FindSequence(services_.engine, message.sequence(), "sequence"));
   AttendItem item;
   item.sequence = std::move(sequence);
-  problem = CheckMessage(message, item);
+  if (problem.ok()) problem = CheckMessage(message, item);
+  if (!problem.ok()) {
+    item.append.reset();
+    item.attend = {};
+    message.DropContents();
+  }
   return item;
 }
 
@@ -182,6 +221,7 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
   if (blocked == blocked_.end()) return absl::OkStatus();
   if (message.request.has_append() && message.request.append().token_start() == layer_token_count) {
     blocked_.erase(blocked);
+    blocked_reservation_.Split(kBlockedBytes);
     return absl::OkStatus();
   }
   return WithReason(
@@ -191,10 +231,12 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
       "DECODE_BLOCKED", {{"layer_token_count", absl::StrCat(layer_token_count)}});
 }
 
-void DecodeStream::Serve(Message* message) {
-  absl::Status problem;
+void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
+  absl::Status problem = refusal;
   absl::StatusOr<AttendItem> item = Parse(*message, problem);
   if (!item.ok()) {
+    // No layer to block: there is no such sequence.
+    message->DropContents();
     Fail(*message, item.status());
     return Answered(message);
   }
@@ -218,22 +260,38 @@ void DecodeStream::Serve(Message* message) {
 
 void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
                               absl::StatusOr<AttendOutcome> outcome) {
-  if (!outcome.ok()) {
-    Fail(*message, outcome.status());
-  } else if (const JobItem& item = outcome->job->items.front(); !item.status.ok()) {
-    Fail(*message, item.status);
-  } else if (absl::Status status = FillResult(*outcome->job, item, sequence.model->spec,
-                                              message->places, *message->response.mutable_result());
-             !status.ok()) {
+  absl::Status status = outcome.status();
+  if (status.ok()) {
+    const JobItem& item = outcome->job->items.front();
+    status = item.status;
+    if (status.ok()) {
+      status = FillResult(*outcome->job, item, sequence.model->spec, message->places,
+                          *message->response.mutable_result());
+    }
+  }
+  if (!status.ok()) {
     Fail(*message, status);
+    const int layer = message->request.layer();
+    if (layer >= 0 && layer < sequence.model->spec.layer_count) Block(*message);
   }
   Answered(message);
 }
 
 void DecodeStream::Fail(Message& message, const absl::Status& status) {
   *message.response.mutable_result()->mutable_status() = services_.status.ToRpc(status);
+}
+
+void DecodeStream::Block(const Message& message) {
   const MutexLock lock(mutex_);
-  blocked_.emplace(message.sequence(), message.request.layer());
+  if (!blocked_.emplace(message.sequence(), message.request.layer()).second) return;
+  absl::StatusOr<MemoryReservation> more = services_.engine.budget().Reserve(
+      kBlockedBytes, "a stream's failed layers", MemoryUse::kMessages);
+  if (more.ok()) {
+    blocked_reservation_.Absorb(*std::move(more));
+  } else {
+    ended_ = true;
+    end_.Update(more.status());
+  }
 }
 
 void DecodeStream::Answered(Message* message) {

@@ -10,6 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "daemon/convert/attend.h"
 #include "daemon/services/call.h"
+#include "daemon/services/received.h"
 #include "host/base/mutex.h"
 #include "spillway/v1/attention_service.pb.h"
 
@@ -18,7 +19,8 @@ namespace spillway {
 // One Decode stream: several messages are in flight, answers come in order per
 // sequence. After a message that failed, its (sequence, layer) is blocked
 // until one starts at the layer's length.
-class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse> {
+class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::DecodeResponse>,
+                           public OpenStream {
  public:
   DecodeStream(const ServiceContext& services, const grpc::CallbackServerContext& context);
 
@@ -27,13 +29,17 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
   struct Message {
     // Answers come in order among those of one.
     const std::string& sequence() const { return request.sequence(); }
-    size_t bytes() const { return request.ByteSizeLong() + response.ByteSizeLong(); }
     // Ready for another message, in the same memory.
     void Clear();
+    // Frees all but what an error's answer needs.
+    void DropContents();
 
+    grpc::ByteBuffer received;  // until it is parsed
+    int64_t received_bytes = 0;
     v1::DecodeRequest request;
     v1::DecodeResponse response;
-    MemoryReservation reservation;
+    MemoryReservation request_reservation;
+    MemoryReservation result_reservation;
     ResultPlaces places;
     bool answered = false;
   };
@@ -43,7 +49,10 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
   void OnCancel() override { cancel_->Cancel(); }
   void OnDone() override;
 
-  void Serve(Message* message);
+  // Charges and parses what was read. The first error ends the stream: nothing can be answered
+  // to a message that cannot be read. The second, RESOURCE_EXHAUSTED, is the message's own.
+  absl::Status Open(Message& message, absl::Status& refusal);
+  void Serve(Message* message, const absl::Status& refusal);
   // A checked message as the engine's. When the sequence exists but something
   // else is wrong, `problem` says it and the item is only good for its turn:
   // an error is answered, and blocks its layer, in order too.
@@ -54,7 +63,10 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
       ABSL_LOCKS_EXCLUDED(mutex_);
   void OnAttended(Message* message, const Sequence& sequence,
                   absl::StatusOr<AttendOutcome> outcome);
-  void Fail(Message& message, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Fail(Message& message, const absl::Status& status);
+  // Blocks the message's layer until one starts at its length. Ends the stream where there is no
+  // memory left to know that.
+  void Block(const Message& message) ABSL_LOCKS_EXCLUDED(mutex_);
   // The message has its answer: queue what can be written now.
   void Answered(Message* message) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -63,13 +75,13 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
     bool read = false;
     Message* write = nullptr;
     bool finish = false;
-    bool drained = false;
+    absl::Status status;  // to finish with
   };
   // Decided under the lock that made the change: once it is released another
   // thread may end the call and the stream with it, unless the step holds it.
   Step Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(const Step& step) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Drain() override ABSL_LOCKS_EXCLUDED(mutex_);
 
   using LayerKey = std::pair<std::string, int32_t>;
 
@@ -84,6 +96,9 @@ class DecodeStream final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1:
   // One that was written, small and cleared: the next read's. Null: none.
   std::unique_ptr<Message> spare_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<LayerKey> blocked_ ABSL_GUARDED_BY(mutex_);
+  MemoryReservation blocked_reservation_ ABSL_GUARDED_BY(mutex_);
+  int64_t read_count_ = 0;                              // messages that could be read
+  absl::Status end_ ABSL_GUARDED_BY(mutex_);            // why no more messages are read
   int message_count_ ABSL_GUARDED_BY(mutex_) = 0;       // read and not yet written
   bool read_active_ ABSL_GUARDED_BY(mutex_) = false;    // or its message not yet served
   bool read_starting_ ABSL_GUARDED_BY(mutex_) = false;  // decided, not yet begun

@@ -27,9 +27,16 @@ constexpr int64_t kRowExtraBytes = 9;
 }  // namespace
 
 FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-                         const v1::FetchPagesRequest& request)
+                         const absl::StatusOr<const v1::FetchPagesRequest*>& request)
     : services_(services), cancel_(MakeCancelToken(context)) {
-  if (absl::Status status = Start(request); !status.ok()) Finish(services_.status.ToGrpc(status));
+  absl::Status status = services_.streams.Add(this);
+  if (status.ok()) status = request.ok() ? Start(**request) : request.status();
+  if (!status.ok()) Finish(services_.status.ToGrpc(status));
+}
+
+void FetchStream::OnDone() {
+  services_.streams.Remove(this);
+  delete this;
 }
 
 absl::Status FetchStream::Start(const v1::FetchPagesRequest& request) {

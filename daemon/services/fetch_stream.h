@@ -12,16 +12,17 @@ namespace spillway {
 
 // One FetchPages: the rows are chosen and shared in the sequence's turn, then
 // streamed at the client's pace, or written where it wants them, while the
-// sequence goes on.
-class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse> {
+// sequence goes on. A request that could not be opened ends it with its error.
+class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse>,
+                          public OpenStream {
  public:
   FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-              const v1::FetchPagesRequest& request);
+              const absl::StatusOr<const v1::FetchPagesRequest*>& request);
 
  private:
   void OnWriteDone(bool ok) override;
   void OnCancel() override { cancel_->Cancel(); }
-  void OnDone() override { delete this; }
+  void OnDone() override;
 
   absl::Status Start(const v1::FetchPagesRequest& request);
   absl::Status StartChoice(const v1::FetchPagesRequest& request);

@@ -21,6 +21,13 @@ void FillHandle(const Region&, v1::AttachDoorbellResponse&) {}
 
 }  // namespace
 
+MemoryService::MemoryService(const ServiceContext& services) : Service(services) {
+  Unary("/spillway.v1.MemoryService/AttachRegion", &MemoryService::AttachRegion);
+  Unary("/spillway.v1.MemoryService/ListRegions", &MemoryService::ListRegions);
+  Unary("/spillway.v1.MemoryService/DetachRegion", &MemoryService::DetachRegion);
+  Unary("/spillway.v1.MemoryService/AttachDoorbell", &MemoryService::AttachDoorbell);
+}
+
 grpc::ServerUnaryReactor* MemoryService::AttachRegion(grpc::CallbackServerContext* context,
                                                       const v1::AttachRegionRequest* request,
                                                       v1::AttachRegionResponse* response) {

@@ -9,6 +9,18 @@
 
 namespace spillway {
 
+ModelService::ModelService(const ServiceContext& services) : Service(services) {
+  Unary("/spillway.v1.ModelService/CreateModel", &ModelService::CreateModel);
+  Unary("/spillway.v1.ModelService/GetModel", &ModelService::GetModel);
+  Unary("/spillway.v1.ModelService/ListModels", &ModelService::ListModels);
+  Unary("/spillway.v1.ModelService/DeleteModel", &ModelService::DeleteModel);
+  ClientStream<v1::UploadHashWeightsResponse>(
+      "/spillway.v1.ModelService/UploadHashWeights",
+      [this](grpc::CallbackServerContext* context, v1::UploadHashWeightsResponse* response) {
+        return new UploadStream(services_, *context, response);
+      });
+}
+
 grpc::ServerUnaryReactor* ModelService::CreateModel(grpc::CallbackServerContext* context,
                                                     const v1::CreateModelRequest* request,
                                                     v1::CreateModelResponse* response) {
@@ -57,11 +69,6 @@ grpc::ServerUnaryReactor* ModelService::DeleteModel(grpc::CallbackServerContext*
   const absl::StatusOr<std::string> id = ParseName(request->name(), "models", "name");
   return Answer(services_, context,
                 id.ok() ? services_.engine.registry().RemoveModel(*id) : id.status());
-}
-
-grpc::ServerReadReactor<v1::UploadHashWeightsRequest>* ModelService::UploadHashWeights(
-    grpc::CallbackServerContext*, v1::UploadHashWeightsResponse* response) {
-  return new UploadStream(services_, response);
 }
 
 }  // namespace spillway

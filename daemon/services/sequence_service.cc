@@ -11,6 +11,17 @@
 
 namespace spillway {
 
+SequenceService::SequenceService(const ServiceContext& services) : Service(services) {
+  Unary("/spillway.v1.SequenceService/CreateSequence", &SequenceService::CreateSequence);
+  Unary("/spillway.v1.SequenceService/GetSequence", &SequenceService::GetSequence);
+  Unary("/spillway.v1.SequenceService/ListSequences", &SequenceService::ListSequences);
+  Unary("/spillway.v1.SequenceService/ForkSequence", &SequenceService::ForkSequence);
+  Unary("/spillway.v1.SequenceService/TruncateSequence", &SequenceService::TruncateSequence);
+  Unary("/spillway.v1.SequenceService/DeleteSequence", &SequenceService::DeleteSequence);
+  Unary("/spillway.v1.SequenceService/SaveSequence", &SequenceService::SaveSequence);
+  Unary("/spillway.v1.SequenceService/LoadSequence", &SequenceService::LoadSequence);
+}
+
 absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
     const v1::CreateSequenceRequest& request) {
   const v1::Sequence& asked = request.sequence();

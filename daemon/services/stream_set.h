@@ -1,43 +1,89 @@
 #pragma once
 
-#include <functional>
-#include <unordered_map>
+#include <chrono>
+#include <unordered_set>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
 #include "host/base/mutex.h"
 
 namespace spillway {
 
-// The open streams that have no end of their own, so that a drain can ask them
-// to end. Thread-safe.
+// A stream as the set of them sees it. What it does when asked must not call the set.
+class OpenStream {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  virtual ~OpenStream() = default;
+  // The daemon is shutting down; asked once. For streams that have no end of their own.
+  virtual void Drain() {}
+  // Asked about once a second: the stream ends where its client has been silent for too long.
+  virtual void CheckIdle(Clock::time_point /*now*/) {}
+};
+
+// The streams that are open. Thread-safe.
 class StreamSet {
  public:
-  // `drain` is called once, when Drain is or at once if it was; it must not
-  // call the set.
-  void Add(const void* stream, std::function<void()> drain) {
+  // Of all connections together.
+  explicit StreamSet(int count_max) : count_max_(count_max) {}
+
+  // RESOURCE_EXHAUSTED, reason STREAM_COUNT_EXHAUSTED, where the most are open. Asks the stream to
+  // drain at once if that has begun.
+  absl::Status Add(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
-    if (draining_) {
-      drain();
-    } else {
-      streams_.emplace(stream, std::move(drain));
+    if (static_cast<int>(streams_.size()) >= count_max_) {
+      return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                            streams_.size(), " streams are open already, the most allowed")),
+                        "STREAM_COUNT_EXHAUSTED",
+                        {{"open_stream_count_max", absl::StrCat(count_max_)}});
     }
+    streams_.insert(stream);
+    if (draining_) stream->Drain();
+    return absl::OkStatus();
   }
-  // After it returns, drain is not running and not called any more.
-  void Remove(const void* stream) {
+  // After it returns the stream is not asked any more.
+  void Remove(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     streams_.erase(stream);
   }
-  void Drain() {
+  void Drain() ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     draining_ = true;
-    for (const auto& [stream, drain] : streams_) drain();
-    streams_.clear();
+    for (OpenStream* stream : streams_) stream->Drain();
+  }
+  void CheckIdle(OpenStream::Clock::time_point now) ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    for (OpenStream* stream : streams_) stream->CheckIdle(now);
   }
 
  private:
+  const int count_max_;
   Mutex mutex_;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
-  std::unordered_map<const void*, std::function<void()>> streams_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_set<OpenStream*> streams_ ABSL_GUARDED_BY(mutex_);
+};
+
+// When a client was heard of last, and how long it may be silent. Not thread-safe.
+class IdleTime {
+ public:
+  // max: 0 for ever.
+  explicit IdleTime(std::chrono::duration<double> max)
+      : max_(max), last_(OpenStream::Clock::now()) {}
+  void Renew() { last_ = OpenStream::Clock::now(); }
+  // ABORTED, reason STREAM_IDLE, where it has been silent for too long.
+  absl::Status Check(OpenStream::Clock::time_point now) const {
+    if (max_.count() == 0 || now - last_ <= max_) return absl::OkStatus();
+    return WithReason(
+        absl::AbortedError(absl::StrCat("the stream had no message for ", max_.count(),
+                                        " seconds, the longest that a client may be silent")),
+        "STREAM_IDLE", {{"stream_idle_seconds", absl::StrCat(max_.count())}});
+  }
+
+ private:
+  const std::chrono::duration<double> max_;
+  OpenStream::Clock::time_point last_;
 };
 
 }  // namespace spillway

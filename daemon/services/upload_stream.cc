@@ -13,21 +13,62 @@ namespace {
 
 constexpr int64_t kUploadBytesMax = int64_t{1} << 30;
 constexpr int64_t kPieceBytesMax = int64_t{2} << 20;
+constexpr char kUpload[] = "the upload of hash weights";
 
 }  // namespace
 
-UploadStream::UploadStream(const ServiceContext& services, v1::UploadHashWeightsResponse* response)
-    : services_(services), response_(response) {
-  StartRead(&request_);
+UploadStream::UploadStream(const ServiceContext& services,
+                           const grpc::CallbackServerContext& context,
+                           v1::UploadHashWeightsResponse* response)
+    : services_(services),
+      response_(response),
+      cancel_(MakeCancelToken(context)),
+      idle_(services.stream_idle_max) {
+  if (absl::Status status = services_.streams.Add(this); !status.ok()) {
+    End(status);
+  } else {
+    Read();
+  }
 }
 
-absl::Status UploadStream::Begin() {
+void UploadStream::OnDone() {
+  services_.streams.Remove(this);
+  delete this;
+}
+
+void UploadStream::Read() {
+  {
+    const MutexLock lock(mutex_);
+    idle_.Renew();
+    reading_ = true;
+  }
+  StartRead(&received_);
+}
+
+void UploadStream::CheckIdle(Clock::time_point now) {
+  absl::Status status;
+  {
+    const MutexLock lock(mutex_);
+    if (!reading_) return;
+    status = idle_.Check(now);
+    if (status.ok()) return;
+    reading_ = false;
+  }
+  End(status);
+}
+
+absl::Status UploadStream::Begin(const v1::UploadHashWeightsRequest& request) {
   ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
-                   FindModel(services_.engine, request_.name(), "name"));
-  total_bytes_ = request_.total_bytes();
+                   FindModel(services_.engine, request.name(), "name"));
+  total_bytes_ = request.total_bytes();
   if (total_bytes_ < 1 || total_bytes_ > kUploadBytesMax) {
     return InvalidField("total_bytes", absl::StrCat("value ", total_bytes_, " is not in [1, ",
                                                     kUploadBytesMax, "]"));
+  }
+  const MemoryBudget& budget = services_.engine.budget();
+  const int64_t most = budget.limit_bytes() - budget.message_bytes();
+  if (total_bytes_ > most) {
+    return budget.Exhausted(kUpload, total_bytes_, most, MemoryUse::kModels);
   }
   if (model->ready()) {
     return WithReason(
@@ -41,18 +82,20 @@ absl::Status UploadStream::Begin() {
   }
   model_ = std::move(model);
   owns_upload_ = true;
-  ASSIGN_OR_RETURN(reservation_,
-                   services_.engine.budget().Reserve(total_bytes_, "the upload of hash weights",
-                                                     MemoryUse::kModels));
+  // Addresses, not memory: that comes as it is written, and is charged as it arrives.
   file_.reserve(static_cast<size_t>(total_bytes_));
   return absl::OkStatus();
 }
 
 absl::Status UploadStream::Take() {
+  ASSIGN_OR_RETURN(const MemoryReservation message,
+                   ChargeMessage(received_, services_.engine.budget()));
+  v1::UploadHashWeightsRequest request;
+  RETURN_IF_ERROR(ParseMessage(received_, request));
   if (model_ == nullptr) {
-    RETURN_IF_ERROR(Begin());
+    RETURN_IF_ERROR(Begin(request));
   }
-  const std::string& data = request_.data();
+  const std::string& data = request.data();
   const int64_t bytes = static_cast<int64_t>(data.size());
   if (bytes > kPieceBytesMax) {
     return InvalidField("data", absl::StrCat(bytes, " bytes are more than ", kPieceBytesMax));
@@ -60,18 +103,26 @@ absl::Status UploadStream::Take() {
   if (bytes > total_bytes_ - static_cast<int64_t>(file_.size())) {
     return InvalidField("data", absl::StrCat("more bytes than total_bytes ", total_bytes_));
   }
+  ASSIGN_OR_RETURN(MemoryReservation more,
+                   services_.engine.budget().Reserve(bytes, kUpload, MemoryUse::kModels));
+  reservation_.Absorb(std::move(more));
   const auto* begin = reinterpret_cast<const std::byte*>(data.data());
   file_.insert(file_.end(), begin, begin + data.size());
   return absl::OkStatus();
 }
 
 void UploadStream::OnReadDone(bool ok) {
+  {
+    const MutexLock lock(mutex_);
+    if (!reading_) return;  // the stream has ended
+    reading_ = false;
+  }
   if (!ok) {
     services_.background.enqueue([this] { Complete(); });
     return;
   }
   if (absl::Status status = Take(); !status.ok()) return End(status);
-  StartRead(&request_);
+  Read();
 }
 
 void UploadStream::Complete() {

@@ -3,37 +3,50 @@
 #include <memory>
 #include <vector>
 
-#include "daemon/services/context.h"
-#include "grpcpp/grpcpp.h"
+#include "absl/base/thread_annotations.h"
+#include "daemon/services/call.h"
+#include "daemon/services/received.h"
+#include "host/base/mutex.h"
 #include "spillway/v1/model_service.pb.h"
 
 namespace spillway {
 
 // One upload of hash weights: collects the file, then hands it to the engine.
 // A model takes one upload at a time.
-class UploadStream final : public grpc::ServerReadReactor<v1::UploadHashWeightsRequest> {
+class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public OpenStream {
  public:
-  UploadStream(const ServiceContext& services, v1::UploadHashWeightsResponse* response);
+  UploadStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
+               v1::UploadHashWeightsResponse* response);
 
  private:
-  void OnReadDone(bool ok) override;
-  void OnDone() override { delete this; }
+  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnCancel() override { cancel_->Cancel(); }
+  void OnDone() override;
+  void CheckIdle(Clock::time_point now) override ABSL_LOCKS_EXCLUDED(mutex_);
 
+  void Read() ABSL_LOCKS_EXCLUDED(mutex_);
   // Takes the message that was read.
   absl::Status Take();
-  absl::Status Begin();
+  absl::Status Begin(const v1::UploadHashWeightsRequest& request);
   void Complete();
   // Gives up what the upload holds, and answers.
   void End(const absl::Status& status);
 
   const ServiceContext& services_;
   v1::UploadHashWeightsResponse* const response_;
-  v1::UploadHashWeightsRequest request_;
+  const std::shared_ptr<CancelToken> cancel_;
+  grpc::ByteBuffer received_;
   std::shared_ptr<Model> model_;
-  bool owns_upload_ = false;  // of model_->uploading
-  MemoryReservation reservation_;
+  bool owns_upload_ = false;       // of model_->uploading
+  MemoryReservation reservation_;  // of what arrived
   std::vector<std::byte> file_;
   int64_t total_bytes_ = 0;
+
+  Mutex mutex_;
+  // A read waits for the client. Who makes it false has the members above, and ends the stream or
+  // reads again.
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  IdleTime idle_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace spillway

@@ -106,6 +106,16 @@ class MemoryReservation {
     bytes_ -= bytes;
     return MemoryReservation(budget_, bytes, use_);
   }
+  // Takes over the charge of another. REQUIRES: it is of the same budget and use, or either is
+  // empty.
+  void Absorb(MemoryReservation&& o) {
+    if (budget_ == nullptr) {
+      *this = std::move(o);
+      return;
+    }
+    bytes_ += std::exchange(o.bytes_, 0);
+    o.budget_ = nullptr;
+  }
   MemoryReservation& operator=(MemoryReservation&& o) noexcept {
     if (this != &o) {
       Release();

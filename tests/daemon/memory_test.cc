@@ -198,7 +198,9 @@ TEST(WeightsMemory, IsCharged) {
     {
       const std::shared_ptr<Model> model = memory.NewModel(weights.spec);
       if (weights.spec.has_weights()) {
-        EXPECT_EQ(memory.other_bytes(), before) << weights.name << " before the upload";
+        // Its tables: many models that await weights are no small thing.
+        EXPECT_GE(memory.other_bytes() - before, 4096) << weights.name << " before the upload";
+        EXPECT_LE(memory.other_bytes() - before, 16384) << weights.name << " before the upload";
         ASSERT_TRUE(memory.engine->UploadWeights(*model, weights.file).ok()) << weights.name;
       }
       ASSERT_TRUE(model->ready());
@@ -219,18 +221,20 @@ TEST(WeightsMemory, IsRefusedWhereItDoesNotFit) {
       rest = memory.budget.Reserve(memory.budget.free_bytes() - bytes, "a test");
       EXPECT_TRUE(rest->ok());
     };
-    leave(weights.bytes);
+    const int64_t left_bytes = weights.bytes - 1;
+    std::shared_ptr<Model> model;
     absl::Status status;
     if (weights.spec.has_weights()) {
-      const std::shared_ptr<Model> model = memory.NewModel(weights.spec);
+      model = memory.NewModel(weights.spec);
+      leave(left_bytes);
       status = memory.engine->UploadWeights(*model, weights.file);
       EXPECT_FALSE(model->ready());
     } else {
+      leave(left_bytes);
       status = memory.engine->CreateModel("m", weights.spec, DefaultPolicy(weights.spec)).status();
     }
-    // There are tables beside the weights.
     EXPECT_TRUE(absl::IsResourceExhausted(status)) << weights.name << status;
-    EXPECT_EQ(memory.budget.free_bytes(), weights.bytes);
+    EXPECT_EQ(memory.budget.free_bytes(), left_bytes);
   }
 }
 

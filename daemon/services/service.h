@@ -1,0 +1,85 @@
+#pragma once
+
+#include <functional>
+
+#include "daemon/services/call.h"
+#include "daemon/services/received.h"
+#include "grpcpp/impl/codegen/proto_utils.h"
+#include "grpcpp/impl/codegen/server_callback_handlers.h"
+#include "grpcpp/impl/rpc_service_method.h"
+#include "grpcpp/impl/service_type.h"
+#include "grpcpp/server_context.h"
+#include "grpcpp/support/server_callback.h"
+
+namespace spillway {
+
+// A gRPC service whose requests are charged and parsed here, and whose streams get their
+// messages as bytes. Methods are named in full, "/spillway.v1.ModelService/GetModel".
+class Service : public grpc::Service {
+ protected:
+  explicit Service(const ServiceContext& services) : services_(services) {}
+
+  template <typename Self, typename Request, typename Response>
+  void Unary(const char* name,
+             grpc::ServerUnaryReactor* (Self::*handler)(grpc::CallbackServerContext*,
+                                                        const Request*, Response*)) {
+    using Handler = grpc::internal::CallbackUnaryHandler<Received<Request>, Response>;
+    Add(name, grpc::internal::RpcMethod::NORMAL_RPC,
+        new Handler([this, handler](grpc::CallbackServerContext* context,
+                                    const Received<Request>* received, Response* response) {
+          const absl::StatusOr<const Request*> request = Open(received);
+          if (!request.ok()) return Answer(services_, context, request.status());
+          return (static_cast<Self*>(this)->*handler)(context, *request, response);
+        }));
+  }
+
+  // A request that is answered by a stream.
+  template <typename Request, typename Response>
+  void ServerStream(const char* name,
+                    std::function<grpc::ServerWriteReactor<Response>*(
+                        grpc::CallbackServerContext*, absl::StatusOr<const Request*>)>
+                        open) {
+    using Handler = grpc::internal::CallbackServerStreamingHandler<Received<Request>, Response>;
+    Add(name, grpc::internal::RpcMethod::SERVER_STREAMING,
+        new Handler([this, open = std::move(open)](grpc::CallbackServerContext* context,
+                                                   const Received<Request>* received) {
+          return open(context, Open(received));
+        }));
+  }
+
+  template <typename Response>
+  void ClientStream(const char* name, std::function<grpc::ServerReadReactor<grpc::ByteBuffer>*(
+                                          grpc::CallbackServerContext*, Response*)>
+                                          open) {
+    using Handler = grpc::internal::CallbackClientStreamingHandler<grpc::ByteBuffer, Response>;
+    Add(name, grpc::internal::RpcMethod::CLIENT_STREAMING, new Handler(std::move(open)));
+  }
+
+  template <typename Response>
+  void BidiStream(const char* name,
+                  std::function<grpc::ServerBidiReactor<grpc::ByteBuffer, Response>*(
+                      grpc::CallbackServerContext*)>
+                      open) {
+    using Handler = grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>;
+    Add(name, grpc::internal::RpcMethod::BIDI_STREAMING, new Handler(std::move(open)));
+  }
+
+  const ServiceContext& services_;
+
+ private:
+  // gRPC lets handlers see a request only as const; it is theirs alone.
+  template <typename Request>
+  absl::StatusOr<const Request*> Open(const Received<Request>* received) {
+    return const_cast<Received<Request>*>(received)->Open(services_.engine.budget());
+  }
+
+  void Add(const char* name, grpc::internal::RpcMethod::RpcType type,
+           grpc::internal::MethodHandler* handler) {
+    AddMethod(new grpc::internal::RpcServiceMethod(name, type, nullptr));
+    MarkMethodCallback(method_count_++, handler);
+  }
+
+  int method_count_ = 0;
+};
+
+}  // namespace spillway

@@ -1,0 +1,202 @@
+"""What clients can make a daemon hold: bounded by its limits, whatever they send."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import spillway
+from daemon_process import running_daemon
+from helpers import refused, settles
+from spillway import Client, Model
+from spillway._proto import attention_service_pb2 as attention
+from spillway._proto import model_service_pb2 as models
+
+SERVICE = "/spillway.v1."
+MIB = 1 << 20
+FLAGS = ("--memory-limit", "256MiB", "--model-count-max", "20", "--stream-idle", "2")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A small daemon with few models that waits for nobody."""
+    folder = tmp_path_factory.mktemp("small")
+    with running_daemon(folder, *FLAGS, "--open-stream-count-max", "40") as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def client(target: str) -> Iterator[Client]:
+    """A connection to it."""
+    with spillway.connect(target, native=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def channel(target: str) -> Iterator[grpc.Channel]:
+    """A connection that sends bytes as they are."""
+    with grpc.insecure_channel(target) as channel:
+        yield channel
+
+
+def resident_bytes(target: str) -> int:
+    """What the daemon's process takes now."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(target.removeprefix("unix:"))
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid = struct.unpack("3i", peer)[0]
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(resident.split()[1]) << 10
+
+
+class Messages:
+    """The messages of a stream, which stays open until it is told."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def send(self, message: bytes) -> None:
+        self._queue.put(message)
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._queue.get, None)
+
+
+def test_names_that_failed_are_not_kept(target: str, channel: grpc.Channel) -> None:
+    before = resident_bytes(target)
+    decode: Any = channel.stream_stream(
+        SERVICE + "AttentionService/Decode",
+        response_deserializer=attention.DecodeResponse.FromString,
+    )
+    messages = Messages()
+    answers = decode(iter(messages), timeout=120)
+    for i in range(200):
+        name = f"sequences/{i}" + "x" * (3 * MIB)
+        messages.send(attention.DecodeRequest(sequence=name).SerializeToString())
+        assert next(answers).result.status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert resident_bytes(target) - before < 200 * MIB
+    messages.end()
+    assert list(answers) == []
+
+
+def test_the_most_models(client: Client) -> None:
+    before = client.statistics().memory.used_bytes
+    made: list[Model] = []
+    error = refused(lambda: made.extend(waiting_model(client) for _ in range(21)))
+    assert len(made) == 20
+    assert error.code == "RESOURCE_EXHAUSTED"
+    assert error.reason == "MODEL_COUNT_EXHAUSTED"
+    assert "there are 20 models already" in error.message
+    # Each is charged, weights or not.
+    assert client.statistics().memory.used_bytes - before >= 20 * 4096
+    for model in made:
+        client.delete_model(model)
+    assert client.statistics().memory.used_bytes == before
+
+
+def waiting_model(client: Client) -> Model:
+    """A model that awaits its hash weights."""
+    return client.create_model(
+        layer_count=1,
+        query_head_count=1,
+        kv_head_count=1,
+        head_dim=16,
+        dtype="float32",
+        hash_weights=spillway.MlpHash(),
+    )
+
+
+def upload_message(model: Model, total_bytes: int, data: bytes = b"") -> bytes:
+    return models.UploadHashWeightsRequest(
+        name=model.name, total_bytes=total_bytes, data=data
+    ).SerializeToString()
+
+
+def test_an_upload_is_charged_what_arrived(client: Client, channel: grpc.Channel) -> None:
+    model = waiting_model(client)
+    upload: Any = channel.stream_unary(SERVICE + "ModelService/UploadHashWeights")
+    before = client.statistics().memory.used_bytes
+    messages = Messages()
+    call = upload.future(iter(messages), timeout=60)
+    messages.send(upload_message(model, 200 * MIB, bytes(MIB)))
+    assert settles(lambda: client.statistics().memory.used_bytes >= before + MIB)
+    assert client.statistics().memory.used_bytes < before + 8 * MIB
+    # Then silence.
+    error = refused(call.result)
+    assert error.code == "ABORTED"
+    assert error.reason == "STREAM_IDLE"
+    assert "the stream had no message for 2 seconds" in error.message
+    messages.end()
+    assert client.statistics().memory.used_bytes == before
+    error = refused(lambda: upload(iter([upload_message(model, 1 << 30)]), timeout=60))
+    assert error.code == "RESOURCE_EXHAUSTED"
+    assert "needs 1073741824 bytes" in error.message
+    client.delete_model(model)
+
+
+def test_a_silent_append_ends_and_a_decode_stream_stays(
+    client: Client, channel: grpc.Channel
+) -> None:
+    decode: Any = channel.stream_stream(
+        SERVICE + "AttentionService/Decode",
+        response_deserializer=attention.DecodeResponse.FromString,
+    )
+    decodes, appends = Messages(), Messages()
+    answers = decode(iter(decodes), timeout=60)
+    append: Any = channel.stream_unary(SERVICE + "AttentionService/Append")
+    error = refused(append.future(iter(appends), timeout=60).result)
+    assert error.code == "ABORTED"
+    assert error.reason == "STREAM_IDLE"
+    appends.end()
+    decodes.send(attention.DecodeRequest(sequence="sequences/none").SerializeToString())
+    assert next(answers).result.status.code == grpc.StatusCode.NOT_FOUND.value[0]
+    decodes.end()
+    assert list(answers) == []
+
+
+def test_the_most_streams(client: Client, channel: grpc.Channel) -> None:
+    decode: Any = channel.stream_stream(SERVICE + "AttentionService/Decode")
+    message = attention.DecodeRequest(sequence="sequences/none").SerializeToString()
+    streams: list[tuple[Messages, Any]] = []
+    for _ in range(40):
+        messages = Messages()
+        answers = decode(iter(messages), timeout=60)
+        messages.send(message)
+        assert next(answers)
+        streams.append((messages, answers))
+    for call in (
+        lambda: list(decode(iter([message]), timeout=60)),
+        lambda: channel.stream_unary(SERVICE + "AttentionService/Append")(iter([]), timeout=60),
+        lambda: channel.stream_unary(SERVICE + "ModelService/UploadHashWeights")(
+            iter([]), timeout=60
+        ),
+    ):
+        error = refused(call)
+        assert error.code == "RESOURCE_EXHAUSTED"
+        assert error.reason == "STREAM_COUNT_EXHAUSTED"
+        assert "40 streams are open already" in error.message
+    # What is short is served as ever.
+    assert client.get_server_info().boot_id
+    for messages, answers in streams:
+        messages.end()
+        assert list(answers) == []
+    assert settles(lambda: opens(decode, message))
+
+
+def opens(decode: Any, message: bytes) -> bool:
+    """Whether a stream is not refused."""
+    try:
+        list(decode(iter([message]), timeout=60))
+    except grpc.RpcError:
+        return False
+    return True

@@ -1,0 +1,204 @@
+"""Messages that cannot be read: every call says which, and what was applied before."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from helpers import encode, refused
+from spillway import Client, Model
+from spillway._proto import attention_service_pb2 as attention
+
+# A field of two bytes of which there is one.
+TRUNCATED = b"\x0a\x02x"
+SERVICE = "/spillway.v1."
+
+
+@pytest.fixture(scope="module")
+def channel(target: str) -> Iterator[grpc.Channel]:
+    """A connection that sends bytes as they are."""
+    with grpc.insecure_channel(target) as channel:
+        yield channel
+
+
+def chunk(name: str, start: int, fill: float = 1.0) -> bytes:
+    """An append of one token to both layers."""
+    rows = encode(np.full((2, 2, 1, 16), fill, np.float32), "rows")
+    kv = attention.KvChunk(sequence=name, token_start=start, k=rows, v=rows)
+    return attention.AppendRequest(chunk=kv).SerializeToString()
+
+
+def step(name: str, layer: int, start: int) -> bytes:
+    """A decode message that appends a token."""
+    rows = encode(np.ones((2, 1, 16), np.float32), "rows")
+    return attention.DecodeRequest(
+        sequence=name,
+        layer=layer,
+        append=attention.NewRows(token_start=start, k=rows, v=rows),
+        q=encode(np.ones((1, 4, 16), np.float32), "q"),
+    ).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "AdminService/GetStatistics",
+        "AttentionService/Attend",
+        "AttentionService/Select",
+        "MemoryService/AttachRegion",
+        "ModelService/CreateModel",
+        "SequenceService/CreateSequence",
+        "SequenceService/LoadSequence",
+    ],
+)
+def test_a_unary_call_names_the_message_that_does_not_parse(
+    channel: grpc.Channel, method: str
+) -> None:
+    call: Any = channel.unary_unary(SERVICE + method)
+    error = refused(lambda: call(TRUNCATED, timeout=30))
+    assert error.code == "INVALID_ARGUMENT"
+    assert f"no spillway.v1.{method.split('/')[1]}Request: its 3 bytes do not parse" in str(error)
+    assert error.reason == "MESSAGE_UNREADABLE"
+
+
+def test_a_fetch_names_the_message_that_does_not_parse(channel: grpc.Channel) -> None:
+    call: Any = channel.unary_stream(SERVICE + "AttentionService/FetchPages")
+    error = refused(lambda: list(call(TRUNCATED, timeout=30)))
+    assert error.code == "INVALID_ARGUMENT"
+    assert "no spillway.v1.FetchPagesRequest" in str(error)
+
+
+def test_an_append_says_what_came_before_a_message_that_does_not_parse(
+    channel: grpc.Channel, client: Client, model: Model
+) -> None:
+    name = client.create_sequence(model).name
+    call: Any = channel.stream_unary(SERVICE + "AttentionService/Append")
+    good = [chunk(name, 0), chunk(name, 0), chunk(name, 1)]
+    error = refused(lambda: call(iter([*good, TRUNCATED, chunk(name, 2)]), timeout=30))
+    assert error.code == "INVALID_ARGUMENT"
+    assert (
+        "message 4 of the stream: the message is no spillway.v1.AppendRequest: its 3 bytes do "
+        "not parse; only gzip and deflate are undone; before it 2 chunks were appended and 1 were "
+        "there already" in error.message
+    )
+    assert error.metadata["appended_chunk_count"] == "2"
+    assert client.get_sequence(name).refresh().token_count == 2
+
+
+def test_a_decode_stream_answers_what_came_before_a_message_that_does_not_parse(
+    channel: grpc.Channel, client: Client, model: Model
+) -> None:
+    name = client.create_sequence(model).name
+    call: Any = channel.stream_stream(
+        SERVICE + "AttentionService/Decode",
+        response_deserializer=attention.DecodeResponse.FromString,
+    )
+    answers: list[Any] = []
+
+    def decode() -> None:
+        good = [step(name, 0, 0), step(name, 1, 0)]
+        for answer in call(iter([*good, TRUNCATED, step(name, 0, 1)]), timeout=30):
+            answers.append(answer)
+
+    error = refused(decode)
+    assert error.code == "INVALID_ARGUMENT"
+    assert (
+        "message 3 of the stream: the message is no spillway.v1.DecodeRequest: its 3 bytes do "
+        "not parse; only gzip and deflate are undone; the 2 messages before it were answered"
+        in error.message
+    )
+    assert [answer.result.status.code for answer in answers] == [0, 0]
+    assert client.get_sequence(name).refresh().layer_token_counts == (1, 1)
+
+
+def test_an_upload_names_the_message_that_does_not_parse(channel: grpc.Channel) -> None:
+    call: Any = channel.stream_unary(SERVICE + "ModelService/UploadHashWeights")
+    error = refused(lambda: call(iter([TRUNCATED]), timeout=30))
+    assert error.code == "INVALID_ARGUMENT"
+    assert "no spillway.v1.UploadHashWeightsRequest" in str(error)
+
+
+def test_a_message_of_millions_of_empty_items_is_not_read(channel: grpc.Channel) -> None:
+    call: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
+    error = refused(lambda: call(b"\x12\x00" * (1 << 20), timeout=30))
+    assert error.code == "INVALID_ARGUMENT"
+    assert "it has more than 16384 fields" in error.message
+
+
+def calls(channel: grpc.Channel) -> dict[str, Callable[..., Any]]:
+    """A call of every kind, of one message."""
+    append: Any = channel.stream_unary(SERVICE + "AttentionService/Append")
+    decode: Any = channel.stream_stream(SERVICE + "AttentionService/Decode")
+    attend: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
+    return {
+        "append": lambda message, **more: append(iter([message]), **more),
+        "decode": lambda message, **more: list(decode(iter([message]), **more)),
+        "attend": lambda message, **more: attend(message, **more),
+    }
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2."""
+    length = struct.pack(">I", len(payload))[1:]
+    return length + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """A header that no table has."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+@pytest.mark.parametrize("method", ["Append", "Decode", "Attend"])
+def test_a_message_compressed_in_an_unknown_way_is_refused(target: str, method: str) -> None:
+    # gRPC's own clients know no more ways than the daemon.
+    headers = [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", f"{SERVICE}AttentionService/{method}".encode()),
+        (b":authority", b"localhost"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+        (b"grpc-encoding", b"br"),
+    ]
+    compressed = b"\x8b\x01\x80\x0a\x02a\x03"
+    message = b"\x01" + struct.pack(">I", len(compressed)) + compressed
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(30)
+        connection.connect(target.removeprefix("unix:"))
+        connection.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            + frame(4, 0, 0, b"")
+            + frame(1, 4, 1, b"".join(header(*pair) for pair in headers))
+            + frame(0, 1, 1, message)
+        )
+        answer = b""
+        while b"only gzip and deflate are undone" not in answer:
+            more = connection.recv(1 << 16)
+            assert more, answer
+            answer += more
+    assert b"grpc-status\x013" in answer
+
+
+@pytest.mark.parametrize("kind", ["append", "decode", "attend"])
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_known_compression_is_undone_and_bounded(
+    channel: grpc.Channel, kind: str, algorithm: Any
+) -> None:
+    call = calls(channel)[kind]
+    # Ten MiB of zeros are ten KiB on the way.
+    error = refused(lambda: call(bytes(10 << 20), timeout=30, compression=algorithm))
+    assert error.code == "RESOURCE_EXHAUSTED", str(error)
+    assert "larger than max" in error.message, str(error)
+
+
+@pytest.mark.parametrize("kind", ["append", "decode", "attend"])
+def test_a_message_that_is_too_large_is_refused(channel: grpc.Channel, kind: str) -> None:
+    call = calls(channel)[kind]
+    error = refused(lambda: call(bytes((4 << 20) + 1), timeout=30))
+    assert error.code == "RESOURCE_EXHAUSTED", str(error)
+    assert "larger than max" in error.message, str(error)
