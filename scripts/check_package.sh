@@ -61,10 +61,10 @@ check_config() {
   local config=$1 printed=$2 defaults=$3 keys=(grep -oE '^(# )?[a-z_]+ = ')
   diff <("${keys[@]}" "$config" | sed 's/^# //') <("${keys[@]}" "$defaults") ||
     fail "$config and --print-config name other settings"
-  diff <(grep -vE '^(listen|limit|folder) = ' "$printed") <(grep -vE '^(listen|limit|folder) = ' "$defaults") ||
+  diff <(grep -vE '^(listen|socket_group|limit|folder) = ' "$printed") <(grep -vE '^(listen|socket_group|limit|folder) = ' "$defaults") ||
     fail "$config changes a default"
-  diff <(sed 's/^# \([a-z_]* = \)/\1/' "$config" | grep -E '^[a-z_]+ = |^\[' | grep -vE '^(listen|limit|folder) = ') \
-    <(grep -vE '^(listen|limit|folder) = |^$' "$defaults") || fail "$config misstates a default"
+  diff <(sed 's/^# \([a-z_]* = \)/\1/' "$config" | grep -E '^[a-z_]+ = |^\[' | grep -vE '^(listen|socket_group|limit|folder) = ') \
+    <(grep -vE '^(listen|socket_group|limit|folder) = |^$' "$defaults") || fail "$config misstates a default"
 }
 
 # serve ROOT SOCKET DAEMON TOOL CONFIG ALLOWED [WRAPPER...]: starts the daemon

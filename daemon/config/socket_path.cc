@@ -93,8 +93,8 @@ absl::StatusOr<Descriptor> Lock(const std::string& path) {
                  ? absl::AlreadyExistsError(absl::StrCat("another daemon listens on ", path))
                  : SystemError(absl::StrCat("cannot lock ", lock_path));
     }
-    struct stat held {
-    }, there{};
+    struct stat held {};
+    struct stat there {};
     if (fstat(lock.get(), &held) != 0) return SystemError(absl::StrCat("cannot read ", lock_path));
     if (lstat(lock_path.c_str(), &there) == 0 && there.st_dev == held.st_dev &&
         there.st_ino == held.st_ino) {
@@ -117,7 +117,7 @@ absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config) {
   // Used once, before other threads look groups up.
   if (const group* const found = getgrnam(name.c_str()); found != nullptr) {
     access.group = found->gr_gid;
-  } else if (absl::SimpleAtoi(name, &number)) {
+  } else if (absl::SimpleAtoi(name, &number) && number != static_cast<gid_t>(-1)) {
     access.group = number;
   } else {
     return absl::NotFoundError(
