@@ -31,7 +31,8 @@ Engine::~Engine() = default;
 
 absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id,
                                                            const ModelSpec& spec,
-                                                           const Policy& policy) {
+                                                           const Policy& policy,
+                                                           const CancelToken* cancel) {
   RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; again when it is listed
   int64_t table_bytes = kModelTableBytes;
   if (auditor() != nullptr && auditor()->share() > 0) table_bytes += AuditTable::BytesOf(spec);
@@ -40,13 +41,14 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id
   auto model = std::make_shared<Model>(id, spec, policy, arena_, options_.clock());
   model->table_reservation = std::move(tables);
   if (!spec.has_weights()) {
-    RETURN_IF_ERROR(UploadWeights(*model, {}));
+    RETURN_IF_ERROR(UploadWeights(*model, {}, cancel));
   }
   RETURN_IF_ERROR(registry_.AddModel(model));
   return model;
 }
 
-absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safetensors) {
+absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safetensors,
+                                   const CancelToken* cancel) {
   if (model.ready()) {
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat(model.name, " needs no hash weights")),
@@ -56,9 +58,11 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
   ASSIGN_OR_RETURN(MemoryReservation reservation,
                    budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels));
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,
-                   device_->CreateModel(model.spec, safetensors));
-  model.SetDevice(std::move(device), std::move(reservation),
-                  safetensors.empty() ? "" : Sha256::Of(safetensors));
+                   device_->CreateModel(model.spec, safetensors, cancel));
+  std::string sha256 = safetensors.empty() ? "" : Sha256::Of(safetensors);
+  // Who is told of an error finds the model as it was.
+  if (cancel != nullptr) RETURN_IF_ERROR(cancel->Check());
+  model.SetDevice(std::move(device), std::move(reservation), std::move(sha256));
   return absl::OkStatus();
 }
 

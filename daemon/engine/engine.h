@@ -60,15 +60,18 @@ class Engine {
   const WorkCounters& work() const { return work_; }
   const Auditor* auditor() const { return options_.auditor; }
 
-  // --- Models. These may compute for long in the calling thread.
+  // --- Models. These may compute for long in the calling thread; cancel, which may be null, ends
+  // that within a layer, and then nothing is created.
 
   // spec is normalised and policy valid for it. A model whose hash needs
   // weights waits for UploadWeights.
   absl::StatusOr<std::shared_ptr<Model>> CreateModel(const std::string& id, const ModelSpec& spec,
-                                                     const Policy& policy);
+                                                     const Policy& policy,
+                                                     const CancelToken* cancel = nullptr);
   // FAILED_PRECONDITION for a model that needs none or has them. REQUIRES: the
   // caller holds model.uploading.
-  absl::Status UploadWeights(Model& model, std::span<const std::byte> safetensors);
+  absl::Status UploadWeights(Model& model, std::span<const std::byte> safetensors,
+                             const CancelToken* cancel = nullptr);
   // Tokens of this model that fit before admission refuses: where codes live
   // in the memory of several devices, those that one sequence can have, on the
   // device with the most free.

@@ -38,6 +38,8 @@ constexpr int kTransportShare = 8;  // of the memory limit, at most
 constexpr int kBackgroundThreadCount = 2;
 // Calls at once that save or load sequences.
 constexpr int kFileThreadCountMax = 8;
+// Calls at once that create models.
+constexpr int kModelThreadCountMax = 32;
 
 bool IsUnix(const Config& config) { return config.listen.starts_with("unix:"); }
 
@@ -65,7 +67,8 @@ struct Server::Impl {
         regions(RegionsOf(config), &engine.budget(), &engine.device()),
         doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
-        file_threads(kFileThreadCountMax),
+        file_threads(kFileThreadCountMax, "sequences are being saved or loaded"),
+        model_threads(kModelThreadCountMax, "models are being created"),
         context{
             engine,
             status,
@@ -74,6 +77,7 @@ struct Server::Impl {
             doorbells,
             background,
             file_threads,
+            model_threads,
             SPILLWAY_VERSION,
             boot_id,
             absl::Now(),
@@ -99,6 +103,7 @@ struct Server::Impl {
   DoorbellServer doorbells;
   tbb::task_arena background;
   CallThreads file_threads;
+  CallThreads model_threads;
   const ServiceContext context;
   MemoryService memory;
   ModelService models;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -12,11 +13,12 @@
 
 namespace spillway {
 
-// Threads of calls that wait for files: one each, so that neither the threads that
-// serve calls nor those that compute wait with them. Thread-safe.
+// Threads of calls that wait for files or compute for long: one each, so that neither the threads
+// that serve calls nor those that compute for others wait with them. Thread-safe.
 class CallThreads {
  public:
-  explicit CallThreads(int count_max) : count_max_(count_max) {}
+  // what: that these calls do, "sequences are being saved".
+  CallThreads(int count_max, std::string what) : count_max_(count_max), what_(std::move(what)) {}
   // Waits until all that runs has ended.
   ~CallThreads() {
     const MutexLock lock(mutex_);
@@ -29,11 +31,10 @@ class CallThreads {
     {
       const MutexLock lock(mutex_);
       if (count_ == count_max_) {
-        return WithReason(absl::ResourceExhaustedError(absl::StrCat(
-                              count_,
-                              " sequences are being saved or loaded already, the most at "
-                              "once: call again when one is done")),
-                          "CALL_THREADS_EXHAUSTED");
+        return WithReason(
+            absl::ResourceExhaustedError(absl::StrCat(
+                count_, " ", what_, " already, the most at once: call again when one is done")),
+            "CALL_THREADS_EXHAUSTED");
       }
       ++count_;
     }
@@ -49,6 +50,7 @@ class CallThreads {
 
  private:
   const int count_max_;
+  const std::string what_;
   Mutex mutex_;
   CondVar ended_;
   int count_ ABSL_GUARDED_BY(mutex_) = 0;

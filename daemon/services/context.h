@@ -22,11 +22,13 @@ struct ServiceContext {
   StreamSet& streams;
   RegionTable& regions;
   DoorbellServer& doorbells;
-  // Runs what computes for long (rotations, hash weights), so that it does
+  // Runs what takes its time (regions' pages, uploaded weights), so that it does
   // not hold up the threads that serve calls.
   tbb::task_arena& background;
   // Of calls that wait for files.
   CallThreads& file_threads;
+  // Of calls that create models, whose rotations may take half a minute.
+  CallThreads& model_threads;
   std::string version;
   std::string boot_id;
   absl::Time start_time;

@@ -30,14 +30,14 @@ grpc::ServerUnaryReactor* ModelService::CreateModel(grpc::CallbackServerContext*
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  services_.background.enqueue(
+  const absl::Status status = services_.model_threads.Run(
       [this, call, response, id = *std::move(id), description = *std::move(description)] {
-        if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
-        const absl::StatusOr<std::shared_ptr<Model>> model =
-            services_.engine.CreateModel(id, description.spec, description.policy);
+        const absl::StatusOr<std::shared_ptr<Model>> model = services_.engine.CreateModel(
+            id, description.spec, description.policy, call->cancel().get());
         if (model.ok()) *response->mutable_model() = ToProto(**model, services_.engine);
         call->End(model.status());
       });
+  if (!status.ok()) call->End(status);
   return reactor;
 }
 

@@ -34,7 +34,8 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const SnapshotFol
                                                const v1::Model& saved,
                                                const ModelDescription& description,
                                                const std::string& weights_sha256,
-                                               const std::string& asked) {
+                                               const std::string& asked,
+                                               const CancelToken& cancel) {
   absl::StatusOr<std::string> id =
       ParseName(asked.empty() ? saved.name() : asked, "models", "sequence.model");
   if (!id.ok()) {
@@ -50,7 +51,7 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const SnapshotFol
                                           "file whose SHA-256 digest is ",
                                           weights_sha256));
     }
-    model = engine.CreateModel(*id, description.spec, description.policy);
+    model = engine.CreateModel(*id, description.spec, description.policy, &cancel);
     if (absl::IsAlreadyExists(model.status())) model = engine.registry().FindModel(*id);
   }
   RETURN_IF_ERROR(model.status());
@@ -141,9 +142,9 @@ absl::Status LoadSequence(const ServiceContext& services, const v1::LoadSequence
     return WithMessage(status, absl::StrCat(folder.path(), "/", status.message()));
   }
   const v1::Sequence& asked = request.sequence();
-  ASSIGN_OR_RETURN(
-      const std::shared_ptr<Model> model,
-      ModelOf(engine, folder, saved, *description, manifest.weights_sha256, asked.model()));
+  ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                   ModelOf(engine, folder, saved, *description, manifest.weights_sha256,
+                           asked.model(), *cancel));
   const absl::StatusOr<Policy> kept_policy =
       ApplyPolicy(kept.policy(), model->policy, model->spec, "sequence.policy.");
   if (!kept_policy.ok()) {

@@ -133,7 +133,7 @@ void UploadStream::Complete() {
     status = InvalidField("total_bytes", absl::StrCat("the upload ended after ", file_.size(),
                                                       " of ", total_bytes_, " bytes"));
   } else {
-    status = services_.engine.UploadWeights(*model_, file_);
+    status = services_.engine.UploadWeights(*model_, file_, cancel_.get());
   }
   if (status.ok()) *response_->mutable_model() = ToProto(*model_, services_.engine);
   End(status);

@@ -88,14 +88,15 @@ class CudaDevice final : public Device {
     SPILLWAY_CUDA_REPORT(cudaHostUnregister(extent.data()));
   }
 
-  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
-      const ModelSpec& spec, std::span<const std::byte> safetensors) override {
+  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
+                                                           std::span<const std::byte> safetensors,
+                                                           const CancelToken* cancel) override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));
     return CudaModel::Create(spec, arena_.get(), resident_arena_.get(), &budget_,
-                             std::move(methods));
+                             std::move(methods), cancel);
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {

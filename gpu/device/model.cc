@@ -34,15 +34,22 @@ CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
   row_pool_ = std::make_unique<PagePool>(arena, kResidentPageRows * spec.row_bytes());
 }
 
-absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(
-    const ModelSpec& spec, Arena* arena, Arena* resident_arena, MemoryBudget* budget,
-    std::unique_ptr<ModelMethods> methods) {
+absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& spec, Arena* arena,
+                                                             Arena* resident_arena,
+                                                             MemoryBudget* budget,
+                                                             std::unique_ptr<ModelMethods> methods,
+                                                             const CancelToken* cancel) {
   std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, resident_arena, std::move(methods)));
   ASSIGN_OR_RETURN(model->half_appended_, Event::Create(/*timing=*/false));
   Packer packer;
   if (model->has_rotation()) {
-    AddMatrices(spec, TransposedRotation, model->rotations_, packer);
+    const auto make = [cancel](const ModelSpec& of, int layer) {
+      if (cancel != nullptr && !cancel->Check().ok()) return std::vector<float>();
+      return TransposedRotation(of, layer);
+    };
+    AddMatrices(spec, make, model->rotations_, packer);
   }
+  if (cancel != nullptr) RETURN_IF_ERROR(cancel->Check());
   if (model->methods_ != nullptr) model->methods_->AddWeights(packer);
   const auto bytes = static_cast<int64_t>(packer.bytes().size());
   if (bytes == 0) return model;

@@ -22,7 +22,8 @@ class CudaModel final : public DeviceModel {
   static absl::StatusOr<std::unique_ptr<CudaModel>> Create(const ModelSpec& spec, Arena* arena,
                                                            Arena* resident_arena,
                                                            MemoryBudget* budget,
-                                                           std::unique_ptr<ModelMethods> methods);
+                                                           std::unique_ptr<ModelMethods> methods,
+                                                           const CancelToken* cancel = nullptr);
 
   // Host memory that Create() takes, at most: each matrix twice, as it is made
   // and packed for the copy to the GPU.

@@ -46,9 +46,14 @@ class CpuDevice final : public Device {
   absl::Status RegisterMemory(std::span<std::byte>) override { return absl::OkStatus(); }
   void UnregisterMemory(std::span<std::byte>) override {}
 
-  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
-      const ModelSpec& spec, std::span<const std::byte> safetensors) override {
-    return workers_.execute([&] { return CpuModel::Create(spec, arena_, safetensors); });
+  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
+                                                           std::span<const std::byte> safetensors,
+                                                           const CancelToken* cancel) override {
+    // An arena of the call's own: this thread has its place there whatever others compute, and
+    // workers go to jobs first.
+    tbb::task_arena arena(thread_count_, /*reserved_for_masters=*/1,
+                          tbb::task_arena::priority::low);
+    return arena.execute([&] { return CpuModel::Create(spec, arena_, safetensors, cancel); });
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {

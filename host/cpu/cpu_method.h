@@ -23,9 +23,11 @@ struct CpuMethod {
   // What KeyIndex::bytes() of a model's is at most, before it is made.
   int64_t (*weight_bytes)(const ModelSpec&) = nullptr;
   // Of a model that asks for the section. safetensors: the model's weights, not
-  // kept. INVALID_ARGUMENT names the tensor that is missing or misshapen.
-  absl::StatusOr<std::unique_ptr<KeyIndex>> (*make_index)(
-      const ModelSpec& spec, std::span<const std::byte> safetensors) = nullptr;
+  // kept. INVALID_ARGUMENT names the tensor that is missing or misshapen. One that computes for
+  // long looks at cancel, which may be null, for every layer; what it makes then is not used.
+  absl::StatusOr<std::unique_ptr<KeyIndex>> (*make_index)(const ModelSpec& spec,
+                                                          std::span<const std::byte> safetensors,
+                                                          const CancelToken* cancel) = nullptr;
   // A selector's. The scorer keeps the keys' pointers.
   std::unique_ptr<KeyScorer> (*make_scorer)(const ScoredKeys& keys) = nullptr;
   // A first selection's: scores as `second` does what the policy's first

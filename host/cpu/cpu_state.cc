@@ -40,7 +40,8 @@ int64_t IndexPageBytes(const ModelSpec& spec) {
 }
 
 absl::StatusOr<std::unique_ptr<CpuModel>> CpuModel::Create(const ModelSpec& spec, Arena* arena,
-                                                           std::span<const std::byte> safetensors) {
+                                                           std::span<const std::byte> safetensors,
+                                                           const CancelToken* cancel) {
   std::vector<MethodIndex> indices;
   int64_t offset = CodePageBytes(spec);
   ForEachSection(spec, [&](const Method& method, int64_t bytes) {
@@ -48,27 +49,35 @@ absl::StatusOr<std::unique_ptr<CpuModel>> CpuModel::Create(const ModelSpec& spec
     offset += bytes;
   });
   for (MethodIndex& of_method : indices) {
-    ASSIGN_OR_RETURN(of_method.index, of_method.method->cpu->make_index(spec, safetensors));
+    ASSIGN_OR_RETURN(of_method.index, of_method.method->cpu->make_index(spec, safetensors, cancel));
+    if (cancel != nullptr) RETURN_IF_ERROR(cancel->Check());
   }
-  return absl::WrapUnique(new CpuModel(spec, arena, std::move(indices)));
+  auto model = absl::WrapUnique(new CpuModel(spec, arena, std::move(indices)));
+  RETURN_IF_ERROR(model->MakeRotations(cancel));
+  return model;
 }
 
 CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MethodIndex> method_indices)
     : spec_(spec), layout_(CodeLayout::Of(spec)), method_indices_(std::move(method_indices)) {
   if (!spec.has_index()) return;
   code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
-  if (spec.hash.kind != HashKind::kRotation) return;
-  const int d = spec.head_dim;
-  rotations_.resize(spec.layer_count);
-  rotations_transposed_.resize(spec.layer_count);
-  ParallelFor(0, spec.layer_count, [&](int layer) {
-    rotations_[layer] = MakeRotation(d, spec.hash.seed, layer);
+}
+
+absl::Status CpuModel::MakeRotations(const CancelToken* cancel) {
+  if (spec_.hash.kind != HashKind::kRotation) return absl::OkStatus();
+  const int d = spec_.head_dim;
+  rotations_.resize(spec_.layer_count);
+  rotations_transposed_.resize(spec_.layer_count);
+  ParallelFor(0, spec_.layer_count, [&](int layer) {
+    if (cancel != nullptr && !cancel->Check().ok()) return;
+    rotations_[layer] = MakeRotation(d, spec_.hash.seed, layer);
     std::vector<float>& transposed = rotations_transposed_[layer];
     transposed.resize(rotations_[layer].size());
     for (int i = 0; i < d; ++i) {
       for (int j = 0; j < d; ++j) transposed[i * d + j] = rotations_[layer][j * d + i];
     }
   });
+  return cancel == nullptr ? absl::OkStatus() : cancel->Check();
 }
 
 int64_t CpuModel::BytesOf(const ModelSpec& spec) {

@@ -34,9 +34,10 @@ struct MethodIndex {
 // A model's rotations, what methods have of it, and the pool of its index pages.
 class CpuModel final : public DeviceModel {
  public:
-  // safetensors: see Device::CreateModel().
+  // safetensors and cancel: see Device::CreateModel().
   static absl::StatusOr<std::unique_ptr<CpuModel>> Create(const ModelSpec& spec, Arena* arena,
-                                                          std::span<const std::byte> safetensors);
+                                                          std::span<const std::byte> safetensors,
+                                                          const CancelToken* cancel = nullptr);
   // What bytes() of a model is at most, before it is made.
   static int64_t BytesOf(const ModelSpec& spec);
 
@@ -54,6 +55,7 @@ class CpuModel final : public DeviceModel {
 
  private:
   CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MethodIndex> method_indices);
+  absl::Status MakeRotations(const CancelToken* cancel);
 
   ModelSpec spec_;
   CodeLayout layout_;

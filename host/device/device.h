@@ -185,9 +185,12 @@ class Device {
   virtual void UnregisterMemory(std::span<std::byte> extent) = 0;
 
   // safetensors: the weights when spec.has_weights(), else empty; not kept.
-  // INVALID_ARGUMENT names the tensor that is missing or misshapen.
+  // INVALID_ARGUMENT names the tensor that is missing or misshapen. Computes for long where there
+  // are many layers, in the caller's thread and those that jobs leave idle; cancel, which may be
+  // null, is looked at for every layer.
   virtual absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
-      const ModelSpec& spec, std::span<const std::byte> safetensors) = 0;
+      const ModelSpec& spec, std::span<const std::byte> safetensors,
+      const CancelToken* cancel = nullptr) = 0;
 
   // The model outlives its sequences.
   virtual absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) = 0;

@@ -244,11 +244,13 @@ class PlacedDevice final : public Device {
     devices_.front()->UnregisterMemory(extent);
   }
 
-  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
-      const ModelSpec& spec, std::span<const std::byte> safetensors) override {
+  absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
+                                                           std::span<const std::byte> safetensors,
+                                                           const CancelToken* cancel) override {
     std::vector<std::unique_ptr<DeviceModel>> models;
     for (const auto& device : devices_) {
-      absl::StatusOr<std::unique_ptr<DeviceModel>> model = device->CreateModel(spec, safetensors);
+      absl::StatusOr<std::unique_ptr<DeviceModel>> model =
+          device->CreateModel(spec, safetensors, cancel);
       if (!model.ok()) return model.status();
       models.push_back(*std::move(model));
     }

@@ -84,7 +84,8 @@ class ToyDevice : public Device {
   absl::Status RegisterMemory(std::span<std::byte>) override { return absl::OkStatus(); }
   void UnregisterMemory(std::span<std::byte>) override {}
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
-                                                           std::span<const std::byte>) override {
+                                                           std::span<const std::byte>,
+                                                           const CancelToken*) override {
     return std::make_unique<ToyModel>(spec);
   }
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel&) override {

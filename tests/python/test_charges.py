@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import spillway
 from daemon_process import running_daemon
-from helpers import refused, settles
+from helpers import delete_model, encode, refused, settles
 from spillway import Client, Model
 from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import model_service_pb2 as models
+from spillway._proto import sequence_service_pb2 as sequences
+from spillway.errors import error_from_rpc
 
 SERVICE = "/spillway.v1."
 MIB = 1 << 20
@@ -87,6 +90,44 @@ def test_names_that_failed_are_not_kept(target: str, channel: grpc.Channel) -> N
     assert resident_bytes(target) - before < 200 * MIB
     messages.end()
     assert list(answers) == []
+
+
+def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
+    model = client.create_model(
+        layer_count=1, query_head_count=16, kv_head_count=1, head_dim=256, dtype="float16"
+    )
+    sequence = client.create_sequence(model)
+    rows = np.ones((1, 1, 4096, 256), np.float16)
+    for start in range(0, 32768, 4096):
+        sequence.append(0, start, rows, rows)
+    # The sequence is busy; then what waits for it, each with three MiB that nobody knows.
+    busy = attention.AttendRequest(items=[attend_item(sequence.name, 128)]).SerializeToString()
+    padding = b"\xfa\x7f" + b"\x80\x80\xc0\x01" + bytes(3 * MIB)
+    wait = sequences.TruncateSequenceRequest(name=sequence.name, token_count=0)
+    with grpc.insecure_channel(target) as channel:
+        attend: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
+        truncate: Any = channel.unary_unary(SERVICE + "SequenceService/TruncateSequence")
+        attends = [attend.future(busy, timeout=120) for _ in range(4)]
+        waiting = [
+            truncate.future(wait.SerializeToString() + padding, timeout=120) for _ in range(60)
+        ]
+        errors = [call.exception(timeout=120) for call in waiting]
+        refusals = [error_from_rpc(error) for error in errors if error is not None]
+        # Messages have 32 MiB.
+        assert len(refusals) >= 20
+        for refusal in refusals:
+            assert refusal.code == "RESOURCE_EXHAUSTED"
+            assert "that messages have" in refusal.message
+        assert len(refusals) < 60
+        for call in attends:
+            assert call.exception(timeout=120) is None
+    delete_model(client, model)
+
+
+def attend_item(name: str, query_count: int) -> attention.AttendItem:
+    """Queries of a sequence's 16 heads."""
+    q = encode(np.ones((query_count, 16, 256), np.float16), "q")
+    return attention.AttendItem(sequence=name, q=q)
 
 
 def test_the_most_models(client: Client) -> None:

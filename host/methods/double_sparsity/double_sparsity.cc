@@ -42,7 +42,8 @@ int64_t SectionBytes(const ModelSpec& spec) {
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
-                                                    std::span<const std::byte> safetensors) {
+                                                    std::span<const std::byte> safetensors,
+                                                    const CancelToken*) {
   ASSIGN_OR_RETURN(LabelChannels channels, LoadLabelChannels(spec, safetensors));
   return std::make_unique<LabelIndex>(spec, std::move(channels));
 }

@@ -16,7 +16,8 @@ int64_t SectionBytes(const ModelSpec& spec) {
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
-                                                    std::span<const std::byte> safetensors) {
+                                                    std::span<const std::byte> safetensors,
+                                                    const CancelToken*) {
   ASSIGN_OR_RETURN(HashMlps mlps, LoadHashMlps(spec, safetensors));
   return std::make_unique<MlpIndex>(spec, std::move(mlps));
 }

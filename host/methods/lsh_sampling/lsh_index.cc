@@ -8,9 +8,12 @@
 
 namespace spillway {
 
-LshIndex::LshIndex(const ModelSpec& spec) : spec_(spec), projections_(spec.layer_count) {
-  ParallelFor(0, spec.layer_count,
-              [&](int layer) { projections_[layer] = MakeProjections(spec, layer); });
+LshIndex::LshIndex(const ModelSpec& spec, const CancelToken* cancel)
+    : spec_(spec), projections_(spec.layer_count) {
+  ParallelFor(0, spec.layer_count, [&](int layer) {
+    if (cancel != nullptr && !cancel->Check().ok()) return;
+    projections_[layer] = MakeProjections(spec, layer);
+  });
 }
 
 int64_t LshIndex::bytes() const {

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "host/cpu/key_index.h"
+#include "host/device/cancel.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {
@@ -11,7 +12,8 @@ namespace spillway {
 // them.
 class LshIndex final : public KeyIndex {
  public:
-  explicit LshIndex(const ModelSpec& spec);
+  // cancel: as of CpuMethod::make_index.
+  LshIndex(const ModelSpec& spec, const CancelToken* cancel);
 
   int64_t bytes() const override;
   void Encode(const PageKeys& keys, std::byte* section) const override;

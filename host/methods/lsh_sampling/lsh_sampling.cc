@@ -15,8 +15,9 @@ int64_t SectionBytes(const ModelSpec& spec) {
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
-                                                    std::span<const std::byte>) {
-  return std::make_unique<LshIndex>(spec);
+                                                    std::span<const std::byte>,
+                                                    const CancelToken* cancel) {
+  return std::make_unique<LshIndex>(spec, cancel);
 }
 
 std::unique_ptr<MethodTail> MakeTail(const ScoredKeys& keys, const ScorePass& scores) {

@@ -46,7 +46,8 @@ int64_t SectionBytes(const ModelSpec& spec) {
 }
 
 absl::StatusOr<std::unique_ptr<KeyIndex>> MakeIndex(const ModelSpec& spec,
-                                                    std::span<const std::byte>) {
+                                                    std::span<const std::byte>,
+                                                    const CancelToken*) {
   return std::make_unique<BoundIndex>(spec);
 }
 

@@ -99,7 +99,8 @@ class FakeDevice final : public Device {
   }
   void UnregisterMemory(std::span<std::byte> extent) override { unregistered.push_back(extent); }
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
-                                                           std::span<const std::byte>) override {
+                                                           std::span<const std::byte>,
+                                                           const CancelToken*) override {
     if (!model_status.ok()) return model_status;
     return std::make_unique<FakeModel>(this, spec, &model_count);
   }
