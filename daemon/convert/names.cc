@@ -8,7 +8,6 @@
 namespace spillway {
 namespace {
 
-constexpr int kPageSizeDefault = 100;
 constexpr int kPageSizeMax = 1000;
 constexpr char kTokenVersion = '1';
 
@@ -33,13 +32,14 @@ absl::StatusOr<std::string> ChooseId(const std::string& id, const std::string& f
                                    "\" does not match [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?"));
 }
 
-absl::StatusOr<PageRequest> ParsePage(int32_t page_size, const std::string& page_token) {
+absl::StatusOr<PageRequest> ParsePage(int32_t page_size, const std::string& page_token,
+                                      int64_t size_default) {
   if (page_size < 0 || page_size > kPageSizeMax) {
     return InvalidField("page_size",
                         absl::StrCat("value ", page_size, " is not in [0, ", kPageSizeMax, "]"));
   }
   PageRequest page;
-  page.size = page_size == 0 ? kPageSizeDefault : page_size;
+  page.size = page_size == 0 ? size_default : page_size;
   if (page_token.empty()) return page;
   std::string decoded;
   if (!absl::WebSafeBase64Unescape(page_token, &decoded) || decoded.empty() ||

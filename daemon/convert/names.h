@@ -22,7 +22,8 @@ struct PageRequest {
   int64_t size = 0;
   std::string after;
 };
-absl::StatusOr<PageRequest> ParsePage(int32_t page_size, const std::string& page_token);
+absl::StatusOr<PageRequest> ParsePage(int32_t page_size, const std::string& page_token,
+                                      int64_t size_default = 100);
 // The token that lists what follows `last_id`; opaque to clients.
 std::string PageToken(std::string_view last_id);
 

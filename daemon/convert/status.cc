@@ -1,7 +1,9 @@
 #include "daemon/convert/status.h"
 
 #include <array>
+#include <string_view>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
 #include "google/rpc/error_details.pb.h"
 
@@ -30,12 +32,31 @@ constexpr std::array<const char*, 17> kCodeNames = {
     "UNAUTHENTICATED",
 };
 
+// What one error may take: clients refuse headers of more than 8 KiB, where its message stands
+// twice.
+constexpr size_t kMessageCharsMax = 1024;
+constexpr size_t kDetailCharsMax = 256;
+constexpr size_t kFieldsBytesMax = 1536;  // but for the last
+
+// The text, or its beginning and how long it was.
+std::string Cut(std::string_view text, size_t chars_max) {
+  if (text.size() <= chars_max) return std::string(text);
+  size_t end = chars_max;
+  // Not within a character of UTF-8.
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return absl::StrCat(std::string(text.substr(0, end)), "... (cut, of ", text.size(), " bytes)");
+}
+
 }  // namespace
 
 google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   google::rpc::Status rpc;
   if (plain.ok()) return rpc;
-  const absl::Status status = explain_(plain);
+  absl::Status status = explain_(plain);
+  const std::string_view message(status.message().data(), status.message().size());
+  if (message.size() > kMessageCharsMax) {
+    status = WithMessage(status, Cut(message, kMessageCharsMax));
+  }
   const int code = static_cast<int>(status.code());
   rpc.set_code(code);
   rpc.set_message(std::string(status.message()));
@@ -44,15 +65,18 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   info.set_domain("spillway");
   info.set_reason(details.reason.empty() ? kCodeNames.at(code) : details.reason);
   note_(status, info.reason());
-  for (const auto& [key, value] : details.metadata) (*info.mutable_metadata())[key] = value;
+  for (const auto& [key, value] : details.metadata) {
+    (*info.mutable_metadata())[key] = Cut(value, kDetailCharsMax);
+  }
   (*info.mutable_metadata())["boot_id"] = boot_id_;
   rpc.add_details()->PackFrom(info);
   if (!details.fields.empty()) {
     google::rpc::BadRequest bad_request;
     for (const FieldError& field : details.fields) {
+      if (bad_request.ByteSizeLong() > kFieldsBytesMax) break;
       auto* violation = bad_request.add_field_violations();
-      violation->set_field(field.field);
-      violation->set_description(field.description);
+      violation->set_field(Cut(field.field, kDetailCharsMax));
+      violation->set_description(Cut(field.description, kDetailCharsMax));
     }
     rpc.add_details()->PackFrom(bad_request);
   }

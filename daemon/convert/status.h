@@ -13,7 +13,7 @@ namespace spillway {
 
 // Turns errors into google.rpc.Status with ErrorInfo (domain "spillway",
 // reason, metadata with the daemon's boot_id) and BadRequest where fields are
-// at fault. Thread-safe.
+// at fault. Long texts are cut, and say so. Thread-safe.
 class StatusConverter {
  public:
   // Says more of an error.

@@ -9,11 +9,12 @@
 #include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
+#include "daemon/services/fill_page.h"
 
 namespace spillway {
 namespace {
 
-constexpr int64_t kSequenceListMax = 1000;
+constexpr int64_t kStatisticsPageSize = 1000;
 constexpr int64_t kHeadAuditListMax = 1000;
 constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
 
@@ -31,6 +32,74 @@ void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
   memory.set_row_bytes(row_bytes);
   memory.set_index_bytes(index_bytes);
   memory.set_other_bytes(other_bytes);
+}
+
+// What the sequences come to.
+struct Sums {
+  struct OfModel {
+    int64_t sequence_count = 0;
+    int64_t token_count = 0;
+  };
+  std::map<const Model*, OfModel> models;
+  int64_t index_bytes = 0;
+};
+
+Sums SumUp(Engine& engine) {
+  Sums sums;
+  for (const std::shared_ptr<Sequence>& sequence :
+       engine.registry().ListSequences(nullptr, "", kAll).items) {
+    const SequenceSnapshot snapshot = sequence->snapshot();
+    Sums::OfModel& sum = sums.models[sequence->model.get()];
+    ++sum.sequence_count;
+    sum.token_count += snapshot.token_count;
+    sums.index_bytes += snapshot.index_bytes;
+  }
+  return sums;
+}
+
+v1::ModelStatistics ModelToProto(const Model& model, const Sums& sums, const Engine& engine) {
+  v1::ModelStatistics out;
+  out.set_model(model.name);
+  if (const auto sum = sums.models.find(&model); sum != sums.models.end()) {
+    out.set_sequence_count(sum->second.sequence_count);
+    out.set_token_count(sum->second.token_count);
+  }
+  out.set_free_token_count(engine.FreeTokenCount(model));
+  ToProto(model.work, *out.mutable_work());
+  return out;
+}
+
+v1::SequenceStatistics SequenceToProto(const Sequence& sequence) {
+  const SequenceSnapshot snapshot = sequence.snapshot();
+  v1::SequenceStatistics out;
+  out.set_sequence(sequence.name);
+  out.set_token_count(snapshot.token_count);
+  out.set_row_bytes(snapshot.row_bytes);
+  out.set_index_bytes(snapshot.index_bytes);
+  ToProto(sequence.work, *out.mutable_work());
+  return out;
+}
+
+// The audit of all models, and the heads of one, which may be null. Returns the bytes of all
+// models' rows.
+int64_t FillAudit(Engine& engine, const Model* of_heads, v1::GetStatisticsResponse& response) {
+  v1::AuditStatistics& audit = *response.mutable_audit();
+  if (const Auditor* const auditor = engine.auditor(); auditor != nullptr) {
+    audit.set_share(auditor->share());
+    audit.set_dropped_count(auditor->dropped_count());
+  }
+  int64_t row_bytes = 0;
+  for (const std::shared_ptr<Model>& model : engine.registry().ListModels("", kAll).items) {
+    for (const HeadAudit& head : model->audits.Heads()) {
+      audit.set_check_count(audit.check_count() + head.check_count);
+      audit.set_violation_count(audit.violation_count() + head.violation_count);
+      audit.set_raised_head_count(audit.raised_head_count() + (head.level > 0 ? 1 : 0));
+      if (model.get() != of_heads || response.head_audits_size() >= kHeadAuditListMax) continue;
+      ToProto(head, *response.add_head_audits());
+    }
+    row_bytes += model->row_pool.used_page_count() * model->row_pool.page_bytes();
+  }
+  return row_bytes;
 }
 
 }  // namespace
@@ -79,56 +148,29 @@ grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContex
                                                       const v1::GetStatisticsRequest* request,
                                                       v1::GetStatisticsResponse* response) {
   Engine& engine = services_.engine;
+  const absl::StatusOr<PageRequest> page =
+      ParsePage(request->page_size(), request->page_token(), kStatisticsPageSize);
+  if (!page.ok()) return Answer(services_, context, page.status());
   std::shared_ptr<Model> asked;
   if (!request->model().empty()) {
     absl::StatusOr<std::shared_ptr<Model>> model = FindModel(engine, request->model(), "model");
     if (!model.ok()) return Answer(services_, context, model.status());
     asked = *std::move(model);
   }
-  struct Sums {
-    int64_t sequence_count = 0;
-    int64_t token_count = 0;
-  };
-  std::map<const Model*, Sums> sums;
-  int64_t index_bytes = 0;
-  const Page<Sequence> sequences = engine.registry().ListSequences(nullptr, "", kAll);
-  for (const std::shared_ptr<Sequence>& sequence : sequences.items) {
-    const SequenceSnapshot snapshot = sequence->snapshot();
-    Sums& sum = sums[sequence->model.get()];
-    ++sum.sequence_count;
-    sum.token_count += snapshot.token_count;
-    index_bytes += snapshot.index_bytes;
-    if (sequence->model != asked || response->sequences_size() >= kSequenceListMax) continue;
-    v1::SequenceStatistics& out = *response->add_sequences();
-    out.set_sequence(sequence->name);
-    out.set_token_count(snapshot.token_count);
-    out.set_row_bytes(snapshot.row_bytes);
-    out.set_index_bytes(snapshot.index_bytes);
-    ToProto(sequence->work, *out.mutable_work());
+  const Sums sums = SumUp(engine);
+  const auto describe = [&](const Model& model) { return ModelToProto(model, sums, engine); };
+  if (asked == nullptr) {
+    response->set_next_page_token(FillPage(engine.registry().ListModels(page->after, page->size),
+                                           *response->mutable_models(), describe));
+  } else {
+    *response->add_models() = describe(*asked);
+    response->set_next_page_token(
+        FillPage(engine.registry().ListSequences(asked.get(), page->after, page->size),
+                 *response->mutable_sequences(), SequenceToProto));
   }
-  v1::AuditStatistics& audit = *response->mutable_audit();
-  if (const Auditor* const auditor = engine.auditor(); auditor != nullptr) {
-    audit.set_share(auditor->share());
-    audit.set_dropped_count(auditor->dropped_count());
-  }
-  int64_t row_bytes = 0;
-  for (const std::shared_ptr<Model>& model : engine.registry().ListModels("", kAll).items) {
-    v1::ModelStatistics& out = *response->add_models();
-    out.set_model(model->name);
-    out.set_sequence_count(sums[model.get()].sequence_count);
-    out.set_token_count(sums[model.get()].token_count);
-    out.set_free_token_count(engine.FreeTokenCount(*model));
-    ToProto(model->work, *out.mutable_work());
-    for (const HeadAudit& head : model->audits.Heads()) {
-      audit.set_check_count(audit.check_count() + head.check_count);
-      audit.set_violation_count(audit.violation_count() + head.violation_count);
-      audit.set_raised_head_count(audit.raised_head_count() + (head.level > 0 ? 1 : 0));
-      if (model != asked || response->head_audits_size() >= kHeadAuditListMax) continue;
-      ToProto(head, *response->add_head_audits());
-    }
-    row_bytes += model->row_pool.used_page_count() * model->row_pool.page_bytes();
-  }
-  FillMemory(engine, row_bytes, index_bytes, *response->mutable_memory());
+  const Model* const audited = page->after.empty() ? asked.get() : nullptr;
+  const int64_t row_bytes = FillAudit(engine, audited, *response);
+  FillMemory(engine, row_bytes, sums.index_bytes, *response->mutable_memory());
   ToProto(engine.work(), *response->mutable_work());
   return Answer(services_, context, absl::OkStatus());
 }

@@ -5,6 +5,7 @@
 #include "daemon/convert/lookup.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
+#include "daemon/services/fill_page.h"
 #include "daemon/services/upload_stream.h"
 
 namespace spillway {
@@ -56,10 +57,9 @@ grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* 
   const absl::StatusOr<PageRequest> page = ParsePage(request->page_size(), request->page_token());
   if (!page.ok()) return Answer(services_, context, page.status());
   const Page<Model> models = services_.engine.registry().ListModels(page->after, page->size);
-  for (const std::shared_ptr<Model>& model : models.items) {
-    *response->add_models() = ToProto(*model, services_.engine);
-  }
-  if (models.more) response->set_next_page_token(PageToken(models.items.back()->id));
+  response->set_next_page_token(
+      FillPage(models, *response->mutable_models(),
+               [this](const Model& model) { return ToProto(model, services_.engine); }));
   return Answer(services_, context, absl::OkStatus());
 }
 

@@ -6,6 +6,7 @@
 #include "daemon/convert/model.h"
 #include "daemon/convert/policy.h"
 #include "daemon/services/call.h"
+#include "daemon/services/fill_page.h"
 #include "daemon/services/snapshots.h"
 #include "host/base/status_macros.h"
 
@@ -65,10 +66,9 @@ grpc::ServerUnaryReactor* SequenceService::ListSequences(grpc::CallbackServerCon
   }
   const Page<Sequence> sequences =
       services_.engine.registry().ListSequences(model.get(), page->after, page->size);
-  for (const std::shared_ptr<Sequence>& sequence : sequences.items) {
-    *response->add_sequences() = ToProto(*sequence);
-  }
-  if (sequences.more) response->set_next_page_token(PageToken(sequences.items.back()->id));
+  response->set_next_page_token(
+      FillPage(sequences, *response->mutable_sequences(),
+               [](const Sequence& sequence) { return ToProto(sequence); }));
   return Answer(services_, context, absl::OkStatus());
 }
 

@@ -90,6 +90,34 @@ TEST_F(ClientTest, ListsEveryPage) {
   EXPECT_THAT(names, ElementsAre("models/a", "models/b", "models/c"));
 }
 
+TEST_F(ClientTest, ReadsEveryPageOfStatistics) {
+  v1::GetStatisticsResponse& first = daemon_.statistics_pages[""];
+  first.mutable_memory()->set_used_bytes(7);
+  first.add_models()->set_model("models/a");
+  first.add_sequences()->set_sequence("sequences/a");
+  first.add_head_audits();
+  first.set_next_page_token("second");
+  v1::GetStatisticsResponse& second = daemon_.statistics_pages["second"];
+  second.mutable_memory()->set_used_bytes(8);
+  second.add_models()->set_model("models/b");
+  second.add_sequences()->set_sequence("sequences/b");
+  Client& client = Connect();
+  const auto all = client.GetStatistics();
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(all->memory().used_bytes(), 7);
+  ASSERT_EQ(all->models_size(), 2);
+  EXPECT_EQ(all->models(1).model(), "models/b");
+  ASSERT_EQ(all->sequences_size(), 2);
+  EXPECT_EQ(all->sequences(1).sequence(), "sequences/b");
+  EXPECT_EQ(all->head_audits_size(), 1);
+  EXPECT_EQ(all->next_page_token(), "");
+  // With a model asked for, every page names it.
+  const auto of_model = client.GetStatistics("models/a");
+  ASSERT_TRUE(of_model.ok()) << of_model.status();
+  EXPECT_EQ(of_model->models_size(), 1);
+  EXPECT_EQ(of_model->sequences_size(), 2);
+}
+
 TEST_F(ClientTest, UploadsTheWholeFileInBoundedPieces) {
   std::string file((size_t{5} << 20) + 3, '\0');
   for (size_t at = 0; at < file.size(); ++at) file[at] = static_cast<char>(at * 31 >> 7);

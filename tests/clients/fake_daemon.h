@@ -5,6 +5,7 @@
 #include <atomic>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -84,6 +85,8 @@ class FakeDaemon final : public v1::AdminService::Service,
 
   // Set before Start.
   v1::GetServerInfoResponse info;
+  // What GetStatistics answers, by page token.
+  std::map<std::string, v1::GetStatisticsResponse> statistics_pages;
   // Models of each page that ListModels answers.
   std::vector<std::vector<std::string>> model_pages;
   // Append refuses this chunk, counted from 0.
@@ -111,6 +114,12 @@ class FakeDaemon final : public v1::AdminService::Service,
   grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
                              v1::GetServerInfoResponse* response) override {
     *response = info;
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GetStatistics(grpc::ServerContext*, const v1::GetStatisticsRequest* request,
+                             v1::GetStatisticsResponse* response) override {
+    *response = statistics_pages.at(request->page_token());
     return grpc::Status::OK;
   }
 

@@ -12,6 +12,7 @@ import spillway
 import torch
 from reference import dense_attention
 from spillway import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
+from spillway._proto import admin_service_pb2 as admin
 
 F32 = np.float32
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
@@ -625,6 +626,60 @@ def test_statistics(client: Client, model: Model, rng: np.random.Generator) -> N
     assert listed.row_bytes >= 200 * model.row_bytes_per_token
     assert statistics.memory.row_bytes >= listed.row_bytes
     assert statistics.memory.used_bytes <= statistics.memory.limit_bytes
+
+
+def test_statistics_come_in_pages(
+    client: Client, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sorted(client.create_sequence(model).name for _ in range(5))
+    call = client._stubs.admin.GetStatistics
+    pages = []
+    request = admin.GetStatisticsRequest(model=model.name, page_size=2)
+    while True:
+        page = call(request)
+        assert [m.model for m in page.models] == [model.name]
+        pages.append([s.sequence for s in page.sequences])
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            break
+    assert pages == [names[:2], names[2:4], names[4:]]
+    shapes: dict[str, Any] = {"layer_count": 1, "query_head_count": 1, "kv_head_count": 1}
+    others = [
+        client.create_model(f"paged-{i}", **shapes, head_dim=16, dtype="float32") for i in range(3)
+    ]
+    listed = []
+    request = admin.GetStatisticsRequest(page_size=1)
+    while True:
+        page = call(request)
+        assert not page.sequences
+        listed += [m.model for m in page.models]
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            break
+    assert listed == [m.model for m in client.statistics().models]
+    assert {m.name for m in [model, *others]} <= set(listed)
+    for other in others:
+        client.delete_model(other)
+    # The client follows them.
+    whole = client.statistics(model)
+    assert [s.sequence for s in whole.sequences] == names
+    monkeypatch.setattr(client._stubs.admin, "GetStatistics", in_pages_of_two(call))
+    paged = client.statistics(model)
+    assert (paged.sequences, paged.models) == (whole.sequences, whole.models)
+
+
+def in_pages_of_two(call: Any) -> Any:
+    """The call, with small pages."""
+
+    def small(request: admin.GetStatisticsRequest, **more: Any) -> Any:
+        return call(
+            admin.GetStatisticsRequest(
+                model=request.model, page_size=2, page_token=request.page_token
+            ),
+            **more,
+        )
+
+    return small
 
 
 def test_same_request_same_bits(

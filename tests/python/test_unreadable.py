@@ -13,6 +13,7 @@ import pytest
 from helpers import encode, refused
 from spillway import Client, Model
 from spillway._proto import attention_service_pb2 as attention
+from spillway._proto import tensor_pb2
 
 # A field of two bytes of which there is one.
 TRUNCATED = b"\x0a\x02x"
@@ -202,3 +203,13 @@ def test_a_message_that_is_too_large_is_refused(channel: grpc.Channel, kind: str
     error = refused(lambda: call(bytes((4 << 20) + 1), timeout=30))
     assert error.code == "RESOURCE_EXHAUSTED", str(error)
     assert "larger than max" in error.message, str(error)
+
+
+def test_an_error_quotes_no_more_than_people_read(client: Client, model: Model) -> None:
+    sequence = client.create_sequence(model)
+    q = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_F32, shape=[12345] * 3000)
+    request = attention.AttendRequest(items=[attention.AttendItem(sequence=sequence.name, q=q)])
+    error = refused(lambda: client._stubs.attention.Attend(request))
+    assert error.code == "INVALID_ARGUMENT"
+    assert len(error.message) < 1100
+    assert "... (cut, of " in error.message

@@ -87,8 +87,22 @@ absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(const std::strin
                                                                 const CallOptions& options) {
   v1::GetStatisticsRequest request;
   request.set_model(model);
-  return Call(*admin_, &v1::AdminService::Stub::GetStatistics, request, options_.call_timeout,
-              options);
+  absl::StatusOr<v1::GetStatisticsResponse> all;
+  do {
+    auto page = Call(*admin_, &v1::AdminService::Stub::GetStatistics, request,
+                     options_.call_timeout, options);
+    if (!page.ok()) return page.status();
+    request.set_page_token(page->next_page_token());
+    page->clear_next_page_token();
+    if (!all.ok()) {
+      all = *std::move(page);
+      continue;
+    }
+    // With a model asked for, every page names it.
+    if (model.empty()) all->mutable_models()->MergeFrom(page->models());
+    all->mutable_sequences()->MergeFrom(page->sequences());
+  } while (!request.page_token().empty());
+  return all;
 }
 
 absl::StatusOr<v1::Model> Client::CreateModel(const std::string& id, const v1::Model& model,

@@ -76,7 +76,8 @@ class Client {
   // restarted and every sequence is gone.
   absl::StatusOr<v1::GetServerInfoResponse> GetServerInfo(const CallOptions& options = {});
 
-  // Memory and work; with `model` (models/{id}) its sequences too.
+  // Memory and work, and those of all models, or of `model` (models/{id}) and its sequences. All
+  // pages.
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(const std::string& model = "",
                                                           const CallOptions& options = {});
 

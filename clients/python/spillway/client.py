@@ -720,13 +720,21 @@ class Client:
         """Returns memory and work of the daemon.
 
         Args:
-            model: Lists this model's sequences too, at most 1000.
+            model: Lists this model alone, with its sequences.
 
         Raises:
             NotFound: No such model.
         """
         request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
         response = self._call(self._stubs.admin.GetStatistics, request)
+        token = response.next_page_token
+        while token:
+            request.page_token = token
+            page = self._call(self._stubs.admin.GetStatistics, request)
+            if not request.model:  # Every page names the model asked for.
+                response.models.extend(page.models)
+            response.sequences.extend(page.sequences)
+            token = page.next_page_token
         return Statistics.from_proto(response, self._described_transport())
 
     def health(self) -> bool:

@@ -277,7 +277,7 @@ class Statistics:
         transport: How this client reaches it.
         memory: Bytes held.
         work: Work of all models.
-        models: One per model.
+        models: One per model, or the one asked for.
         sequences: One per sequence of the model asked for.
         audit: Checks of all models.
         head_audits: Of the model asked for, KV heads that were checked, those

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "daemon/convert/names.h"
+#include "daemon/engine/registry.h"
+#include "google/protobuf/repeated_field.h"
+
+namespace spillway {
+
+// Of a list's page. A message has room for more, and for what comes beside.
+inline constexpr int64_t kPageBytesMax = int64_t{2} << 20;
+
+// Adds convert(item) of the page's items, as many as fit a message, and returns the token of what
+// follows, empty where nothing does.
+template <typename T, typename Out, typename Convert>
+std::string FillPage(const Page<T>& page, google::protobuf::RepeatedPtrField<Out>& list,
+                     const Convert& convert) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < page.items.size(); ++i) {
+    Out& out = *list.Add();
+    out = convert(*page.items[i]);
+    bytes += static_cast<int64_t>(out.ByteSizeLong());
+    const bool last = i + 1 == page.items.size();
+    if (last ? page.more : bytes > kPageBytesMax) return PageToken(page.items[i]->id);
+  }
+  return "";
+}
+
+}  // namespace spillway
