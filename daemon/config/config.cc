@@ -198,6 +198,18 @@ const std::vector<Setting>& Settings() {
          return bytes.status();
        },
        [](const Config& config) { return FormatBytes(config.memory_limit_bytes); }},
+      {"memory.arena_directory", "--arena-directory",
+       "a folder of tmpfs or hugetlbfs, such as /dev/shm/spillway, where K/V rows outlive the "
+       "process, for the next one to go on with: an absolute path; empty: they go with the process",
+       true,
+       [](Config& config, const std::string& text) {
+         if (!text.empty() && !text.starts_with('/')) {
+           return Refuse(text, "an absolute path or empty");
+         }
+         config.arena_directory = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.arena_directory; }},
       {"device.name", "--device",
        "auto (every GPU, or else the CPU), cpu, or GPUs with commas between: cuda:N or a UUID",
        true, SetDevices, [](const Config& config) { return absl::StrJoin(config.devices, ","); }},

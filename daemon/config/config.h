@@ -37,6 +37,9 @@ struct Config {
   // Everything the daemon may hold; by default three quarters of the machine's
   // memory, or of the control group's limit.
   int64_t memory_limit_bytes = 0;
+  // A folder in memory (tmpfs, hugetlbfs) where K/V rows outlive the process: an absolute path;
+  // empty: they go with it.
+  std::string arena_directory;
   // "auto" alone: every GPU, or the CPU where there is none; "cpu" alone; or
   // GPUs, each "cuda:N" or its UUID, no name twice.
   std::vector<std::string> devices = {"auto"};

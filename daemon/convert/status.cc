@@ -69,6 +69,7 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
     (*info.mutable_metadata())[key] = Cut(value, kDetailCharsMax);
   }
   (*info.mutable_metadata())["boot_id"] = boot_id_;
+  if (!store_id_.empty()) (*info.mutable_metadata())["store_id"] = store_id_;
   rpc.add_details()->PackFrom(info);
   if (!details.fields.empty()) {
     google::rpc::BadRequest bad_request;

@@ -12,7 +12,7 @@
 namespace spillway {
 
 // Turns errors into google.rpc.Status with ErrorInfo (domain "spillway",
-// reason, metadata with the daemon's boot_id) and BadRequest where fields are
+// reason, metadata with the daemon's boot_id and store_id) and BadRequest where fields are
 // at fault. Long texts are cut, and say so. Thread-safe.
 class StatusConverter {
  public:
@@ -22,8 +22,11 @@ class StatusConverter {
   using Note = std::function<void(const absl::Status& status, const std::string& reason)>;
 
   // Both are thread-safe.
-  StatusConverter(std::string boot_id, Explain explain, Note note)
-      : boot_id_(std::move(boot_id)), explain_(std::move(explain)), note_(std::move(note)) {}
+  StatusConverter(std::string boot_id, std::string store_id, Explain explain, Note note)
+      : boot_id_(std::move(boot_id)),
+        store_id_(std::move(store_id)),
+        explain_(std::move(explain)),
+        note_(std::move(note)) {}
 
   google::rpc::Status ToRpc(const absl::Status& status) const;
   // The same as the status of a call, with its binary details.
@@ -31,6 +34,7 @@ class StatusConverter {
 
  private:
   const std::string boot_id_;
+  const std::string store_id_;  // or empty
   const Explain explain_;
   const Note note_;
 };

@@ -27,7 +27,7 @@ void Engine::Append(AppendRequest request, Done<AppendOutcome> done) {
 absl::Status Engine::AppendOperation::Check() {
   Sequence& sequence = *request_.sequence;
   const Chunk& chunk = request_.chunk;
-  if (sequence.deleted()) return SequenceNotFound(sequence.name);
+  RETURN_IF_ERROR(sequence.Check());
   if (request_.cancel != nullptr) {
     RETURN_IF_ERROR(request_.cancel->Check());
   }
@@ -121,6 +121,9 @@ void Engine::AppendOperation::End(absl::Status status) {
         sequence.rows[layer].Truncate(
             std::min(sequence.rows[layer].token_count(), request_.chunk.start));
       }
+    }
+    for (const int layer : layers_) {
+      sequence.rows[layer].Keep(sequence.rows[layer].token_count());
     }
     sequence.Publish();
   }

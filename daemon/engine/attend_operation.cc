@@ -32,7 +32,7 @@ void Engine::Attend(AttendRequest request, Done<AttendOutcome> done) {
 
 absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
   Sequence& sequence = *item.sequence;
-  if (sequence.deleted()) return SequenceNotFound(sequence.name);
+  RETURN_IF_ERROR(sequence.Check());
   const LayerRows& rows = RowsOf(item);
   int64_t length = rows.token_count();
   if (item.gate != nullptr) {
@@ -119,6 +119,7 @@ void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const Job
   LayerRows& rows = RowsOf(item);
   if (item.append) {
     if (done.status.ok()) {
+      rows.Keep(rows.token_count());
       engine_->CountAppend(sequence, item.append->count * rows.kv_head_count());
     } else {
       // The device learns of it with the layer's next PrepareAppend.

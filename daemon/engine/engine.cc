@@ -9,7 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/attend_sums.h"
 #include "daemon/engine/errors.h"
+#include "daemon/engine/rebuild_operation.h"
 #include "daemon/engine/sha256.h"
+#include "daemon/store/description.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -25,21 +27,37 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       arena_(arena),
       budget_(budget),
       options_(std::move(options)),
-      registry_(options_.model_count_max, options_.sequence_count_max, options_.clock) {}
+      registry_(options_.model_count_max, options_.sequence_count_max, options_.clock),
+      rebuilder_(std::make_unique<Rebuilder>()) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() { StopRebuilding(); }
+
+absl::StatusOr<std::shared_ptr<Model>> Engine::MakeModel(const std::string& id,
+                                                         const ModelSpec& spec,
+                                                         const Policy& policy,
+                                                         absl::Time create_time) {
+  int64_t table_bytes = kModelTableBytes;
+  if (auditor() != nullptr && auditor()->share() > 0) table_bytes += AuditTable::BytesOf(spec);
+  ASSIGN_OR_RETURN(MemoryReservation tables,
+                   budget_->Reserve(table_bytes, "the tables of a model", MemoryUse::kModels));
+  auto model = std::make_shared<Model>(id, spec, policy, arena_, create_time);
+  model->table_reservation = std::move(tables);
+  return model;
+}
 
 absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id,
                                                            const ModelSpec& spec,
                                                            const Policy& policy,
                                                            const CancelToken* cancel) {
   RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; again when it is listed
-  int64_t table_bytes = kModelTableBytes;
-  if (auditor() != nullptr && auditor()->share() > 0) table_bytes += AuditTable::BytesOf(spec);
-  ASSIGN_OR_RETURN(MemoryReservation tables,
-                   budget_->Reserve(table_bytes, "the tables of a model", MemoryUse::kModels));
-  auto model = std::make_shared<Model>(id, spec, policy, arena_, options_.clock());
-  model->table_reservation = std::move(tables);
+  ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
+                   MakeModel(id, spec, policy, options_.clock()));
+  if (options_.store != nullptr) {
+    ASSIGN_OR_RETURN(
+        model->record,
+        ModelRecord::Create(&options_.store->records(),
+                            Describe(StoredModel{id, spec, policy, model->create_time})));
+  }
   if (!spec.has_weights()) {
     RETURN_IF_ERROR(UploadWeights(*model, {}, cancel));
   }
@@ -62,6 +80,10 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
   std::string sha256 = safetensors.empty() ? "" : Sha256::Of(safetensors);
   // Who is told of an error finds the model as it was.
   if (cancel != nullptr) RETURN_IF_ERROR(cancel->Check());
+  if (model.record != nullptr && !safetensors.empty()) {
+    RETURN_IF_ERROR(model.record->SetWeights(
+        {reinterpret_cast<const char*>(safetensors.data()), safetensors.size()}));
+  }
   model.SetDevice(std::move(device), std::move(reservation), std::move(sha256));
   return absl::OkStatus();
 }
@@ -119,6 +141,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string
   for (int l = 0; l < model->spec.layer_count; ++l) {
     sequence->rows.emplace_back(&model->row_pool, model->spec);
   }
+  RETURN_IF_ERROR(Record(*sequence));
   sequence->Publish();
   return sequence;
 }
@@ -190,6 +213,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
   copy->rows.reserve(source.rows.size());
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
   RETURN_IF_ERROR(copy->ReserveTables(*budget_));
+  RETURN_IF_ERROR(Record(*copy));
   copy->Publish();
   RETURN_IF_ERROR(registry_.AddSequence(copy));
   return copy;
@@ -199,7 +223,7 @@ void Engine::Fork(std::shared_ptr<Sequence> source, const std::string& id,
                   Done<std::shared_ptr<Sequence>> done) {
   if (source->held) return done(SequenceHeld(source->name));
   RunInTurn(std::move(source), [this, id, done = std::move(done)](Sequence& sequence) {
-    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
     done(ForkNow(sequence, id));
   });
 }
@@ -208,7 +232,7 @@ void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                       std::function<void(absl::Status)> done) {
   if (sequence->held) return done(SequenceHeld(sequence->name));
   RunInTurn(std::move(sequence), [this, token_count, done = std::move(done)](Sequence& sequence) {
-    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
     const int64_t length = sequence.token_count();
     if (token_count < 0 || token_count > length) {
       return done(WithReason(
@@ -216,11 +240,13 @@ void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                                              length, "], the length of ", sequence.name)),
           "TOKEN_COUNT_OUT_OF_RANGE", {{"token_count", absl::StrCat(length)}}));
     }
+    ++sequence.generation;
+    if (sequence.record != nullptr) sequence.record->BeginCut(token_count, sequence.generation);
     for (LayerRows& layer : sequence.rows) {
       if (layer.token_count() > token_count) layer.Truncate(token_count);
     }
+    if (sequence.record != nullptr) sequence.record->EndCut();
     device_->TruncateSequence(*sequence.model->device(), *sequence.device, token_count);
-    ++sequence.generation;
     sequence.Publish();
     done(absl::OkStatus());
   });
@@ -252,7 +278,7 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
 void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<SharedRows> done) {
   if (sequence->held) return done(SequenceHeld(sequence->name));
   RunInTurn(std::move(sequence), [this, layer, done = std::move(done)](Sequence& sequence) {
-    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
     const LayerRows& rows = sequence.rows[layer];
     done(SharedRows{rows.Share(rows.token_count()), &device_->HomeOf(*sequence.device)});
   });
@@ -261,7 +287,7 @@ void Engine::ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<Share
 void Engine::ShareSequence(std::shared_ptr<Sequence> sequence, Done<SharedSequence> done) {
   if (sequence->held) return done(SequenceHeld(sequence->name));
   RunInTurn(std::move(sequence), [done = std::move(done)](Sequence& sequence) {
-    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
     SharedSequence shared;
     shared.token_count = sequence.token_count();
     shared.generation = sequence.generation;

@@ -15,6 +15,8 @@
 #include "daemon/engine/ordered_queues.h"
 #include "daemon/engine/registry.h"
 #include "daemon/engine/requests.h"
+#include "daemon/store/description.h"
+#include "daemon/store/store.h"
 #include "host/device/device.h"
 #include "host/memory/arena.h"
 
@@ -26,6 +28,27 @@ struct EngineOptions {
   std::function<absl::Time()> clock = absl::Now;
   // Checks attends; outlives what runs. Null: none.
   Auditor* auditor = nullptr;
+  // Where models and sequences outlive the process, with the arena's file of rows; outlives the
+  // engine, which begins with Restore(). Null: nowhere.
+  Store* store = nullptr;
+};
+
+// What an engine found that a process before it had left.
+struct RestoreReport {
+  int64_t model_count = 0;
+  int64_t sequence_count = 0;
+  int64_t token_count = 0;
+  int64_t row_bytes = 0;  // forks share some
+  // What could not be read, which is gone.
+  std::vector<absl::Status> lost;
+};
+
+// How far codes have been made anew.
+struct RebuildProgress {
+  int64_t sequence_count = 0;  // all that were found
+  int64_t done_count = 0;      // that are served
+  int64_t failed_count = 0;    // that are not, and will not be
+  int64_t row_bytes = 0;       // whose codes are made
 };
 
 // A sequence that nobody used for its ttl.
@@ -49,8 +72,21 @@ class Engine {
 
   // All outlive the engine. The device and the arena charge the same budget.
   Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions options);
-  // REQUIRES: nothing is running.
+  // REQUIRES: nothing is running but rebuilding.
   ~Engine();
+
+  // Finds what a process before this one left in the store. Sequences can be named from then on;
+  // each is served as soon as its codes are made anew, which the device's threads do meanwhile
+  // and tell `rebuilt` of, from any thread: OK, or why it cannot be served. Its rows stay in the
+  // store then, for the next process. First of all calls, once; not thread-safe.
+  // FAILED_PRECONDITION where rows lie beyond the arena, RESOURCE_EXHAUSTED where they do not
+  // fit into the budget: nothing is lost then.
+  absl::StatusOr<RestoreReport> Restore(
+      std::function<void(const Sequence&, const absl::Status&)> rebuilt);
+  RebuildProgress rebuild_progress() const;
+  // Sequences whose codes are not made yet fail with UNAVAILABLE; returns when nothing is
+  // rebuilt any more. Their rows stay in the store.
+  void StopRebuilding();
 
   Device& device() { return *device_; }
   Arena& arena() { return *arena_; }
@@ -59,6 +95,10 @@ class Engine {
   const Registry& registry() const { return registry_; }
   const WorkCounters& work() const { return work_; }
   const Auditor* auditor() const { return options_.auditor; }
+  // Of the store, the same for every process that opens it; empty without one.
+  std::string store_id() const {
+    return options_.store == nullptr ? "" : options_.store->identity();
+  }
 
   // --- Models. These may compute for long in the calling thread; cancel, which may be null, ends
   // that within a layer, and then nothing is created.
@@ -120,6 +160,8 @@ class Engine {
   class AttendOperation;
   class SimpleOperation;
   class HoldOperation;
+  class RebuildOperation;
+  class Rebuilder;
   friend class StreamDecoder;
 
   // Runs `run` when the sequence's turn comes; it must not wait.
@@ -133,6 +175,12 @@ class Engine {
   // Makes room for `count` tokens at each layer's length; on failure nothing
   // is left of it.
   absl::Status PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count);
+  // Makes the sequence's record, where there is a store.
+  absl::Status Record(Sequence& sequence);
+  // A sequence as its record has it, on the device, without codes.
+  absl::StatusOr<std::shared_ptr<Sequence>> Adopt(StoredSequence description,
+                                                  const std::shared_ptr<Model>& model,
+                                                  std::unique_ptr<SequenceRecord> record);
   void CountAttend(const Job& job, const JobItem& item, Sequence& sequence);
   void CountAppend(Sequence& sequence, int64_t row_count);
   void Renew(Sequence& sequence) { sequence.Renew(options_.clock()); }
@@ -144,6 +192,7 @@ class Engine {
   OrderedQueues queues_;
   WorkCounters work_;
   Registry registry_;
+  const std::unique_ptr<Rebuilder> rebuilder_;
 };
 
 }  // namespace spillway

@@ -10,6 +10,7 @@
 #include "daemon/engine/work_counters.h"
 #include "host/device/device.h"
 #include "host/memory/memory_budget.h"
+#include "host/memory/model_record.h"
 #include "host/memory/page_pool.h"
 
 namespace spillway {
@@ -44,6 +45,8 @@ class Model {
   // Sequences that hold memory: those listed, and deleted ones that finish
   // what is running.
   std::atomic<int64_t> sequence_count{0};
+  // What outlives the process; null where nothing does. Listed by the registry.
+  std::unique_ptr<ModelRecord> record;
 
   bool ready() const { return device_.load(std::memory_order_acquire) != nullptr; }
   // nullptr until ready.

@@ -15,6 +15,14 @@ constexpr size_t kIdLengthMax = 63;
 
 bool IsAlphanumeric(char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
 
+// For who opens the store later.
+void List(Sequence& sequence) {
+  if (sequence.record != nullptr) sequence.record->List();
+}
+void Unlist(Sequence& sequence) {
+  if (sequence.record != nullptr) sequence.record->Unlist();
+}
+
 // The first items after `after` that pass.
 template <typename T, typename Pass>
 Page<T> ListAfter(const std::map<std::string, std::shared_ptr<T>, std::less<>>& all,
@@ -66,6 +74,7 @@ absl::Status Registry::CheckNewModel(std::string_view id) const {
 absl::Status Registry::AddModel(std::shared_ptr<Model> model) {
   const MutexLock lock(mutex_);
   if (absl::Status status = CheckNew(model->id); !status.ok()) return status;
+  if (model->record != nullptr) model->record->List();
   models_.emplace(model->id, std::move(model));
   return absl::OkStatus();
 }
@@ -92,6 +101,7 @@ absl::Status Registry::RemoveModel(std::string_view id) {
         "MODEL_IN_USE", {{"name", it->second->name}, {"sequence_count", absl::StrCat(count)}});
   }
   removed = std::move(it->second);
+  if (removed->record != nullptr) removed->record->Unlist();
   models_.erase(it);
   return absl::OkStatus();
 }
@@ -115,6 +125,8 @@ absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
                         "SEQUENCE_EXISTS", {{"name", sequence->name}});
     }
     expired = std::exchange(it->second, std::move(sequence));
+    Unlist(*expired);
+    List(*it->second);
     return absl::OkStatus();
   }
   if (static_cast<int64_t>(sequences_.size()) >= sequence_count_max_) {
@@ -123,6 +135,7 @@ absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
                       "SEQUENCE_COUNT_EXHAUSTED",
                       {{"sequence_count_max", absl::StrCat(sequence_count_max_)}});
   }
+  List(*sequence);
   sequences_.emplace(sequence->id, std::move(sequence));
   return absl::OkStatus();
 }
@@ -145,6 +158,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_vie
     return SequenceNotFound("sequences/" + std::string(id));
   }
   std::shared_ptr<Sequence> sequence = std::move(it->second);
+  Unlist(*sequence);
   sequences_.erase(it);
   return sequence;
 }
@@ -156,6 +170,7 @@ std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(
   const absl::Time now = clock_();
   for (auto it = sequences_.begin(); it != sequences_.end();) {
     if (it->second->expire_time() <= now && is_idle(*it->second)) {
+      Unlist(*it->second);
       expired.push_back(std::move(it->second));
       it = sequences_.erase(it);
     } else {

@@ -1,8 +1,10 @@
 #include "daemon/engine/sequence.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
+#include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -71,9 +73,26 @@ absl::Status Sequence::ReserveTables(MemoryBudget& budget) {
 void Sequence::Clear() {
   device.reset();
   rows.clear();
+  record.reset();
   table_reservations_.clear();
   if (counted_) model->sequence_count.fetch_sub(1, std::memory_order_relaxed);
   counted_ = false;
+}
+
+absl::Status Sequence::Check() const { return deleted() ? SequenceNotFound(name) : failure; }
+
+void Sequence::PublishRecord() {
+  SequenceSnapshot now;
+  now.token_count = std::numeric_limits<int64_t>::max();
+  for (int layer = 0; layer < record->layer_count(); ++layer) {
+    const int64_t count = record->layer(layer).token_count();
+    now.layer_token_counts.push_back(count);
+    now.token_count = std::min(now.token_count, count);
+  }
+  now.generation = generation;
+  now.row_bytes = RowBytes(rows);
+  const MutexLock lock(mutex_);
+  snapshot_ = std::move(now);
 }
 
 void Sequence::Publish() {

@@ -13,6 +13,7 @@
 #include "daemon/engine/ordered_queues.h"
 #include "host/base/mutex.h"
 #include "host/memory/layer_rows.h"
+#include "host/memory/sequence_record.h"
 
 namespace spillway {
 
@@ -64,11 +65,18 @@ class Sequence {
 
   // --- Contents: for the operation at the head of `queue`.
   OrderedQueues::Queue queue;
+  // What outlives the process; null where nothing does. Listed by the registry.
+  std::unique_ptr<SequenceRecord> record;
   std::vector<LayerRows> rows;  // per layer; empty once deleted
   std::unique_ptr<DeviceSequence> device;
   int64_t generation = 0;
 
+  // Why it cannot be served, of one that an earlier process left.
+  absl::Status failure;
+
   bool deleted() const { return rows.empty(); }
+  // NOT_FOUND once deleted, or its failure.
+  absl::Status Check() const;
   // The shortest layer's length.
   int64_t token_count() const;
   // Charges what the page tables have grown by. RESOURCE_EXHAUSTED.
@@ -77,6 +85,8 @@ class Sequence {
   void Clear();
   // Lets the snapshot follow the contents.
   void Publish();
+  // Lets it follow the record, for as long as the contents do not.
+  void PublishRecord();
 
  private:
   std::vector<MemoryReservation> table_reservations_;

@@ -39,7 +39,7 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
   options.token_count = token_count;
   options.token_count_max = token_count_max;
   for (const Part& part : decoder->parts_) {
-    if (part.sequence->deleted()) return SequenceNotFound(part.sequence->name);
+    RETURN_IF_ERROR(part.sequence->Check());
     RETURN_IF_ERROR(CheckGeneration(part.generation, *part.sequence));
     if (const int64_t length = part.sequence->token_count(); part.start != length) {
       return absl::OutOfRangeError(absl::StrCat(part.sequence->name, " has ", length,
@@ -131,6 +131,7 @@ absl::Status StreamDecoder::Settle() {
   absl::Status first;
   for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
     if (outcome.parts[i].ok()) {
+      for (LayerRows& rows : parts_[i].sequence->rows) rows.Keep(starts[i] + token_count_);
       Count(i);
       continue;
     }

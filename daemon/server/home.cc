@@ -3,7 +3,9 @@
 #include <span>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/server/devices.h"
+#include "daemon/server/logging.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -40,7 +42,18 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
     return device->RegisterMemory(extent);
   };
   observer.released = [&device](std::span<std::byte> extent) { device->UnregisterMemory(extent); };
-  ASSIGN_OR_RETURN(home->arena_, Arena::Create(options, &home->budget_, observer));
+  std::unique_ptr<ArenaFile> rows;
+  if (!config.arena_directory.empty()) {
+    absl::StatusOr<std::unique_ptr<Store>> store =
+        Store::Open(config.arena_directory, &home->budget_);
+    if (!store.ok()) {
+      return absl::Status(store.status().code(),
+                          absl::StrCat("memory.arena_directory: ", store.status().message()));
+    }
+    home->store_ = *std::move(store);
+    rows = home->store_->TakeRows();
+  }
+  ASSIGN_OR_RETURN(home->arena_, Arena::Create(options, &home->budget_, observer, std::move(rows)));
   ASSIGN_OR_RETURN(device, OpenDevice(config, home->arena_.get(), &home->budget_));
   home->auditor_ = std::make_unique<Auditor>(
       AuditOptions{.share = config.audit_share, .cpu_share = config.audit_cpu_share});
@@ -48,8 +61,33 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
       std::make_unique<Engine>(device.get(), home->arena_.get(), &home->budget_,
                                EngineOptions{.sequence_count_max = config.sequence_count_max,
                                              .model_count_max = config.model_count_max,
-                                             .auditor = home->auditor_.get()});
+                                             .auditor = home->auditor_.get(),
+                                             .store = home->store_.get()});
+  if (home->store_ != nullptr) RETURN_IF_ERROR(home->Restore());
   return home;
+}
+
+absl::Status Home::Restore() {
+  const auto rebuilt = [](const Sequence& sequence, const absl::Status& status) {
+    const std::string tokens = absl::StrCat(sequence.snapshot().token_count);
+    if (status.ok()) {
+      LogInfo("sequence_rebuilt", {{"name", sequence.name}, {"tokens", tokens}});
+    } else {
+      Log(LogLevel::kWarning, "sequence_not_rebuilt",
+          {{"name", sequence.name}, {"tokens", tokens}, {"error", std::string(status.message())}});
+    }
+  };
+  ASSIGN_OR_RETURN(const RestoreReport report, engine_->Restore(rebuilt));
+  for (const absl::Status& lost : report.lost) {
+    Log(LogLevel::kError, "record_lost", {{"error", std::string(lost.message())}});
+  }
+  LogInfo("restored", {{"folder", store_->path()},
+                       {"store_id", store_->identity()},
+                       {"models", absl::StrCat(report.model_count)},
+                       {"sequences", absl::StrCat(report.sequence_count)},
+                       {"tokens", absl::StrCat(report.token_count)},
+                       {"lost", absl::StrCat(report.lost.size())}});
+  return absl::OkStatus();
 }
 
 }  // namespace spillway

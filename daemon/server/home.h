@@ -27,8 +27,11 @@ class Home {
 
  private:
   Home(const Config& config, const std::string& limit_name);
+  // Goes on with what the store has, and logs it.
+  absl::Status Restore();
 
   MemoryBudget budget_;
+  std::unique_ptr<Store> store_;  // or null
   // Before the arena, which registers its extents with it until it goes.
   std::unique_ptr<Device> device_;
   std::unique_ptr<Arena> arena_;

@@ -59,7 +59,8 @@ struct Server::Impl {
   Impl(const Config& config, Engine& engine)
       : boot_id(Registry::MakeId()),
         status(
-            boot_id, [&engine](const absl::Status& error) { return NameHolders(error, engine); },
+            boot_id, engine.store_id(),
+            [&engine](const absl::Status& error) { return NameHolders(error, engine); },
             [this](const absl::Status& error, const std::string& reason) {
               events.Refused(error, reason);
             }),
@@ -184,6 +185,8 @@ void Server::Drain(absl::Duration grace) {
   // ten seconds for the one that polls after a large write.
   grpc_init();
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
+  // What waits for its codes would wait in vain.
+  impl_->context.engine.StopRebuilding();
   impl_->streams.Drain();
   impl_->doorbells.Drain();
   if (impl_->acceptor) impl_->acceptor->Stop();

@@ -114,6 +114,7 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
                                                       v1::GetServerInfoResponse* response) {
   response->set_version(services_.version);
   response->set_boot_id(services_.boot_id);
+  response->set_store_id(services_.engine.store_id());
   *response->mutable_start_time() = ToProto(services_.start_time);
   for (const Device* part : services_.engine.device().parts()) {
     const DeviceInfo& info = part->info();

@@ -40,6 +40,10 @@ absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work
   if (work.on_gpu) {
     return absl::InvalidArgumentError("K and V lie in GPU memory, which the device does not read");
   }
+  if (work.rows_present) {
+    work.rows->Commit(work.start + work.count);
+    return absl::OkStatus();
+  }
   const int heads = work.rows->kv_head_count();
   // A page's worth at a time; a few tokens are copied before a worker would wake.
   const int64_t pages = (work.count + kPageTokenCount - 1) / kPageTokenCount;

@@ -86,6 +86,9 @@ struct AppendWork {
   // starts: a device that does not read it refuses the item. As a shared source it
   // is looked at as it is written.
   bool on_gpu = false;
+  // The rows are there already, of a process before this one, and there is no source: what
+  // remains is to commit and to index them.
+  bool rows_present = false;
 
   // K and V in C order.
   static AppendWork Dense(LayerRows* rows, int64_t start, int64_t count, const void* k,

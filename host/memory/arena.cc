@@ -68,6 +68,9 @@ struct Arena::Impl {
   }
   absl::Status Commit(int64_t first, int64_t least, int64_t most)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Extents at `first`, for which `reservation` is, as far as the backing has them.
+  absl::Status CommitExtents(int64_t first, int64_t count, MemoryReservation& reservation)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // First run of at least slab_count free slabs, by address.
   std::byte* TakeRun(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -80,6 +83,7 @@ struct Arena::Impl {
   int64_t GiveBackOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveBack(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex);
   int64_t FreeBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) const;
 
   const int64_t slab_capacity;
   const int64_t extent_slabs;
@@ -122,11 +126,12 @@ absl::Status Arena::Impl::Grow(int64_t slab_count, int64_t step) {
     if (extent == extents.end()) break;
     gap = extent->first + extent->second.slab_count;
   }
-  return budget->Exhausted("the arena", slab_count * kSlabBytes, FreeBytes());
+  return Exhausted("the arena", slab_count * kSlabBytes, FreeBytes());
 }
 
 absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
-  int64_t count = std::clamp(budget->free_bytes() / kSlabBytes, least, most);
+  const int64_t free_bytes = std::min(budget->free_bytes(), backing->free_bytes());
+  int64_t count = std::clamp(free_bytes / kSlabBytes, least, most);
   const auto reserve = [&] {
     return budget->Reserve(count * kSlabBytes, "an arena extent", MemoryUse::kPages);
   };
@@ -137,6 +142,11 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
     reservation = reserve();
   }
   if (!reservation.ok()) return reservation.status();
+  return CommitExtents(first, count, *reservation);
+}
+
+absl::Status Arena::Impl::CommitExtents(int64_t first, int64_t count,
+                                        MemoryReservation& reservation) {
   std::vector<std::span<std::byte>> parts;
   for (int64_t at = 0; at < count; at += kExtentSlabsMax) {
     const int64_t slabs = std::min(count - at, kExtentSlabsMax);
@@ -148,7 +158,7 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
   for (size_t i = 0; i < done; ++i) {
     const auto bytes = static_cast<int64_t>(parts[i].size());
     const int64_t slabs = bytes / kSlabBytes;
-    extents.emplace(first, Extent{slabs, 0, reservation->Split(bytes)});
+    extents.emplace(first, Extent{slabs, 0, reservation.Split(bytes)});
     committed_count += slabs;
     GiveRun(first, slabs);
     first += slabs;
@@ -235,13 +245,14 @@ void Arena::Impl::GiveBack(int64_t bytes) {
 
 int64_t Arena::Impl::FreeBytes() const {
   const int64_t growth =
-      std::min(slab_capacity - committed_count, budget->free_bytes() / kSlabBytes);
+      std::min(slab_capacity - committed_count,
+               std::min(budget->free_bytes(), backing->free_bytes()) / kSlabBytes);
   return (free_count + std::max<int64_t>(growth, 0)) * kSlabBytes;
 }
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options,
-                                                     MemoryBudget* budget,
-                                                     ExtentObserver observer) {
+                                                     MemoryBudget* budget, ExtentObserver observer,
+                                                     std::unique_ptr<ArenaFile> file) {
   RETURN_IF_ERROR(CheckSizes(options));
   ASSIGN_OR_RETURN(Topology topology, DetectTopology());
   const int node_count = static_cast<int>(topology.numa_nodes.size());
@@ -256,7 +267,7 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options
   }
   ASSIGN_OR_RETURN(std::unique_ptr<ArenaBacking> backing,
                    CreateHostBacking(RoundDown(options.limit_bytes), options.numa_node,
-                                     std::max(threads, 1), std::move(observer)));
+                                     std::max(threads, 1), std::move(observer), std::move(file)));
   return Create(options, budget, std::move(backing));
 }
 
@@ -271,6 +282,30 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options
 Arena::Arena(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Arena::~Arena() = default;
+
+absl::Status Arena::Restore(std::span<const SlabRun> runs) {
+  const MutexLock lock(impl_->mutex);
+  Impl& arena = *impl_;
+  assert(arena.extents.empty());
+  int64_t slab = 0;  // all before it is restored or forgotten
+  const auto forget_to = [&](int64_t end) {
+    if (slab >= end) return;
+    arena.backing->Forget({arena.At(slab), static_cast<size_t>((end - slab) * kSlabBytes)});
+  };
+  for (const SlabRun& run : runs) {
+    assert(slab <= run.first && run.first + run.count <= arena.slab_capacity);
+    forget_to(run.first);
+    slab = run.first + run.count;
+    ASSIGN_OR_RETURN(
+        MemoryReservation reservation,
+        arena.budget->Reserve(run.count * kSlabBytes, "rows that were kept", MemoryUse::kPages));
+    RETURN_IF_ERROR(arena.CommitExtents(run.first, run.count, reservation));
+    arena.CutRun(run.first, run.count);
+    arena.CountFree(run.first, run.count, -1);
+  }
+  forget_to(arena.slab_capacity);
+  return absl::OkStatus();
+}
 
 absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
   assert(slab_count > 0);
@@ -324,9 +359,19 @@ void Arena::GiveBackIdle() {
   impl_->idle_count_min = impl_->idle_count;
 }
 
+absl::Status Arena::Impl::Exhausted(std::string_view what, int64_t needed_bytes,
+                                    int64_t free_bytes) const {
+  if (backing->free_bytes() < budget->free_bytes()) {
+    return MemoryExhausted(
+        absl::StrCat(std::string(what), ", limited by ", backing->limited_by(), ","), needed_bytes,
+        free_bytes);
+  }
+  return budget->Exhausted(what, needed_bytes, free_bytes, MemoryUse::kPages);
+}
+
 absl::Status Arena::Exhausted(std::string_view what, int64_t needed_bytes,
                               int64_t free_bytes) const {
-  return impl_->budget->Exhausted(what, needed_bytes, free_bytes, MemoryUse::kPages);
+  return impl_->Exhausted(what, needed_bytes, free_bytes);
 }
 
 std::byte* Arena::base() const { return impl_->backing->base(); }

@@ -3,12 +3,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "host/memory/arena_file.h"
 #include "host/memory/memory_budget.h"
 
 namespace spillway {
@@ -32,7 +35,7 @@ struct ArenaStatistics {
   int64_t limit_bytes = 0;
   int64_t committed_bytes = 0;  // obtained from the system now
   int64_t used_bytes = 0;       // in slabs that are handed out
-  int64_t huge_page_bytes = 0;  // AnonHugePages of the mapping, from smaps
+  int64_t huge_page_bytes = 0;  // of the mapping, in huge pages, from smaps
 };
 
 // Reserved address space of some memory, from which an arena commits extents.
@@ -43,18 +46,30 @@ class ArenaBacking {
   virtual std::byte* base() const = 0;
   // Extents become usable: adjacent memory of whole slabs from base on, not committed
   // now. On an error those before the one that fails; the rest is as before. done: how
-  // many.
+  // many. Contents are undefined, but for what a process before this one left there.
   virtual absl::Status Commit(std::span<const std::span<std::byte>> extents, size_t& done) = 0;
   // The opposite, for one extent. False: this memory is kept.
   virtual bool Release(std::span<std::byte>) { return false; }
   // Between two places of committed memory that do not overlap; done when it
   // returns.
   virtual void Copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
+  // Of memory that is not committed: what a process before this one left there goes.
+  virtual void Forget(std::span<std::byte>) {}
+  // What can still be committed, for all that this knows of.
+  virtual int64_t free_bytes() const { return std::numeric_limits<int64_t>::max(); }
+  // What sets that, for refusals: "the file system of /dev/shm/spillway/rows".
+  virtual std::string limited_by() const { return ""; }
+};
+
+// Adjacent slabs of an arena, counted from its base.
+struct SlabRun {
+  int64_t first = 0;
+  int64_t count = 0;
 };
 
 // Memory that pages come from, committed extent by extent and handed out in 2
-// MiB-aligned slabs. By default host memory: one private anonymous mapping,
-// advised to use huge pages, bound to its NUMA node and touched in parallel.
+// MiB-aligned slabs. By default host memory: one private anonymous mapping, or that of a
+// file, advised to use huge pages, bound to its NUMA node and touched in parallel.
 // Committed memory is charged to the budget. Extents of which nothing is used
 // are kept for reuse until the budget asks for them or GiveBackIdle.
 // Thread-safe.
@@ -68,9 +83,11 @@ class Arena {
     std::function<void(std::span<std::byte>)> released;
   };
 
+  // file: what the memory is of; null: anonymous.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
                                                        MemoryBudget* budget,
-                                                       ExtentObserver observer = {});
+                                                       ExtentObserver observer = {},
+                                                       std::unique_ptr<ArenaFile> file = nullptr);
   // Over other memory, of which limit_bytes are reserved; of the options only
   // limit_bytes and extent_bytes matter.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options,
@@ -80,6 +97,10 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // Commits slabs whose contents a process before this one left in the file, and hands them
+  // out; all else in the file goes. RESOURCE_EXHAUSTED where they do not fit into limit or
+  // budget. REQUIRES: ascending runs that do not overlap; nothing is allocated yet.
+  absl::Status Restore(std::span<const SlabRun> runs);
   // slab_count adjacent slabs. RESOURCE_EXHAUSTED with needed and free bytes.
   absl::StatusOr<std::byte*> AllocateSlabs(int64_t slab_count);
   void FreeSlabs(std::byte* base, int64_t slab_count);

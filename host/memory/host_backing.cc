@@ -58,14 +58,14 @@ class AddressSpace {
   size_t total_;
 };
 
-// Writes one byte of every small page, on thread_count threads.
+// Writes one byte of every small page, as it is, on thread_count threads.
 void Touch(std::span<std::byte> extent, int thread_count) {
   constexpr int64_t kSmallPage = 4096;
   tbb::task_arena arena(thread_count);
   arena.execute([&] {
     tbb::parallel_for(int64_t{0}, static_cast<int64_t>(extent.size()) / kSlabBytes, [&](int64_t s) {
       volatile std::byte* slab = extent.data() + s * kSlabBytes;
-      for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) slab[i] = std::byte{0};
+      for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) slab[i] = slab[i];
     });
   });
 }
@@ -129,11 +129,12 @@ class Toucher {
 class HostBacking final : public ArenaBacking {
  public:
   HostBacking(AddressSpace space, int numa_node, int touch_thread_count,
-              Arena::ExtentObserver observer)
+              Arena::ExtentObserver observer, std::unique_ptr<ArenaFile> file)
       : space_(std::move(space)),
         numa_node_(numa_node),
         touch_thread_count_(touch_thread_count),
-        observer_(std::move(observer)) {}
+        observer_(std::move(observer)),
+        file_(std::move(file)) {}
 
   ~HostBacking() override {
     if (!observer_.released) return;
@@ -174,21 +175,38 @@ class HostBacking final : public ArenaBacking {
     std::memcpy(to, from, static_cast<size_t>(bytes));
   }
 
+  void Forget(std::span<std::byte> memory) override {
+    if (file_ != nullptr) file_->Discard(OffsetOf(memory), static_cast<int64_t>(memory.size()));
+  }
+  int64_t free_bytes() const override {
+    return file_ == nullptr ? ArenaBacking::free_bytes() : file_->free_bytes();
+  }
+  std::string limited_by() const override {
+    return file_ == nullptr ? "" : absl::StrCat("the file system of ", file_->path());
+  }
+
  private:
+  int64_t OffsetOf(std::span<std::byte> memory) const { return memory.data() - base(); }
   // Memory that can be touched.
   absl::Status Prepare(std::span<std::byte> memory) const;
-  static void Unprepare(std::span<std::byte> memory);
+  void Unprepare(std::span<std::byte> memory) const;
 
   const AddressSpace space_;
   const int numa_node_;
   const int touch_thread_count_;
   const Arena::ExtentObserver observer_;
+  const std::unique_ptr<ArenaFile> file_;  // or null
   std::vector<std::span<std::byte>> extents_;
 };
 
 absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   const int64_t bytes = static_cast<int64_t>(memory.size());
-  if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
+  if (file_ != nullptr) {
+    if (mmap(memory.data(), memory.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             file_->descriptor(), OffsetOf(memory)) == MAP_FAILED) {
+      return SystemError("mmap", bytes);
+    }
+  } else if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
     return SystemError("mprotect", bytes);
   }
   // EINVAL: a kernel without huge pages. What was obtained shows in the
@@ -196,16 +214,27 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
     return SystemError("madvise", bytes);
   }
-  return numa_node_ >= 0 ? BindMemory(memory, numa_node_) : absl::OkStatus();
+  if (numa_node_ >= 0) RETURN_IF_ERROR(BindMemory(memory, numa_node_));
+  // After the binding, by which the pages are placed.
+  return file_ == nullptr ? absl::OkStatus() : file_->Allocate(OffsetOf(memory), bytes);
 }
 
-void HostBacking::Unprepare(std::span<std::byte> memory) {
+void HostBacking::Unprepare(std::span<std::byte> memory) const {
   // Maps fresh address space over it: frees the pages and forgets the
   // binding. Where the kernel has no mapping to spare, the pages go at least.
   if (mmap(memory.data(), memory.size(), PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     madvise(memory.data(), memory.size(), MADV_DONTNEED);
   }
+  if (file_ != nullptr) file_->Discard(OffsetOf(memory), static_cast<int64_t>(memory.size()));
+}
+
+bool IsHugePageLine(const std::string& line) {
+  for (const char* key :
+       {"AnonHugePages:", "ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}) {
+    if (line.starts_with(key)) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -227,8 +256,7 @@ int64_t HugePageBytes(const std::byte* begin, const std::byte* end) {
           first >= reinterpret_cast<uintptr_t>(begin) && last <= reinterpret_cast<uintptr_t>(end);
       continue;
     }
-    constexpr char kKey[] = "AnonHugePages:";
-    if (!inside || line.rfind(kKey, 0) != 0) continue;
+    if (!inside || !IsHugePageLine(line)) continue;
     const size_t digits = line.find_first_of("0123456789");
     int64_t kib = 0;
     if (digits != std::string::npos &&
@@ -241,10 +269,11 @@ int64_t HugePageBytes(const std::byte* begin, const std::byte* end) {
 
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateHostBacking(int64_t limit_bytes, int numa_node,
                                                                 int thread_count,
-                                                                Arena::ExtentObserver observer) {
+                                                                Arena::ExtentObserver observer,
+                                                                std::unique_ptr<ArenaFile> file) {
   ASSIGN_OR_RETURN(AddressSpace space, AddressSpace::Reserve(limit_bytes));
   return std::make_unique<HostBacking>(std::move(space), numa_node, thread_count,
-                                       std::move(observer));
+                                       std::move(observer), std::move(file));
 }
 
 }  // namespace spillway

@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "host/base/status_macros.h"
+
 namespace spillway {
 
 LayerRows::LayerRows(PagePool* pool, const ModelSpec& spec)
@@ -27,6 +29,9 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
   }
   if (needed == 0) return absl::OkStatus();
   if (needed > pool_->free_page_count()) return pool_->Exhausted("an append", needed);
+  if (record_ != nullptr) {
+    RETURN_IF_ERROR(record_->Reserve((end + kPageTokenCount - 1) / kPageTokenCount));
+  }
   std::vector<PageTable::StagedWrite> staged;
   staged.reserve(heads_.size());
   for (const PageTable& head : heads_) {
@@ -38,7 +43,15 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
     }
     staged.push_back(*std::move(write));
   }
-  for (size_t h = 0; h < heads_.size(); ++h) heads_[h].Install(std::move(staged[h]));
+  for (size_t h = 0; h < heads_.size(); ++h) {
+    PageTable::Installed installed;
+    if (record_ != nullptr) {
+      installed = [this, h](int64_t position, PageRef page) {
+        record_->SetPageIndex(static_cast<int>(h), position, page.index);
+      };
+    }
+    heads_[h].Install(std::move(staged[h]), installed);
+  }
   return absl::OkStatus();
 }
 
@@ -89,7 +102,32 @@ void LayerRows::Rollback() {
 void LayerRows::Truncate(int64_t token_count) {
   assert(token_count >= 0 && token_count <= token_count_);
   token_count_ = token_count;
+  // Before pages go to others.
+  if (record_ != nullptr && record_->token_count() > token_count) Keep(token_count);
   Rollback();
+}
+
+absl::Status LayerRows::Record(LayerRecord* record) {
+  const int64_t pages = heads_.front().page_count();
+  RETURN_IF_ERROR(record->Reserve(pages));
+  for (int h = 0; h < kv_head_count(); ++h) {
+    for (int64_t p = 0; p < pages; ++p) record->SetPageIndex(h, p, heads_[h].ref(p).index);
+  }
+  record->SetTokenCount(token_count_);
+  record_ = record;
+  return absl::OkStatus();
+}
+
+absl::Status LayerRows::Adopt(const LayerRecord& record) {
+  assert(bytes() == 0);
+  const int64_t pages = (record.token_count() + kPageTokenCount - 1) / kPageTokenCount;
+  for (int h = 0; h < kv_head_count(); ++h) {
+    for (int64_t p = 0; p < pages; ++p) {
+      ASSIGN_OR_RETURN(const PageRef page, pool_->Adopt(record.PageIndex(h, p)));
+      heads_[h].Adopt(page);
+    }
+  }
+  return absl::OkStatus();
 }
 
 LayerRows LayerRows::Share(int64_t token_count) const {

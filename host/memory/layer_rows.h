@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "host/base/limits.h"
+#include "host/memory/layer_record.h"
 #include "host/memory/page_table.h"
 #include "host/model/model_spec.h"
 
@@ -62,10 +63,24 @@ class LayerRows {
                  const RowSource& v);
   // Makes the prepared rows visible: token_count() becomes `token_count`.
   void Commit(int64_t token_count) { token_count_ = token_count; }
+  // The first token_count rows are written, whoever wrote them: they outlive the process from
+  // now on, where there is a record. REQUIRES: they are committed.
+  void Keep(int64_t token_count) {
+    if (record_ != nullptr) record_->SetTokenCount(token_count);
+  }
   // Gives back what was prepared and not committed.
   void Rollback();
 
   void Truncate(int64_t token_count);
+
+  // Keeps what is committed in the record, which follows from now on. It is of the same KV heads
+  // and outlives this. RESOURCE_EXHAUSTED changes nothing that can be seen.
+  absl::Status Record(LayerRecord* record);
+  // Prepares the record's tokens, whose rows are there: Commit() makes them visible. The record
+  // stays as it is until it follows. DATA_LOSS. REQUIRES: there are none yet.
+  absl::Status Adopt(const LayerRecord& record);
+
+  // Not recorded.
   LayerRows Share(int64_t token_count) const;
 
   // First row of page `page` of a KV head; rows follow at row_bytes().
@@ -92,6 +107,7 @@ class LayerRows {
   int64_t row_bytes_;
   int64_t token_count_ = 0;
   std::vector<PageTable> heads_;
+  LayerRecord* record_ = nullptr;
 };
 
 }  // namespace spillway

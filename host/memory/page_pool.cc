@@ -12,6 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
 #include "host/base/mutex.h"
 #include "host/base/status_macros.h"
 
@@ -43,9 +44,13 @@ class FreePlaces {
     int64_t place = Find(from);
     if (place < 0) place = Find(0);
     assert(place >= 0);
+    TakeAt(place);
+    return place;
+  }
+  // REQUIRES: the place is free.
+  void TakeAt(int64_t place) {
     words_[place / kWordBits] &= ~(uint64_t{1} << (place % kWordBits));
     --count_;
-    return place;
   }
   void Give(int64_t place) {
     words_[place / kWordBits] |= uint64_t{1} << (place % kWordBits);
@@ -107,6 +112,8 @@ struct PagePool::Impl {
   // The slab to take a page from: the neighbour's, one with room, a new one.
   absl::StatusOr<uint32_t> ChooseSlab(PageRef neighbour) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void FreePage(PageRef page);
+  // The pool holds the slab, all places free, from now on.
+  void AddSlab(uint32_t slab) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 
   Arena* const arena;
   int64_t slab_count = 1;
@@ -148,13 +155,17 @@ absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
     return absl::ResourceExhaustedError("the page pool has used all of its page indices");
   }
   const auto id = static_cast<uint32_t>(slab);
-  if (slab_states[id].load(std::memory_order_relaxed) == nullptr) {
-    owned_states.push_back(std::make_unique<std::atomic<uint64_t>[]>(pages_per_slab));
-    slab_states[id].store(owned_states.back().get(), std::memory_order_release);
-  }
-  slabs.emplace(id, FreePlaces(pages_per_slab));
-  with_room.insert(id);
+  AddSlab(id);
   return id;
+}
+
+void PagePool::Impl::AddSlab(uint32_t slab) {
+  if (slab_states[slab].load(std::memory_order_relaxed) == nullptr) {
+    owned_states.push_back(std::make_unique<std::atomic<uint64_t>[]>(pages_per_slab));
+    slab_states[slab].store(owned_states.back().get(), std::memory_order_release);
+  }
+  slabs.emplace(slab, FreePlaces(pages_per_slab));
+  with_room.insert(slab);
 }
 
 void PagePool::Impl::FreePage(PageRef page) {
@@ -201,6 +212,38 @@ absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
   page.generation = State::Unpack(state.load(std::memory_order_relaxed)).generation;
   if (page.generation == 0) page.generation = 1;
   state.store(State{page.generation, 1}.Pack(), std::memory_order_release);
+  return page;
+}
+
+absl::StatusOr<SlabRun> PagePool::SlabsOf(uint32_t index) const {
+  const PageRef page{index, 0};
+  const int64_t slab = impl_->SlabOf(page);
+  if (slab + impl_->slab_count > impl_->slab_capacity ||
+      impl_->PlaceOf(page) >= impl_->pages_per_slab) {
+    return absl::DataLossError(absl::StrCat("page ", index, " is not one of ", impl_->slab_capacity,
+                                            " slabs of ", impl_->pages_per_slab, " pages"));
+  }
+  return SlabRun{slab, impl_->slab_count};
+}
+
+absl::StatusOr<PageRef> PagePool::Adopt(uint32_t index) {
+  RETURN_IF_ERROR(SlabsOf(index).status());
+  PageRef page{index, 0};
+  const MutexLock lock(impl_->mutex);
+  const uint32_t slab = impl_->SlabOf(page);
+  if (!impl_->slabs.contains(slab)) impl_->AddSlab(slab);
+  std::atomic<uint64_t>& state = *impl_->StateOf(page);
+  State now = State::Unpack(state.load(std::memory_order_relaxed));
+  if (now.reference_count == 0) {
+    FreePlaces& places = impl_->slabs.at(slab);
+    places.TakeAt(impl_->PlaceOf(page));
+    if (places.count() == 0) impl_->with_room.erase(slab);
+    ++impl_->used_page_count;
+    if (now.generation == 0) now.generation = 1;
+  }
+  ++now.reference_count;
+  page.generation = now.generation;
+  state.store(now.Pack(), std::memory_order_release);
   return page;
 }
 

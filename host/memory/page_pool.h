@@ -37,6 +37,12 @@ class PagePool {
   // A page with reference count 1, next to `neighbour` in its slab where that
   // place is free. Contents are undefined. RESOURCE_EXHAUSTED.
   absl::StatusOr<PageRef> Allocate(PageRef neighbour = {});
+  // A page that a pool of the same page_bytes over the same file handed out in a process before
+  // this one, with its contents: once more where it has a reference already. DATA_LOSS for an
+  // index that the pool cannot have. REQUIRES: the arena has restored SlabsOf(index).
+  absl::StatusOr<PageRef> Adopt(uint32_t index);
+  // The slabs that a page of that index lies in. DATA_LOSS as with Adopt().
+  absl::StatusOr<SlabRun> SlabsOf(uint32_t index) const;
   void AddReference(PageRef page);
   // Drops one reference; the page is freed with the last.
   void Release(PageRef page);

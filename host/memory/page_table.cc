@@ -67,11 +67,12 @@ absl::StatusOr<PageTable::StagedWrite> PageTable::StageWrite(int64_t begin, int6
   return staged;
 }
 
-void PageTable::Install(StagedWrite staged) {
+void PageTable::Install(StagedWrite staged, const Installed& installed) {
   for (const auto& [position, page] : staged.pages_) {
     if (position >= page_count()) {
       assert(position == page_count());
       pages_.push_back(page);
+      if (installed != nullptr) installed(position, page);
       continue;
     }
     // Items before the write stay; what lies after it is about to be written
@@ -79,6 +80,7 @@ void PageTable::Install(StagedWrite staged) {
     if (position * page_item_count_ < staged.begin_) {
       pool_->Copy(pool_->Data(page), Page(position));
     }
+    if (installed != nullptr) installed(position, page);
     pool_->Release(std::exchange(pages_[position], page));
   }
   staged.pages_.clear();

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -47,19 +48,25 @@ class PageTable {
   // The two halves of PrepareWrite, for writes to several tables that happen
   // together or not at all. Between them the table does not change.
   absl::StatusOr<StagedWrite> StageWrite(int64_t begin, int64_t end) const;
-  void Install(StagedWrite staged);
+  // `installed` is told of each new page, with its position, when it holds what the page before it
+  // held, and before that one is given up. May be null.
+  using Installed = std::function<void(int64_t position, PageRef page)>;
+  void Install(StagedWrite staged, const Installed& installed = nullptr);
   // Pages that PrepareWrite would take from the pool.
   int64_t NewPageCount(int64_t begin, int64_t end) const;
 
   // Drops the pages beyond item_count items.
   void Truncate(int64_t item_count);
   void Clear() { Truncate(0); }
+  // Adds a page that PagePool::Adopt() gave.
+  void Adopt(PageRef page) { pages_.push_back(page); }
   // A table that shares the pages of the first item_count items.
   PageTable Share(int64_t item_count) const;
 
   int64_t page_count() const { return static_cast<int64_t>(pages_.size()); }
   // Memory of page i; aborts if its reference is stale, which would be a bug.
   std::byte* Page(int64_t i) const;
+  PageRef ref(int64_t i) const { return pages_[i]; }
   int64_t page_item_count() const { return page_item_count_; }
   int64_t page_bytes() const { return pool_->page_bytes(); }
   int64_t bytes() const { return page_count() * page_bytes(); }

@@ -1,0 +1,219 @@
+// Models and sequences that a process before this one left in the store.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/engine.h"
+#include "daemon/engine/errors.h"
+#include "daemon/engine/rebuild_operation.h"
+#include "host/base/limits.h"
+#include "host/base/status_macros.h"
+
+namespace spillway {
+namespace {
+
+// Which slabs rows lie in, and of which model: a slab is one pool's.
+class SlabClaims {
+ public:
+  // rows_bytes: of the file that they lie in.
+  SlabClaims(int64_t slab_capacity, int64_t rows_bytes)
+      : slab_capacity_(slab_capacity), rows_bytes_(rows_bytes) {}
+
+  // Claims what a sequence's rows lie in, all of it or none. DATA_LOSS for what cannot be;
+  // FAILED_PRECONDITION for slabs that are there, beyond the arena.
+  absl::Status Add(const Model& model, SequenceRecord& record) {
+    claimed_.clear();
+    for (int layer = 0; layer < record.layer_count(); ++layer) {
+      const LayerRecord& rows = record.layer(layer);
+      const int64_t pages = (rows.token_count() + kPageTokenCount - 1) / kPageTokenCount;
+      for (int64_t page = 0; page < pages; ++page) {
+        for (int head = 0; head < record.kv_head_count(); ++head) {
+          RETURN_IF_ERROR(Claim(model, rows.PageIndex(head, page)));
+        }
+      }
+    }
+    for (const int64_t slab : claimed_) owners_.emplace(slab, &model);
+    return absl::OkStatus();
+  }
+
+  // Of all that was claimed.
+  std::vector<SlabRun> Runs() const {
+    std::vector<int64_t> slabs;
+    slabs.reserve(owners_.size());
+    for (const auto& [slab, model] : owners_) slabs.push_back(slab);
+    std::sort(slabs.begin(), slabs.end());
+    std::vector<SlabRun> runs;
+    for (const int64_t slab : slabs) {
+      if (runs.empty() || runs.back().first + runs.back().count != slab) runs.push_back({slab, 0});
+      ++runs.back().count;
+    }
+    return runs;
+  }
+
+ private:
+  absl::Status Claim(const Model& model, uint32_t index) {
+    ASSIGN_OR_RETURN(const SlabRun run, model.row_pool.SlabsOf(index));
+    if (!claimed_.empty() && claimed_.back() == run.first + run.count - 1) return absl::OkStatus();
+    const int64_t end = run.first + run.count;
+    if (end * kSlabBytes > rows_bytes_) {
+      return absl::DataLossError(absl::StrCat("page ", index, " lies beyond the file of rows"));
+    }
+    if (end > slab_capacity_) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("rows that were kept lie at ", end * kSlabBytes,
+                       " bytes of their file, beyond the ", slab_capacity_ * kSlabBytes,
+                       " that the memory limit leaves for rows: raise it to what it was"));
+    }
+    for (int64_t slab = run.first; slab < end; ++slab) {
+      const auto owner = owners_.find(slab);
+      if (owner != owners_.end() && owner->second != &model) {
+        return absl::DataLossError(absl::StrCat("page ", index, " is ", owner->second->name, "'s"));
+      }
+      if (owner == owners_.end()) claimed_.push_back(slab);
+    }
+    return absl::OkStatus();
+  }
+
+  const int64_t slab_capacity_;
+  const int64_t rows_bytes_;
+  absl::flat_hash_map<int64_t, const Model*> owners_;
+  std::vector<int64_t> claimed_;  // by the sequence, some more than once
+};
+
+// The same error of a sequence or model, by name.
+absl::Status Of(const std::string& name, const absl::Status& status) {
+  return WithMessage(status, absl::StrCat(name, ": ", status.message()));
+}
+
+struct Found {
+  StoredSequence description;
+  std::shared_ptr<Model> model;
+  std::unique_ptr<SequenceRecord> record;
+};
+
+absl::Status CheckFits(const Found& found) {
+  const ModelSpec& spec = found.model->spec;
+  const SequenceRecord& record = *found.record;
+  if (record.layer_count() != spec.layer_count || record.kv_head_count() != spec.kv_head_count) {
+    return absl::DataLossError(absl::StrCat(record.layer_count(), " layers of ",
+                                            record.kv_head_count(), " KV heads are not ",
+                                            found.model->name, "'s"));
+  }
+  const std::vector<FieldError> errors = Validate(found.description.policy, spec);
+  if (errors.empty()) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat("policy.", errors.front().field, ": ", errors.front().description));
+}
+
+}  // namespace
+
+absl::Status Engine::Record(Sequence& sequence) {
+  if (options_.store == nullptr) return absl::OkStatus();
+  const StoredSequence description{sequence.id, sequence.model->id, sequence.policy, sequence.ttl,
+                                   sequence.create_time};
+  ASSIGN_OR_RETURN(
+      sequence.record,
+      SequenceRecord::Create(&options_.store->records(), Describe(description),
+                             sequence.model->spec.layer_count, sequence.model->spec.kv_head_count));
+  for (size_t layer = 0; layer < sequence.rows.size(); ++layer) {
+    RETURN_IF_ERROR(sequence.rows[layer].Record(&sequence.record->layer(static_cast<int>(layer))));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence description,
+                                                        const std::shared_ptr<Model>& model,
+                                                        std::unique_ptr<SequenceRecord> record) {
+  auto sequence = std::make_shared<Sequence>(description.id, model, description.policy,
+                                             description.ttl, description.create_time);
+  sequence->record = std::move(record);
+  sequence->generation = sequence->record->generation();
+  sequence->rows.reserve(model->spec.layer_count);
+  for (int layer = 0; layer < model->spec.layer_count; ++layer) {
+    LayerRows& rows = sequence->rows.emplace_back(&model->row_pool, model->spec);
+    RETURN_IF_ERROR(rows.Adopt(sequence->record->layer(layer)));
+  }
+  ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
+  sequence->Renew(options_.clock());
+  sequence->PublishRecord();
+  return sequence;
+}
+
+absl::StatusOr<RestoreReport> Engine::Restore(
+    std::function<void(const Sequence&, const absl::Status&)> rebuilt) {
+  RecordFile& records = options_.store->records();
+  RestoreReport report;
+  for (const RecordIndex root : records.Find(RecordKind::kModel)) {
+    absl::StatusOr<ModelRecord::Opened> opened = ModelRecord::Open(&records, root);
+    if (!opened.ok()) {
+      report.lost.push_back(Of("a model", opened.status()));
+      continue;
+    }
+    absl::StatusOr<StoredModel> description = ParseStoredModel(opened->description);
+    if (!description.ok()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(description.status().message(), ": start the build that kept it in ",
+                       options_.store->path(), ", or delete the files there"));
+    }
+    auto model = std::make_shared<Model>(description->id, description->spec, description->policy,
+                                         arena_, description->create_time);
+    if (!model->spec.has_weights() || !opened->weights.empty()) {
+      RETURN_IF_ERROR(UploadWeights(*model, std::as_bytes(std::span(opened->weights))));
+    }
+    model->record = std::move(opened->record);
+    RETURN_IF_ERROR(registry_.AddModel(model));
+    ++report.model_count;
+  }
+  SlabClaims claims(arena_->slab_capacity(), options_.store->rows_bytes());
+  std::vector<Found> found;
+  for (const RecordIndex root : records.Find(RecordKind::kSequence)) {
+    absl::StatusOr<SequenceRecord::Opened> opened =
+        SequenceRecord::Open(&records, root, kPageTokenCount);
+    if (!opened.ok()) {
+      report.lost.push_back(Of("a sequence", opened.status()));
+      continue;
+    }
+    absl::StatusOr<StoredSequence> description = ParseStoredSequence(opened->description);
+    absl::Status status = description.status();
+    if (status.ok()) {
+      absl::StatusOr<std::shared_ptr<Model>> model = registry_.FindModel(description->model_id);
+      status = model.status();
+      if (status.ok()) {
+        Found& one = found.emplace_back(
+            Found{*std::move(description), *std::move(model), std::move(opened->record)});
+        status = CheckFits(one);
+        if (status.ok()) status = claims.Add(*one.model, *one.record);
+        if (absl::IsFailedPrecondition(status))
+          return Of("sequences/" + one.description.id, status);
+        if (status.ok()) continue;
+        status = Of("sequences/" + one.description.id, status);
+        one.record->Unlist();
+        found.pop_back();
+      }
+    }
+    if (opened->record != nullptr) opened->record->Unlist();
+    report.lost.push_back(std::move(status));
+  }
+  RETURN_IF_ERROR(arena_->Restore(claims.Runs()));
+  records.FreeUnclaimed();
+  std::vector<std::shared_ptr<Sequence>> sequences;
+  for (Found& one : found) {
+    ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                     Adopt(std::move(one.description), one.model, std::move(one.record)));
+    RETURN_IF_ERROR(registry_.AddSequence(sequence));
+    const SequenceSnapshot snapshot = sequence->snapshot();
+    ++report.sequence_count;
+    report.token_count += snapshot.token_count;
+    report.row_bytes += snapshot.row_bytes;
+    sequences.push_back(std::move(sequence));
+  }
+  for (const std::shared_ptr<Sequence>& sequence : sequences) {
+    OrderedQueues::Queue* const queue = &sequence->queue;
+    queues_.Enqueue({&queue, 1}, std::make_shared<RebuildOperation>(this, sequence, rebuilt));
+  }
+  return report;
+}
+
+}  // namespace spillway
