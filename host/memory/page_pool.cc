@@ -217,17 +217,19 @@ absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
 
 absl::StatusOr<SlabRun> PagePool::SlabsOf(uint32_t index) const {
   const PageRef page{index, 0};
-  const int64_t slab = impl_->SlabOf(page);
-  if (slab + impl_->slab_count > impl_->slab_capacity ||
-      impl_->PlaceOf(page) >= impl_->pages_per_slab) {
-    return absl::DataLossError(absl::StrCat("page ", index, " is not one of ", impl_->slab_capacity,
-                                            " slabs of ", impl_->pages_per_slab, " pages"));
+  if (impl_->PlaceOf(page) >= impl_->pages_per_slab) {
+    return absl::DataLossError(absl::StrCat("page ", index, " would be the ", impl_->PlaceOf(page),
+                                            "th of ", impl_->pages_per_slab));
   }
-  return SlabRun{slab, impl_->slab_count};
+  return SlabRun{impl_->SlabOf(page), impl_->slab_count};
 }
 
 absl::StatusOr<PageRef> PagePool::Adopt(uint32_t index) {
-  RETURN_IF_ERROR(SlabsOf(index).status());
+  ASSIGN_OR_RETURN(const SlabRun run, SlabsOf(index));
+  if (run.first + run.count > impl_->slab_capacity) {
+    return absl::DataLossError(
+        absl::StrCat("page ", index, " is in slab ", run.first, " of ", impl_->slab_capacity));
+  }
   PageRef page{index, 0};
   const MutexLock lock(impl_->mutex);
   const uint32_t slab = impl_->SlabOf(page);

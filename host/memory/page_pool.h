@@ -41,7 +41,8 @@ class PagePool {
   // this one, with its contents: once more where it has a reference already. DATA_LOSS for an
   // index that the pool cannot have. REQUIRES: the arena has restored SlabsOf(index).
   absl::StatusOr<PageRef> Adopt(uint32_t index);
-  // The slabs that a page of that index lies in. DATA_LOSS as with Adopt().
+  // The slabs that a page of that index lies in, be it beyond the arena. DATA_LOSS for an index
+  // that no pool of this page_bytes gives.
   absl::StatusOr<SlabRun> SlabsOf(uint32_t index) const;
   void AddReference(PageRef page);
   // Drops one reference; the page is freed with the last.

@@ -70,7 +70,9 @@ class ServerInfo:
 
     Attributes:
         version: MAJOR.MINOR.PATCH.
-        boot_id: Random per start: another value means all sequences are gone.
+        boot_id: Random per start: another value means all sequences are gone,
+            unless `store_id` is the same.
+        store_id: Of the files that rows outlive the process in; empty: they go with it.
         start_time: When it started, UTC.
         devices: Devices that serve attends.
         limits: Limits that a client must keep.
@@ -81,6 +83,7 @@ class ServerInfo:
 
     version: str
     boot_id: str
+    store_id: str
     start_time: datetime.datetime
     devices: tuple[Device, ...]
     limits: Limits
@@ -93,6 +96,7 @@ class ServerInfo:
         return cls(
             version=message.version,
             boot_id=message.boot_id,
+            store_id=message.store_id,
             start_time=message.start_time.ToDatetime(datetime.timezone.utc),
             devices=tuple(
                 Device(

@@ -1,0 +1,154 @@
+"""Daemons whose rows outlive them, and what is written to those."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import spillway
+from daemon_process import binary, device_flags, tail
+from spillway_lab import serving
+
+LAYERS, HEADS, DIM = 2, 2, 32
+SHAPES: dict[str, Any] = {
+    "layer_count": LAYERS,
+    "query_head_count": 4,
+    "kv_head_count": HEADS,
+    "head_dim": DIM,
+    "dtype": "float32",
+}
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder of tmpfs, which goes at the end."""
+    with tempfile.TemporaryDirectory(prefix="spillway-test-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@dataclass
+class Daemon:
+    """One after the other at one address, over one arena directory."""
+
+    folder: Path
+    arena: Path
+    flags: tuple[str, ...] = ("--memory-limit", "512MiB")
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def target(self) -> str:
+        return f"unix:{self.folder}/spillwayd.sock"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "spillwayd.log"
+
+    def start(self) -> str:
+        serving.prefer_library(binary())
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [
+                    binary(),
+                    *("--listen", self.target, "--arena-directory", self.arena),
+                    *("--snapshot-folder", "", *device_flags(*self.flags)),
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        serving.wait_until_serving(self.process, self.target, self.log, timeout=60)
+        return self.target
+
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        assert self.process is not None
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+        self.process = None
+
+    def stop(self) -> None:
+        """Ends it in good order."""
+        if self.process is None:
+            return
+        serving.end(self.process)
+        assert self.process.returncode == 0, tail(self.log)
+        self.process = None
+
+
+@contextmanager
+def daemon(folder: Path, *flags: str) -> Iterator[Daemon]:
+    """A daemon that has begun with an empty arena directory."""
+    with folder_in_memory() as arena:
+        each = Daemon(folder, arena, flags or Daemon.flags)
+        each.start()
+        try:
+            yield each
+        finally:
+            each.stop()
+
+
+def connect(target: str) -> spillway.Client:
+    """A client of a daemon that may have been started this moment."""
+    return spillway.connect(target)
+
+
+def rows(tag: int, start: int, count: int) -> np.ndarray:
+    """K of a writer's tokens [start, start + count), [LAYERS, HEADS, count, DIM] float32.
+
+    Any token's rows are the same whatever chunk brings them.
+    """
+    token = np.arange(start, start + count, dtype=np.uint64)
+    layer, head, dim = (np.arange(n, dtype=np.uint64) for n in (LAYERS, HEADS, DIM))
+    mixed = (
+        layer[:, None, None, None] * np.uint64(7919)
+        + head[None, :, None, None] * np.uint64(104729)
+        + token[None, None, :, None] * np.uint64(1299709)
+        + dim[None, None, None, :] * np.uint64(15485863)
+        + np.uint64(tag) * np.uint64(32452843)
+    )
+    mixed = (mixed ^ (mixed >> np.uint64(13))) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed >> np.uint64(40)).astype(np.float64) / 2.0**23 - 1.0).astype(np.float32)
+
+
+@dataclass
+class Writer:
+    """Appends its own rows to a sequence and knows what was acknowledged."""
+
+    tag: int
+    name: str
+    acknowledged: int = 0
+    truncations: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+    def append(self, sequence: spillway.Sequence, count: int) -> None:
+        k = rows(self.tag, self.acknowledged, count)
+        sequence.append(0, self.acknowledged, k, -k)
+        self.acknowledged += count
+
+    def check(self, client: spillway.Client) -> spillway.Sequence:
+        """Every acknowledged row is there, and every row is this writer's."""
+        sequence = client.get_sequence(self.name)
+        for layer, length in enumerate(sequence.layer_token_counts):
+            assert length >= self.acknowledged, (layer, length, self.acknowledged)
+            if length == 0:
+                continue
+            k, v = sequence.fetch(layer, 0, length)
+            expected = rows(self.tag, 0, length)[layer]
+            np.testing.assert_array_equal(np.asarray(k), expected)
+            np.testing.assert_array_equal(np.asarray(v), -expected)
+        return sequence
+
+
+def wait_until(what: str, condition: Any, seconds: float = 60) -> None:
+    """Waits for the condition; fails, naming it, when it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s until {what}"
+        time.sleep(0.01)
