@@ -82,7 +82,6 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
                 assert after[name].layer_token_counts == was.layer_token_counts
                 assert after[name].model == was.model
                 assert after[name].generation == was.generation
-                assert after[name].ttl == was.ttl
             sequence = writer.check(client)
             fork, cut, short = (
                 client.get_sequence(f"sequences/{s}") for s in ("fork", "cut", "short")
