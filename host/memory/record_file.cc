@@ -205,11 +205,14 @@ absl::StatusOr<RecordIndex> RecordFile::WriteBytes(std::string_view bytes) {
 absl::StatusOr<std::string> RecordFile::ReadBytes(RecordIndex first, int64_t byte_count) {
   constexpr int64_t kPart = sizeof(Record::payload);
   std::string bytes;
+  if (byte_count <= 0) return absl::DataLossError("no bytes, where there should be some");
   for (int64_t left = byte_count; left > 0; left -= kPart) {
     RETURN_IF_ERROR(Claim(first));
-    const Record& record = At(first);
+    Record& record = At(first);
     bytes.append(reinterpret_cast<const char*>(record.payload),
                  static_cast<size_t>(std::min(left, kPart)));
+    // Nothing that was not claimed follows.
+    if (left <= kPart) record.next.store(0, std::memory_order_relaxed);
     first = record.next.load(std::memory_order_relaxed);
   }
   return bytes;

@@ -81,9 +81,9 @@ class RecordFile {
     return *reinterpret_cast<T*>(At(record).payload);
   }
 
-  // Bytes in a chain of records. RESOURCE_EXHAUSTED leaves nothing. 0 for no bytes.
+  // Bytes, at least one, in a chain of records. RESOURCE_EXHAUSTED leaves nothing.
   absl::StatusOr<RecordIndex> WriteBytes(std::string_view bytes);
-  // Claims the chain and reads it. DATA_LOSS.
+  // Claims the chain and reads it. DATA_LOSS, also for no bytes.
   absl::StatusOr<std::string> ReadBytes(RecordIndex first, int64_t byte_count);
 
  private:

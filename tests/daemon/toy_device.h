@@ -163,7 +163,7 @@ class ToyDevice : public Device {
     }
     if (item.append && item.status.ok()) {
       AppendWork& work = *item.append;
-      for (int h = 0; h < work.rows->kv_head_count(); ++h) {
+      for (int h = 0; h < work.rows->kv_head_count() && !work.rows_present; ++h) {
         work.rows->WriteRows(h, work.start, 0, work.count, work.k, work.v);
       }
       work.rows->Commit(work.start + work.count);
