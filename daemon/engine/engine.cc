@@ -50,8 +50,7 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id
                                                            const Policy& policy,
                                                            const CancelToken* cancel) {
   RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; again when it is listed
-  ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
-                   MakeModel(id, spec, policy, options_.clock()));
+  ASSIGN_OR_RETURN(std::shared_ptr<Model> model, MakeModel(id, spec, policy, options_.clock()));
   if (options_.store != nullptr) {
     ASSIGN_OR_RETURN(
         model->record,

@@ -175,6 +175,9 @@ class Engine {
   // Makes room for `count` tokens at each layer's length; on failure nothing
   // is left of it.
   absl::Status PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count);
+  // Without weights, record and name.
+  absl::StatusOr<std::shared_ptr<Model>> MakeModel(const std::string& id, const ModelSpec& spec,
+                                                   const Policy& policy, absl::Time create_time);
   // Makes the sequence's record, where there is a store.
   absl::Status Record(Sequence& sequence);
   // A sequence as its record has it, on the device, without codes.

@@ -157,8 +157,9 @@ absl::StatusOr<RestoreReport> Engine::Restore(
           absl::StrCat(description.status().message(), ": start the build that kept it in ",
                        options_.store->path(), ", or delete the files there"));
     }
-    auto model = std::make_shared<Model>(description->id, description->spec, description->policy,
-                                         arena_, description->create_time);
+    ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
+                     MakeModel(description->id, description->spec, description->policy,
+                               description->create_time));
     if (!model->spec.has_weights() || !opened->weights.empty()) {
       RETURN_IF_ERROR(UploadWeights(*model, std::as_bytes(std::span(opened->weights))));
     }
