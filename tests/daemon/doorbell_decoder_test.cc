@@ -182,7 +182,7 @@ class DoorbellDecoderTest : public EngineTest {
 
   SharedToy gpu{"cuda:0", "GPU-a"};
   RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
-  const StatusConverter status{"boot", [](const absl::Status& error) { return error; },
+  const StatusConverter status{"boot", "", [](const absl::Status& error) { return error; },
                                [](const absl::Status&, const std::string&) {}};
   const std::string session = regions.OpenSession();
   std::optional<Engine> gpu_engine;

@@ -8,7 +8,7 @@ namespace spillway {
 namespace {
 
 StatusConverter Converter() {
-  return {"b00t", [](const absl::Status& status) { return status; },
+  return {"b00t", "", [](const absl::Status& status) { return status; },
           [](const absl::Status&, const std::string&) {}};
 }
 
