@@ -71,6 +71,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "daemon/engine/stream_decoder.h",
         "daemon/server/embedded.h",
         "spillway.h",
+        "spillway/access.h",
         "spillway/v1",
         "google/rpc",
     ),

@@ -24,18 +24,10 @@
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
-#include "grpcpp/create_channel.h"
-#include "grpcpp/support/channel_arguments.h"
 #include "host/base/status_macros.h"
+#include "spillway/access.h"
 
 namespace {
-
-std::shared_ptr<grpc::Channel> Connect(const char* target) {
-  grpc::ChannelArguments arguments;
-  // A daemon on this host is not behind the user's web proxy.
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
-}
 
 // What the last failure of this thread was.
 thread_local absl::Status last_error;
@@ -173,8 +165,17 @@ int spillway_error(const char** message, const void** details, size_t* details_s
 }
 
 spillway_channel* spillway_channel_open(const char* target) {
-  return OrNull<spillway_channel>([&] {
-    std::shared_ptr<grpc::Channel> channel = Connect(target);
+  const spillway_access none = {};
+  return spillway_channel_open_with(target, &none);
+}
+
+spillway_channel* spillway_channel_open_with(const char* target, const spillway_access* access) {
+  return OrNull<spillway_channel>([&]() -> absl::StatusOr<spillway_channel*> {
+    const auto text = [](const char* given) { return given == nullptr ? "" : given; };
+    ASSIGN_OR_RETURN(
+        std::shared_ptr<grpc::Channel> channel,
+        spillway::OpenChannel(target, {text(access->tls_ca), text(access->tls_certificate),
+                                       text(access->tls_key), text(access->token)}));
     return new spillway_channel{nullptr, channel,
                                 std::make_shared<spillway::DaemonSession>(target, channel)};
   });

@@ -41,6 +41,25 @@ typedef struct spillway_channel spillway_channel;
  * NULL where memory is exhausted. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open(const char* target);
 
+/* By what a daemon is reached over TCP. Each may be NULL. */
+typedef struct {
+  /* PEM files. The authorities that its certificate rests on; NULL: the system's. */
+  const char* tls_ca;
+  /* The client's own certificate, and its key. */
+  const char* tls_certificate;
+  const char* tls_key;
+  /* The bearer token that says whose calls these are. */
+  const char* token;
+} spillway_access;
+
+/* The same as spillway_channel_open, with an access. TLS is spoken to "tls:host:port", and to a
+ * host:port without "tcp:" where one of the files is named.
+ *
+ * NULL where a file cannot be read, a certificate is named without its key, or the token has
+ * characters that none has (INVALID_ARGUMENT). */
+SPILLWAY_EXPORT spillway_channel* spillway_channel_open_with(const char* target,
+                                                             const spillway_access* access);
+
 /* An engine in this process, and a channel to it; nothing else reaches it.
  *
  * settings: setting_count texts "name=value" with the names of the daemon's

@@ -99,6 +99,18 @@ Setting BytesOrZero(const char* key, const char* flag, const char* help, int64_t
           }};
 }
 
+Setting Path(const char* key, const char* flag, const char* help, std::string Config::*field) {
+  return {key,
+          flag,
+          help,
+          true,
+          [field](Config& config, const std::string& text) {
+            config.*field = text;
+            return absl::OkStatus();
+          },
+          [field](const Config& config) { return config.*field; }};
+}
+
 Setting Choice(const char* key, const char* flag, const char* help, std::vector<std::string> names,
                std::function<void(Config&, size_t)> set,
                std::function<std::string(const Config&)> get) {
@@ -189,6 +201,15 @@ const std::vector<Setting>& Settings() {
               &Config::stream_idle_seconds, 86400),
       Integer("server.decode_in_flight_max", "--decode-in-flight-max",
               "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1, 1024),
+      Path("tls.certificate", "--tls-certificate",
+           "PEM file with the certificate of a TCP address, and those that it rests on; empty: no "
+           "TLS",
+           &Config::tls_certificate),
+      Path("tls.key", "--tls-key", "PEM file with the certificate's key", &Config::tls_key),
+      Path("tls.client_ca", "--tls-client-ca",
+           "PEM file with the authorities of clients' certificates, which clients need then; "
+           "empty: they need none",
+           &Config::tls_client_ca),
       {kMemoryLimitKey, "--memory-limit",
        "everything the daemon may hold, such as 64GiB; by default three quarters of the memory",
        true,
@@ -334,6 +355,9 @@ constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.listen", kListensNowhere},
     {"server.socket_group", kListensNowhere},
     {"server.allow_remote", kListensNowhere},
+    {"tls.certificate", kListensNowhere},
+    {"tls.key", kListensNowhere},
+    {"tls.client_ca", kListensNowhere},
     {"server.grace_seconds", kListensNowhere},
     {"server.connection_count_max", kListensNowhere},
     {"server.stream_count_max", kListensNowhere},
@@ -354,6 +378,22 @@ absl::Status CheckSocketGroup(const Config& config) {
       absl::StrCat("--socket-group (server.socket_group) is \"", config.socket_group,
                    "\" and --listen (server.listen) is ", config.listen,
                    ": a group is for a unix socket; leave it out"));
+}
+
+absl::Status CheckTls(const Config& config) {
+  if (config.tls_certificate.empty() != config.tls_key.empty()) {
+    return absl::InvalidArgumentError(
+        "tls.certificate (--tls-certificate) and tls.key (--tls-key) are set together: one of "
+        "them is empty");
+  }
+  if (config.tls_certificate.empty() && !config.tls_client_ca.empty()) {
+    return absl::InvalidArgumentError(
+        "tls.client_ca (--tls-client-ca) is set without tls.certificate (--tls-certificate)");
+  }
+  if (config.tls_certificate.empty() || config.listen.starts_with("tcp:")) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("tls.certificate (--tls-certificate) is set and --listen (server.listen) is ",
+                   config.listen, ": TLS is for a TCP address; leave it out"));
 }
 
 absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
@@ -451,6 +491,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
   }
   RETURN_IF_ERROR(CheckMps(line.config));
   RETURN_IF_ERROR(CheckSocketGroup(line.config));
+  RETURN_IF_ERROR(CheckTls(line.config));
   return line;
 }
 

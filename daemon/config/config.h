@@ -34,6 +34,11 @@ struct Config {
   std::string socket_group;
   // Whether a TCP address may be other than loopback.
   bool allow_remote = false;
+  // Of TLS on a TCP address, files in PEM: the certificate with those that it rests on, its key,
+  // and the authorities of clients' certificates, which are asked for then. Empty: none.
+  std::string tls_certificate;
+  std::string tls_key;
+  std::string tls_client_ca;
   // Everything the daemon may hold; by default three quarters of the machine's
   // memory, or of the control group's limit.
   int64_t memory_limit_bytes = 0;
@@ -99,7 +104,8 @@ struct CommandLine {
 // Flags, over the file that --config names, over the defaults. Unknown keys
 // in the file, values that do not parse and values out of range, among them a
 // memory limit above what the machine has, are INVALID_ARGUMENT that names
-// them; so is MPS that is asked for on the CPU, and a group for a TCP address.
+// them; so is MPS that is asked for on the CPU, a group for a TCP address, TLS for a unix socket,
+// and a certificate without its key.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version);
 

@@ -103,11 +103,12 @@ absl::StatusOr<Descriptor> Lock(const std::string& path) {
   }
 }
 
-bool IsLoopback(const std::string& host) {
+}  // namespace
+
+bool IsLoopback(const std::string& address) {
+  const std::string host = address.substr(0, address.rfind(':'));
   return host == "localhost" || host == "[::1]" || host.starts_with("127.");
 }
-
-}  // namespace
 
 absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config) {
   SocketAccess access;
@@ -154,7 +155,7 @@ absl::StatusOr<std::string> TcpAddress(const Config& config) {
       !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
     return absl::InvalidArgumentError(absl::StrCat("\"", config.listen, "\" is not tcp:host:port"));
   }
-  if (!config.allow_remote && !IsLoopback(address.substr(0, colon))) {
+  if (!config.allow_remote && !IsLoopback(address)) {
     return absl::PermissionDeniedError(absl::StrCat(
         address, " is not a loopback address; anybody who reaches it could use the daemon. ",
         "--allow-remote listens there all the same"));

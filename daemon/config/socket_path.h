@@ -47,6 +47,9 @@ class SocketPath {
   Descriptor lock_;  // not valid when moved from
 };
 
+// Whether host:port is reached from this machine alone.
+bool IsLoopback(const std::string& address);
+
 // host:port of "tcp:host:port" as gRPC takes it. PERMISSION_DENIED for a host
 // that is not loopback unless allowed.
 absl::StatusOr<std::string> TcpAddress(const Config& config);

@@ -16,8 +16,10 @@
 #include "daemon/server/acceptor.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/listeners.h"
+#include "daemon/server/logging.h"
 #include "daemon/server/region_server.h"
 #include "daemon/server/sweeper.h"
+#include "daemon/server/tls.h"
 #include "daemon/services/admin_service.h"
 #include "daemon/services/attention_service.h"
 #include "daemon/services/context.h"
@@ -56,8 +58,9 @@ RegionTable::Kind RegionsOf(const Config& config) {
 }  // namespace
 
 struct Server::Impl {
-  Impl(const Config& config, Engine& engine)
-      : boot_id(Registry::MakeId()),
+  Impl(const Config& config, Engine& engine, std::unique_ptr<Tls> opened_tls)
+      : tls(std::move(opened_tls)),
+        boot_id(Registry::MakeId()),
         status(
             boot_id, engine.store_id(),
             [&engine](const absl::Status& error) { return NameHolders(error, engine); },
@@ -93,9 +96,22 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
-        sweeper(engine, events, streams) {}
+        sweeper(engine, events, streams, [this] { Reload(); }) {}
   ~Impl() { events.Flush(); }
 
+  // Takes files anew that have changed.
+  void Reload() {
+    if (tls == nullptr) return;
+    const absl::StatusOr<bool> reloaded = tls->Reload();
+    if (!reloaded.ok()) {
+      events.Warning("tls_not_reloaded", {{"error", std::string(reloaded.status().message())},
+                                          {"advice", "the certificate of before is served on"}});
+    } else if (*reloaded) {
+      LogInfo("tls_reloaded");
+    }
+  }
+
+  const std::unique_ptr<Tls> tls;  // null: none
   const std::string boot_id;
   EventLog events;
   const StatusConverter status;
@@ -125,7 +141,8 @@ Server::~Server() = default;
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
   grpc::EnableDefaultHealthCheckService(true);
-  auto impl = std::make_unique<Impl>(config, engine);
+  ASSIGN_OR_RETURN(std::unique_ptr<Tls> tls, Tls::Open(config));
+  auto impl = std::make_unique<Impl>(config, engine, std::move(tls));
   std::vector<Descriptor> listeners;
   if (IsUnix(config)) {
     ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));
@@ -141,12 +158,20 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
     ASSIGN_OR_RETURN(const std::string address, TcpAddress(config));
     ASSIGN_OR_RETURN(TcpListeners bound, ListenAtTcp(address));
     listeners = std::move(bound.sockets);
-    impl->address = absl::StrCat(address.substr(0, address.rfind(':')), ":", bound.port);
+    impl->address = absl::StrCat(
+        impl->tls == nullptr ? "" : "tls:", address.substr(0, address.rfind(':')), ":", bound.port);
+    if (impl->tls == nullptr && !IsLoopback(address)) {
+      Log(LogLevel::kWarning, "remote_plaintext",
+          {{"address", impl->address},
+           {"advice", "whoever reaches it sees and may change what passes: set tls.certificate"}});
+    }
   }
   grpc::ServerBuilder builder;
   if (!listeners.empty()) {
-    impl->acceptor.emplace(std::move(listeners), config.connection_count_max,
-                           grpc::InsecureServerCredentials(), builder, impl->events);
+    impl->acceptor.emplace(
+        std::move(listeners), config.connection_count_max,
+        impl->tls == nullptr ? grpc::InsecureServerCredentials() : impl->tls->Credentials(),
+        builder, impl->events);
   }
   builder.RegisterService(&impl->memory);
   builder.RegisterService(&impl->models);

@@ -24,8 +24,8 @@ class Server {
   // A channel to this server within the process.
   std::shared_ptr<grpc::Channel> InProcessChannel();
   const StatusConverter& status() const;
-  // What clients connect to: unix:/path or host:port with the port in use;
-  // empty where the server listens nowhere.
+  // What clients connect to: unix:/path, or host:port with the port in use and with TLS
+  // tls:host:port; empty where the server listens nowhere.
   const std::string& address() const;
   const std::string& boot_id() const;
   // Connections from outside that are open now, and that were closed at once since

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <thread>
+#include <utility>
 
 #include "daemon/engine/engine.h"
 #include "daemon/server/event_log.h"
@@ -16,8 +18,13 @@ namespace spillway {
 // the logs of events.
 class Sweeper {
  public:
-  Sweeper(Engine& engine, EventLog& events, StreamSet& streams)
-      : engine_(engine), events_(events), streams_(streams), thread_([this] { Run(); }) {}
+  // also: what else is to be done then.
+  Sweeper(Engine& engine, EventLog& events, StreamSet& streams, std::function<void()> also)
+      : engine_(engine),
+        events_(events),
+        streams_(streams),
+        also_(std::move(also)),
+        thread_([this] { Run(); }) {}
   ~Sweeper() {
     {
       const MutexLock lock(mutex_);
@@ -39,6 +46,7 @@ class Sweeper {
       for (const ExpiredSequence& sequence : engine_.SweepExpired()) events_.Expired(sequence);
       streams_.CheckIdle(std::chrono::steady_clock::now());
       engine_.arena().GiveBackIdle();
+      also_();
       events_.Flush();
       FlushLibraryMessages();
       lock.Lock();
@@ -48,6 +56,7 @@ class Sweeper {
   Engine& engine_;
   EventLog& events_;
   StreamSet& streams_;
+  const std::function<void()> also_;
   Mutex mutex_;
   CondVar wake_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

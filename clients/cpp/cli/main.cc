@@ -54,6 +54,13 @@ int Main(int argc, char** argv) {
   app.add_option("--timeout", timeout_s, "seconds that one call may take")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  Access access = DefaultAccess();
+  app.add_option("--tls-ca", access.tls_ca,
+                 "PEM file with the authorities of the daemon's certificate, for tls:host:port")
+      ->envname("SPILLWAY_TLS_CA");
+  app.add_option("--tls-cert", access.tls_certificate, "PEM file with the client's certificate")
+      ->envname("SPILLWAY_TLS_CERT");
+  app.add_option("--tls-key", access.tls_key, "PEM file with its key")->envname("SPILLWAY_TLS_KEY");
   // Global options may stand after the subcommand too.
   app.fallthrough();
 
@@ -89,11 +96,13 @@ int Main(int argc, char** argv) {
     if (!result.ok()) PrintError(result);
     return code;
   };
-  const ClientOptions options{.call_timeout = absl::Seconds(timeout_s)};
+  const ClientOptions options{.call_timeout = absl::Seconds(timeout_s), .access = access};
   absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(target, options);
   if (!client.ok()) {
-    const bool reached = absl::IsFailedPrecondition(client.status());
-    return finish(client.status(), reached ? kFailed : kUnreachable);
+    const absl::Status& why = client.status();
+    if (absl::IsInvalidArgument(why)) return finish(why, kUsage);
+    const bool reached = absl::IsFailedPrecondition(why) || absl::IsUnauthenticated(why);
+    return finish(why, reached ? kFailed : kUnreachable);
   }
   const CallOptions call{.stop = interrupt.token()};
   const Output output{.out = std::cout, .json = format == "json"};

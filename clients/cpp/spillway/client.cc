@@ -5,9 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "grpcpp/create_channel.h"
-#include "grpcpp/security/credentials.h"
-#include "grpcpp/support/channel_arguments.h"
+#include "host/base/status_macros.h"
+#include "spillway/access.h"
 #include "spillway/call_context.h"
 #include "spillway/error.h"
 
@@ -55,12 +54,8 @@ Client::Client(std::string target, const ClientOptions& options,
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& options) {
-  grpc::ChannelArguments arguments;
-  // A daemon on this host is not behind the user's web proxy.
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  return Connect(grpc::CreateCustomChannel(NormalizeTarget(target),
-                                           grpc::InsecureChannelCredentials(), arguments),
-                 target, options);
+  ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, OpenChannel(target, options.access));
+  return Connect(std::move(channel), target, options);
 }
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(std::shared_ptr<grpc::Channel> channel,
@@ -70,8 +65,11 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(std::shared_ptr<grpc::Ch
   absl::StatusOr<v1::GetServerInfoResponse> info =
       client->GetServerInfo({.timeout = options.connect_timeout});
   if (!info.ok()) {
-    return absl::Status(info.status().code(), absl::StrCat("cannot reach spillwayd at ", target,
-                                                           ": ", info.status().message()));
+    // With its reason.
+    absl::Status status = info.status();
+    if (absl::IsUnauthenticated(status)) return status;
+    return absl::Status(status.code(),
+                        absl::StrCat("cannot reach spillwayd at ", target, ": ", status.message()));
   }
   if (absl::Status status = CheckVersion(*info); !status.ok()) return status;
   client->server_info_ = *std::move(info);

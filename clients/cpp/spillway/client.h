@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "spillway/access.h"
 #include "spillway/decode_stream.h"
 #include "spillway/kv_chunker.h"
 #include "spillway/v1/admin_service.grpc.pb.h"
@@ -34,6 +35,8 @@ struct ClientOptions {
   absl::Duration connect_timeout = absl::Seconds(5);
   // Deadline of unary calls that name none. Streams have none of themselves.
   absl::Duration call_timeout = absl::Seconds(60);
+  // By what the daemon is reached over TCP.
+  Access access = DefaultAccess();
 };
 
 // How one call may end early.
@@ -52,9 +55,10 @@ class Client {
   // The major version of the API and daemon that this client speaks.
   static constexpr int kMajorVersion = 0;
 
-  // Connects to an address such as "unix:/path" or "127.0.0.1:7311", see
-  // NormalizeTarget, and reads the server info. UNAVAILABLE if nothing answers there,
-  // FAILED_PRECONDITION for a daemon of another major version.
+  // Connects to an address such as "unix:/path", "127.0.0.1:7311" or "tls:host:7311", see
+  // OpenChannel, and reads the server info. UNAVAILABLE if nothing answers there,
+  // UNAUTHENTICATED where the daemon takes another token, FAILED_PRECONDITION for a daemon of
+  // another major version.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options = {});
 

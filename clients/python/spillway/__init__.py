@@ -20,6 +20,7 @@ from spillway.errors import (
     OutOfRange,
     ResourceExhausted,
     SpillwayError,
+    Unauthenticated,
     Unavailable,
     VersionMismatch,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "Transport",
     "TopK",
     "TopP",
+    "Unauthenticated",
     "Unavailable",
     "VersionMismatch",
     "connect",

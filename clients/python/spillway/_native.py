@@ -14,6 +14,7 @@ from typing import Any
 
 from google.rpc import status_pb2
 
+from spillway.access import Access
 from spillway.errors import SpillwayError, error_from_status
 
 _ENVIRONMENT = "SPILLWAY_LIBRARY"
@@ -116,7 +117,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (
         ("error", number, (pointer, pointer, pointer)),
-        ("channel_open", pointer, (text,)),
+        ("channel_open_with", pointer, (text, pointer)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
         ("call_open", pointer, (pointer, text, seconds)),
@@ -153,16 +154,19 @@ class NativeChannel:
     Generated stubs take it for a `grpc.Channel`; calls raise `SpillwayError`.
     """
 
-    def __init__(self, loaded: ctypes.CDLL, target: str, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, loaded: ctypes.CDLL, target: str, settings: Mapping[str, str], access: Access
+    ) -> None:
         """Opens it.
 
         Args:
             loaded: The library.
             target: gRPC target of a daemon; `EMBEDDED` for an engine.
             settings: Of the engine, by the names of the daemon's settings file.
+            access: To the daemon.
 
         Raises:
-            SpillwayError: The engine was refused.
+            SpillwayError: The engine was refused, or a file of the access.
         """
         self.library = loaded
         embedded = target == EMBEDDED
@@ -172,7 +176,10 @@ class NativeChannel:
                 (ctypes.c_char_p * len(texts))(*texts), len(texts)
             )
         else:
-            handle = loaded.spillway_channel_open(target.encode())
+            texts = [part.encode() for part in (access.ca, access.cert, access.key, access.token)]
+            handle = loaded.spillway_channel_open_with(
+                target.encode(), (ctypes.c_char_p * len(texts))(*texts)
+            )
         self._handle = self._checked(handle)
         # An engine goes before the library's own at exit; a channel is nothing
         # that other threads' calls could be waiting in by then.

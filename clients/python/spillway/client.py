@@ -27,6 +27,7 @@ from spillway._proto import (
     sequence_service_pb2,
     sequence_service_pb2_grpc,
 )
+from spillway.access import Access
 from spillway.decode import DecodeStream
 from spillway.errors import (
     NotFound,
@@ -91,7 +92,12 @@ class Client:
     """
 
     def __init__(
-        self, target: str, timeout: float, native: bool | None, settings: Mapping[str, str]
+        self,
+        target: str,
+        timeout: float,
+        native: bool | None,
+        settings: Mapping[str, str],
+        access: Access,
     ) -> None:
         self.target = target
         self._timeout = timeout
@@ -103,8 +109,8 @@ class Client:
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
         # Carries decode streams, and everything to an engine in this process.
-        self._native = None if library is None else NativeChannel(library, target, settings)
-        self._channel: Any = self._native if embedded else _grpcio_channel(target)
+        self._native = None if library is None else NativeChannel(library, target, settings, access)
+        self._channel: Any = self._native if embedded else _grpcio_channel(target, access)
         self._stubs = _Stubs(self._channel)
         self._regions = Regions(self)
         try:
@@ -761,13 +767,13 @@ def _name(model: Model | str) -> str:
     return model if isinstance(model, str) else model.name
 
 
-def _grpcio_channel(target: str) -> grpc.Channel:
-    return grpc.insecure_channel(
+def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
+    return access.grpcio_channel(
         target,
-        options=[
+        [
+            # A daemon on this host is not behind the user's web proxy.
             ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-            # A daemon on this host is not behind the user's web proxy.
             ("grpc.enable_http_proxy", 0),
         ],
     )
@@ -779,6 +785,10 @@ def connect(
     timeout: float = 60.0,
     native: bool | None = None,
     settings: Mapping[str, str | int | float] | None = None,
+    ca: str | Path | None = None,
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
+    token: str | None = None,
 ) -> Client:
     """Connects to a daemon, or runs the engine in this process.
 
@@ -788,16 +798,25 @@ def connect(
 
     Args:
         target: gRPC target of a daemon (`unix:/path`, `localhost:50051`), the
-            path of a unix socket, or `embedded:`; None is `SPILLWAY_TARGET`,
-            else the daemon's default socket of this user.
+            path of a unix socket, `tls:host:port`, or `embedded:`; None is
+            `SPILLWAY_TARGET`, else the daemon's default socket of this user.
         timeout: Seconds that a call may take unless it names its own.
         settings: Of an embedded engine, by the names that the daemon's settings
             file has, for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
         native: Whether decode streams go through libspillway, which takes two
             fifths off a step's way to the daemon and back; None is where it
             is installed, or `SPILLWAY_LIBRARY` names it.
+        ca: PEM file with the authorities that the certificate of `tls:host:port`
+            rests on; None is `SPILLWAY_TLS_CA`, else the system's. With a
+            `host:port` it asks for TLS; `tcp:host:port` is always without.
+        cert: PEM file with the client's own certificate, for a daemon that asks
+            for one; None is `SPILLWAY_TLS_CERT`.
+        key: PEM file with its key; None is `SPILLWAY_TLS_KEY`.
+        token: Bearer token, for a daemon that asks for one; None is
+            `SPILLWAY_TOKEN`.
 
     Raises:
+        Unauthenticated: The daemon takes other tokens.
         Unavailable: No daemon answers there.
         VersionMismatch: It has another major version.
         InvalidArgument: A setting of an embedded engine is wrong.
@@ -805,13 +824,19 @@ def connect(
         OSError: libspillway was asked for, by name or by `embedded:`, and cannot
             be loaded.
         ValueError: Settings for a daemon, which has its own; or an embedded
-            engine without libspillway.
+            engine without libspillway; or files of TLS for a target without.
     """
-    named = default_target() if target is None else normalize_target(target)
+    asked = default_target() if target is None else target
+    named = normalize_target(asked)
     if named == _native.EMBEDDED:
         if native is False:
             raise ValueError("embedded: is in libspillway, and native=False leaves that out")
     elif settings:
         raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
     texts = {name: str(value) for name, value in (settings or {}).items()}
-    return Client(named, timeout, native, texts)
+    if named == _native.EMBEDDED:
+        return Client(named, timeout, native, texts, Access())
+    access = Access.of(asked, ca, cert, key, token)
+    if access.tls and not named.startswith("tls:"):
+        named = f"tls:{named}"
+    return Client(named, timeout, native, texts, access)

@@ -154,6 +154,12 @@ class Unavailable(SpillwayError, ConnectionError):
     code = "UNAVAILABLE"
 
 
+class Unauthenticated(SpillwayError, PermissionError):
+    """The daemon takes no call without a token of its own, or not this token."""
+
+    code = "UNAUTHENTICATED"
+
+
 class VersionMismatch(SpillwayError):
     """The daemon speaks another major version of the API."""
 
@@ -173,6 +179,7 @@ _BY_CODE: dict[str, type[SpillwayError]] = {
         DataLoss,
         Cancelled,
         DeadlineExceeded,
+        Unauthenticated,
         Unavailable,
     )
 }

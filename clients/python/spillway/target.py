@@ -8,7 +8,7 @@ _ENVIRONMENT = "SPILLWAY_TARGET"
 
 
 def default_target() -> str:
-    """Returns the gRPC target to connect to when none is named.
+    """Returns the target to connect to when none is named.
 
     `SPILLWAY_TARGET` where set; else the socket that the daemon serves by
     default, in `$XDG_RUNTIME_DIR/spillway` or, without that variable, in
@@ -16,7 +16,7 @@ def default_target() -> str:
     """
     named = os.environ.get(_ENVIRONMENT)
     if named:
-        return normalize_target(named)
+        return named if named.startswith("tcp:") else normalize_target(named)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = f"{runtime}/spillway" if runtime else f"/tmp/spillway-{os.getuid()}"
     return f"unix:{folder}/spillwayd.sock"

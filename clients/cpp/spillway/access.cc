@@ -1,0 +1,124 @@
+#include "spillway/access.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "grpcpp/create_channel.h"
+#include "grpcpp/security/credentials.h"
+#include "grpcpp/support/client_interceptor.h"
+#include "host/base/status_macros.h"
+#include "spillway/client.h"
+
+namespace spillway {
+namespace {
+
+constexpr char kTls[] = "tls:";
+
+std::string Environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+absl::StatusOr<std::string> Read(const std::string& path, const char* what) {
+  if (path.empty()) return "";
+  std::ifstream file(path);
+  std::ostringstream text;
+  if (file.is_open() && text << file.rdbuf()) return std::move(text).str();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the ", what, " of TLS: cannot read ", path, ": ", std::strerror(errno)));
+}
+
+bool SpeaksTls(const std::string& target, const Access& access) {
+  if (absl::StartsWith(target, kTls)) return true;
+  if (absl::StartsWith(target, "tcp:") || absl::StartsWith(target, "unix:") ||
+      absl::StartsWith(target, "/")) {
+    return false;
+  }
+  return !access.tls_ca.empty() || !access.tls_certificate.empty();
+}
+
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> TlsCredentials(const Access& access) {
+  if (access.tls_certificate.empty() != access.tls_key.empty()) {
+    return absl::InvalidArgumentError(
+        "of TLS, a client's certificate and its key go together: one of them is not named");
+  }
+  grpc::SslCredentialsOptions options;
+  ASSIGN_OR_RETURN(options.pem_root_certs, Read(access.tls_ca, "authorities"));
+  ASSIGN_OR_RETURN(options.pem_cert_chain, Read(access.tls_certificate, "client's certificate"));
+  ASSIGN_OR_RETURN(options.pem_private_key, Read(access.tls_key, "client's key"));
+  return grpc::SslCredentials(options);
+}
+
+absl::Status CheckToken(const std::string& token) {
+  const bool fits = std::all_of(token.begin(), token.end(), [](unsigned char c) {
+    return absl::ascii_isalnum(c) || std::strchr("-._~+/=", c) != nullptr;
+  });
+  // What it holds is nobody else's business.
+  return fits ? absl::OkStatus()
+              : absl::InvalidArgumentError("the token has characters that no token has");
+}
+
+// Says with every call whose it is. gRPC's own way, call credentials, is for TLS alone.
+class TokenSender final : public grpc::experimental::Interceptor {
+ public:
+  explicit TokenSender(const std::string& header) : header_(header) {}
+  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+    using Point = grpc::experimental::InterceptionHookPoints;
+    if (methods->QueryInterceptionHookPoint(Point::PRE_SEND_INITIAL_METADATA)) {
+      methods->GetSendInitialMetadata()->emplace("authorization", header_);
+    }
+    methods->Proceed();
+  }
+
+ private:
+  const std::string& header_;  // the factory's
+};
+
+class TokenSenders final : public grpc::experimental::ClientInterceptorFactoryInterface {
+ public:
+  explicit TokenSenders(const std::string& token) : header_(absl::StrCat("Bearer ", token)) {}
+  grpc::experimental::Interceptor* CreateClientInterceptor(
+      grpc::experimental::ClientRpcInfo*) override {
+    return new TokenSender(header_);
+  }
+
+ private:
+  const std::string header_;
+};
+
+}  // namespace
+
+Access DefaultAccess() {
+  return {Environment("SPILLWAY_TLS_CA"), Environment("SPILLWAY_TLS_CERT"),
+          Environment("SPILLWAY_TLS_KEY"), Environment("SPILLWAY_TOKEN")};
+}
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> OpenChannel(const std::string& target,
+                                                           const Access& access,
+                                                           grpc::ChannelArguments arguments) {
+  // A daemon on this host is not behind the user's web proxy.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
+  if (SpeaksTls(target, access)) {
+    ASSIGN_OR_RETURN(credentials, TlsCredentials(access));
+  }
+  const std::string address = NormalizeTarget(std::string(absl::StripPrefix(target, kTls)));
+  if (access.token.empty()) return grpc::CreateCustomChannel(address, credentials, arguments);
+  RETURN_IF_ERROR(CheckToken(access.token));
+  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> senders;
+  senders.push_back(std::make_unique<TokenSenders>(access.token));
+  return grpc::experimental::CreateCustomChannelWithInterceptors(address, credentials, arguments,
+                                                                 std::move(senders));
+}
+
+}  // namespace spillway

@@ -1,0 +1,138 @@
+"""By what a daemon is reached over TCP, and who the client says that it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+_TLS = "tls:"
+_PLAIN = ("tcp:", "unix:", "/")
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a connection is made with.
+
+    Attributes:
+        tls: Whether TLS is spoken.
+        ca: PEM file with the authorities of the daemon's certificate; empty: the
+            system's.
+        cert: PEM file with the client's certificate; empty: none.
+        key: PEM file with its key.
+        token: Bearer token; empty: none.
+    """
+
+    tls: bool = False
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    token: str = ""
+
+    def __repr__(self) -> str:
+        # Not the token: it would be in logs.
+        return f"Access(tls={self.tls}, ca={self.ca!r}, cert={self.cert!r})"
+
+    @staticmethod
+    def of(
+        target: str,
+        ca: str | Path | None,
+        cert: str | Path | None,
+        key: str | Path | None,
+        token: str | None,
+    ) -> Access:
+        """Returns the access to a target by arguments, or else by the environment.
+
+        Args:
+            target: As a user has named it.
+            ca: PEM file, or None for `SPILLWAY_TLS_CA`.
+            cert: PEM file, or None for `SPILLWAY_TLS_CERT`.
+            key: PEM file, or None for `SPILLWAY_TLS_KEY`.
+            token: None for `SPILLWAY_TOKEN`.
+
+        Raises:
+            ValueError: Files of TLS for a target without, or a certificate without
+                its key.
+        """
+        named = ca is not None or cert is not None or key is not None
+        files = {
+            name: os.environ.get(f"SPILLWAY_TLS_{name.upper()}", "") if path is None else str(path)
+            for name, path in (("ca", ca), ("cert", cert), ("key", key))
+        }
+        if token is None:
+            token = os.environ.get("SPILLWAY_TOKEN", "")
+        plain = target.startswith(_PLAIN)
+        if plain and named:
+            raise ValueError(
+                f"ca, cert and key are for TLS, and {target} is reached without it: name "
+                "tls:host:port"
+            )
+        tls = target.startswith(_TLS) or (not plain and bool(files["ca"] or files["cert"]))
+        if not tls:
+            return Access(token=token)
+        if bool(files["cert"]) != bool(files["key"]):
+            raise ValueError("a client's certificate and its key go together: one is not named")
+        return Access(tls=True, token=token, **files)
+
+    def grpcio_channel(self, target: str, options: list[tuple[str, int]]) -> grpc.Channel:
+        """Opens a channel of grpcio.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        address = target.removeprefix(_TLS)
+        if self.tls:
+
+            def read(path: str) -> bytes | None:
+                return Path(path).read_bytes() if path else None
+
+            credentials = grpc.ssl_channel_credentials(
+                read(self.ca), read(self.key), read(self.cert)
+            )
+            channel = grpc.secure_channel(address, credentials, options=options)
+        else:
+            channel = grpc.insecure_channel(address, options=options)
+        return grpc.intercept_channel(channel, _TokenSender(self.token)) if self.token else channel
+
+
+class _Details(NamedTuple):
+    """grpc.ClientCallDetails, which is but an interface."""
+
+    method: str
+    timeout: float | None
+    metadata: Any
+    credentials: Any
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _TokenSender(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Says with every call whose it is. gRPC's call credentials are for TLS alone."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        sent = _Details(
+            details.method,
+            details.timeout,
+            [*(details.metadata or ()), self._header],
+            details.credentials,
+            details.wait_for_ready,
+            details.compression,
+        )
+        return continuation(sent, request)
+
+    intercept_unary_unary: Any = _call
+    intercept_unary_stream: Any = _call
+    intercept_stream_unary: Any = _call
+    intercept_stream_stream: Any = _call
