@@ -32,10 +32,10 @@ build: setup ## release build in build/release
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS)
 
-demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVICE=, DAEMON=1
+demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVICE=, DAEMON=1, RESTART=1
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
-	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE) $(if $(DAEMON),--daemon)
+	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE) $(if $(DAEMON),--daemon) $(if $(RESTART),--restart)
 
 test: test-cpp test-python ## all tests but those that need a GPU, which gpu-test runs
 

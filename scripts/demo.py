@@ -2,7 +2,8 @@
 
 Reads the document with transformers' own attention and then with Spillway's,
 answers the question with both, and measures how good and how sparse Spillway's
-attention was. The engine runs in this process, or with --daemon in spillwayd.
+attention was. The engine runs in this process, or with --daemon in spillwayd,
+which --restart kills between the prompt and the answer.
 Writes summary.json and report.png to build/demo.
 """
 
@@ -13,6 +14,8 @@ import json
 import os
 import platform
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,12 +59,27 @@ class Side:
 
 
 def run_side(
-    language_model: Any, tokenizer: Any, cache: Any, prompt: document.Prompt, console: Console
+    language_model: Any,
+    tokenizer: Any,
+    cache: Any,
+    prompt: document.Prompt,
+    console: Console,
+    daemon: serving.Daemon | None = None,
 ) -> Side:
-    """Reads the prompt, answers, and decodes the document's last tokens again."""
+    """Reads the prompt, answers, and decodes the document's last tokens again.
+
+    A daemon is killed when it has answered, and must give the same answer again.
+    """
     # The last token is the first that is decoded.
     seconds = decoding.prefill(language_model, cache, prompt.tokens[:-1], console)
     made = decoding.answer(language_model, cache, tokenizer, prompt.tokens, console)
+    if daemon is not None:
+        cache.crop(len(prompt.tokens) - 1 - cache.get_seq_length())
+        restart(daemon, console)
+        again = decoding.answer(language_model, cache, tokenizer, prompt.tokens, console)
+        if not torch.equal(again, made):
+            console.print("[red]Not met:[/] the same answer after a restart")
+            raise typer.Exit(1)
     logits, forced_seconds = decoding.forced_steps(
         language_model, cache, prompt.tokens, forced_start(prompt), FORCED_TOKEN_COUNT
     )
@@ -71,6 +89,18 @@ def run_side(
         logits=logits,
         tokens_per_second=FORCED_TOKEN_COUNT / forced_seconds,
         prefill_seconds=seconds,
+    )
+
+
+def restart(daemon: serving.Daemon, console: Console) -> None:
+    """Kills the daemon, with the prompt's K/V in it, and starts the next."""
+    killed = daemon.pid
+    begin = time.perf_counter()
+    daemon.kill()
+    daemon.start()
+    console.print(
+        f"  kill -9 {killed}; process {daemon.pid} serves after "
+        f"{time.perf_counter() - begin:.1f} s and has the prompt's K/V; the same question again:"
     )
 
 
@@ -177,19 +207,27 @@ def processor_name() -> str:
 
 
 @contextmanager
-def engine(device: str, daemon: bool, log: Path) -> Iterator[spillway.Client]:
-    """A client of an engine in this process, or of a daemon that writes the log."""
+def engine(
+    device: str, daemon: bool, restart: bool, log: Path
+) -> Iterator[tuple[spillway.Client, serving.Daemon | None]]:
+    """A client of an engine in this process, or of a daemon, which writes the log.
+
+    The daemon, too, where it shall be killed; its rows outlive it then.
+    """
     binary = serving.find_binary(ROOT)
     if not daemon:
         serving.prefer_library(binary)
         with spillway.connect("embedded:", settings={"device.name": device}) as client:
-            yield client
+            yield client, None
         return
-    with (
-        serving.running_daemon(binary, log, "--device", device, timeout=30) as target,
-        spillway.connect(target) as client,
-    ):
-        yield client
+    with tempfile.TemporaryDirectory(prefix="spillway-demo-", dir="/dev/shm") as arena:
+        kept = ("--arena-directory", arena) if restart else ()
+        flags = ("--device", device, *kept)
+        with (
+            serving.restartable_daemon(binary, log, *flags, timeout=30) as served,
+            spillway.connect(served.target) as client,
+        ):
+            yield client, served if restart else None
 
 
 def main(
@@ -198,10 +236,16 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="code word, sampling, recomputed share")] = 0,
     device: Annotated[str, typer.Option(help="of the model and the engine: cpu or cuda:N")] = "cpu",
     daemon: Annotated[bool, typer.Option("--daemon", help="the engine runs in spillwayd")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="spillwayd is killed after the prompt")
+    ] = False,
     output: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "build/demo",
 ) -> None:
     """Decodes a document through transformers and through Spillway, and compares."""
     console = Console(highlight=False)
+    if restart and not daemon:
+        console.print("--restart is of a daemon: --daemon")
+        raise typer.Exit(2)
     output.mkdir(parents=True, exist_ok=True)
     models = ROOT / "build/models"
     if not model.is_converted(models):
@@ -232,10 +276,10 @@ def main(
     policy = spillway.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
-        engine(device, daemon, log) as client,
+        engine(device, daemon, restart, log) as (client, killed),
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):
-        sparse = run_side(language_model, tokenizer, cache, prompt, console)
+        sparse = run_side(language_model, tokenizer, cache, prompt, console, killed)
         console.print("  recomputing a share of the attends exactly ...")
         observer = observe(language_model, cache, prompt, seed)
         assert cache.model is not None

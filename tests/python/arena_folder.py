@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import spillway
-from daemon_process import binary, device_flags, tail
+from daemon_process import binary, device_flags
 from spillway_lab import serving
 
 LAYERS, HEADS, DIM = 2, 2, 32
@@ -38,65 +35,43 @@ def folder_in_memory() -> Iterator[Path]:
 class Daemon:
     """One after the other at one address, over one arena directory."""
 
-    folder: Path
+    served: serving.Daemon
     arena: Path
-    flags: tuple[str, ...] = ("--memory-limit", "512MiB")
-    process: subprocess.Popen[bytes] | None = None
 
     @property
     def target(self) -> str:
-        return f"unix:{self.folder}/spillwayd.sock"
+        return self.served.target
 
-    @property
-    def log(self) -> Path:
-        return self.folder / "spillwayd.log"
-
-    def start(self) -> str:
-        serving.prefer_library(binary())
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [
-                    binary(),
-                    *("--listen", self.target, "--arena-directory", self.arena),
-                    *("--snapshot-folder", "", *device_flags(*self.flags)),
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        serving.wait_until_serving(self.process, self.target, self.log, timeout=60)
-        return self.target
+    def start(self) -> None:
+        self.served.start()
 
     def kill(self) -> None:
         """Ends it as a crash would."""
-        assert self.process is not None
-        self.process.kill()
-        assert self.process.wait() == -signal.SIGKILL
-        self.process = None
+        self.served.kill()
 
     def stop(self) -> None:
         """Ends it in good order."""
-        if self.process is None:
-            return
-        serving.end(self.process)
-        assert self.process.returncode == 0, tail(self.log)
-        self.process = None
+        assert self.served.end() == 0
+
+
+def over(arena: Path, folder: Path, *flags: str) -> Daemon:
+    """A daemon over an arena directory, not started."""
+    own = ("--arena-directory", str(arena), "--snapshot-folder", "")
+    flags = device_flags(*(flags or ("--memory-limit", "512MiB")))
+    target, log = f"unix:{folder}/spillwayd.sock", folder / "spillwayd.log"
+    return Daemon(serving.Daemon(binary(), target, log, *own, *flags, timeout=60), arena)
 
 
 @contextmanager
 def daemon(folder: Path, *flags: str) -> Iterator[Daemon]:
     """A daemon that has begun with an empty arena directory."""
     with folder_in_memory() as arena:
-        each = Daemon(folder, arena, flags or Daemon.flags)
+        each = over(arena, folder, *flags)
         each.start()
         try:
             yield each
         finally:
             each.stop()
-
-
-def connect(target: str) -> spillway.Client:
-    """A client of a daemon that may have been started this moment."""
-    return spillway.connect(target)
 
 
 def rows(tag: int, start: int, count: int) -> np.ndarray:
@@ -124,8 +99,6 @@ class Writer:
     tag: int
     name: str
     acknowledged: int = 0
-    truncations: int = 0
-    lengths: list[int] = field(default_factory=list)
 
     def append(self, sequence: spillway.Sequence, count: int) -> None:
         k = rows(self.tag, self.acknowledged, count)
@@ -144,11 +117,3 @@ class Writer:
             np.testing.assert_array_equal(np.asarray(k), expected)
             np.testing.assert_array_equal(np.asarray(v), -expected)
         return sequence
-
-
-def wait_until(what: str, condition: Any, seconds: float = 60) -> None:
-    """Waits for the condition; fails, naming it, when it does not come."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s until {what}"
-        time.sleep(0.01)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import spillway
-from arena_folder import DIM, HEADS, LAYERS, SHAPES, Daemon, Writer, daemon, folder_in_memory, rows
+from arena_folder import DIM, HEADS, LAYERS, SHAPES, Writer, daemon, folder_in_memory, over, rows
 from daemon_process import binary, device_flags, on_gpu
 
 QUERY = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
@@ -86,8 +86,8 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
             fork, cut, short = (
                 client.get_sequence(f"sequences/{s}") for s in ("fork", "cut", "short")
             )
-            for was, s in zip(before, (sequence, fork, cut, short), strict=True):
-                assert_same(was, attended(s))
+            for attends, s in zip(before, (sequence, fork, cut, short), strict=True):
+                assert_same(attends, attended(s))
             assert cut.generation == 2
             assert sorted(m.name for m in client.list_models()) == ["models/m", "models/unused"]
             # What was shared before still is: a write to one is not the other's.
@@ -146,7 +146,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
 
             def write(writer: Writer, seed: int, barrier: threading.Barrier = barrier) -> None:
                 sizes = np.random.default_rng(seed)
-                with spillway.connect(each.target) as client:
+                with spillway.connect(each.target, resume_seconds=0) as client:
                     sequence = writer.check(client)
                     # What came after the acknowledgement that was lost counts.
                     writer.acknowledged = sequence.token_count
@@ -177,25 +177,17 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
 
 def refused(folder: Path, arena: Path, memory_limit: str = "512MiB") -> str:
     """Starts a daemon that cannot, and returns what it says."""
-    done = subprocess.run(
-        [
-            binary(),
-            *("--listen", f"unix:{folder}/other.sock", "--snapshot-folder", ""),
-            *("--arena-directory", arena, "--memory-limit", memory_limit, *device_flags()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    flags = ["--listen", f"unix:{folder}/other.sock", "--snapshot-folder", ""]
+    flags += ["--arena-directory", str(arena), "--memory-limit", memory_limit, *device_flags()]
+    done = subprocess.run([binary(), *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done
     return done.stdout + done.stderr
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with daemon(tmp_path) as each:
-        assert each.process is not None
         said = refused(tmp_path, each.arena)
-        assert f"process {each.process.pid} keeps its rows in {each.arena}" in said
+        assert f"process {each.served.pid} keeps its rows in {each.arena}" in said
         with spillway.connect(each.target) as client:
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
@@ -236,7 +228,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("a file system cannot be mounted here")
     try:
-        each = Daemon(tmp_path, mounted)
+        each = over(mounted, tmp_path)
         each.start()
         with spillway.connect(each.target) as client:
             client.create_model("m", **SHAPES)

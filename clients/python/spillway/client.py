@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -40,6 +41,7 @@ from spillway.errors import (
 from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway.policy import Policy
 from spillway.regions import GpuRegion, Region, Regions
+from spillway.restart import Restarts
 from spillway.results import (
     AttendResult,
     Model,
@@ -88,7 +90,8 @@ class Client:
 
     Attributes:
         target: gRPC target of the daemon.
-        server_info: What the daemon said of itself when the client connected.
+        server_info: What the daemon said of itself when the client connected, or went on
+            after a restart.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Client:
         native: bool | None,
         settings: Mapping[str, str],
         access: Access,
+        resume_seconds: float,
     ) -> None:
         self.target = target
         self._timeout = timeout
@@ -113,6 +117,7 @@ class Client:
         self._channel: Any = self._native if embedded else _grpcio_channel(target, access)
         self._stubs = _Stubs(self._channel)
         self._regions = Regions(self)
+        self._restarts = Restarts(self, resume_seconds)
         try:
             self.server_info = self.get_server_info()
             major = self.server_info.version.split(".")[0]
@@ -233,6 +238,10 @@ class Client:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
+    def _read(self, method: Any, request: Any) -> Any:
+        """Calls a method that changes nothing: again, where a restart broke it."""
+        return self._restarts.again(partial(self._call, method, request))
+
     def _stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
         """Calls a method with a stream of responses; cancels it when abandoned."""
         call = method(request, timeout=self._timeout if timeout is None else timeout)
@@ -307,14 +316,14 @@ class Client:
             NotFound: No such model.
         """
         request = model_service_pb2.GetModelRequest(name=name)
-        return Model.from_proto(self._call(self._stubs.models.GetModel, request).model)
+        return Model.from_proto(self._read(self._stubs.models.GetModel, request).model)
 
     def list_models(self) -> Iterator[Model]:
         """Yields every model by name, page after page."""
         token = ""
         while True:
             request = model_service_pb2.ListModelsRequest(page_token=token)
-            response = self._call(self._stubs.models.ListModels, request)
+            response = self._read(self._stubs.models.ListModels, request)
             yield from map(Model.from_proto, response.models)
             token = response.next_page_token
             if not token:
@@ -414,7 +423,7 @@ class Client:
         """
         boot_id = self.get_server_info().boot_id
         request = sequence_service_pb2.GetSequenceRequest(name=name)
-        response = self._call(self._stubs.sequences.GetSequence, request)
+        response = self._read(self._stubs.sequences.GetSequence, request)
         return Sequence(self, response.sequence, boot_id)
 
     def load_sequence(
@@ -482,7 +491,7 @@ class Client:
             request = sequence_service_pb2.ListSequencesRequest(
                 model=_name(model), page_token=token
             )
-            response = self._call(self._stubs.sequences.ListSequences, request)
+            response = self._read(self._stubs.sequences.ListSequences, request)
             yield from map(SequenceInfo.from_proto, response.sequences)
             token = response.next_page_token
             if not token:
@@ -592,7 +601,9 @@ class Client:
                     None if sight is None else sight[part.start : part.end],
                 )
             try:
-                response = self._call(self._stubs.attention.Attend, request, timeout=timeout)
+                response = self._restarts.again(
+                    partial(self._call, self._stubs.attention.Attend, request, timeout=timeout)
+                )
             except NotFound as error:
                 raise explained(error, sequences) from None
             for part, result in zip(group, response.results, strict=True):
@@ -732,11 +743,11 @@ class Client:
             NotFound: No such model.
         """
         request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
-        response = self._call(self._stubs.admin.GetStatistics, request)
+        response = self._read(self._stubs.admin.GetStatistics, request)
         token = response.next_page_token
         while token:
             request.page_token = token
-            page = self._call(self._stubs.admin.GetStatistics, request)
+            page = self._read(self._stubs.admin.GetStatistics, request)
             if not request.model:  # Every page names the model asked for.
                 response.models.extend(page.models)
             response.sequences.extend(page.sequences)
@@ -775,6 +786,10 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
             ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.enable_http_proxy", 0),
+            # One that restarts is found soon after.
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.min_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 1000),
         ],
     )
 
@@ -789,6 +804,7 @@ def connect(
     cert: str | Path | None = None,
     key: str | Path | None = None,
     token: str | None = None,
+    resume_seconds: float = 60.0,
 ) -> Client:
     """Connects to a daemon, or runs the engine in this process.
 
@@ -814,6 +830,10 @@ def connect(
         key: PEM file with its key; None is `SPILLWAY_TLS_KEY`.
         token: Bearer token, for a daemon that asks for one; None is
             `SPILLWAY_TOKEN`.
+        resume_seconds: How long a call waits for a daemon that has gone away and whose rows
+            outlive it (`server_info.store_id`) to come back. Appends, attends, decode
+            steps and what only reads then go on where they were; 0: they fail at once
+            with `Unavailable`.
 
     Raises:
         Unauthenticated: The daemon takes other tokens.
@@ -835,8 +855,8 @@ def connect(
         raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
     texts = {name: str(value) for name, value in (settings or {}).items()}
     if named == _native.EMBEDDED:
-        return Client(named, timeout, native, texts, Access())
+        return Client(named, timeout, native, texts, Access(), resume_seconds)
     access = Access.of(asked, ca, cert, key, token)
     if access.tls and not named.startswith("tls:"):
         named = f"tls:{named}"
-    return Client(named, timeout, native, texts, access)
+    return Client(named, timeout, native, texts, access, resume_seconds)

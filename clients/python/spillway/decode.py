@@ -12,7 +12,7 @@ import grpc
 from spillway import _split
 from spillway._native import NativeCall
 from spillway._proto import attention_service_pb2
-from spillway.errors import SpillwayError, error_from_rpc, error_from_status
+from spillway.errors import SpillwayError, Unavailable, error_from_rpc, error_from_status
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from spillway.client import Client
 
 
+# In a row that one step survives.
+_RESTARTS_MAX = 5
 _METHOD = "/spillway.v1.AttentionService/Decode"
 _RESPONSE = attention_service_pb2.DecodeResponse
 
@@ -30,6 +32,8 @@ class _Pending(NamedTuple):
     sequence: Sequence
     appends: bool
     decode: Decoder
+    # To be sent again after a restart.
+    request: attention_service_pb2.DecodeRequest
 
 
 class _GrpcioStream:
@@ -88,18 +92,40 @@ class DecodeStream:
     An error is raised by the `recv` or `step` that gets the answer and leaves
     the stream open; it carries `correlation_id`. A failed message appended
     nothing unless its K/V were committed before the attend failed; the
-    sequence's lengths are asked anew on their next use.
+    sequence's lengths are asked anew on their next use. After a restart of a daemon whose
+    rows outlive it, steps in flight are sent again, unless the stream has a timeout.
     """
 
     def __init__(self, client: Client, timeout: float | None) -> None:
-        self._stream = (
-            _GrpcioStream(client._stubs, timeout)
-            if client._native is None
-            else _NativeStream(client._native.open(_METHOD, timeout), client.transport)
-        )
+        self._client = client
+        self._timeout = timeout
+        self._stream = self._opened()
+        self._restart_count = 0
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
         self._closed = False
+
+    def _opened(self) -> _GrpcioStream | _NativeStream:
+        client = self._client
+        if client._native is None:
+            return _GrpcioStream(client._stubs, self._timeout)
+        return _NativeStream(client._native.open(_METHOD, self._timeout), client.transport)
+
+    def _resume(self, error: Unavailable) -> None:
+        """Sends what is in flight again, once the daemon is there. Raises `error` if it is not."""
+        self._restart_count += 1
+        if self._timeout is not None or self._restart_count > _RESTARTS_MAX:
+            raise error
+        self._client._restarts.wait(error)
+        self._stream.cancel()
+        self._stream = self._opened()
+        for pending in self._pending.values():
+            request = pending.request
+            if request.HasField("append") and not request.visible_token_counts:
+                # A later step's tokens may be there already.
+                start, count = request.append.token_start, request.append.k.shape[1]
+                request.visible_token_counts.extend(range(start + 1, start + count + 1))
+            self._stream.send(request)
 
     def __enter__(self) -> DecodeStream:
         return self
@@ -163,7 +189,9 @@ class DecodeStream:
             fill(request.append.v, v, "v")
             sequence._expect(layer, start + shape[1])
         self._next_id += 1
-        self._pending[request.correlation_id] = _Pending(sequence, k is not None, decoder_like(q))
+        self._pending[request.correlation_id] = _Pending(
+            sequence, k is not None, decoder_like(q), request
+        )
         self._stream.send(request)
         return request.correlation_id
 
@@ -180,15 +208,13 @@ class DecodeStream:
         if not self._pending:
             raise ValueError("no step is in flight")
         try:
-            response = self._stream.receive()
+            response = self._receive()
         except SpillwayError:
             self._closed = True
             for step in self._pending.values():
                 step.sequence._forget()
             raise
-        if response is None:
-            self._closed = True
-            raise ValueError("the daemon ended the stream with steps in flight")
+        self._restart_count = 0
         pending = self._pending.pop(response.correlation_id)
         if response.result.status.code:
             if pending.appends:
@@ -197,6 +223,16 @@ class DecodeStream:
             failure.correlation_id = response.correlation_id
             raise failure
         return response.correlation_id, AttendResult(response.result, pending.decode)
+
+    def _receive(self) -> attention_service_pb2.DecodeResponse:
+        while True:
+            try:
+                response = self._stream.receive()
+                if response is not None:
+                    return response
+                raise Unavailable("the daemon ended the stream with steps in flight")
+            except Unavailable as error:
+                self._resume(error)
 
     def step(
         self,

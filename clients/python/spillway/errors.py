@@ -207,12 +207,13 @@ def error_from_status(status: Any) -> SpillwayError:
     return kind(status.message, code=code, reason=reason, metadata=metadata, fields=fields)
 
 
-def tell_restart(error: SpillwayError, boot_id: str) -> SpillwayError:
+def tell_restart(error: SpillwayError, boot_id: str, store_id: str) -> SpillwayError:
     """Tells a sequence that a restart took from one that was deleted or has expired.
 
     Args:
         error: What a call that names the sequence failed with.
         boot_id: The daemon's when it had the sequence.
+        store_id: Of what outlives it, then; empty: nothing does.
 
     Returns:
         A `DaemonRestarted` where the daemon has another boot_id now and no
@@ -221,6 +222,8 @@ def tell_restart(error: SpillwayError, boot_id: str) -> SpillwayError:
     now = error.metadata.get("boot_id", boot_id)
     if error.reason != "SEQUENCE_NOT_FOUND" or now == boot_id:
         return error
+    if store_id and error.metadata.get("store_id") == store_id:
+        return error  # deleted, or expired, in one of the processes
     made = DaemonRestarted(
         f"{error.metadata['name']} is lost: the daemon has restarted (boot_id {boot_id}, now "
         f"{now}) with none of the models and sequences it had",

@@ -521,6 +521,11 @@ class Regions:
             self._end_session()
             self._staging.clear()
 
+    def forget(self) -> None:
+        """The daemon has restarted: it has none of what was attached."""
+        with self._lock:
+            self._end_session()
+
     def _end_session(self) -> None:
         self._attached.clear()
         for staging in self._staging.values():

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,7 @@ class Sequence:
         self._client = client
         # Of the daemon that has the sequence.
         self._boot_id = boot_id
+        self._store_id = client.server_info.store_id
         self.name = message.name
         self.model = message.model
         self._layer_token_counts: list[int] | None = None
@@ -123,7 +125,7 @@ class Sequence:
 
     def _explain(self, error: SpillwayError) -> SpillwayError:
         """Tells whether a restart of the daemon took the sequence."""
-        return tell_restart(error, self._boot_id)
+        return tell_restart(error, self._boot_id, self._store_id)
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method that names this sequence."""
@@ -185,10 +187,9 @@ class Sequence:
         Raises:
             NotFound: It was deleted or has expired.
         """
-        message = self._call(
-            self._client._stubs.sequences.GetSequence,
-            sequence_service_pb2.GetSequenceRequest(name=self.name),
-        ).sequence
+        request = sequence_service_pb2.GetSequenceRequest(name=self.name)
+        get = self._client._stubs.sequences.GetSequence
+        message = self._client._restarts.again(lambda: self._call(get, request)).sequence
         self._learn(message)
         return SequenceInfo.from_proto(message)
 
@@ -228,9 +229,14 @@ class Sequence:
         shape = _split.check_shape(k, ("layers", "H_kv", "T", "d"), "k")
         if tuple(v.shape) != shape:
             raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
-        layers, kv_heads, token_count, head_dim = shape
-        if start is None:
-            start = self.layer_token_counts[layer]
+        first = self.layer_token_counts[layer] if start is None else start
+        return self._client._restarts.again(lambda: self._append(layer, first, k, v, timeout))
+
+    def _append(
+        self, layer: int, start: int, k: Array, v: Array, timeout: float | None
+    ) -> AppendResult:
+        """The same, at a position; may be said again, for pieces are cut at the same places."""
+        layers, kv_heads, token_count, head_dim = k.shape
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
         budget = self._client._budget_bytes
         staged = self._append_staged(layer, start, k, v, timeout)
@@ -400,7 +406,10 @@ class Sequence:
         """
         request = attention_service_pb2.SelectRequest(layer=layer)
         self._fill_item(request.item, q, policy, None if visible is None else [visible])
-        response = self._call(self._client._stubs.attention.Select, request, timeout=timeout)
+        select = self._client._stubs.attention.Select
+        response = self._client._restarts.again(
+            lambda: self._call(select, request, timeout=timeout)
+        )
         chosen = response.selection
         decode = decoder_like(q)
         return Selection(
@@ -525,7 +534,8 @@ class Sequence:
             check_target(array, shape, model.dtype, what)
         for rows, request in requests:
             request.layer, request.item.sequence = layer, self.name
-            self._fetch_into(request, k[rows], v[rows], timeout)
+            into = k[rows], v[rows]
+            self._client._restarts.again(partial(self._fetch_into, request, *into, timeout))
         return k, v
 
     def _fetch_into(
@@ -538,6 +548,9 @@ class Sequence:
         """Fetches the request's rows, in place or by messages."""
         fetch = self._client._stubs.attention.FetchPages
         k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
+        # Said again after a restart it names no region.
+        request.ClearField("k")
+        request.ClearField("v")
         if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
             wait_for_stream(k)
             request.k.CopyFrom(k_place)

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
-from spillway.errors import NotFound, SpillwayError
+from spillway.errors import NotFound, SpillwayError, Unavailable
 from spillway.policy import Policy
 from spillway.regions import Place, place_of
 from spillway.results import AttendResult, Model
@@ -297,23 +298,37 @@ class DecodeStep(_Together):
         policy: Policy | None,
     ) -> None:
         super().__init__(client, sequences, token_count)
+        self._client, self._policy = client, policy
         self.starts = tuple(sequence.token_count for sequence in sequences)
-        self._kind: _NativeStep | _StreamStep
+        # None: it is to be begun again.
+        self._kind: _NativeStep | _StreamStep | None = client._restarts.again(self._begun)
         self._last: tuple[Any, Any] = (None, None)
-        kind = None
+
+    def _begun(self) -> _NativeStep | _StreamStep:
+        client = self._client
         if client.step_transport in ("embedded", "doorbell"):
             assert client._native is not None
-            message = self._description(self.starts, policy)
+            message = self._description(self.starts, self._policy)
             try:
-                kind = _NativeStep(client._native, message, self._model)
+                return _NativeStep(client._native, message, self._model)
             except NotFound as error:
-                raise explained(error, sequences) from None
+                raise explained(error, self.sequences) from None
             except SpillwayError as error:
                 if client.transport == "embedded" or error.code != "UNIMPLEMENTED":
                     raise
                 # Statistics.transport tells.
                 client._no_doorbell = error.message
-        self._kind = kind or _StreamStep(client, self.sequences, self.starts, policy)
+        return _StreamStep(client, self.sequences, self.starts, self._policy)
+
+    def _attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
+        self._kind = self._kind or self._begun()
+        try:
+            return self._kind.attend(layer, q, k, v, out_dtype)
+        except Unavailable:
+            # A restart ends what was announced. This layer's tokens may be there, or not.
+            self._kind.end()
+            self._kind = None
+            raise
 
     def __enter__(self) -> DecodeStep:
         return self
@@ -352,7 +367,8 @@ class DecodeStep(_Together):
         """
         asked = self._check(q, k, v, out_dtype)
         try:
-            answer = self._kind.attend(layer, q, k, v, asked)
+            attend = partial(self._attend, layer, q, k, v, asked)
+            answer = self._client._restarts.again(attend)
             for sequence, start in zip(self.sequences, self.starts, strict=True):
                 sequence._expect(layer, start + self.token_count)
         except BaseException as error:
@@ -369,7 +385,7 @@ class DecodeStep(_Together):
     def results(self) -> list[AttendResult]:
         """Returns all of the last attend, one for each sequence: certificate and counts too."""
         made = []
-        for i, message in enumerate(self._kind.results()):
+        for i, message in enumerate(() if self._kind is None else self._kind.results()):
             result = AttendResult(message, decoder_like(None))
             result.__dict__.update(out=self._last[0][i], lse=self._last[1][i])
             made.append(result)
@@ -377,4 +393,5 @@ class DecodeStep(_Together):
 
     def close(self) -> None:
         """Ends the step."""
-        self._kind.end()
+        if self._kind is not None:
+            self._kind.end()

@@ -1,0 +1,67 @@
+"""Going on after a restart of a daemon whose rows outlive it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from spillway.errors import SpillwayError, Unavailable
+
+if TYPE_CHECKING:
+    from spillway.client import Client
+
+T = TypeVar("T")
+
+# Restarts that one call survives: what ends the daemon each time is perhaps the call.
+_RESTARTS_MAX = 5
+_WAIT_SECONDS_MIN, _WAIT_SECONDS_MAX = 0.02, 0.5
+
+
+class Restarts:
+    """Waits for the daemon's next process, where it has what the one before had. Thread-safe.
+
+    A daemon with an arena directory keeps its `store_id`; every sequence is there with
+    what was acknowledged, and more of it at most whole. What says its position may so be
+    said again: rows that are there with equal bytes are accepted.
+    """
+
+    def __init__(self, client: Client, seconds: float) -> None:
+        self._client = client
+        self._seconds = seconds
+
+    def again(self, call: Callable[[], T]) -> T:
+        """Calls, and where a restart broke that calls again. For what may be done twice."""
+        for _ in range(_RESTARTS_MAX):
+            try:
+                return call()
+            except Unavailable as error:
+                self.wait(error)
+        return call()
+
+    def wait(self, error: Unavailable) -> None:
+        """Returns when the daemon answers, with the store that it had.
+
+        Raises:
+            Unavailable: `error`, where it has no store, has another one now, or does not
+                answer in time.
+        """
+        before = self._client.server_info
+        if not before.store_id or self._seconds <= 0:
+            raise error
+        end = time.monotonic() + self._seconds
+        pause = _WAIT_SECONDS_MIN
+        while True:
+            try:
+                now = self._client.get_server_info()
+                break
+            except SpillwayError:
+                if time.monotonic() > end:
+                    raise error from None
+                time.sleep(pause)
+                pause = min(2 * pause, _WAIT_SECONDS_MAX)
+        if now.store_id != before.store_id:
+            raise error
+        if now.boot_id != before.boot_id:
+            self._client.server_info = now
+            self._client._regions.forget()
