@@ -1,0 +1,167 @@
+"""Rows in a folder against rows in anonymous memory, and how fast the next process has them.
+
+For each kind of memory an engine in a process of its own appends one sequence, attends
+to it, and is killed. Where the rows lie in a folder, a second process goes on with them:
+`restored` is from the start of the engine until the first attend is answered, which gives
+what it answered before. Kinds take turns, several rounds; medians are printed, with the
+smallest and the largest.
+
+    python bench/arena.py --device cpu --tokens 131072 --folder /dev/shm
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS, QUERY_HEADS, KV_HEADS, DIM = 4, 32, 8, 128
+CHUNK_TOKENS = 8192
+ATTENDS = 40
+
+
+def settings(device: str, memory_limit: str, folder: str) -> dict[str, str]:
+    """Of the engine; no folder: anonymous memory."""
+    named = {"device.name": device, "memory.limit": memory_limit}
+    return named | ({"memory.arena_directory": folder} if folder else {})
+
+
+def attend_seconds(sequence: Any, q: np.ndarray, policy: Any) -> float:
+    """The median of some attends, the first ones left out."""
+    times = []
+    for i in range(ATTENDS):
+        begin = time.perf_counter()
+        sequence.attend(i % LAYERS, q, policy)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[ATTENDS // 4 :])
+
+
+def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
+    """Appends and attends, in this process."""
+    import spillway  # noqa: PLC0415
+
+    random = np.random.default_rng(1)
+    shape = (LAYERS, KV_HEADS, CHUNK_TOKENS, DIM)
+    chunk = random.standard_normal(shape, np.float32).astype(np.float16)
+    client = spillway.connect("embedded:", settings=settings(device, memory_limit, folder))
+    model = client.create_model(
+        "m",
+        layer_count=LAYERS,
+        query_head_count=QUERY_HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=DIM,
+        dtype="float16",
+    )
+    sequence = client.create_sequence(model, "s", ttl=0)
+    row_bytes = 2 * LAYERS * KV_HEADS * DIM * 2
+    begin = time.perf_counter()
+    for start in range(0, token_count, CHUNK_TOKENS):
+        sequence.append(0, start, chunk, chunk)
+    seconds = time.perf_counter() - begin
+    q = random.standard_normal((1, QUERY_HEADS, DIM), np.float32)
+    out = np.asarray(sequence.attend(1, q).out)
+    return {
+        "append_gb_s": token_count * row_bytes / seconds / 1e9,
+        "attend_us": 1e6 * attend_seconds(sequence, q, None),
+        "all_us": 1e6 * attend_seconds(sequence, q, spillway.Policy(selector="all")),
+        "huge_page_share": client.statistics().memory.arena_huge_page_bytes
+        / max(client.statistics().memory.arena_committed_bytes, 1),
+        "out": out.ravel().tolist(),
+    }
+
+
+def restore(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
+    """Goes on with what `fill` left."""
+    import spillway  # noqa: PLC0415
+
+    random = np.random.default_rng(1)
+    random.standard_normal((LAYERS, KV_HEADS, CHUNK_TOKENS, DIM), np.float32)
+    q = random.standard_normal((1, QUERY_HEADS, DIM), np.float32)
+    begin = time.perf_counter()
+    client = spillway.connect("embedded:", settings=settings(device, memory_limit, folder))
+    opened = time.perf_counter()
+    out = np.asarray(client.get_sequence("sequences/s").attend(1, q).out)
+    end = time.perf_counter()
+    row_bytes = 2 * LAYERS * KV_HEADS * DIM * 2 * token_count
+    return {
+        "open_s": opened - begin,
+        "restored_gb_s": row_bytes / (end - begin) / 1e9,
+        "codes_gb_s": row_bytes / (end - opened) / 1e9,
+        "out": out.ravel().tolist(),
+    }
+
+
+def work(*arguments: str) -> dict[str, Any]:
+    """One of the two, in a process that is killed in the end."""
+    done = subprocess.run(
+        [sys.executable, __file__, "worker", *arguments], stdout=subprocess.PIPE, check=False
+    )
+    assert done.returncode == -9, f"the worker ended with {done.returncode}"
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def worker(what: str, device: str, memory_limit: str, token_count: int, folder: str = "") -> None:
+    """Prints what one process measured, and dies."""
+    act = fill if what == "fill" else restore
+    print(json.dumps(act(device, memory_limit, folder, token_count)), flush=True)
+    os.kill(os.getpid(), 9)
+
+
+@app.command()
+def run(
+    device: Annotated[str, typer.Option()] = "cpu",
+    memory_limit: Annotated[str, typer.Option()] = "8GiB",
+    tokens: Annotated[int, typer.Option(help="a multiple of 8,192")] = 131072,
+    folder: Annotated[list[str], typer.Option(help="of tmpfs; may be said more than once")] = [  # noqa: B006
+        "/dev/shm"
+    ],
+    rounds: Annotated[int, typer.Option()] = 3,
+    output: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    """Measures all kinds of memory in turn."""
+    kinds = ["anonymous", *folder]
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for number in range(rounds):
+        # Not always in the same order.
+        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
+            common = (device, memory_limit, str(tokens))
+            if kind == "anonymous":
+                found = work("fill", *common)
+                found.pop("out")
+                results[kind].append(found)
+                continue
+            with tempfile.TemporaryDirectory(prefix="spillway-bench-", dir=kind) as arena:
+                found = work("fill", *common, arena)
+                again = work("restore", *common, arena)
+                assert found.pop("out") == again.pop("out"), "another answer after the restart"
+                results[kind].append(found | again)
+    for kind, found_all in results.items():
+        print(kind)
+        for name in found_all[0]:
+            values = [found[name] for found in found_all]
+            print(
+                f"  {name:16} {statistics.median(values):10.3f}"
+                f"   ({min(values):.3f} to {max(values):.3f})"
+            )
+    if output is not None:
+        record = {"device": device, "tokens": tokens, "rounds": rounds, "results": results}
+        output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()
