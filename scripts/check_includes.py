@@ -47,6 +47,8 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "daemon/store": HOST,
     "daemon/engine": (*HOST, "daemon/store"),
     "daemon/snapshot": (*HOST, "daemon/engine"),
+    "daemon/metrics": (*HOST, "daemon/engine"),
+    "daemon/http": ("daemon/metrics",),
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
     "daemon/doorbell": (*HOST, "host/ipc", "daemon/engine", "daemon/convert"),
     "daemon/services": (
@@ -54,6 +56,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "daemon/engine",
         "daemon/convert",
         "daemon/doorbell/doorbell_server.h",
+        "daemon/metrics",
         "daemon/snapshot",
         "spillway/v1",
     ),

@@ -210,6 +210,18 @@ const std::vector<Setting>& Settings() {
            "PEM file with the authorities of clients' certificates, which clients need then; "
            "empty: they need none",
            &Config::tls_client_ca),
+      {"http.listen", "--http-listen",
+       "tcp:host:port of the status page, /metrics and /readyz, such as tcp:127.0.0.1:9464; empty: "
+       "none",
+       true,
+       [](Config& config, const std::string& text) {
+         if (!text.empty() && !text.starts_with("tcp:")) {
+           return Refuse(text, "tcp:host:port or empty");
+         }
+         config.http_listen = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.http_listen; }},
       {kMemoryLimitKey, "--memory-limit",
        "everything the daemon may hold, such as 64GiB; by default three quarters of the memory",
        true,
@@ -361,6 +373,7 @@ constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.grace_seconds", kListensNowhere},
     {"server.connection_count_max", kListensNowhere},
     {"server.stream_count_max", kListensNowhere},
+    {"http.listen", kListensNowhere},
     {"device.mps", "an embedded engine shares its process's CUDA, attached to MPS or not"}};
 
 absl::Status CheckMps(const Config& config) {

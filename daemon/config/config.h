@@ -39,6 +39,8 @@ struct Config {
   std::string tls_certificate;
   std::string tls_key;
   std::string tls_client_ca;
+  // tcp:host:port of the status page and of metrics (port 0: any that is free); empty: none.
+  std::string http_listen;
   // Everything the daemon may hold; by default three quarters of the machine's
   // memory, or of the control group's limit.
   int64_t memory_limit_bytes = 0;

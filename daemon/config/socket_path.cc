@@ -7,6 +7,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <system_error>
@@ -147,15 +148,15 @@ SocketPath::~SocketPath() {
   unlink(LockPath(path_).c_str());
 }
 
-absl::StatusOr<std::string> TcpAddress(const Config& config) {
-  const std::string address = config.listen.substr(4);
+absl::StatusOr<std::string> TcpAddress(const std::string& listen, bool allow_remote) {
+  const std::string address = listen.substr(std::min<size_t>(4, listen.size()));
   const size_t colon = address.rfind(':');
   int port = -1;
-  if (colon == std::string::npos || colon == 0 ||
+  if (!listen.starts_with("tcp:") || colon == std::string::npos || colon == 0 ||
       !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
-    return absl::InvalidArgumentError(absl::StrCat("\"", config.listen, "\" is not tcp:host:port"));
+    return absl::InvalidArgumentError(absl::StrCat("\"", listen, "\" is not tcp:host:port"));
   }
-  if (!config.allow_remote && !IsLoopback(address)) {
+  if (!allow_remote && !IsLoopback(address)) {
     return absl::PermissionDeniedError(absl::StrCat(
         address, " is not a loopback address; anybody who reaches it could use the daemon. ",
         "--allow-remote listens there all the same"));

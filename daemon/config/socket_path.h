@@ -52,6 +52,6 @@ bool IsLoopback(const std::string& address);
 
 // host:port of "tcp:host:port" as gRPC takes it. PERMISSION_DENIED for a host
 // that is not loopback unless allowed.
-absl::StatusOr<std::string> TcpAddress(const Config& config);
+absl::StatusOr<std::string> TcpAddress(const std::string& listen, bool allow_remote);
 
 }  // namespace spillway

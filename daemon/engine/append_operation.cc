@@ -82,6 +82,7 @@ void Engine::AppendOperation::Submit(size_t index) {
 
 void Engine::AppendOperation::OnJobDone(std::unique_ptr<Job> job) {
   absl::Status status = std::move(job->items.front().status);
+  engine_->NoteEnded(*request_.sequence, status);
   if (request_.chunk.shared_source && absl::IsOutOfRange(status)) {
     status = NonFinite(status, absl::StartsWith(status.message(), "K ") ? "chunk.k" : "chunk.v");
   }

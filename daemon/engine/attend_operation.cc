@@ -78,6 +78,7 @@ absl::Status Engine::AttendOperation::Prepare() {
 }
 
 void Engine::AttendOperation::Start() {
+  engine_->counters_.attend_wait.Note(std::chrono::duration<double>(Clock::now() - asked_).count());
   if (absl::Status status = Check(); !status.ok()) return End(std::move(status));
   if (absl::Status status = Prepare(); !status.ok()) return End(std::move(status));
   Submit();
@@ -127,6 +128,7 @@ void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const Job
     }
     sequence.Publish();
   }
+  engine_->NoteEnded(sequence, done.status);
   if (done.status.ok() && !request_.select_only) engine_->CountAttend(job, done, sequence);
   if (request_.share_rows) outcome.rows.push_back(rows.Share(rows.token_count()));
   engine_->Renew(sequence);
@@ -141,6 +143,9 @@ void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
     }
     Settle(request_.items[i], *job, job->items[i], outcome);
   }
+  EngineCounters& counters = engine_->counters_;
+  counters.attend_device.Note(job->device_time_us / 1e6);
+  counters.attend.Note(std::chrono::duration<double>(Clock::now() - asked_).count());
   outcome.job = std::move(job);
   End(std::move(outcome));
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -28,7 +29,10 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
   void End(absl::StatusOr<AttendOutcome> outcome);
   LayerRows& RowsOf(const AttendItem& item) { return item.sequence->rows[request_.layer]; }
 
+  using Clock = std::chrono::steady_clock;
+
   Engine* const engine_;
+  const Clock::time_point asked_ = Clock::now();
   AttendRequest request_;
   const Done<AttendOutcome> done_;
   // Of each item, where attends are audited: its policy as it came, and the

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "daemon/engine/engine_counters.h"
 #include "host/device/device.h"
 
 namespace spillway {
@@ -16,6 +17,9 @@ struct AttendSums {
   int64_t none_count = 0;
   int64_t certified_error_count = 0;  // that are finite
   double certified_error_sum = 0;
+  // Of those, by range, without the exact ones.
+  ErrorDistribution::Counts certified_error_counts{};
+  int64_t moved_row_count = 0;
 
   // Adds an item that was attended.
   void Add(const JobItem& item, int kv_head_count);

@@ -27,6 +27,7 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       arena_(arena),
       budget_(budget),
       options_(std::move(options)),
+      device_watch_(*device),
       registry_(options_.model_count_max, options_.sequence_count_max, options_.clock),
       rebuilder_(std::make_unique<Rebuilder>()) {}
 
@@ -336,8 +337,14 @@ void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence
   AttendSums sums;
   sums.Add(item, sequence.model->spec.kv_head_count);
   const double time_us = job.device_time_us / static_cast<double>(job.items.size());
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  counters_.certified_errors.Add(sums.certified_error_counts, sums.certified_error_sum);
+  if (sums.moved_row_count > 0) {
+    counters_.moved_row_count.fetch_add(sums.moved_row_count, kRelaxed);
+    counters_.moved_bytes.fetch_add(sums.moved_row_count * sequence.model->spec.row_bytes(),
+                                    kRelaxed);
+  }
   for (WorkCounters* work : {&work_, &sequence.model->work, &sequence.work}) {
-    constexpr auto kRelaxed = std::memory_order_relaxed;
     work->attend_count.fetch_add(sums.attend_count, kRelaxed);
     work->touched_row_count.fetch_add(sums.touched_row_count, kRelaxed);
     work->visible_row_count.fetch_add(sums.visible_row_count, kRelaxed);

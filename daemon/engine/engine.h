@@ -12,6 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/engine/auditor.h"
+#include "daemon/engine/device_watch.h"
+#include "daemon/engine/engine_counters.h"
 #include "daemon/engine/ordered_queues.h"
 #include "daemon/engine/registry.h"
 #include "daemon/engine/requests.h"
@@ -89,11 +91,16 @@ class Engine {
   void StopRebuilding();
 
   Device& device() { return *device_; }
+  const Device& device() const { return *device_; }
   Arena& arena() { return *arena_; }
+  const Arena& arena() const { return *arena_; }
   MemoryBudget& budget() { return *budget_; }
+  const MemoryBudget& budget() const { return *budget_; }
   Registry& registry() { return registry_; }
   const Registry& registry() const { return registry_; }
   const WorkCounters& work() const { return work_; }
+  const EngineCounters& counters() const { return counters_; }
+  const DeviceWatch& device_watch() const { return device_watch_; }
   const Auditor* auditor() const { return options_.auditor; }
   // Of the store, the same for every process that opens it; empty without one.
   std::string store_id() const {
@@ -185,6 +192,10 @@ class Engine {
                                                   const std::shared_ptr<Model>& model,
                                                   std::unique_ptr<SequenceRecord> record);
   void CountAttend(const Job& job, const JobItem& item, Sequence& sequence);
+  // An item has ended on the device, with this status.
+  void NoteEnded(const Sequence& sequence, const absl::Status& status) {
+    device_watch_.Note(device_->HomeOf(*sequence.device), status);
+  }
   void CountAppend(Sequence& sequence, int64_t row_count);
   void Renew(Sequence& sequence) { sequence.Renew(options_.clock()); }
 
@@ -194,6 +205,8 @@ class Engine {
   const EngineOptions options_;
   OrderedQueues queues_;
   WorkCounters work_;
+  EngineCounters counters_;
+  DeviceWatch device_watch_;
   Registry registry_;
   const std::unique_ptr<Rebuilder> rebuilder_;
 };

@@ -130,6 +130,7 @@ absl::Status StreamDecoder::Settle() {
   has_ended_ = true;
   absl::Status first;
   for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
+    engine_->NoteEnded(*parts_[i].sequence, outcome.parts[i]);
     if (outcome.parts[i].ok()) {
       for (LayerRows& rows : parts_[i].sequence->rows) rows.Keep(starts[i] + token_count_);
       Count(i);
@@ -174,6 +175,7 @@ void StreamDecoder::Count(size_t part) {
   engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
   for (int layer = 0; layer < spec.layer_count; ++layer) {
     const Job& job = step_->settled(layer);
+    if (part == 0) engine_->counters_.attend_device.Note(job.device_time_us / 1e6);
     engine_->CountAttend(job, job.items[part], sequence);
     sums_[layer].Add(job.items[part], spec.kv_head_count);
   }

@@ -6,6 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "daemon/config/socket_path.h"
+#include "daemon/http/http_server.h"
 #include "daemon/server/descriptors.h"
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
@@ -57,6 +59,16 @@ absl::Status CheckMps(const Config& config, const Mps& mps, const Device& device
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config, const Server& server) {
+  ASSIGN_OR_RETURN(const std::string address, TcpAddress(config.http_listen, config.allow_remote));
+  if (!IsLoopback(address)) {
+    Log(LogLevel::kWarning, "remote_plaintext",
+        {{"address", absl::StrCat("http://", address)},
+         {"advice", "whoever reaches it sees what the daemon holds and does, without TLS"}});
+  }
+  return HttpServer::Start(address, config.allow_remote, server.metrics());
+}
+
 int Fail(const absl::Status& status) {
   Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
@@ -83,6 +95,13 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     LogInfo("serving", {{"address", (*server)->address()},
                         {"boot_id", (*server)->boot_id()},
                         {"descriptor_limit", absl::StrCat(descriptor_limit)}});
+    std::unique_ptr<HttpServer> http;
+    if (!config.http_listen.empty()) {
+      absl::StatusOr<std::unique_ptr<HttpServer>> started = StartHttp(config, **server);
+      if (!started.ok()) return Fail(started.status());
+      http = *std::move(started);
+      LogInfo("serving_http", {{"address", http->address()}});
+    }
     int signal = 0;
     sigwait(&signals, &signal);
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -22,6 +23,7 @@
 #include "daemon/server/tls.h"
 #include "daemon/services/admin_service.h"
 #include "daemon/services/attention_service.h"
+#include "daemon/services/call_interceptor.h"
 #include "daemon/services/context.h"
 #include "daemon/services/memory_service.h"
 #include "daemon/services/model_service.h"
@@ -37,6 +39,8 @@ namespace {
 // Buffers of messages that gRPC holds before a handler sees them.
 constexpr int64_t kTransportBytesMax = int64_t{256} << 20;
 constexpr int kTransportShare = 8;  // of the memory limit, at most
+// The health service's name of what a balancer asks; "" is whether the daemon serves.
+constexpr char kReadiness[] = "readiness";
 constexpr int kBackgroundThreadCount = 2;
 // Calls at once that save or load sequences.
 constexpr int kFileThreadCountMax = 8;
@@ -73,6 +77,13 @@ struct Server::Impl {
         background(kBackgroundThreadCount, 0),
         file_threads(kFileThreadCountMax, "sequences are being saved or loaded"),
         model_threads(kModelThreadCountMax, "models are being created"),
+        metrics({.engine = &engine,
+                 .calls = &calls,
+                 .server = [this] { return Counts(); },
+                 .not_ready = [this] { return NotReady(); },
+                 .version = SPILLWAY_VERSION,
+                 .boot_id = boot_id,
+                 .start_time = absl::Now()}),
         context{
             engine,
             status,
@@ -80,11 +91,13 @@ struct Server::Impl {
             regions,
             doorbells,
             background,
+            calls,
+            metrics,
             file_threads,
             model_threads,
             SPILLWAY_VERSION,
             boot_id,
-            absl::Now(),
+            metrics.sources().start_time,
             config.ttl_seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(config.ttl_seconds),
             config.sequence_count_max,
             config.decode_in_flight_max,
@@ -96,7 +109,10 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
-        sweeper(engine, events, streams, [this] { Reload(); }) {}
+        sweeper(engine, events, streams, [this] {
+          Reload();
+          ReportReadiness();
+        }) {}
   ~Impl() { events.Flush(); }
 
   // Takes files anew that have changed.
@@ -111,6 +127,28 @@ struct Server::Impl {
     }
   }
 
+  // Why the daemon should get no new work; empty: it should.
+  std::string NotReady() const {
+    if (draining) return "draining: the daemon is about to end";
+    for (const DeviceWatch::State& state : context.engine.device_watch().states()) {
+      if (state.lost) return absl::StrCat(state.name, " only fails: see the daemon's log");
+    }
+    return "";
+  }
+  void ReportReadiness() const {
+    if (auto* const service = health.load(); service != nullptr) {
+      service->SetServingStatus(kReadiness, NotReady().empty());
+    }
+  }
+  ServerCounts Counts() const {
+    ServerCounts counts;
+    counts.dropped_log_line_count = DroppedLogLineCount();
+    if (acceptor == nullptr) return counts;
+    counts.open_connection_count = acceptor->open_connection_count();
+    counts.shed_connection_count = acceptor->shed_connection_count();
+    return counts;
+  }
+
   const std::unique_ptr<Tls> tls;  // null: none
   const std::string boot_id;
   EventLog events;
@@ -121,19 +159,25 @@ struct Server::Impl {
   tbb::task_arena background;
   CallThreads file_threads;
   CallThreads model_threads;
+  std::atomic<bool> draining{false};
+  // Of the server, once it serves.
+  std::atomic<grpc::HealthCheckServiceInterface*> health{nullptr};
+  CallCounters calls;
+  const Metrics metrics;
   const ServiceContext context;
   MemoryService memory;
   ModelService models;
   SequenceService sequences;
   AttentionService attention;
   AdminService admin;
-  Sweeper sweeper;
   std::optional<SocketPath> socket;
   std::unique_ptr<RegionServer> region_server;
   std::string address;
   std::unique_ptr<grpc::Server> server;
+  // Before the server goes, whose health it reports.
+  Sweeper sweeper;
   // Last: it goes first. None where the server listens nowhere.
-  std::optional<Acceptor> acceptor;
+  std::unique_ptr<Acceptor> acceptor;
 };
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -155,7 +199,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
                      ListenAtPath(config.listen.substr(5), SOCK_STREAM, access));
     listeners.push_back(std::move(listener));
   } else if (!config.listen.empty()) {
-    ASSIGN_OR_RETURN(const std::string address, TcpAddress(config));
+    ASSIGN_OR_RETURN(const std::string address, TcpAddress(config.listen, config.allow_remote));
     ASSIGN_OR_RETURN(TcpListeners bound, ListenAtTcp(address));
     listeners = std::move(bound.sockets);
     impl->address = absl::StrCat(
@@ -168,7 +212,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   }
   grpc::ServerBuilder builder;
   if (!listeners.empty()) {
-    impl->acceptor.emplace(
+    impl->acceptor = std::make_unique<Acceptor>(
         std::move(listeners), config.connection_count_max,
         impl->tls == nullptr ? grpc::InsecureServerCredentials() : impl->tls->Credentials(),
         builder, impl->events);
@@ -185,9 +229,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   quota.Resize(static_cast<size_t>(
       std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
   builder.SetResourceQuota(quota);
+  builder.experimental().SetInterceptorCreators(CallInterceptors(impl->calls));
   impl->server = builder.BuildAndStart();
   if (impl->server == nullptr) return absl::UnavailableError("gRPC's server does not start");
-  impl->server->GetHealthCheckService()->SetServingStatus(true);
+  impl->health = impl->server->GetHealthCheckService();
+  impl->health.load()->SetServingStatus(true);
+  impl->ReportReadiness();
   if (impl->acceptor) impl->acceptor->Start();
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
@@ -197,18 +244,14 @@ std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
 }
 const StatusConverter& Server::status() const { return impl_->status; }
 const std::string& Server::address() const { return impl_->address; }
-int64_t Server::open_connection_count() const {
-  return impl_->acceptor ? impl_->acceptor->open_connection_count() : 0;
-}
-int64_t Server::shed_connection_count() const {
-  return impl_->acceptor ? impl_->acceptor->shed_connection_count() : 0;
-}
+const Metrics& Server::metrics() const { return impl_->metrics; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
 
 void Server::Drain(absl::Duration grace) {
   // Keeps gRPC's own threads to the process's end: clean-up would wait up to
   // ten seconds for the one that polls after a large write.
   grpc_init();
+  impl_->draining = true;
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   // What waits for its codes would wait in vain.
   impl_->context.engine.StopRebuilding();

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -9,6 +8,7 @@
 #include "daemon/config/config.h"
 #include "daemon/convert/status.h"
 #include "daemon/engine/engine.h"
+#include "daemon/metrics/metrics.h"
 #include "grpcpp/channel.h"
 
 namespace spillway {
@@ -28,10 +28,8 @@ class Server {
   // tls:host:port; empty where the server listens nowhere.
   const std::string& address() const;
   const std::string& boot_id() const;
-  // Connections from outside that are open now, and that were closed at once since
-  // the start, for Config::connection_count_max were open.
-  int64_t open_connection_count() const;
-  int64_t shed_connection_count() const;
+  // What the daemon counts. Thread-safe.
+  const Metrics& metrics() const;
 
   // Refuses new calls, reports NOT_SERVING, lets running calls finish, and
   // cancels what still runs after the grace time. Returns when all is over.

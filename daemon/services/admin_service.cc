@@ -7,6 +7,7 @@
 
 #include "daemon/convert/attend.h"
 #include "daemon/convert/lookup.h"
+#include "daemon/convert/metrics.h"
 #include "daemon/convert/model.h"
 #include "daemon/services/call.h"
 #include "daemon/services/fill_page.h"
@@ -173,6 +174,11 @@ grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContex
   const int64_t row_bytes = FillAudit(engine, audited, *response);
   FillMemory(engine, row_bytes, sums.index_bytes, *response->mutable_memory());
   ToProto(engine.work(), *response->mutable_work());
+  if (request->include_metrics()) {
+    for (const prometheus::MetricFamily& family : services_.metrics.Collect()) {
+      ToProto(family, *response->add_metrics());
+    }
+  }
   return Answer(services_, context, absl::OkStatus());
 }
 

@@ -9,6 +9,8 @@
 #include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/engine.h"
 #include "daemon/engine/regions.h"
+#include "daemon/metrics/call_counters.h"
+#include "daemon/metrics/metrics.h"
 #include "daemon/services/call_threads.h"
 #include "daemon/services/stream_set.h"
 #include "oneapi/tbb/task_arena.h"
@@ -25,6 +27,8 @@ struct ServiceContext {
   // Runs what takes its time (regions' pages, uploaded weights), so that it does
   // not hold up the threads that serve calls.
   tbb::task_arena& background;
+  CallCounters& calls;
+  const Metrics& metrics;
   // Of calls that wait for files.
   CallThreads& file_threads;
   // Of calls that create models, whose rotations may take half a minute.

@@ -40,7 +40,9 @@ void DecodeStream::Message::DropContents() {
 
 DecodeStream::DecodeStream(const ServiceContext& services,
                            const grpc::CallbackServerContext& context)
-    : services_(services), cancel_(MakeCancelToken(context)) {
+    : services_(services),
+      cancel_(MakeCancelToken(context)),
+      timer_(services.calls.Find("/spillway.v1.AttentionService/Decode")) {
   const absl::Status added = services_.streams.Add(this);
   Step step;
   {
@@ -108,7 +110,9 @@ void DecodeStream::Do(const Step& step) {
     }
     return Do(next);
   }
-  if (step.finish) Finish(services_.status.ToGrpc(step.status));
+  if (!step.finish) return;
+  timer_.End(static_cast<int>(step.status.code()));
+  Finish(services_.status.ToGrpc(step.status));
 }
 
 absl::Status DecodeStream::Open(Message& message, absl::Status& refusal) {

@@ -87,6 +87,7 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
 
   const ServiceContext& services_;
   const std::shared_ptr<CancelToken> cancel_;
+  const CallTimer timer_;
 
   Mutex mutex_;
   std::unique_ptr<Message> reading_;

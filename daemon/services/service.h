@@ -75,6 +75,7 @@ class Service : public grpc::Service {
 
   void Add(const char* name, grpc::internal::RpcMethod::RpcType type,
            grpc::internal::MethodHandler* handler) {
+    services_.calls.Add(name);
     AddMethod(new grpc::internal::RpcServiceMethod(name, type, nullptr));
     MarkMethodCallback(method_count_++, handler);
   }

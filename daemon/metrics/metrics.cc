@@ -1,0 +1,333 @@
+#include "daemon/metrics/metrics.h"
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+
+namespace spillway {
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+using Labels = std::vector<ClientMetric::Label>;
+
+// Families in the making.
+class Families {
+ public:
+  void Counter(const char* name, const char* help) { Begin(name, help, MetricType::Counter); }
+  void Gauge(const char* name, const char* help) { Begin(name, help, MetricType::Gauge); }
+  void Histogram(const char* name, const char* help) { Begin(name, help, MetricType::Histogram); }
+
+  // Of the family that was begun last.
+  void Value(double value, Labels labels = {}) {
+    ClientMetric& metric = Add(std::move(labels));
+    if (families_.back().type == MetricType::Counter) {
+      metric.counter.value = value;
+    } else {
+      metric.gauge.value = value;
+    }
+  }
+  void Value(int64_t value, Labels labels = {}) {
+    Value(static_cast<double>(value), std::move(labels));
+  }
+  template <size_t N>
+  void Values(const Distribution<N>& values, Labels labels = {}) {
+    ClientMetric::Histogram& histogram = Add(std::move(labels)).histogram;
+    const typename Distribution<N>::Counts counts = values.counts();
+    uint64_t sum = 0;
+    for (size_t i = 0; i <= N; ++i) {
+      sum += static_cast<uint64_t>(counts[i]);
+      histogram.bucket.push_back(
+          {sum, i < N ? values.bounds()[i] : std::numeric_limits<double>::infinity()});
+    }
+    histogram.sample_count = sum;
+    histogram.sample_sum = values.sum();
+  }
+
+  std::vector<MetricFamily> Take() { return std::move(families_); }
+
+ private:
+  void Begin(const char* name, const char* help, MetricType type) {
+    families_.push_back({name, help, type, {}});
+  }
+  ClientMetric& Add(Labels labels) {
+    ClientMetric& metric = families_.back().metric.emplace_back();
+    metric.label = std::move(labels);
+    return metric;
+  }
+
+  std::vector<MetricFamily> families_;
+};
+
+const char* NameOf(MemoryUse use) {
+  switch (use) {
+    case MemoryUse::kPages:
+      return "pages";
+    case MemoryUse::kModels:
+      return "models";
+    case MemoryUse::kTables:
+      return "tables";
+    case MemoryUse::kWorkspaces:
+      return "workspaces";
+    case MemoryUse::kMessages:
+      return "messages";
+    case MemoryUse::kOther:
+      break;
+  }
+  return "other";
+}
+
+void AddServer(const Metrics::Sources& sources, Families& families) {
+  families.Gauge("spillway_build_info", "Always 1; the daemon's version.");
+  families.Value(1.0, {{"version", sources.version}});
+  families.Gauge("spillway_start_time_seconds", "When the daemon started, since the epoch.");
+  families.Value(absl::ToDoubleSeconds(sources.start_time - absl::UnixEpoch()));
+  families.Gauge("spillway_ready", "1 where the daemon takes new work, else 0, see /readyz.");
+  families.Value(sources.not_ready().empty() ? 1.0 : 0.0);
+  const ServerCounts server = sources.server();
+  families.Gauge("spillway_connections", "gRPC connections that are open.");
+  families.Value(server.open_connection_count);
+  families.Counter("spillway_connections_shed_total",
+                   "Connections closed at once, for the most were open.");
+  families.Value(server.shed_connection_count);
+  families.Counter("spillway_log_lines_dropped_total",
+                   "Lines of the log that nobody read in time.");
+  families.Value(server.dropped_log_line_count);
+}
+
+void AddCalls(const CallCounters& calls, Families& families) {
+  families.Counter("spillway_requests_total", "gRPC calls that ended, by method and status.");
+  for (const auto& method : calls.methods()) {
+    for (size_t code = 0; code < method->counts.size(); ++code) {
+      const int64_t count = method->counts[code].load(std::memory_order_relaxed);
+      if (count == 0) continue;
+      families.Value(count,
+                     {{"method", method->method},
+                      {"status", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
+    }
+  }
+  families.Histogram("spillway_request_duration_seconds",
+                     "Time of gRPC calls, of streams to their end.");
+  for (const auto& method : calls.methods()) {
+    const bool called = std::any_of(method->counts.begin(), method->counts.end(),
+                                    [](const std::atomic<int64_t>& count) { return count != 0; });
+    if (called) families.Values(method->seconds, {{"method", method->method}});
+  }
+}
+
+void AddWork(const Engine& engine, Families& families) {
+  const WorkCounters& work = engine.work();
+  const EngineCounters& counters = engine.counters();
+  families.Counter("spillway_attends_total",
+                   "Attends served, one per query token, layer and sequence.");
+  families.Value(work.attend_count);
+  families.Counter("spillway_rows_appended_total",
+                   "Rows appended, one per token, layer and KV head.");
+  families.Value(work.appended_row_count);
+  families.Counter("spillway_rows_touched_total", "Rows read by attends.");
+  families.Value(work.touched_row_count);
+  families.Counter("spillway_rows_visible_total", "Rows that those attends could have read.");
+  families.Value(work.visible_row_count);
+  families.Counter("spillway_rows_moved_total",
+                   "Of the rows read, those that came to a GPU over its link.");
+  families.Value(counters.moved_row_count);
+  families.Counter("spillway_link_bytes_total", "Bytes of the rows that came over the link.");
+  families.Value(counters.moved_bytes);
+  families.Histogram("spillway_attend_wait_seconds",
+                     "From a request to attend at a layer until its sequences' turn.");
+  families.Values(counters.attend_wait);
+  families.Histogram("spillway_attend_duration_seconds",
+                     "From a request to attend at a layer until its answer.");
+  families.Values(counters.attend);
+  families.Histogram("spillway_attend_device_seconds", "Device time of a layer's attends.");
+  families.Values(counters.attend_device);
+  families.Counter("spillway_certificates_total",
+                   "Certificates by kind of promise, one per attend and query head.");
+  families.Value(work.exact_count, {{"promise", "exact"}});
+  families.Value(work.statistical_count, {{"promise", "statistical"}});
+  families.Value(work.none_count, {{"promise", "none"}});
+  families.Histogram("spillway_certified_relative_error",
+                     "Finite relative errors of certificates that are not exact.");
+  families.Values(counters.certified_errors);
+}
+
+void AddMemory(const Engine& engine, Families& families) {
+  const MemoryBudget& budget = engine.budget();
+  families.Gauge("spillway_memory_limit_bytes", "Limit on all host memory that the daemon holds.");
+  families.Value(budget.limit_bytes());
+  families.Gauge("spillway_memory_bytes",
+                 "Host memory that is charged, by use; pages are rows and codes.");
+  for (int use = 0; use < kMemoryUseCount; ++use) {
+    const auto kind = static_cast<MemoryUse>(use);
+    families.Value(budget.used_bytes(kind), {{"use", NameOf(kind)}});
+  }
+  const ArenaStatistics arena = engine.arena().statistics();
+  families.Gauge("spillway_arena_used_bytes", "Of the pages' memory, what holds something.");
+  families.Value(arena.used_bytes);
+  families.Gauge("spillway_arena_huge_page_bytes",
+                 "Of the pages' memory, what the kernel has in huge pages.");
+  families.Value(arena.huge_page_bytes);
+}
+
+void AddDevices(const Engine& engine, Families& families) {
+  families.Counter("spillway_device_errors_total", "Work that a device failed by its own fault.");
+  const std::vector<DeviceWatch::State> states = engine.device_watch().states();
+  for (const DeviceWatch::State& state : states) {
+    families.Value(state.error_count, {{"device", state.name}});
+  }
+  families.Gauge("spillway_device_lost", "1 where a device only fails any more, else 0.");
+  for (const DeviceWatch::State& state : states) {
+    families.Value(state.lost ? 1.0 : 0.0, {{"device", state.name}});
+  }
+  families.Gauge("spillway_device_memory_limit_bytes",
+                 "Memory of a GPU that codes and workspaces may take.");
+  const std::vector<const Device*> parts = engine.device().parts();
+  for (const Device* part : parts) {
+    if (const std::optional<DeviceMemory> memory = part->memory()) {
+      families.Value(memory->limit_bytes, {{"device", part->info().name}});
+    }
+  }
+  families.Gauge("spillway_device_memory_bytes", "Of it, what they take now.");
+  for (const Device* part : parts) {
+    if (const std::optional<DeviceMemory> memory = part->memory()) {
+      families.Value(memory->used_bytes, {{"device", part->info().name}});
+    }
+  }
+}
+
+// Layers with series of their own; those beyond share one.
+constexpr int kLayerCountMax = 256;
+
+std::string LayerName(int layer) {
+  return layer < kLayerCountMax ? absl::StrCat(layer) : absl::StrCat(kLayerCountMax, "+");
+}
+
+void AddAudit(const Engine& engine, const Holdings& holdings, size_t model_count,
+              Families& families) {
+  struct OfLayer {
+    int64_t check_count = 0;
+    int64_t violation_count = 0;
+  };
+  std::vector<std::map<int, OfLayer>> layers(model_count);
+  for (size_t i = 0; i < model_count; ++i) {
+    for (const HeadAudit& head : holdings.models[i].heads) {
+      OfLayer& layer = layers[i][std::min(head.layer, kLayerCountMax)];
+      layer.check_count += head.check_count;
+      layer.violation_count += head.violation_count;
+    }
+  }
+  const auto add = [&](int64_t OfLayer::*field) {
+    for (size_t i = 0; i < model_count; ++i) {
+      for (const auto& [layer, sums] : layers[i]) {
+        families.Value(sums.*field,
+                       {{"model", holdings.models[i].model->id}, {"layer", LayerName(layer)}});
+      }
+    }
+  };
+  const Auditor* const auditor = engine.auditor();
+  families.Gauge("spillway_audit_share", "Share of the attends that is checked; 0: no audit.");
+  families.Value(auditor == nullptr ? 0.0 : auditor->share());
+  families.Counter("spillway_audit_checks_total",
+                   "Statistical promises checked against exact attention, one per query head.");
+  add(&OfLayer::check_count);
+  families.Counter("spillway_audit_violations_total",
+                   "Of them, outputs farther from the exact one than epsilon.");
+  add(&OfLayer::violation_count);
+  families.Counter("spillway_audit_dropped_total",
+                   "Attends chosen for a check that found no room in its queue.");
+  families.Value(auditor == nullptr ? int64_t{0} : auditor->dropped_count());
+  families.Gauge("spillway_audit_raised_heads",
+                 "KV heads that try harder than their policy says, for promises failed.");
+  for (size_t i = 0; i < model_count; ++i) {
+    const std::vector<HeadAudit>& heads = holdings.models[i].heads;
+    families.Value(int64_t{std::count_if(heads.begin(), heads.end(),
+                                         [](const HeadAudit& head) { return head.level > 0; })},
+                   {{"model", holdings.models[i].model->id}});
+  }
+}
+
+void AddHoldings(const RebuildProgress& rebuild, const Holdings& holdings, size_t model_count,
+                 Families& families) {
+  families.Gauge("spillway_models", "Models.");
+  families.Value(static_cast<int64_t>(holdings.models.size()));
+  families.Gauge("spillway_sequences", "Sequences.");
+  families.Value(holdings.sequence_count);
+  families.Gauge("spillway_tokens", "Tokens held, over all sequences.");
+  families.Value(holdings.token_count);
+  families.Gauge("spillway_rebuild_sequences",
+                 "Sequences found at the start, whose codes are made anew.");
+  families.Value(rebuild.sequence_count);
+  families.Gauge("spillway_rebuild_done_sequences", "Of them, those that are served.");
+  families.Value(rebuild.done_count);
+  families.Gauge("spillway_rebuild_failed_sequences", "Of them, those that never will be.");
+  families.Value(rebuild.failed_count);
+  families.Gauge("spillway_rebuild_row_bytes", "Rows whose codes were made anew.");
+  families.Value(rebuild.row_bytes);
+  const auto add = [&](const auto& value) {
+    for (size_t i = 0; i < model_count; ++i) {
+      const Holdings::OfModel& held = holdings.models[i];
+      families.Value(value(held), {{"model", held.model->id}});
+    }
+  };
+  families.Gauge("spillway_model_sequences", "Sequences of a model.");
+  add([](const Holdings::OfModel& held) { return held.sequence_count; });
+  families.Gauge("spillway_model_tokens", "Tokens held of a model.");
+  add([](const Holdings::OfModel& held) { return held.token_count; });
+  families.Gauge("spillway_model_free_tokens", "Tokens of a model that still fit.");
+  add([](const Holdings::OfModel& held) { return held.free_token_count; });
+  families.Counter("spillway_model_attended_tokens_total",
+                   "Query tokens of a model that every layer has attended.");
+  add([](const Holdings::OfModel& held) {
+    return held.model->work.attend_count.load() / held.model->spec.layer_count;
+  });
+}
+
+}  // namespace
+
+Holdings Metrics::CollectHoldings() const {
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+  const Engine& engine = *sources_.engine;
+  Holdings holdings;
+  std::map<const Model*, size_t> places;
+  for (const std::shared_ptr<Model>& model : engine.registry().ListModels("", kAll).items) {
+    holdings.models.push_back({.model = model,
+                               .free_token_count = engine.FreeTokenCount(*model),
+                               .heads = model->audits.Heads()});
+  }
+  std::stable_sort(holdings.models.begin(), holdings.models.end(),
+                   [](const Holdings::OfModel& a, const Holdings::OfModel& b) {
+                     return a.model->create_time < b.model->create_time;
+                   });
+  for (size_t i = 0; i < holdings.models.size(); ++i) places[holdings.models[i].model.get()] = i;
+  for (const auto& sequence : engine.registry().ListSequences(nullptr, "", kAll).items) {
+    const int64_t token_count = sequence->snapshot().token_count;
+    ++holdings.sequence_count;
+    holdings.token_count += token_count;
+    const auto place = places.find(sequence->model.get());
+    if (place == places.end()) continue;
+    ++holdings.models[place->second].sequence_count;
+    holdings.models[place->second].token_count += token_count;
+  }
+  return holdings;
+}
+
+std::vector<MetricFamily> Metrics::Collect() const {
+  const Engine& engine = *sources_.engine;
+  const Holdings holdings = CollectHoldings();
+  const size_t model_count = std::min(holdings.models.size(), kModelCountMax);
+  Families families;
+  AddServer(sources_, families);
+  AddCalls(*sources_.calls, families);
+  AddWork(engine, families);
+  AddMemory(engine, families);
+  AddDevices(engine, families);
+  AddHoldings(engine.rebuild_progress(), holdings, model_count, families);
+  AddAudit(engine, holdings, model_count, families);
+  return families.Take();
+}
+
+}  // namespace spillway

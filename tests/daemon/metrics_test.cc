@@ -1,0 +1,150 @@
+#include "daemon/metrics/metrics.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/metrics/status_json.h"
+#include "nlohmann/json.hpp"
+#include "tests/daemon/engine_fixture.h"
+
+namespace spillway {
+namespace {
+
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+class MetricsTest : public EngineTest {
+ protected:
+  MetricsTest() {
+    calls.Add("/spillway.v1.AttentionService/Attend");
+    calls.Add("/spillway.v1.AdminService/GetStatistics");
+  }
+
+  MetricFamily Family(const std::string& name) const {
+    for (MetricFamily& family : metrics.Collect()) {
+      if (family.name == name) return family;
+    }
+    ADD_FAILURE() << "there is no " << name;
+    return {};
+  }
+  // Of the series without labels.
+  double Value(const std::string& name) const {
+    const MetricFamily family = Family(name);
+    EXPECT_EQ(family.metric.size(), 1);
+    return family.type == MetricType::Counter ? family.metric.at(0).counter.value
+                                              : family.metric.at(0).gauge.value;
+  }
+  void Attend(const std::shared_ptr<Sequence>& sequence) {
+    AttendRequest request;
+    request.items.push_back(Item(sequence));
+    std::optional<absl::StatusOr<AttendOutcome>> result;
+    engine->Attend(std::move(request), Into(&result));
+    device.ReleaseAll();
+    ASSERT_TRUE(result->ok());
+  }
+
+  CallCounters calls;
+  std::string not_ready;
+  Metrics metrics{{.engine = &*engine,
+                   .calls = &calls,
+                   .server =
+                       [] {
+                         return ServerCounts{3, 2, 1};
+                       },
+                   .not_ready = [this] { return not_ready; },
+                   .version = "1.2.3",
+                   .boot_id = "b",
+                   .start_time = absl::FromUnixSeconds(1000)}};
+};
+
+TEST_F(MetricsTest, FamiliesFollowPrometheussNames) {
+  std::set<std::string> names;
+  for (const MetricFamily& family : metrics.Collect()) {
+    EXPECT_TRUE(names.insert(family.name).second) << family.name << " is there twice";
+    EXPECT_THAT(family.name, testing::StartsWith("spillway_"));
+    EXPECT_EQ(family.name.ends_with("_total"), family.type == MetricType::Counter) << family.name;
+    EXPECT_THAT(family.help, testing::EndsWith(".")) << family.name;
+  }
+}
+
+TEST_F(MetricsTest, WhatIsCountedIsTold) {
+  const auto sequence = NewSequence("a");
+  ASSERT_TRUE(Fill(sequence, Rows(0, 40), 0, 40).ok());
+  Attend(sequence);
+  Attend(sequence);
+  EXPECT_EQ(Value("spillway_attends_total"), 2);
+  EXPECT_EQ(Value("spillway_rows_visible_total"), 80);
+  EXPECT_EQ(Value("spillway_rows_appended_total"), 80);
+  EXPECT_EQ(Value("spillway_tokens"), 40);
+  EXPECT_EQ(Value("spillway_sequences"), 1);
+  EXPECT_EQ(Value("spillway_connections"), 3);
+  EXPECT_EQ(Value("spillway_connections_shed_total"), 2);
+  EXPECT_EQ(Value("spillway_log_lines_dropped_total"), 1);
+  EXPECT_EQ(Value("spillway_start_time_seconds"), 1000);
+  EXPECT_EQ(Value("spillway_memory_limit_bytes"), 64 << 20);
+  const auto histogram = Family("spillway_attend_duration_seconds").metric.at(0).histogram;
+  EXPECT_EQ(histogram.sample_count, 2);
+  EXPECT_EQ(histogram.bucket.back().cumulative_count, 2);
+  EXPECT_TRUE(std::isinf(histogram.bucket.back().upper_bound));
+}
+
+TEST_F(MetricsTest, CallsAreToldByMethodAndStatus) {
+  calls.Find("/spillway.v1.AttentionService/Attend")->Note(0, 0.003);
+  calls.Find("/spillway.v1.AttentionService/Attend")->Note(0, 0.004);
+  calls.Find("/spillway.v1.AttentionService/Attend")->Note(5, 0.001);
+  EXPECT_EQ(calls.Find("/somebody.Else/Attend"), nullptr);
+  std::map<std::string, double> counts;
+  for (const auto& metric : Family("spillway_requests_total").metric) {
+    counts[absl::StrCat(metric.label.at(0).value, " ", metric.label.at(1).value)] =
+        metric.counter.value;
+  }
+  // A method that nobody called has no series.
+  EXPECT_THAT(counts, testing::ElementsAre(testing::Pair("AttentionService/Attend NOT_FOUND", 1),
+                                           testing::Pair("AttentionService/Attend OK", 2)));
+  const auto durations = Family("spillway_request_duration_seconds").metric;
+  ASSERT_EQ(durations.size(), 1);
+  EXPECT_EQ(durations.at(0).histogram.sample_count, 3);
+  EXPECT_NEAR(durations.at(0).histogram.sample_sum, 0.008, 1e-12);
+}
+
+TEST_F(MetricsTest, ModelsHaveSeriesUpToABound) {
+  for (int i = 0; i < 40; ++i) {
+    now += absl::Seconds(1);
+    ASSERT_TRUE(engine->CreateModel(absl::StrCat("a", i), model->spec, model->policy).ok());
+  }
+  EXPECT_EQ(Value("spillway_models"), 41);
+  const auto series = Family("spillway_model_tokens").metric;
+  ASSERT_EQ(series.size(), Metrics::kModelCountMax);
+  // The oldest, whatever the others are called.
+  EXPECT_EQ(series.front().label.at(0).value, "m");
+  EXPECT_EQ(series.back().label.at(0).value, "a14");
+}
+
+TEST_F(MetricsTest, ReadinessIsTold) {
+  EXPECT_EQ(Value("spillway_ready"), 1);
+  not_ready = "draining";
+  EXPECT_EQ(Value("spillway_ready"), 0);
+  EXPECT_EQ(nlohmann::json::parse(StatusJson(metrics)).at("not_ready"), "draining");
+}
+
+TEST_F(MetricsTest, AuditsAreToldByLayer) {
+  model->audits.Record(1, 0, 0, 4, 0.1, 20, 3);
+  const MetricFamily checks = Family("spillway_audit_checks_total");
+  ASSERT_EQ(checks.metric.size(), 1);
+  EXPECT_EQ(checks.metric.at(0).counter.value, 20);
+  EXPECT_EQ(checks.metric.at(0).label.at(0).value, "m");
+  EXPECT_EQ(checks.metric.at(0).label.at(1).value, "1");
+  const auto status = nlohmann::json::parse(StatusJson(metrics));
+  const auto& audit = status.at("models").at(0).at("audit");
+  EXPECT_EQ(audit.at("layers"),
+            nlohmann::json::parse(R"([{"layer":1,"checks":20,"violations":3}])"));
+  EXPECT_EQ(audit.at("heads").at(0).at("violations"), 3);
+}
+
+}  // namespace
+}  // namespace spillway

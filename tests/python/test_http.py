@@ -1,0 +1,302 @@
+"""What the daemon serves by HTTP: metrics, health, readiness, and the numbers of its page."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import binary, device_flags, running_daemon
+from grpc_health.v1 import health_pb2
+from helpers import settles
+from spillway import _split
+from spillway._proto import admin_service_pb2, attention_service_pb2
+from spillway_lab import serving
+
+PROMISING = spillway.Policy(dense_token_count=1024)
+ANY_PORT = ("--http-listen", "tcp:127.0.0.1:0")
+
+
+class Answer(NamedTuple):
+    """An answer by HTTP."""
+
+    status: int
+    headers: dict[str, str]
+    body: str
+
+
+class Watched(NamedTuple):
+    """A daemon that is looked at."""
+
+    client: spillway.Client
+    address: str  # of HTTP
+    sequence: spillway.Sequence
+
+
+def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
+    """Asks without a client's ideas of redirects and hosts."""
+    connection = http.client.HTTPConnection(address, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, body)
+
+
+def http_address(log: Path) -> str:
+    """Where a daemon serves HTTP, by its log."""
+    found = re.search(r"serving_http address=(\S+)", log.read_text())
+    assert found, log.read_text()
+    return found[1]
+
+
+def decode(sequence: spillway.Sequence, steps: int) -> None:
+    """Decodes a few tokens with queries that look for some keys."""
+    rng = np.random.default_rng(2)
+    for _ in range(steps):
+        token = 3 * rng.standard_normal((2, 1, 2, 1, 32), dtype=np.float32)
+        with sequence._client.begin_step([sequence], policy=PROMISING) as step:
+            for layer in range(2):
+                q = np.repeat(token[0].transpose(0, 2, 1, 3), 2, axis=2)
+                step.attend(layer, q, token[0], token[1])
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A daemon that has decoded twenty tokens, with an audit of all."""
+    folder = tmp_path_factory.mktemp("watched")
+    audit = ("--audit-share", "1", "--audit-cpu-share", "1")
+    with (
+        running_daemon(folder, *ANY_PORT, *audit) as target,
+        spillway.connect(target) as client,
+    ):
+        model = client.create_model(
+            "seen",
+            layer_count=2,
+            query_head_count=4,
+            kv_head_count=2,
+            head_dim=32,
+            dtype="float32",
+        )
+        sequence = client.create_sequence(model)
+        rows = np.random.default_rng(1).standard_normal((2, 2, 2, 3000, 32), dtype=np.float32)
+        sequence.append(0, 0, 3 * rows[0], rows[1])
+        decode(sequence, 20)
+        assert settles(lambda: client.statistics().audit.check_count > 0)
+        yield Watched(client, http_address(folder / "spillwayd.log"), sequence)
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Series by name and labels."""
+    series = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            series[name] = float(value)
+    return series
+
+
+def families(client: spillway.Client) -> dict[str, Any]:
+    """What GetStatistics says of every metric."""
+    request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
+    response = client._stubs.admin.GetStatistics(request)
+    return {family.name: family for family in response.metrics}
+
+
+def test_metrics_say_what_was_done(watched: Watched) -> None:
+    answer = ask(watched.address, "/metrics")
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    seen = metrics_of(answer.body)
+    # Twenty tokens over two layers, by two KV heads.
+    assert seen["spillway_attends_total"] == 40
+    assert seen['spillway_model_attended_tokens_total{model="seen"}'] == 20
+    assert seen["spillway_rows_appended_total"] == 2 * 2 * 3020
+    assert seen["spillway_rows_visible_total"] == 2 * 2 * sum(range(3001, 3021))
+    assert 0 < seen["spillway_rows_touched_total"] < seen["spillway_rows_visible_total"]
+    assert seen["spillway_attend_duration_seconds_count"] == 40
+    promises = ("exact", "statistical", "none")
+    certificates = [seen[f'spillway_certificates_total{{promise="{p}"}}'] for p in promises]
+    assert sum(certificates) == 4 * 40
+    assert certificates[1] > 0
+    assert seen["spillway_certified_relative_error_count"] >= certificates[1]
+    assert seen["spillway_tokens"] == 3020
+    assert seen["spillway_ready"] == 1
+    assert seen["spillway_connections"] >= 1
+    method = 'method="SequenceService/CreateSequence"'
+    assert seen[f'spillway_requests_total{{{method},status="OK"}}'] == 1
+    assert seen[f"spillway_request_duration_seconds_count{{{method}}}"] == 1
+    checks = [v for k, v in seen.items() if k.startswith("spillway_audit_checks_total{")]
+    assert sum(checks) == watched.client.statistics().audit.check_count
+
+
+def test_a_call_that_fails_is_counted_by_its_status(watched: Watched) -> None:
+    series = 'spillway_requests_total{method="SequenceService/GetSequence",status="NOT_FOUND"}'
+    before = metrics_of(ask(watched.address, "/metrics").body).get(series, 0)
+    with pytest.raises(spillway.NotFound):
+        watched.client.get_sequence("sequences/nobody")
+    assert metrics_of(ask(watched.address, "/metrics").body)[series] == before + 1
+
+
+def test_a_decode_stream_is_counted_when_it_ends(watched: Watched) -> None:
+    series = 'spillway_requests_total{method="AttentionService/Decode",status="OK"}'
+    before = metrics_of(ask(watched.address, "/metrics").body).get(series, 0)
+    target = watched.client.target
+    with spillway.connect(target, native=False) as client, client.decode():
+        pass
+    assert settles(
+        lambda: metrics_of(ask(watched.address, "/metrics").body).get(series, 0) == before + 1
+    )
+
+
+def test_the_api_has_the_same_metrics(watched: Watched) -> None:
+    told = families(watched.client)
+    helps = dict(re.findall(r"# HELP (\S+) (.*)", ask(watched.address, "/metrics").body))
+    assert {name: family.help for name, family in told.items()} == helps
+    (attends,) = told["spillway_attends_total"].metrics
+    assert attends.value == 40
+    (durations,) = told["spillway_attend_duration_seconds"].metrics
+    assert durations.histogram.cumulative_counts[-1] == 40
+    assert durations.histogram.upper_bounds[-1] == float("inf")
+    # Nobody who does not ask pays for them.
+    plain = watched.client._stubs.admin.GetStatistics(admin_service_pb2.GetStatisticsRequest())
+    assert not plain.metrics
+
+
+def test_the_pages_numbers_are_the_daemons(watched: Watched) -> None:
+    answer = ask(watched.address, "/status.json")
+    assert answer.headers["content-type"] == "application/json"
+    status = json.loads(answer.body)
+    info = watched.client.server_info
+    assert (status["version"], status["boot_id"]) == (info.version, info.boot_id)
+    (model,) = status["models"]
+    assert (model["name"], model["tokens"], model["layers"]) == ("seen", 3020, 2)
+    assert model["free_tokens"] == watched.client.statistics().models[0].free_token_count
+    assert model["work"]["attends"] == sum(status["attend"]["counts"]) == 40
+    uses = {use["name"]: use["bytes"] for use in status["memory"]["uses"]}
+    assert 0 < sum(uses.values()) < status["memory"]["limit_bytes"]
+    assert uses["rows and codes"] > 0
+    audited = model["audit"]["layers"]
+    assert sum(x["checks"] for x in audited) == watched.client.statistics().audit.check_count
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/status.css", "/status.js", "/status.svg", "/status.json", "/nothing"]
+)
+def test_answers_tell_browsers_to_trust_nothing_else(watched: Watched, path: str) -> None:
+    answer = ask(watched.address, path, Origin="http://elsewhere.example")
+    assert answer.status == (404 if path == "/nothing" else 200)
+    assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_it_only_reads(watched: Watched, method: str) -> None:
+    answer = ask(watched.address, "/", method)
+    assert answer.status == 405
+    assert answer.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:9464", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:9464", 200),
+        ("elsewhere.example", 421),
+        ("127.0.0.1.elsewhere.example", 421),
+        ("localhost.elsewhere.example:80", 421),
+    ],
+)
+def test_another_sites_name_for_this_machine_is_refused(
+    watched: Watched, host: str, status: int
+) -> None:
+    assert ask(watched.address, "/status.json", Host=host).status == status
+
+
+def test_it_serves_and_is_ready(watched: Watched) -> None:
+    assert ask(watched.address, "/healthz").status == 200
+    ready = ask(watched.address, "/readyz")
+    assert (ready.status, json.loads(ready.body)) == (200, {"ready": True})
+    assert ask(watched.address, "/readyz", "HEAD").status == 200
+    request = health_pb2.HealthCheckRequest(service="readiness")
+    response = watched.client._stubs.health.Check(request)
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@contextmanager
+def ending_daemon(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
+    """A daemon that the test ends; it waits long for running calls."""
+    target, log = f"unix:{folder}/spillwayd.sock", folder / "log"
+    flags = [*device_flags(*ANY_PORT), "--grace", "60"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [binary(), "--listen", target, *flags], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        serving.wait_until_serving(process, target, log, timeout=30)
+        yield process, target, http_address(log)
+    finally:
+        serving.end(process)
+
+
+def test_a_daemon_that_drains_serves_and_is_not_ready(tmp_path: Path) -> None:
+    with ending_daemon(tmp_path) as (process, target, address), spillway.connect(target) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+        )
+        sequence = client.create_sequence(model)
+        sent, done = threading.Event(), threading.Event()
+
+        def requests() -> Iterator[attention_service_pb2.AppendRequest]:
+            request = attention_service_pb2.AppendRequest()
+            rows = np.ones((1, 1, 10, 16), np.float32)
+            _split.fill_chunk(request.chunk, sequence.name, 0, 0, 0, rows, rows)
+            yield request
+            sent.set()
+            done.wait()
+
+        running = client._stubs.attention.Append.future(requests())
+        assert sent.wait(10)
+        assert ask(address, "/readyz").status == 200
+        process.send_signal(signal.SIGTERM)
+        assert settles(lambda: ask(address, "/readyz").status == 503)
+        answer = json.loads(ask(address, "/readyz").body)
+        assert answer == {"ready": False, "reason": "draining: the daemon is about to end"}
+        assert ask(address, "/healthz").status == 200
+        assert metrics_of(ask(address, "/metrics").body)["spillway_ready"] == 0
+        done.set()
+        assert running.result(timeout=10).appended_chunk_count == 1
+        assert process.wait(timeout=30) == 0
+
+
+def start(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs a daemon that cannot start."""
+    return subprocess.run(
+        [binary(), *flags], capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def test_addresses_that_cannot_be_had_are_named(watched: Watched, tmp_path: Path) -> None:
+    flags = ("--listen", f"unix:{tmp_path}/s", "--device", "cpu", "--memory-limit", "256MiB")
+    done = start(*flags, "--http-listen", f"tcp:{watched.address}")
+    assert done.returncode == 1
+    assert f"cannot listen on {watched.address}: Address already in use" in done.stderr
+    done = start(*flags, "--http-listen", "tcp:0.0.0.0:0")
+    assert done.returncode == 1
+    assert "0.0.0.0:0 is not a loopback address" in done.stderr
+    assert "--allow-remote" in done.stderr
+    done = start(*flags, "--http-listen", "localhost")
+    assert done.returncode == 2
+    assert "tcp:host:port" in done.stderr
