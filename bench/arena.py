@@ -6,7 +6,7 @@ to it, and is killed. Where the rows lie in a folder, a second process goes on w
 what it answered before. Kinds take turns, several rounds; medians are printed, with the
 smallest and the largest.
 
-    python bench/arena.py --device cpu --tokens 131072 --folder /dev/shm
+    python bench/arena.py run --device cpu --tokens 131072 --folder /dev/shm
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-def worker(what: str, device: str, memory_limit: str, token_count: int, folder: str = "") -> None:
+def worker(
+    what: str, device: str, memory_limit: str, token_count: int, folder: str = typer.Argument("")
+) -> None:
     """Prints what one process measured, and dies."""
     act = fill if what == "fill" else restore
     print(json.dumps(act(device, memory_limit, folder, token_count)), flush=True)
