@@ -11,13 +11,15 @@ from typing import Any
 import grpc
 import pytest
 import spillway
-from daemon_process import binary, running_daemon
+from daemon_process import binary, on_gpu, running_daemon
 from helpers import refused, settles
 from spillway import Client
 from spillway._proto import model_service_pb2 as models
 from spillway._proto import model_service_pb2_grpc as stubs
 from spillway._proto import tensor_pb2 as tensors
 from spillway_lab import serving
+
+pytestmark = pytest.mark.skipif(on_gpu(), reason="models that take long are the CPU's")
 
 # Half a minute and half a GiB of rotations.
 LONG = models.CreateModelRequest(
