@@ -92,6 +92,53 @@ def test_status_on_a_terminal_is_a_table(target: str, model: spillway.Model) -> 
     assert row.split()[:3] == [model_id, "0", "0"]
 
 
+def test_top_once_is_of_one_second(target: str, model: spillway.Model) -> None:
+    shown = run(target, "top", "--once").stdout
+    assert shown.startswith("spillwayd ")
+    assert ", ready, up " in shown.splitlines()[0]
+    (row,) = [x for x in shown.splitlines() if model.name.removeprefix("models/") in x]
+    assert row.split()[1:3] == ["0", "0"]
+    assert row.split()[-1] == "0"
+    assert columns(shown) <= 120
+    top = run_json(target, "top", "--once")
+    assert 0.9 < top["seconds"] < 10
+    (ours,) = [x for x in top["models"] if x["model"] == model.name.removeprefix("models/")]
+    assert (ours["token_count"], ours["tokens_per_second"]) == (0, 0)
+    assert ours["free_token_count"] > 0
+    assert set(top["memory_bytes"]) >= {"pages", "messages"}
+
+
+@pytest.mark.parametrize("command", [("top",), ("status", "--watch")], ids=str)
+def test_what_is_watched_comes_again_until_it_is_stopped(
+    target: str, command: tuple[str, ...]
+) -> None:
+    process = subprocess.Popen(
+        [BINARY, "--target", target, *command], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    heads = 0
+    while heads < 2:
+        line = process.stdout.readline()
+        assert line, "it has ended"
+        assert "\x1b" not in line  # nobody sees it
+        heads += line.startswith("spillwayd ")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    # That is how it ends.
+    assert process.returncode == 0
+
+
+def test_the_doctor_needs_no_daemon(target: str, tmp_path: Path) -> None:
+    found = {x["what"]: x for x in run_json(target, "doctor")["findings"]}
+    assert found["daemon"]["ok"]
+    assert found["memory"]["found"].endswith("GiB")
+    assert {"huge pages", "NUMA", "locked memory", "open files", "memory"} <= set(found)
+    done = run(f"unix:{tmp_path}/none.sock", "doctor")
+    assert done.returncode == 0
+    assert "WARN  daemon         none at" in done.stdout
+    assert all(line[:4] in ("OK  ", "WARN", "    ") for line in done.stdout.splitlines())
+
+
 def test_a_pipe_gets_what_a_terminal_gets(target: str, model: spillway.Model) -> None:
     assert run(target, "models").stdout == run_on_terminal(target, "models")
     assert run(target, "models", "--format", "table").stdout == run(target, "models").stdout

@@ -23,6 +23,7 @@ from spillway import _split
 from spillway._proto import admin_service_pb2, attention_service_pb2
 from spillway_lab import serving
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMISING = spillway.Policy(dense_token_count=1024)
 ANY_PORT = ("--http-listen", "tcp:127.0.0.1:0")
 
@@ -171,6 +172,23 @@ def test_the_api_has_the_same_metrics(watched: Watched) -> None:
     # Nobody who does not ask pays for them.
     plain = watched.client._stubs.admin.GetStatistics(admin_service_pb2.GetStatisticsRequest())
     assert not plain.metrics
+
+
+@pytest.mark.parametrize("name", ["grafana.json", "alerts.yml"])
+def test_dashboard_and_alerts_ask_for_what_there_is(watched: Watched, name: str) -> None:
+    text = (ROOT / "docs" / "operations" / name).read_text()
+    if name.endswith(".json"):
+        panels = json.loads(text)["panels"]
+        text = "\n".join(target["expr"] for panel in panels for target in panel["targets"])
+    types = dict(re.findall(r"# TYPE (\S+) (\S+)", ask(watched.address, "/metrics").body))
+    asked = set(re.findall(r"\bspillway_[a-z_]+", text))
+    assert len(asked) > 10
+    for metric in asked:
+        assert types.get(metric.removesuffix("_bucket")) is not None, metric
+        assert metric.endswith("_bucket") == (types[metric.removesuffix("_bucket")] == "histogram")
+    # What only rises is asked for its rise.
+    for function, metric in re.findall(r"(\w*)\(?\b(spillway_[a-z_]+)", text):
+        assert (function in ("rate", "increase")) == (types.get(metric) != "gauge"), metric
 
 
 def test_the_pages_numbers_are_the_daemons(watched: Watched) -> None:

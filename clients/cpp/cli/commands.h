@@ -18,11 +18,20 @@ struct Output {
   std::ostream& out;
   // One JSON document instead of text for people.
   bool json = false;
+  // Whether a terminal shows it.
+  bool terminal = false;
 };
 
 // Version, devices, memory, and per model what it holds and how many tokens
-// still fit.
-absl::Status Status(Client& client, const CallOptions& call, const Output& output);
+// still fit. watch: anew each second, until it is stopped.
+absl::Status Status(Client& client, bool watch, const CallOptions& call, const Output& output);
+
+// Tokens a second, latencies, memory and models, of the second before, over and over until it is
+// stopped, or once.
+absl::Status Top(Client& client, bool once, const CallOptions& call, const Output& output);
+
+// What of this machine would slow the daemon down or end it, a line each; without a daemon, too.
+void Doctor(const std::string& target, const Output& output);
 
 // Every model's shape, and bytes per token.
 absl::Status Models(Client& client, const CallOptions& call, const Output& output);

@@ -1,4 +1,6 @@
 // spillway: asks a daemon how it does, and times it.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <iostream>
@@ -65,6 +67,8 @@ int Main(int argc, char** argv) {
   app.fallthrough();
 
   CLI::App* status = app.add_subcommand("status", "the daemon, its memory, its models");
+  bool watch = false;
+  status->add_flag("--watch", watch, "again each second, until it is stopped");
   std::vector<std::string> names;
   const auto add_deletion = [&names](CLI::App* list, const std::string& what) {
     CLI::App* deletion = list->add_subcommand("delete", "delete " + what + " by name or id");
@@ -81,6 +85,11 @@ int Main(int argc, char** argv) {
       app.add_subcommand("attend-bench", "time attends over a temporary random sequence");
   BenchOptions bench_options;
   AddBenchOptions(*bench, bench_options);
+  CLI::App* top = app.add_subcommand("top", "tokens a second, latencies and memory, live");
+  bool once = false;
+  top->add_flag("--once", once, "once, of one second, for scripts");
+  CLI::App* doctor =
+      app.add_subcommand("doctor", "what of this machine would slow the daemon down");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -96,6 +105,13 @@ int Main(int argc, char** argv) {
     if (!result.ok()) PrintError(result);
     return code;
   };
+  const CallOptions call{.stop = interrupt.token()};
+  const Output output{
+      .out = std::cout, .json = format == "json", .terminal = isatty(STDOUT_FILENO) == 1};
+  if (doctor->parsed()) {
+    Doctor(target, output);
+    return finish(absl::OkStatus(), kOk);
+  }
   const ClientOptions options{.call_timeout = absl::Seconds(timeout_s), .access = access};
   absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(target, options);
   if (!client.ok()) {
@@ -104,10 +120,9 @@ int Main(int argc, char** argv) {
     const bool reached = absl::IsFailedPrecondition(why) || absl::IsUnauthenticated(why);
     return finish(why, reached ? kFailed : kUnreachable);
   }
-  const CallOptions call{.stop = interrupt.token()};
-  const Output output{.out = std::cout, .json = format == "json"};
   absl::Status result;
-  if (status->parsed()) result = Status(**client, call, output);
+  if (status->parsed()) result = Status(**client, watch, call, output);
+  if (top->parsed()) result = Top(**client, once, call, output);
   std::vector<absl::Status> failures;
   if (delete_models->parsed()) {
     failures = DeleteModels(**client, names, call, output);

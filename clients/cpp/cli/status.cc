@@ -4,6 +4,7 @@
 #include "cli/commands.h"
 #include "cli/json.h"
 #include "cli/output.h"
+#include "cli/watch.h"
 #include "host/base/status_macros.h"
 
 namespace spillway::cli {
@@ -139,7 +140,12 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
 
 }  // namespace
 
-absl::Status Status(Client& client, const CallOptions& call, const Output& output) {
+absl::Status Status(Client& client, bool watch, const CallOptions& call, const Output& output) {
+  if (watch) {
+    return Watch(output.out, output.terminal && !output.json, call.stop, [&](std::ostream& out) {
+      return Status(client, false, call, {.out = out, .json = output.json});
+    });
+  }
   ASSIGN_OR_RETURN(const v1::GetStatisticsResponse statistics, client.GetStatistics("", call));
   if (output.json) {
     output.out << StatusJson(client.server_info(), statistics).dump(2) << '\n';

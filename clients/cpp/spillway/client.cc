@@ -103,6 +103,18 @@ absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(const std::strin
   return all;
 }
 
+absl::StatusOr<std::vector<v1::MetricFamily>> Client::GetMetrics(const CallOptions& options) {
+  v1::GetStatisticsRequest request;
+  request.set_page_size(1);  // of models, which nobody looks at
+  request.set_include_metrics(true);
+  auto response = Call(*admin_, &v1::AdminService::Stub::GetStatistics, request,
+                       options_.call_timeout, options);
+  if (!response.ok()) return response.status();
+  return std::vector<v1::MetricFamily>(
+      std::make_move_iterator(response->mutable_metrics()->begin()),
+      std::make_move_iterator(response->mutable_metrics()->end()));
+}
+
 absl::StatusOr<v1::Model> Client::CreateModel(const std::string& id, const v1::Model& model,
                                               const CallOptions& options) {
   v1::CreateModelRequest request;

@@ -85,6 +85,9 @@ class Client {
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(const std::string& model = "",
                                                           const CallOptions& options = {});
 
+  // Everything that the daemon counts and measures.
+  absl::StatusOr<std::vector<v1::MetricFamily>> GetMetrics(const CallOptions& options = {});
+
   // --- Models. Names are models/{id}.
 
   // `id` may be empty: the daemon then chooses. Returns the model as created.
