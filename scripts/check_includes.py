@@ -45,6 +45,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "gpu/methods": (*HOST, "host/methods", "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/store": HOST,
+    "daemon/access": ("host/base", "daemon/config/config.h", "daemon/engine"),
     "daemon/engine": (*HOST, "daemon/store"),
     "daemon/snapshot": (*HOST, "daemon/engine"),
     "daemon/metrics": (*HOST, "daemon/engine"),
@@ -53,6 +54,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "daemon/doorbell": (*HOST, "host/ipc", "daemon/engine", "daemon/convert"),
     "daemon/services": (
         *HOST,
+        "daemon/access/token_table.h",
         "daemon/engine",
         "daemon/convert",
         "daemon/doorbell/doorbell_server.h",

@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "daemon/config/socket_path.h"
 #include "host/base/status_macros.h"
 #include "toml.hpp"
 
@@ -31,6 +32,7 @@ struct Setting {
   bool quoted;
   std::function<absl::Status(Config&, const std::string&)> set;
   std::function<std::string(const Config&)> get;
+  bool is_flag = false;  // on the command line it has no value
 };
 
 absl::Status Refuse(const std::string& text, const std::string& wanted) {
@@ -97,6 +99,19 @@ Setting BytesOrZero(const char* key, const char* flag, const char* help, int64_t
           [field](const Config& config) {
             return config.*field == 0 ? "0" : FormatBytes(config.*field);
           }};
+}
+
+Setting Flag(const char* key, const char* flag, const char* help, bool Config::*field) {
+  return {key,
+          flag,
+          help,
+          false,
+          [field](Config& config, const std::string& text) {
+            return absl::SimpleAtob(text, &(config.*field)) ? absl::OkStatus()
+                                                            : Refuse(text, "a boolean");
+          },
+          [field](const Config& config) { return config.*field ? "true" : "false"; },
+          /*is_flag=*/true};
 }
 
 Setting Path(const char* key, const char* flag, const char* help, std::string Config::*field) {
@@ -180,12 +195,8 @@ const std::vector<Setting>& Settings() {
          return absl::OkStatus();
        },
        [](const Config& config) { return config.socket_group; }},
-      {"server.allow_remote", "--allow-remote", "let a TCP address be other than loopback", false,
-       [](Config& config, const std::string& text) {
-         if (!absl::SimpleAtob(text, &config.allow_remote)) return Refuse(text, "a boolean");
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.allow_remote ? "true" : "false"; }},
+      Flag("server.allow_remote", "--allow-remote", "let a TCP address be other than loopback",
+           &Config::allow_remote),
       Seconds("server.grace_seconds", "--grace", "seconds that a stop waits for running calls",
               &Config::grace_seconds, 86400),
       Integer("server.connection_count_max", "--connection-count-max",
@@ -210,6 +221,13 @@ const std::vector<Setting>& Settings() {
            "PEM file with the authorities of clients' certificates, which clients need then; "
            "empty: they need none",
            &Config::tls_client_ca),
+      Path("auth.tokens_file", "--tokens-file",
+           "TOML file of the tokens that calls need, each with a namespace and quotas of its own "
+           "(spillway tokens new); empty: they need none",
+           &Config::tokens_file),
+      Flag("auth.allow_plaintext", "--allow-plaintext-tokens",
+           "let tokens pass without TLS on a TCP address other than loopback",
+           &Config::allow_plaintext_tokens),
       {"http.listen", "--http-listen",
        "tcp:host:port of the status page, /metrics and /readyz, such as tcp:127.0.0.1:9464; empty: "
        "none",
@@ -370,6 +388,8 @@ constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"tls.certificate", kListensNowhere},
     {"tls.key", kListensNowhere},
     {"tls.client_ca", kListensNowhere},
+    {"auth.tokens_file", kListensNowhere},
+    {"auth.allow_plaintext", kListensNowhere},
     {"server.grace_seconds", kListensNowhere},
     {"server.connection_count_max", kListensNowhere},
     {"server.stream_count_max", kListensNowhere},
@@ -407,6 +427,18 @@ absl::Status CheckTls(const Config& config) {
   return absl::InvalidArgumentError(
       absl::StrCat("tls.certificate (--tls-certificate) is set and --listen (server.listen) is ",
                    config.listen, ": TLS is for a TCP address; leave it out"));
+}
+
+absl::Status CheckTokens(const Config& config) {
+  if (config.tokens_file.empty() || !config.listen.starts_with("tcp:") ||
+      !config.tls_certificate.empty() || config.allow_plaintext_tokens ||
+      IsLoopback(config.listen.substr(4))) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "auth.tokens_file (--tokens-file) is set and --listen (server.listen) is ", config.listen,
+      " without TLS: whoever is on the way would read the tokens; set tls.certificate, or "
+      "auth.allow_plaintext (--allow-plaintext-tokens)"));
 }
 
 absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
@@ -474,7 +506,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     const auto take = [&flags, key = std::string(setting.key)](const std::string& text) {
       flags[key] = text;
     };
-    if (setting.key == std::string("server.allow_remote")) {
+    if (setting.is_flag) {
       app.add_flag_function(
           setting.flag, [take](int64_t count) { take(count > 0 ? "true" : "false"); },
           setting.help);
@@ -505,6 +537,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
   RETURN_IF_ERROR(CheckMps(line.config));
   RETURN_IF_ERROR(CheckSocketGroup(line.config));
   RETURN_IF_ERROR(CheckTls(line.config));
+  RETURN_IF_ERROR(CheckTokens(line.config));
   return line;
 }
 

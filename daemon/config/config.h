@@ -39,6 +39,10 @@ struct Config {
   std::string tls_certificate;
   std::string tls_key;
   std::string tls_client_ca;
+  // Of the tokens that calls need (daemon/access/token_file.h); empty: they need none.
+  std::string tokens_file;
+  // Whether tokens may be asked for in plain text on a TCP address other than loopback.
+  bool allow_plaintext_tokens = false;
   // tcp:host:port of the status page and of metrics (port 0: any that is free); empty: none.
   std::string http_listen;
   // Everything the daemon may hold; by default three quarters of the machine's
@@ -107,7 +111,7 @@ struct CommandLine {
 // in the file, values that do not parse and values out of range, among them a
 // memory limit above what the machine has, are INVALID_ARGUMENT that names
 // them; so is MPS that is asked for on the CPU, a group for a TCP address, TLS for a unix socket,
-// and a certificate without its key.
+// a certificate without its key, and tokens in plain text beyond loopback that are not allowed.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version);
 

@@ -41,7 +41,7 @@ absl::Status CheckDType(DType dtype, const ModelSpec& spec, const std::string& f
 // itself; v must have the same.
 template <typename Rows>
 absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
-                                    const ModelSpec& spec, const RegionTable& regions,
+                                    const ModelSpec& spec, const CallerRegions& regions,
                                     const std::string& path, TensorMemory tensor_memory) {
   Chunk out;
   int on_gpu = 0;
@@ -115,7 +115,7 @@ absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
 }
 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
-                                     const RegionTable& regions) {
+                                     const CallerRegions& regions) {
   absl::StatusOr<Chunk> out =
       RowsFromProto(chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions,
                     "chunk.", TensorMemory::kAny);
@@ -136,7 +136,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
 }
 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
-                                     const RegionTable& regions) {
+                                     const CallerRegions& regions) {
   absl::StatusOr<Chunk> out = RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim},
                                             spec, regions, "append.", TensorMemory::kCopied);
   if (!out.ok()) return out;
@@ -152,7 +152,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
 }
 
 template <typename Item>
-absl::Status QueryFromProto(const Item& item, const RegionTable& regions, const std::string& path,
+absl::Status QueryFromProto(const Item& item, const CallerRegions& regions, const std::string& path,
                             AttendItem& out) {
   const Sequence& sequence = *out.sequence;
   const ModelSpec& spec = sequence.model->spec;
@@ -191,15 +191,16 @@ absl::Status QueryFromProto(const Item& item, const RegionTable& regions, const 
   return CheckFinite(attend, spec, path + "q");
 }
 
-template absl::Status QueryFromProto(const v1::AttendItem& item, const RegionTable& regions,
+template absl::Status QueryFromProto(const v1::AttendItem& item, const CallerRegions& regions,
                                      const std::string& path, AttendItem& out);
-template absl::Status QueryFromProto(const v1::DecodeRequest& request, const RegionTable& regions,
+template absl::Status QueryFromProto(const v1::DecodeRequest& request, const CallerRegions& regions,
                                      const std::string& path, AttendItem& out);
 
 template <typename Item>
 absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dtype,
                                              const AttendQuery& attend, const ModelSpec& spec,
-                                             const RegionTable& regions, const std::string& path) {
+                                             const CallerRegions& regions,
+                                             const std::string& path) {
   ResultPlaces places;
   ASSIGN_OR_RETURN(places.out_dtype, OutDType(out_dtype, attend.q_dtype));
   const int64_t heads = attend.query_count * spec.query_head_count;
@@ -216,10 +217,10 @@ absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dty
 
 template absl::StatusOr<ResultPlaces> PlacesFromProto(
     const v1::AttendItem& item, v1::DType out_dtype, const AttendQuery& attend,
-    const ModelSpec& spec, const RegionTable& regions, const std::string& path);
+    const ModelSpec& spec, const CallerRegions& regions, const std::string& path);
 template absl::StatusOr<ResultPlaces> PlacesFromProto(
     const v1::DecodeRequest& request, v1::DType out_dtype, const AttendQuery& attend,
-    const ModelSpec& spec, const RegionTable& regions, const std::string& path);
+    const ModelSpec& spec, const CallerRegions& regions, const std::string& path);
 
 absl::Status CheckSelectable(const AttendQuery& attend) {
   if (attend.query_count != 1) {

@@ -20,15 +20,15 @@ inline constexpr int kQueryCountMax = 1024;
 // messages' bytes, or keep what else they point to.
 absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
-                                     const RegionTable& regions);
+                                     const CallerRegions& regions);
 // REQUIRES: CheckLayer(layer).
 absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
-                                     const RegionTable& regions);
+                                     const CallerRegions& regions);
 // The queries of an AttendItem or a DecodeRequest: everything but the
 // sequence's name. path: of the item in its request, "items[2].".
 // REQUIRES: out.sequence.
 template <typename Item>
-absl::Status QueryFromProto(const Item& item, const RegionTable& regions, const std::string& path,
+absl::Status QueryFromProto(const Item& item, const CallerRegions& regions, const std::string& path,
                             AttendItem& out);
 // What Select and FetchPages ask of their item, whose rows all query heads
 // share: one query, and a tail of one weight a row.
@@ -45,7 +45,7 @@ struct ResultPlaces {
 template <typename Item>
 absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dtype,
                                              const AttendQuery& attend, const ModelSpec& spec,
-                                             const RegionTable& regions, const std::string& path);
+                                             const CallerRegions& regions, const std::string& path);
 
 // Most bytes of an answer to an attend, beside the message's own frame.
 int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const ResultPlaces& places);

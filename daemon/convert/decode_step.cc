@@ -14,13 +14,15 @@ namespace spillway {
 
 namespace {
 
-absl::StatusOr<std::vector<Step::Part>> PartsFromProto(Engine& engine, const v1::DecodeStep& step) {
+absl::StatusOr<std::vector<Step::Part>> PartsFromProto(Engine& engine, const Caller& caller,
+                                                       const v1::DecodeStep& step) {
   std::vector<Step::Part> parts;
   for (int i = 0; i < step.parts_size() && i <= kAttendItemCountMax; ++i) {
     const std::string path = absl::StrCat("parts[", i, "].");
     const v1::DecodeStep::Part& named = step.parts(i);
     Step::Part& part = parts.emplace_back();
-    ASSIGN_OR_RETURN(part.sequence, FindSequence(engine, named.sequence(), path + "sequence"));
+    ASSIGN_OR_RETURN(part.sequence,
+                     FindSequence(engine, caller, named.sequence(), path + "sequence"));
     part.start = named.token_start();
     part.generation = named.generation();
     part.policy = part.sequence->policy;
@@ -43,15 +45,17 @@ absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description) {
   return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
 }
 
-absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step) {
-  ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, step));
+absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const Caller& caller,
+                                                    const v1::DecodeStep& step) {
+  ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, caller, step));
   return Step::Create(&engine, std::move(parts), step.token_count());
 }
 
 absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,
+                                                                const Caller& caller,
                                                                 const v1::DecodeStep& step,
                                                                 int64_t token_count_max) {
-  ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, step));
+  ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, caller, step));
   return StreamDecoder::Create(&engine, std::move(parts), step.token_count(), token_count_max);
 }
 

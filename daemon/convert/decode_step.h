@@ -5,6 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/convert/status.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
 #include "spillway/v1/attention_service.pb.h"
@@ -16,10 +17,12 @@ absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description);
 
 // A step as a client describes it. INVALID_ARGUMENT names the field, NOT_FOUND
 // the sequence.
-absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const v1::DecodeStep& step);
+absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const Caller& caller,
+                                                    const v1::DecodeStep& step);
 
 // A decoder of the sequences that are described, token by token.
 absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,
+                                                                const Caller& caller,
                                                                 const v1::DecodeStep& step,
                                                                 int64_t token_count_max);
 

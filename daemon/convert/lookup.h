@@ -4,25 +4,30 @@
 #include <string>
 
 #include "daemon/convert/names.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/engine.h"
 
 namespace spillway {
 
-// INVALID_ARGUMENT for what is no name, NOT_FOUND for a name of nothing.
-inline absl::StatusOr<std::shared_ptr<Model>> FindModel(const Engine& engine,
+// What a caller calls so. INVALID_ARGUMENT for what is no name, NOT_FOUND for a name of nothing,
+// or of another's; UNAUTHENTICATED once the caller's token is good no more.
+inline absl::StatusOr<std::shared_ptr<Model>> FindModel(const Engine& engine, const Caller& caller,
                                                         const std::string& name,
                                                         const std::string& field) {
+  if (absl::Status status = caller.Check(); !status.ok()) return status;
   const absl::StatusOr<std::string> id = ParseName(name, "models", field);
   if (!id.ok()) return id.status();
-  return engine.registry().FindModel(*id);
+  return engine.registry().FindModel(caller.IdOf(*id));
 }
 
 inline absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(const Engine& engine,
+                                                              const Caller& caller,
                                                               const std::string& name,
                                                               const std::string& field) {
+  if (absl::Status status = caller.Check(); !status.ok()) return status;
   const absl::StatusOr<std::string> id = ParseName(name, "sequences", field);
   if (!id.ok()) return id.status();
-  return engine.registry().FindSequence(*id);
+  return engine.registry().FindSequence(caller.IdOf(*id));
 }
 
 }  // namespace spillway

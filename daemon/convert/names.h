@@ -8,7 +8,7 @@
 
 namespace spillway {
 
-// The id in a resource name "{collection}/{id}". INVALID_ARGUMENT names the
+// The client's id in a resource name "{collection}/{id}". INVALID_ARGUMENT names the
 // field.
 absl::StatusOr<std::string> ParseName(std::string_view name, std::string_view collection,
                                       const std::string& field);

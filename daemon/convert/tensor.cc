@@ -64,7 +64,7 @@ absl::Status CheckData(const v1::Tensor& tensor, int64_t bytes, const std::strin
 }
 
 absl::StatusOr<std::shared_ptr<const Region>> RegionOf(const v1::RegionSlice& slice,
-                                                       const RegionTable& regions,
+                                                       const CallerRegions& regions,
                                                        const std::string& field,
                                                        TensorMemory memory) {
   const absl::StatusOr<std::string> id = ParseName(slice.region(), "regions", field + ".region");
@@ -146,7 +146,7 @@ bool DenseStrides(std::span<const int64_t> shape, int64_t element_bytes,
 }  // namespace
 
 absl::StatusOr<TensorTarget> TargetOf(const v1::RegionSlice& slice, std::span<const int64_t> shape,
-                                      DType dtype, const RegionTable& regions,
+                                      DType dtype, const CallerRegions& regions,
                                       const std::string& field, TensorMemory memory) {
   const int64_t element_bytes = DTypeBytes(dtype);
   TensorTarget target;
@@ -192,7 +192,7 @@ v1::DType ToProto(DType dtype) {
 
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
-                                      const RegionTable& regions, const std::string& field,
+                                      const CallerRegions& regions, const std::string& field,
                                       TensorMemory memory) {
   const absl::StatusOr<Checked> checked = CheckShape(tensor, shape, field);
   if (!checked.ok()) return checked.status();
@@ -246,7 +246,7 @@ absl::StatusOr<std::shared_ptr<const std::byte[]>> CopyOf(const TensorView& view
 }
 
 absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t count, DType dtype,
-                                        const RegionTable& regions, const std::string& field) {
+                                        const CallerRegions& regions, const std::string& field) {
   if (slice.strides_size() != 0) {
     return InvalidField(field + ".strides", "a result is written in C order");
   }

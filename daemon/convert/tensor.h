@@ -42,7 +42,7 @@ struct TensorView {
 enum class TensorMemory { kCopied, kAny };
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
-                                      const RegionTable& regions, const std::string& field,
+                                      const CallerRegions& regions, const std::string& field,
                                       TensorMemory memory = TensorMemory::kCopied);
 inline const std::byte* BytesOf(const v1::Tensor& tensor) {
   return reinterpret_cast<const std::byte*>(tensor.data().data());
@@ -61,7 +61,7 @@ struct TensorTarget {
 };
 // shape: 1 to 4 dimensions, which may be 0. INVALID_ARGUMENT or NOT_FOUND naming `field`.
 absl::StatusOr<TensorTarget> TargetOf(const v1::RegionSlice& slice, std::span<const int64_t> shape,
-                                      DType dtype, const RegionTable& regions,
+                                      DType dtype, const CallerRegions& regions,
                                       const std::string& field, TensorMemory memory);
 
 // Where a result shall be written: elements of a region, in C order.
@@ -71,7 +71,7 @@ struct TensorPlace {
 };
 // INVALID_ARGUMENT or NOT_FOUND naming `field`.
 absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t count, DType dtype,
-                                        const RegionTable& regions, const std::string& field);
+                                        const CallerRegions& regions, const std::string& field);
 
 // A tensor of values, rounded to nearest even where dtype is narrower.
 void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,

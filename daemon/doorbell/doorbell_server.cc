@@ -46,8 +46,9 @@ absl::StatusOr<DType> DTypeOf(uint32_t number, const char* field) {
 // copied before it is looked at.
 class DoorbellServer::Line {
  public:
-  Line(const DoorbellServer& server, std::shared_ptr<Region> region)
+  Line(const DoorbellServer& server, Caller caller, std::shared_ptr<Region> region)
       : server_(server),
+        caller_(std::move(caller)),
         region_(std::move(region)),
         memory_(*reinterpret_cast<DoorbellMemory*>(region_->bytes.data())),
         data_(region_->bytes.subspan(DoorbellMemory::kDataOffset)),
@@ -108,6 +109,7 @@ class DoorbellServer::Line {
 
   absl::Status Serve(const DoorbellCall& call, DoorbellAnswer& answer) {
     if (server_.draining_) return absl::UnavailableError("the daemon is shutting down");
+    RETURN_IF_ERROR(caller_.Check());
     switch (call.kind) {
       case DoorbellCallKind::kBegin:
         return Begin(call, answer.shape);
@@ -189,7 +191,7 @@ class DoorbellServer::Line {
     step_.reset();
     CloseDecoder();
     ASSIGN_OR_RETURN(const v1::DecodeStep message, DescriptionOf(call));
-    ASSIGN_OR_RETURN(step_, StepFromProto(*server_.engine_, message));
+    ASSIGN_OR_RETURN(step_, StepFromProto(*server_.engine_, caller_, message));
     shape = shape_ = ShapeOf(*step_);
     return absl::OkStatus();
   }
@@ -199,7 +201,7 @@ class DoorbellServer::Line {
     CloseDecoder();
     ASSIGN_OR_RETURN(const v1::DecodeStep message, DescriptionOf(call));
     ASSIGN_OR_RETURN(std::unique_ptr<StreamDecoder> decoder,
-                     DecoderFromProto(*server_.engine_, message, call.offset));
+                     DecoderFromProto(*server_.engine_, caller_, message, call.offset));
     const StepShape shape = ShapeOf(*decoder);
     const StepLayout layout = LargestLayout(shape, decoder->model().spec.dtype);
     ASSIGN_OR_RETURN(exchange_, decoder->home().OpenExchange(layout.byte_count, layout.out_offset));
@@ -303,6 +305,7 @@ class DoorbellServer::Line {
   }
 
   const DoorbellServer& server_;
+  const Caller caller_;
   std::shared_ptr<Region> region_;
   DoorbellMemory& memory_;
   const std::span<std::byte> data_;
@@ -323,7 +326,8 @@ class DoorbellServer::Line {
 
 DoorbellServer::~DoorbellServer() = default;
 
-absl::StatusOr<std::shared_ptr<Region>> DoorbellServer::Attach(const std::string& session,
+absl::StatusOr<std::shared_ptr<Region>> DoorbellServer::Attach(const Caller& caller,
+                                                               const std::string& session,
                                                                int64_t data_bytes) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() - DoorbellMemory::kDataOffset;
   if (data_bytes < 0 || data_bytes > kMost) {
@@ -347,12 +351,13 @@ absl::StatusOr<std::shared_ptr<Region>> DoorbellServer::Attach(const std::string
   }
   const int64_t bytes =
       DoorbellMemory::kDataOffset + std::max(data_bytes, DoorbellMemory::kDataBytesMin);
-  return regions_->Attach(session, bytes, [this](const std::shared_ptr<Region>& region) {
-    auto line = std::make_shared<Line>(*this, region);
-    region->detached = [line, region] { line->Close(*region); };
-    const MutexLock lock(mutex_);
-    lines_.push_back(std::move(line));
-  });
+  return regions_->Attach(caller, session, bytes,
+                          [this, &caller](const std::shared_ptr<Region>& region) {
+                            auto line = std::make_shared<Line>(*this, caller, region);
+                            region->detached = [line, region] { line->Close(*region); };
+                            const MutexLock lock(mutex_);
+                            lines_.push_back(std::move(line));
+                          });
 }
 
 }  // namespace spillway

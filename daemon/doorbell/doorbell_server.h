@@ -31,11 +31,12 @@ class DoorbellServer {
   DoorbellServer(const DoorbellServer&) = delete;
   DoorbellServer& operator=(const DoorbellServer&) = delete;
 
-  // A new region with a doorbell, that is answered until the region is detached.
+  // A new region with a doorbell, that is answered until the region is detached. Who rings is
+  // the caller.
   // data_bytes: what tensors may take; raised to what every doorbell has. Errors as of
   // RegionTable::Attach, and RESOURCE_EXHAUSTED, reason DOORBELL_COUNT_EXHAUSTED.
-  absl::StatusOr<std::shared_ptr<Region>> Attach(const std::string& session, int64_t data_bytes)
-      ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::StatusOr<std::shared_ptr<Region>> Attach(const Caller& caller, const std::string& session,
+                                                 int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // From now on calls are answered with UNAVAILABLE; those that are being answered go
   // on.

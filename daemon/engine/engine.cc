@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/attend_sums.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/errors.h"
 #include "daemon/engine/rebuild_operation.h"
 #include "daemon/engine/sha256.h"
@@ -134,7 +135,8 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string
                           absl::StrCat(model->name, " awaits the upload of its hash weights")),
                       "MODEL_NOT_READY", {{"name", model->name}});
   }
-  auto sequence = std::make_shared<Sequence>(id, model, policy, ttl, options_.clock());
+  auto sequence = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), policy, ttl,
+                                             options_.clock());
   RETURN_IF_ERROR(sequence->ReserveTables(*budget_));
   ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
   sequence->rows.reserve(model->spec.layer_count);
@@ -208,11 +210,13 @@ void Engine::Release(HoldOperation& hold) {
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, const std::string& id) {
   const std::shared_ptr<Model>& model = source.model;
   const int64_t length = source.token_count();
-  auto copy = std::make_shared<Sequence>(id, model, source.policy, source.ttl, options_.clock());
+  auto copy = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
+                                         source.ttl, options_.clock());
   ASSIGN_OR_RETURN(copy->device, device_->ForkSequence(*model->device(), *source.device, length));
   copy->rows.reserve(source.rows.size());
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
   RETURN_IF_ERROR(copy->ReserveTables(*budget_));
+  RETURN_IF_ERROR(copy->Charge());
   RETURN_IF_ERROR(Record(*copy));
   copy->Publish();
   RETURN_IF_ERROR(registry_.AddSequence(copy));
@@ -318,6 +322,7 @@ absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> laye
                                     sequence.rows[layers[i]].token_count(), count);
   }
   if (status.ok()) status = sequence.ReserveTables(*budget_);
+  if (status.ok()) status = sequence.Charge();
   if (status.ok()) return status;
   int64_t longest = 0;
   for (size_t i = 0; i < prepared; ++i) sequence.rows[layers[i]].Rollback();

@@ -11,6 +11,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/account.h"
 #include "daemon/engine/auditor.h"
 #include "daemon/engine/device_watch.h"
 #include "daemon/engine/engine_counters.h"
@@ -98,6 +99,8 @@ class Engine {
   const MemoryBudget& budget() const { return *budget_; }
   Registry& registry() { return registry_; }
   const Registry& registry() const { return registry_; }
+  // By the namespace of ids.
+  AccountTable& accounts() { return accounts_; }
   const WorkCounters& work() const { return work_; }
   const EngineCounters& counters() const { return counters_; }
   const DeviceWatch& device_watch() const { return device_watch_; }
@@ -207,6 +210,7 @@ class Engine {
   WorkCounters work_;
   EngineCounters counters_;
   DeviceWatch device_watch_;
+  AccountTable accounts_;
   Registry registry_;
   const std::unique_ptr<Rebuilder> rebuilder_;
 };

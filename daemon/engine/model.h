@@ -7,6 +7,7 @@
 
 #include "absl/time/time.h"
 #include "daemon/engine/audit_table.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/work_counters.h"
 #include "host/device/device.h"
 #include "host/memory/memory_budget.h"
@@ -22,15 +23,15 @@ class Model {
   Model(std::string id, const ModelSpec& spec, const Policy& policy, Arena* arena,
         absl::Time create_time)
       : id(std::move(id)),
-        name("models/" + this->id),
+        name("models/" + std::string(ClientIdOf(this->id))),
         spec(spec),
         policy(policy),
         create_time(create_time),
         row_pool(arena, kPageTokenCount * spec.row_bytes()),
         audits(spec) {}
 
-  const std::string id;
-  const std::string name;
+  const std::string id;    // the engine's, with its namespace
+  const std::string name;  // its client's
   const ModelSpec spec;
   const Policy policy;
   const absl::Time create_time;

@@ -59,27 +59,28 @@ void RegionTable::Detached(Region& region) {
 }
 
 void RegionTable::CloseSession(const std::string& session) {
-  Session gone;  // freed without the lock
+  Regions gone;  // freed without the lock
   {
     const MutexLock lock(mutex_);
     const auto found = sessions_.find(session);
     if (found == sessions_.end()) return;
-    gone = std::move(found->second);
+    gone = std::move(found->second.regions);
     sessions_.erase(found);
     for (const auto& [id, region] : gone) regions_.erase(id);
   }
   for (const auto& [id, region] : gone) Detached(*region);
 }
 
-absl::Status RegionTable::CheckAttach(const std::string& session, int64_t bytes) const {
+absl::Status RegionTable::CheckAttach(const Caller& caller, const std::string& session,
+                                      int64_t bytes) const {
   RETURN_IF_ERROR(CheckSessions());
   if (bytes <= 0) {
     return InvalidField("byte_count", absl::StrCat("value ", bytes, " is not positive"));
   }
   const MutexLock lock(mutex_);
   const auto found = sessions_.find(session);
-  if (found == sessions_.end()) return SessionNotFound();
-  if (static_cast<int64_t>(found->second.size()) < kRegionCountMax) return absl::OkStatus();
+  if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
+  if (static_cast<int64_t>(found->second.regions.size()) < kRegionCountMax) return absl::OkStatus();
   return WithReason(absl::ResourceExhaustedError(absl::StrCat("the session has ", kRegionCountMax,
                                                               " regions, the most there are")),
                     "REGION_COUNT_EXHAUSTED");
@@ -90,8 +91,10 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Add(const std::string& sess
   {
     const MutexLock lock(mutex_);
     const auto found = sessions_.find(session);
-    if (found != sessions_.end()) {
-      found->second.emplace(region->id, region);
+    if (found != sessions_.end() &&
+        found->second.name_space.value_or(region->name_space) == region->name_space) {
+      found->second.name_space = region->name_space;
+      found->second.regions.emplace(region->id, region);
       regions_.emplace(region->id, region);
       return region;
     }
@@ -101,11 +104,12 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Add(const std::string& sess
 }
 
 absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
-    const std::string& session, int64_t bytes,
+    const Caller& caller, const std::string& session, int64_t bytes,
     const std::function<void(const std::shared_ptr<Region>&)>& ready) {
-  RETURN_IF_ERROR(CheckAttach(session, bytes));
+  RETURN_IF_ERROR(CheckAttach(caller, session, bytes));
   auto region = std::make_shared<Region>();
   region->id = Registry::MakeId();
+  region->name_space = caller.name_space();
   ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
   ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
   region->bytes = region->memory->bytes();
@@ -113,13 +117,15 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
   return Add(session, std::move(region));
 }
 
-absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const std::string& session,
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const Caller& caller,
+                                                               const std::string& session,
                                                                int64_t bytes,
                                                                const std::string& device) {
-  RETURN_IF_ERROR(CheckAttach(session, bytes));
+  RETURN_IF_ERROR(CheckAttach(caller, session, bytes));
   if (device_ == nullptr) return InvalidField("device", "the daemon has no device");
   auto region = std::make_shared<Region>();
   region->id = Registry::MakeId();
+  region->name_space = caller.name_space();
   region->on_gpu = true;
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> memory =
       device_->AllocateShared(device, bytes);
@@ -133,40 +139,56 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const std::string
 }
 
 absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(
+    const Caller& caller, const std::string& session) const {
+  RETURN_IF_ERROR(CheckSessions());
+  {
+    const MutexLock lock(mutex_);
+    const auto found = sessions_.find(session);
+    if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
+  }
+  return ListOf(session);
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::ListOf(
     const std::string& session) const {
   RETURN_IF_ERROR(CheckSessions());
   const MutexLock lock(mutex_);
   const auto found = sessions_.find(session);
   if (found == sessions_.end()) return SessionNotFound();
   std::vector<std::shared_ptr<Region>> regions;
-  for (const auto& [id, region] : found->second) regions.push_back(region);
+  for (const auto& [id, region] : found->second.regions) regions.push_back(region);
   return regions;
 }
 
-absl::Status RegionTable::Detach(const std::string& session, std::string_view id) {
+absl::Status RegionTable::Detach(const Caller& caller, const std::string& session,
+                                 std::string_view id) {
   RETURN_IF_ERROR(CheckSessions());
   std::shared_ptr<Region> gone;  // freed without the lock
   {
     const MutexLock lock(mutex_);
     const auto found = sessions_.find(session);
-    if (found == sessions_.end()) return SessionNotFound();
-    const auto region = found->second.find(id);
-    if (region == found->second.end()) return RegionNotFound(id);
+    if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
+    Regions& regions = found->second.regions;
+    const auto region = regions.find(id);
+    if (region == regions.end()) return RegionNotFound(id);
     gone = region->second;
-    found->second.erase(region);
+    regions.erase(region);
     regions_.erase(gone->id);
   }
   Detached(*gone);
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<Region>> RegionTable::Find(std::string_view id) const {
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Find(const Caller& caller,
+                                                          std::string_view id) const {
   if (process_ != nullptr && id == kProcessRegion) return process_;
   if (gpu_ != nullptr && id == kGpuRegion) return gpu_;
   if (kind_ == Kind::kNone) RETURN_IF_ERROR(CheckSessions());
   const MutexLock lock(mutex_);
   const auto found = regions_.find(id);
-  if (found == regions_.end()) return RegionNotFound(id);
+  if (found == regions_.end() || found->second->name_space != caller.name_space()) {
+    return RegionNotFound(id);
+  }
   return found->second;
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/caller.h"
 #include "host/base/mutex.h"
 #include "host/device/device.h"
 #include "host/memory/memory_budget.h"
@@ -24,6 +26,8 @@ namespace spillway {
 // to it at any time. Lives on while requests that use it hold it.
 struct Region {
   std::string id;
+  // Whose callers may name it.
+  std::string name_space;
   std::span<std::byte> bytes;
   // Of host memory. Null: not ours, or a GPU's.
   std::unique_ptr<SharedMemory> memory;
@@ -40,8 +44,8 @@ struct Region {
 };
 
 // The regions of all clients. A client's belong to its session, which ends with
-// its process; who knows a region's id, which cannot be guessed, may use it.
-// Thread-safe.
+// its process. A session and a region are of the namespace that attached; there, who knows a
+// region's id, which cannot be guessed, may use it. Thread-safe.
 class RegionTable {
  public:
   // Of one session.
@@ -70,30 +74,45 @@ class RegionTable {
   // INVALID_ARGUMENT unless bytes is positive. `ready` is called with the region
   // before anybody can name it, may be null, and may set `detached`.
   absl::StatusOr<std::shared_ptr<Region>> Attach(
-      const std::string& session, int64_t bytes,
+      const Caller& caller, const std::string& session, int64_t bytes,
       const std::function<void(const std::shared_ptr<Region>&)>& ready = nullptr)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // A region of the memory of the device of that name or UUID, whose size is rounded up.
   // Errors as Attach, and INVALID_ARGUMENT for a device that is not there or no GPU.
-  absl::StatusOr<std::shared_ptr<Region>> AttachGpu(const std::string& session, int64_t bytes,
+  absl::StatusOr<std::shared_ptr<Region>> AttachGpu(const Caller& caller,
+                                                    const std::string& session, int64_t bytes,
                                                     const std::string& device)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // The session's regions by id. Errors as Attach.
-  absl::StatusOr<std::vector<std::shared_ptr<Region>>> List(const std::string& session) const
+  absl::StatusOr<std::vector<std::shared_ptr<Region>>> List(const Caller& caller,
+                                                            const std::string& session) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same for who holds the session's socket.
+  absl::StatusOr<std::vector<std::shared_ptr<Region>>> ListOf(const std::string& session) const
       ABSL_LOCKS_EXCLUDED(mutex_);
   // Nothing can name the region any more; its memory is free when no request
   // uses it. NOT_FOUND, reason REGION_NOT_FOUND.
-  absl::Status Detach(const std::string& session, std::string_view id) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status Detach(const Caller& caller, const std::string& session, std::string_view id)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // NOT_FOUND, reason REGION_NOT_FOUND; UNIMPLEMENTED where there are none.
-  absl::StatusOr<std::shared_ptr<Region>> Find(std::string_view id) const
+  absl::StatusOr<std::shared_ptr<Region>> Find(const Caller& caller, std::string_view id) const
       ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  using Session = std::map<std::string, std::shared_ptr<Region>, std::less<>>;
+  using Regions = std::map<std::string, std::shared_ptr<Region>, std::less<>>;
+  struct Session {
+    Regions regions;
+    // Whose calls it takes: of who has attached a region first.
+    std::optional<std::string> name_space;
+
+    bool IsOthers(const Caller& caller) const {
+      return name_space.has_value() && *name_space != caller.name_space();
+    }
+  };
 
   absl::Status CheckSessions() const;
   // Whether the session can have one more region, of so many bytes.
-  absl::Status CheckAttach(const std::string& session, int64_t bytes) const
+  absl::Status CheckAttach(const Caller& caller, const std::string& session, int64_t bytes) const
       ABSL_LOCKS_EXCLUDED(mutex_);
   // Lets it be named. NOT_FOUND, and then it is detached.
   absl::StatusOr<std::shared_ptr<Region>> Add(const std::string& session,
@@ -109,7 +128,21 @@ class RegionTable {
   const std::shared_ptr<Region> gpu_;
   mutable Mutex mutex_;
   std::map<std::string, Session> sessions_ ABSL_GUARDED_BY(mutex_);
-  Session regions_ ABSL_GUARDED_BY(mutex_);  // of all sessions
+  Regions regions_ ABSL_GUARDED_BY(mutex_);  // of all sessions
+};
+
+// The regions that a caller may name. Outlived by table and caller.
+class CallerRegions {
+ public:
+  CallerRegions(const RegionTable& table, const Caller& caller) : table_(table), caller_(caller) {}
+  // Errors as RegionTable::Find.
+  absl::StatusOr<std::shared_ptr<Region>> Find(std::string_view id) const {
+    return table_.Find(caller_, id);
+  }
+
+ private:
+  const RegionTable& table_;
+  const Caller& caller_;
 };
 
 }  // namespace spillway

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/errors.h"
 
 namespace spillway {
@@ -39,6 +40,15 @@ Page<T> ListAfter(const std::map<std::string, std::shared_ptr<T>, std::less<>>& 
   return page;
 }
 
+// The ids of a namespace that come after a client's id; pass only that namespace's.
+std::string After(std::string_view name_space, std::string_view after) {
+  return name_space.empty() ? std::string(after)
+                            : absl::StrCat(std::string(name_space), "/", std::string(after));
+}
+
+std::string ModelName(std::string_view id) { return "models/" + std::string(ClientIdOf(id)); }
+std::string SequenceName(std::string_view id) { return "sequences/" + std::string(ClientIdOf(id)); }
+
 }  // namespace
 
 bool Registry::IsValidId(std::string_view id) {
@@ -56,7 +66,7 @@ std::string Registry::MakeId() {
 
 absl::Status Registry::CheckNew(std::string_view id) const {
   if (models_.contains(id)) {
-    const std::string name = "models/" + std::string(id);
+    const std::string name = ModelName(id);
     return WithReason(absl::AlreadyExistsError(absl::StrCat(name, " exists already")),
                       "MODEL_EXISTS", {{"name", name}});
   }
@@ -82,7 +92,7 @@ absl::Status Registry::AddModel(std::shared_ptr<Model> model) {
 absl::StatusOr<std::shared_ptr<Model>> Registry::FindModel(std::string_view id) const {
   const MutexLock lock(mutex_);
   const auto it = models_.find(id);
-  if (it == models_.end()) return ModelNotFound("models/" + std::string(id));
+  if (it == models_.end()) return ModelNotFound(ModelName(id));
   return it->second;
 }
 
@@ -90,7 +100,7 @@ absl::Status Registry::RemoveModel(std::string_view id) {
   std::shared_ptr<Model> removed;  // goes after the lock
   const MutexLock lock(mutex_);
   const auto it = models_.find(id);
-  if (it == models_.end()) return ModelNotFound("models/" + std::string(id));
+  if (it == models_.end()) return ModelNotFound(ModelName(id));
   const absl::Time now = clock_();
   const int64_t count = std::count_if(sequences_.begin(), sequences_.end(), [&](const auto& entry) {
     return entry.second->model == it->second && entry.second->expire_time() > now;
@@ -109,6 +119,13 @@ absl::Status Registry::RemoveModel(std::string_view id) {
 Page<Model> Registry::ListModels(std::string_view after, int64_t count) const {
   const MutexLock lock(mutex_);
   return ListAfter<Model>(models_, after, count, [](const Model&) { return true; });
+}
+
+Page<Model> Registry::ListModelsOf(std::string_view name_space, std::string_view after,
+                                   int64_t count) const {
+  const MutexLock lock(mutex_);
+  return ListAfter<Model>(models_, After(name_space, after), count,
+                          [&](const Model& model) { return NamespaceOf(model.id) == name_space; });
 }
 
 absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
@@ -135,6 +152,7 @@ absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
                       "SEQUENCE_COUNT_EXHAUSTED",
                       {{"sequence_count_max", absl::StrCat(sequence_count_max_)}});
   }
+  if (absl::Status status = sequence->account->AddSequence(); !status.ok()) return status;
   List(*sequence);
   sequences_.emplace(sequence->id, std::move(sequence));
   return absl::OkStatus();
@@ -145,7 +163,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::FindSequence(std::string_vie
   const auto it = sequences_.find(id);
   const absl::Time now = clock_();
   if (it == sequences_.end() || it->second->expire_time() <= now) {
-    return SequenceNotFound("sequences/" + std::string(id));
+    return SequenceNotFound(SequenceName(id));
   }
   it->second->Renew(now);
   return it->second;
@@ -155,10 +173,11 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_vie
   const MutexLock lock(mutex_);
   const auto it = sequences_.find(id);
   if (it == sequences_.end() || it->second->expire_time() <= clock_()) {
-    return SequenceNotFound("sequences/" + std::string(id));
+    return SequenceNotFound(SequenceName(id));
   }
   std::shared_ptr<Sequence> sequence = std::move(it->second);
   Unlist(*sequence);
+  sequence->account->RemoveSequence();
   sequences_.erase(it);
   return sequence;
 }
@@ -171,6 +190,7 @@ std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(
   for (auto it = sequences_.begin(); it != sequences_.end();) {
     if (it->second->expire_time() <= now && is_idle(*it->second)) {
       Unlist(*it->second);
+      it->second->account->RemoveSequence();
       expired.push_back(std::move(it->second));
       it = sequences_.erase(it);
     } else {
@@ -187,6 +207,17 @@ Page<Sequence> Registry::ListSequences(const Model* model, std::string_view afte
   return ListAfter<Sequence>(sequences_, after, count, [&](const Sequence& sequence) {
     return (model == nullptr || sequence.model.get() == model) && sequence.expire_time() > now;
   });
+}
+
+Page<Sequence> Registry::ListSequencesOf(std::string_view name_space, const Model* model,
+                                         std::string_view after, int64_t count) const {
+  const MutexLock lock(mutex_);
+  const absl::Time now = clock_();
+  return ListAfter<Sequence>(
+      sequences_, After(name_space, after), count, [&](const Sequence& sequence) {
+        return NamespaceOf(sequence.id) == name_space &&
+               (model == nullptr || sequence.model.get() == model) && sequence.expire_time() > now;
+      });
 }
 
 int64_t Registry::sequence_count() const {

@@ -23,8 +23,8 @@ struct Page {
   bool more = false;  // others follow the last item
 };
 
-// The models and sequences that can be named. Thread-safe. What it removes
-// lives on while operations hold it.
+// The models and sequences that can be named, by the engine's ids (caller.h). Thread-safe. What it
+// removes lives on while operations hold it.
 class Registry {
  public:
   using Clock = std::function<absl::Time()>;
@@ -33,7 +33,7 @@ class Registry {
         sequence_count_max_(sequence_count_max),
         clock_(std::move(clock)) {}
 
-  // Whether `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
+  // Whether a client's `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
   static bool IsValidId(std::string_view id);
   // A random id, unused with near certainty.
   static std::string MakeId();
@@ -48,10 +48,13 @@ class Registry {
   absl::Status RemoveModel(std::string_view id);
   // Up to count models whose id is after `after`, by id.
   Page<Model> ListModels(std::string_view after, int64_t count) const;
+  // Those of a namespace alone; after is a client's id.
+  Page<Model> ListModelsOf(std::string_view name_space, std::string_view after,
+                           int64_t count) const;
 
   // ALREADY_EXISTS when the id is taken by a sequence that has not expired,
   // NOT_FOUND when its model is gone, RESOURCE_EXHAUSTED at the most
-  // sequences.
+  // sequences, or its account's.
   absl::Status AddSequence(std::shared_ptr<Sequence> sequence);
   // Renews its ttl. NOT_FOUND, reason SEQUENCE_NOT_FOUND, also for one that
   // has expired.
@@ -64,6 +67,9 @@ class Registry {
   // Up to count sequences whose id is after `after`, by id; of one model
   // unless `model` is null. Does not renew, leaves out what has expired.
   Page<Sequence> ListSequences(const Model* model, std::string_view after, int64_t count) const;
+  // Those of a namespace alone; after is a client's id.
+  Page<Sequence> ListSequencesOf(std::string_view name_space, const Model* model,
+                                 std::string_view after, int64_t count) const;
   int64_t sequence_count() const;
 
  private:

@@ -126,8 +126,9 @@ absl::Status Engine::Record(Sequence& sequence) {
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence description,
                                                         const std::shared_ptr<Model>& model,
                                                         std::unique_ptr<SequenceRecord> record) {
-  auto sequence = std::make_shared<Sequence>(description.id, model, description.policy,
-                                             description.ttl, description.create_time);
+  auto sequence =
+      std::make_shared<Sequence>(description.id, model, accounts_.Of(NamespaceOf(description.id)),
+                                 description.policy, description.ttl, description.create_time);
   sequence->record = std::move(record);
   sequence->generation = sequence->record->generation();
   sequence->rows.reserve(model->spec.layer_count);

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "daemon/engine/caller.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
 
@@ -24,11 +25,12 @@ int64_t RowBytes(const std::vector<LayerRows>& rows) {
 
 }  // namespace
 
-Sequence::Sequence(std::string id, std::shared_ptr<Model> model, const Policy& policy,
-                   absl::Duration ttl, absl::Time create_time)
+Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
+                   const Policy& policy, absl::Duration ttl, absl::Time create_time)
     : id(std::move(id)),
-      name("sequences/" + this->id),
+      name("sequences/" + std::string(ClientIdOf(this->id))),
       model(std::move(model)),
+      account(std::move(account)),
       policy(policy),
       ttl(ttl),
       create_time(create_time),
@@ -70,11 +72,26 @@ absl::Status Sequence::ReserveTables(MemoryBudget& budget) {
   return absl::OkStatus();
 }
 
+absl::Status Sequence::Charge() {
+  // Publish() settles what nobody limits.
+  if (account->quota().bytes_max == 0) return absl::OkStatus();
+  const int64_t bytes = RowBytes(rows) + device->index_bytes();
+  RETURN_IF_ERROR(account->Charge(bytes - charged_bytes_));
+  charged_bytes_ = bytes;
+  return absl::OkStatus();
+}
+
+void Sequence::Settle(int64_t held_bytes) {
+  account->Settle(held_bytes - charged_bytes_);
+  charged_bytes_ = held_bytes;
+}
+
 void Sequence::Clear() {
   device.reset();
   rows.clear();
   record.reset();
   table_reservations_.clear();
+  Settle(0);
   if (counted_) model->sequence_count.fetch_sub(1, std::memory_order_relaxed);
   counted_ = false;
 }
@@ -91,6 +108,7 @@ void Sequence::PublishRecord() {
   }
   now.generation = generation;
   now.row_bytes = RowBytes(rows);
+  Settle(now.row_bytes);
   const MutexLock lock(mutex_);
   snapshot_ = std::move(now);
 }
@@ -103,6 +121,7 @@ void Sequence::Publish() {
   now.generation = generation;
   now.row_bytes = RowBytes(rows);
   now.index_bytes = device == nullptr ? 0 : device->index_bytes();
+  Settle(now.row_bytes + now.index_bytes);
   const MutexLock lock(mutex_);
   snapshot_ = std::move(now);
 }

@@ -9,6 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "daemon/engine/account.h"
 #include "daemon/engine/model.h"
 #include "daemon/engine/ordered_queues.h"
 #include "host/base/mutex.h"
@@ -31,9 +32,9 @@ struct SequenceSnapshot {
 // at any time.
 class Sequence {
  public:
-  // REQUIRES: a ready model.
-  Sequence(std::string id, std::shared_ptr<Model> model, const Policy& policy, absl::Duration ttl,
-           absl::Time create_time);
+  // account: charged with what it holds. REQUIRES: a ready model.
+  Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
+           const Policy& policy, absl::Duration ttl, absl::Time create_time);
   ~Sequence();
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
@@ -41,9 +42,10 @@ class Sequence {
   // Bytes of its tables before a token is appended.
   static int64_t TableBytes(const ModelSpec& spec);
 
-  const std::string id;
-  const std::string name;
+  const std::string id;    // the engine's, with its namespace
+  const std::string name;  // its client's
   const std::shared_ptr<Model> model;
+  const std::shared_ptr<Account> account;
   const Policy policy;
   const absl::Duration ttl;  // infinite: never expires
   const absl::Time create_time;
@@ -81,16 +83,21 @@ class Sequence {
   int64_t token_count() const;
   // Charges what the page tables have grown by. RESOURCE_EXHAUSTED.
   absl::Status ReserveTables(MemoryBudget& budget);
+  // Charges the account with what it has grown by. RESOURCE_EXHAUSTED: it is charged as before.
+  absl::Status Charge();
   // Gives every page and table back.
   void Clear();
-  // Lets the snapshot follow the contents.
+  // Lets the snapshot, and the account, follow the contents.
   void Publish();
   // Lets it follow the record, for as long as the contents do not.
   void PublishRecord();
 
  private:
+  void Settle(int64_t held_bytes);
+
   std::vector<MemoryReservation> table_reservations_;
-  bool counted_ = true;  // in model->sequence_count
+  int64_t charged_bytes_ = 0;  // to the account
+  bool counted_ = true;        // in model->sequence_count
   std::atomic<int64_t> last_use_ns_;
   mutable Mutex mutex_;
   SequenceSnapshot snapshot_ ABSL_GUARDED_BY(mutex_);

@@ -16,6 +16,17 @@ struct WorkCounters {
   std::atomic<int64_t> exact_count{0};
   std::atomic<int64_t> statistical_count{0};
   std::atomic<int64_t> none_count{0};
+
+  void Add(const WorkCounters& other) {
+    attend_count += other.attend_count;
+    appended_row_count += other.appended_row_count;
+    touched_row_count += other.touched_row_count;
+    visible_row_count += other.visible_row_count;
+    attend_time_us += other.attend_time_us;
+    exact_count += other.exact_count;
+    statistical_count += other.statistical_count;
+    none_count += other.none_count;
+  }
 };
 
 }  // namespace spillway

@@ -150,7 +150,7 @@ class RegionServer::Loop {
     if (size == 0) return false;
     const std::string name(buffer.data(), static_cast<size_t>(size));
     const absl::StatusOr<std::vector<std::shared_ptr<Region>>> regions =
-        regions_->List(sessions_.at(fd).id);
+        regions_->ListOf(sessions_.at(fd).id);
     if (regions.ok() && name.starts_with(kCollection)) {
       for (const std::shared_ptr<Region>& region : *regions) {
         if (region->id != name.substr(kCollection.size())) continue;

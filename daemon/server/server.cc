@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/access/token_table.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/convert/attend.h"
 #include "daemon/doorbell/doorbell_server.h"
@@ -62,12 +63,17 @@ RegionTable::Kind RegionsOf(const Config& config) {
 }  // namespace
 
 struct Server::Impl {
-  Impl(const Config& config, Engine& engine, std::unique_ptr<Tls> opened_tls)
+  Impl(const Config& config, Engine& engine, std::unique_ptr<Tls> opened_tls,
+       std::unique_ptr<TokenTable> opened_tokens)
       : tls(std::move(opened_tls)),
+        tokens(std::move(opened_tokens)),
         boot_id(Registry::MakeId()),
         status(
             boot_id, engine.store_id(),
-            [&engine](const absl::Status& error) { return NameHolders(error, engine); },
+            [this, &engine](const absl::Status& error) {
+              // The largest may be another's.
+              return tokens == nullptr ? NameHolders(error, engine) : error;
+            },
             [this](const absl::Status& error, const std::string& reason) {
               events.Refused(error, reason);
             }),
@@ -86,6 +92,7 @@ struct Server::Impl {
                  .start_time = absl::Now()}),
         context{
             engine,
+            tokens.get(),
             status,
             streams,
             regions,
@@ -117,13 +124,16 @@ struct Server::Impl {
 
   // Takes files anew that have changed.
   void Reload() {
-    if (tls == nullptr) return;
-    const absl::StatusOr<bool> reloaded = tls->Reload();
+    if (tls != nullptr) Tell("tls", tls->Reload(), "the certificate of before is shown on");
+    if (tokens != nullptr) Tell("tokens", tokens->Reload(), "the tokens of before are taken on");
+  }
+  void Tell(const std::string& what, const absl::StatusOr<bool>& reloaded,
+            const std::string& instead) {
     if (!reloaded.ok()) {
-      events.Warning("tls_not_reloaded", {{"error", std::string(reloaded.status().message())},
-                                          {"advice", "the certificate of before is served on"}});
+      events.Warning(what + "_not_reloaded",
+                     {{"error", std::string(reloaded.status().message())}, {"instead", instead}});
     } else if (*reloaded) {
-      LogInfo("tls_reloaded");
+      LogInfo(what + "_reloaded");
     }
   }
 
@@ -149,7 +159,8 @@ struct Server::Impl {
     return counts;
   }
 
-  const std::unique_ptr<Tls> tls;  // null: none
+  const std::unique_ptr<Tls> tls;            // null: none
+  const std::unique_ptr<TokenTable> tokens;  // null: calls need none
   const std::string boot_id;
   EventLog events;
   const StatusConverter status;
@@ -186,7 +197,11 @@ Server::~Server() = default;
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
   grpc::EnableDefaultHealthCheckService(true);
   ASSIGN_OR_RETURN(std::unique_ptr<Tls> tls, Tls::Open(config));
-  auto impl = std::make_unique<Impl>(config, engine, std::move(tls));
+  std::unique_ptr<TokenTable> tokens;
+  if (!config.tokens_file.empty()) {
+    ASSIGN_OR_RETURN(tokens, TokenTable::Open(config.tokens_file, &engine.accounts()));
+  }
+  auto impl = std::make_unique<Impl>(config, engine, std::move(tls), std::move(tokens));
   std::vector<Descriptor> listeners;
   if (IsUnix(config)) {
     ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));

@@ -9,6 +9,7 @@
 #include "daemon/convert/lookup.h"
 #include "daemon/convert/metrics.h"
 #include "daemon/convert/model.h"
+#include "daemon/engine/errors.h"
 #include "daemon/services/call.h"
 #include "daemon/services/fill_page.h"
 
@@ -35,6 +36,29 @@ void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
   memory.set_other_bytes(other_bytes);
 }
 
+// The same for a tenant: what is its own.
+void FillMemory(Engine& engine, const Account& account, int64_t row_bytes, int64_t index_bytes,
+                v1::MemoryStatistics& memory) {
+  const int64_t quota = account.quota().bytes_max;
+  const int64_t limit = engine.budget().limit_bytes();
+  memory.set_limit_bytes(quota > 0 ? std::min(quota, limit) : limit);
+  memory.set_used_bytes(account.used_bytes());
+  memory.set_row_bytes(row_bytes);
+  memory.set_index_bytes(index_bytes);
+}
+
+// Of a daemon that asks for no tokens, all.
+std::vector<std::shared_ptr<Model>> ModelsOf(Engine& engine, const Caller& caller) {
+  const Registry& registry = engine.registry();
+  return caller.is_tenant() ? registry.ListModelsOf(caller.name_space(), "", kAll).items
+                            : registry.ListModels("", kAll).items;
+}
+std::vector<std::shared_ptr<Sequence>> SequencesOf(Engine& engine, const Caller& caller) {
+  const Registry& registry = engine.registry();
+  return caller.is_tenant() ? registry.ListSequencesOf(caller.name_space(), nullptr, "", kAll).items
+                            : registry.ListSequences(nullptr, "", kAll).items;
+}
+
 // What the sequences come to.
 struct Sums {
   struct OfModel {
@@ -45,10 +69,9 @@ struct Sums {
   int64_t index_bytes = 0;
 };
 
-Sums SumUp(Engine& engine) {
+Sums SumUp(Engine& engine, const Caller& caller) {
   Sums sums;
-  for (const std::shared_ptr<Sequence>& sequence :
-       engine.registry().ListSequences(nullptr, "", kAll).items) {
+  for (const std::shared_ptr<Sequence>& sequence : SequencesOf(engine, caller)) {
     const SequenceSnapshot snapshot = sequence->snapshot();
     Sums::OfModel& sum = sums.models[sequence->model.get()];
     ++sum.sequence_count;
@@ -58,14 +81,26 @@ Sums SumUp(Engine& engine) {
   return sums;
 }
 
-v1::ModelStatistics ModelToProto(const Model& model, const Sums& sums, const Engine& engine) {
+// Tokens that fit before the daemon's memory, or the account's quota, is exhausted.
+int64_t FreeTokenCount(const Model& model, const Account& account, const Engine& engine) {
+  const int64_t fit = engine.FreeTokenCount(model);
+  const int64_t most = account.quota().bytes_max;
+  if (most == 0) return fit;
+  const ModelSpec& spec = model.spec;
+  const int64_t bytes =
+      spec.row_bytes() * spec.kv_head_count * spec.layer_count + engine.IndexBytesPerToken(spec);
+  return std::clamp<int64_t>((most - account.used_bytes()) / bytes, 0, fit);
+}
+
+v1::ModelStatistics ModelToProto(const Model& model, const Sums& sums, Engine& engine) {
   v1::ModelStatistics out;
   out.set_model(model.name);
   if (const auto sum = sums.models.find(&model); sum != sums.models.end()) {
     out.set_sequence_count(sum->second.sequence_count);
     out.set_token_count(sum->second.token_count);
   }
-  out.set_free_token_count(engine.FreeTokenCount(model));
+  out.set_free_token_count(
+      FreeTokenCount(model, *engine.accounts().Of(NamespaceOf(model.id)), engine));
   ToProto(model.work, *out.mutable_work());
   return out;
 }
@@ -81,16 +116,17 @@ v1::SequenceStatistics SequenceToProto(const Sequence& sequence) {
   return out;
 }
 
-// The audit of all models, and the heads of one, which may be null. Returns the bytes of all
-// models' rows.
-int64_t FillAudit(Engine& engine, const Model* of_heads, v1::GetStatisticsResponse& response) {
+// The audit of the caller's models, and the heads of one, which may be null. Returns the bytes of
+// those models' rows.
+int64_t FillAudit(Engine& engine, const Caller& caller, const Model* of_heads,
+                  v1::GetStatisticsResponse& response) {
   v1::AuditStatistics& audit = *response.mutable_audit();
   if (const Auditor* const auditor = engine.auditor(); auditor != nullptr) {
     audit.set_share(auditor->share());
-    audit.set_dropped_count(auditor->dropped_count());
+    if (!caller.is_tenant()) audit.set_dropped_count(auditor->dropped_count());
   }
   int64_t row_bytes = 0;
-  for (const std::shared_ptr<Model>& model : engine.registry().ListModels("", kAll).items) {
+  for (const std::shared_ptr<Model>& model : ModelsOf(engine, caller)) {
     for (const HeadAudit& head : model->audits.Heads()) {
       audit.set_check_count(audit.check_count() + head.check_count);
       audit.set_violation_count(audit.violation_count() + head.violation_count);
@@ -111,6 +147,7 @@ AdminService::AdminService(const ServiceContext& services) : Service(services) {
 }
 
 grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContext* context,
+                                                      const Caller& caller,
                                                       const v1::GetServerInfoRequest*,
                                                       v1::GetServerInfoResponse* response) {
   response->set_version(services_.version);
@@ -128,57 +165,85 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
     device.set_mps(info.mps.value_or(false));
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       device.set_memory_limit_bytes(memory->limit_bytes);
-      device.set_memory_used_bytes(memory->used_bytes);
       device.set_resident_limit_bytes(memory->resident_limit_bytes);
+      if (caller.is_tenant()) continue;  // others' is in use, too
+      device.set_memory_used_bytes(memory->used_bytes);
       device.set_resident_used_bytes(memory->resident_used_bytes);
       device.set_shared_used_bytes(memory->shared_used_bytes);
     }
   }
   v1::ServerLimits& limits = *response->mutable_limits();
   limits.set_message_bytes_max(kMessageBytesMax);
-  limits.set_memory_bytes_max(services_.engine.budget().limit_bytes());
+  const Quota quota = services_.engine.accounts().Of(caller.name_space())->quota();
+  const int64_t memory_bytes = services_.engine.budget().limit_bytes();
+  limits.set_memory_bytes_max(quota.bytes_max > 0 ? std::min(quota.bytes_max, memory_bytes)
+                                                  : memory_bytes);
   limits.set_query_token_count_max(kQueryCountMax);
   limits.set_sparse_query_token_count_max(kSparseQueryCountMax);
   limits.set_attend_item_count_max(kAttendItemCountMax);
-  limits.set_sequence_count_max(static_cast<int32_t>(services_.sequence_count_max));
+  const int64_t sequence_count =
+      quota.sequence_count_max > 0
+          ? std::min(quota.sequence_count_max, services_.sequence_count_max)
+          : services_.sequence_count_max;
+  limits.set_sequence_count_max(static_cast<int32_t>(sequence_count));
   response->set_page_token_count(kPageTokenCount);
   response->set_region_socket(services_.region_socket);
   return Answer(services_, context, absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContext* context,
+                                                      const Caller& caller,
                                                       const v1::GetStatisticsRequest* request,
                                                       v1::GetStatisticsResponse* response) {
   Engine& engine = services_.engine;
   const absl::StatusOr<PageRequest> page =
       ParsePage(request->page_size(), request->page_token(), kStatisticsPageSize);
   if (!page.ok()) return Answer(services_, context, page.status());
+  if (caller.is_tenant() && request->include_metrics()) {
+    return Answer(
+        services_, context,
+        WithReason(absl::PermissionDeniedError(
+                       "include_metrics: metrics are of all namespaces, and no token's to "
+                       "see; the daemon's http.listen serves them"),
+                   "METRICS_OF_ALL"));
+  }
   std::shared_ptr<Model> asked;
   if (!request->model().empty()) {
-    absl::StatusOr<std::shared_ptr<Model>> model = FindModel(engine, request->model(), "model");
+    absl::StatusOr<std::shared_ptr<Model>> model =
+        FindModel(engine, caller, request->model(), "model");
     if (!model.ok()) return Answer(services_, context, model.status());
     asked = *std::move(model);
   }
-  const Sums sums = SumUp(engine);
+  const Sums sums = SumUp(engine, caller);
   const auto describe = [&](const Model& model) { return ModelToProto(model, sums, engine); };
   if (asked == nullptr) {
-    response->set_next_page_token(FillPage(engine.registry().ListModels(page->after, page->size),
-                                           *response->mutable_models(), describe));
+    response->set_next_page_token(
+        FillPage(engine.registry().ListModelsOf(caller.name_space(), page->after, page->size),
+                 *response->mutable_models(), describe));
   } else {
     *response->add_models() = describe(*asked);
     response->set_next_page_token(
-        FillPage(engine.registry().ListSequences(asked.get(), page->after, page->size),
+        FillPage(engine.registry().ListSequencesOf(caller.name_space(), asked.get(), page->after,
+                                                   page->size),
                  *response->mutable_sequences(), SequenceToProto));
   }
   const Model* const audited = page->after.empty() ? asked.get() : nullptr;
-  const int64_t row_bytes = FillAudit(engine, audited, *response);
-  FillMemory(engine, row_bytes, sums.index_bytes, *response->mutable_memory());
-  ToProto(engine.work(), *response->mutable_work());
-  if (request->include_metrics()) {
-    for (const prometheus::MetricFamily& family : services_.metrics.Collect()) {
-      ToProto(family, *response->add_metrics());
+  const int64_t row_bytes = FillAudit(engine, caller, audited, *response);
+  if (!caller.is_tenant()) {
+    FillMemory(engine, row_bytes, sums.index_bytes, *response->mutable_memory());
+    ToProto(engine.work(), *response->mutable_work());
+    if (request->include_metrics()) {
+      for (const prometheus::MetricFamily& family : services_.metrics.Collect()) {
+        ToProto(family, *response->add_metrics());
+      }
     }
+    return Answer(services_, context, absl::OkStatus());
   }
+  FillMemory(engine, *engine.accounts().Of(caller.name_space()), row_bytes, sums.index_bytes,
+             *response->mutable_memory());
+  WorkCounters work;
+  for (const std::shared_ptr<Model>& model : ModelsOf(engine, caller)) work.Add(model->work);
+  ToProto(work, *response->mutable_work());
   return Answer(services_, context, absl::OkStatus());
 }
 

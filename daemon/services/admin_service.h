@@ -11,9 +11,11 @@ class AdminService final : public Service {
 
  private:
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const Caller& caller,
                                           const v1::GetServerInfoRequest* request,
                                           v1::GetServerInfoResponse* response);
   grpc::ServerUnaryReactor* GetStatistics(grpc::CallbackServerContext* context,
+                                          const Caller& caller,
                                           const v1::GetStatisticsRequest* request,
                                           v1::GetStatisticsResponse* response);
 };

@@ -11,8 +11,10 @@
 namespace spillway {
 
 AppendStream::AppendStream(const ServiceContext& services,
-                           const grpc::CallbackServerContext& context, v1::AppendResponse* response)
+                           const grpc::CallbackServerContext& context, Caller caller,
+                           v1::AppendResponse* response)
     : services_(services),
+      caller_(std::move(caller)),
       response_(response),
       cancel_(MakeCancelToken(context)),
       idle_(services.stream_idle_max) {
@@ -42,8 +44,9 @@ void AppendStream::CheckIdle(Clock::time_point now) {
 absl::StatusOr<AppendRequest> AppendStream::Parse(const v1::AppendRequest& request) {
   const v1::KvChunk& chunk = request.chunk();
   ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
-                   FindSequence(services_.engine, chunk.sequence(), "chunk.sequence"));
-  ASSIGN_OR_RETURN(Chunk rows, ChunkFromProto(chunk, sequence->model->spec, services_.regions));
+                   FindSequence(services_.engine, caller_, chunk.sequence(), "chunk.sequence"));
+  ASSIGN_OR_RETURN(Chunk rows, ChunkFromProto(chunk, sequence->model->spec,
+                                              CallerRegions(services_.regions, caller_)));
   return AppendRequest{std::move(sequence), std::move(rows), cancel_};
 }
 

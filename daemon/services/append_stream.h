@@ -15,7 +15,7 @@ namespace spillway {
 class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public OpenStream {
  public:
   AppendStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-               v1::AppendResponse* response);
+               Caller caller, v1::AppendResponse* response);
 
  private:
   void OnReadDone(bool ok) override;
@@ -35,6 +35,7 @@ class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   void OnAppended(absl::StatusOr<AppendOutcome> outcome) ABSL_LOCKS_EXCLUDED(mutex_);
 
   const ServiceContext& services_;
+  const Caller caller_;
   v1::AppendResponse* const response_;
   const std::shared_ptr<CancelToken> cancel_;
 

@@ -16,8 +16,8 @@ namespace {
 class AttendCall final : public UnaryCall {
  public:
   AttendCall(const ServiceContext& services, grpc::CallbackServerContext& context,
-             const v1::AttendRequest& request, v1::AttendResponse* response)
-      : UnaryCall(services, context), request_(request), response_(response) {}
+             const Caller& caller, const v1::AttendRequest& request, v1::AttendResponse* response)
+      : UnaryCall(services, context), caller_(caller), request_(request), response_(response) {}
 
   void Start() {
     AttendRequest work;
@@ -42,14 +42,15 @@ class AttendCall final : public UnaryCall {
     int64_t held_bytes = 0;
     for (int i = 0; i < count; ++i) {
       const std::string path = absl::StrCat("items[", i, "].");
-      absl::StatusOr<AttendItem> item = ItemFromProto(services_, request_.items(i), path);
+      absl::StatusOr<AttendItem> item = ItemFromProto(services_, caller_, request_.items(i), path);
       if (!item.ok()) return item.status();
       const Model& model = *item->sequence->model;
       RETURN_IF_ERROR(together.Add(*item->sequence, path + "sequence"));
       RETURN_IF_ERROR(CheckLayer(request_.layer(), model.spec));
-      ASSIGN_OR_RETURN(ResultPlaces places,
-                       PlacesFromProto(request_.items(i), request_.out_dtype(), item->attend,
-                                       model.spec, services_.regions, path));
+      ASSIGN_OR_RETURN(
+          ResultPlaces places,
+          PlacesFromProto(request_.items(i), request_.out_dtype(), item->attend, model.spec,
+                          CallerRegions(services_.regions, caller_), path));
       sequences_.push_back(item->sequence);
       const int64_t bytes = ResultBytes(item->attend, model.spec, places);
       places_.push_back(std::move(places));
@@ -81,6 +82,7 @@ class AttendCall final : public UnaryCall {
     }
   }
 
+  const Caller caller_;
   const v1::AttendRequest& request_;
   v1::AttendResponse* const response_;
   std::vector<ResultPlaces> places_;
@@ -92,8 +94,8 @@ class SelectCall final : public UnaryCall {
  public:
   using UnaryCall::UnaryCall;
 
-  void Start(const v1::SelectRequest& request, v1::SelectResponse* response) {
-    absl::StatusOr<AttendItem> item = ItemFromProto(services_, request.item(), "item.");
+  void Start(const Caller& caller, const v1::SelectRequest& request, v1::SelectResponse* response) {
+    absl::StatusOr<AttendItem> item = ItemFromProto(services_, caller, request.item(), "item.");
     if (!item.ok()) return End(item.status());
     if (absl::Status status = CheckSelectable(item->attend); !status.ok()) return End(status);
     absl::Status layer = CheckLayer(request.layer(), item->sequence->model->spec);
@@ -119,31 +121,32 @@ class SelectCall final : public UnaryCall {
 
 }  // namespace
 
-absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const v1::AttendItem& item,
-                                         const std::string& path) {
+absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const Caller& caller,
+                                         const v1::AttendItem& item, const std::string& path) {
   AttendItem out;
-  ASSIGN_OR_RETURN(out.sequence, FindSequence(services.engine, item.sequence(), path + "sequence"));
-  RETURN_IF_ERROR(QueryFromProto(item, services.regions, path, out));
+  ASSIGN_OR_RETURN(out.sequence,
+                   FindSequence(services.engine, caller, item.sequence(), path + "sequence"));
+  RETURN_IF_ERROR(QueryFromProto(item, CallerRegions(services.regions, caller), path, out));
   return out;
 }
 
 grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
-                                      grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context, const Caller& caller,
                                       const v1::AttendRequest& request,
                                       v1::AttendResponse* response) {
-  auto* call = new AttendCall(services, context, request, response);
+  auto* call = new AttendCall(services, context, caller, request, response);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
   call->Start();
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
-                                      grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context, const Caller& caller,
                                       const v1::SelectRequest& request,
                                       v1::SelectResponse* response) {
   auto* call = new SelectCall(services, context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  call->Start(request, response);
+  call->Start(caller, request, response);
   return reactor;
 }
 

@@ -8,17 +8,17 @@ namespace spillway {
 // Unary Attend and Select. Request and response live until the reactor is
 // done, so the engine reads the request's bytes in place.
 grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
-                                      grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context, const Caller& caller,
                                       const v1::AttendRequest& request,
                                       v1::AttendResponse* response);
 grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
-                                      grpc::CallbackServerContext& context,
+                                      grpc::CallbackServerContext& context, const Caller& caller,
                                       const v1::SelectRequest& request,
                                       v1::SelectResponse* response);
 
 // One item of a request: its sequence found, its work checked. path: of the
 // item in the request.
-absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const v1::AttendItem& item,
-                                         const std::string& path);
+absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const Caller& caller,
+                                         const v1::AttendItem& item, const std::string& path);
 
 }  // namespace spillway

@@ -10,33 +10,36 @@ namespace spillway {
 AttentionService::AttentionService(const ServiceContext& services) : Service(services) {
   Unary("/spillway.v1.AttentionService/Attend", &AttentionService::Attend);
   Unary("/spillway.v1.AttentionService/Select", &AttentionService::Select);
-  ClientStream<v1::AppendResponse>(
-      "/spillway.v1.AttentionService/Append",
-      [this](grpc::CallbackServerContext* context, v1::AppendResponse* response) {
-        return new AppendStream(services_, *context, response);
+  ClientStream<v1::AppendResponse>("/spillway.v1.AttentionService/Append",
+                                   [this](grpc::CallbackServerContext* context,
+                                          const Caller& caller, v1::AppendResponse* response) {
+                                     return new AppendStream(services_, *context, caller, response);
+                                   });
+  BidiStream<v1::DecodeResponse>(
+      "/spillway.v1.AttentionService/Decode",
+      [this](grpc::CallbackServerContext* context, const Caller& caller) {
+        return new DecodeStream(services_, *context, caller);
       });
-  BidiStream<v1::DecodeResponse>("/spillway.v1.AttentionService/Decode",
-                                 [this](grpc::CallbackServerContext* context) {
-                                   return new DecodeStream(services_, *context);
-                                 });
   ServerStream<v1::FetchPagesRequest, v1::FetchPagesResponse>(
       "/spillway.v1.AttentionService/FetchPages",
-      [this](grpc::CallbackServerContext* context,
+      [this](grpc::CallbackServerContext* context, const Caller& caller,
              const absl::StatusOr<const v1::FetchPagesRequest*>& request) {
-        return new FetchStream(services_, *context, request);
+        return new FetchStream(services_, *context, caller, request);
       });
 }
 
 grpc::ServerUnaryReactor* AttentionService::Attend(grpc::CallbackServerContext* context,
+                                                   const Caller& caller,
                                                    const v1::AttendRequest* request,
                                                    v1::AttendResponse* response) {
-  return StartAttend(services_, *context, *request, response);
+  return StartAttend(services_, *context, caller, *request, response);
 }
 
 grpc::ServerUnaryReactor* AttentionService::Select(grpc::CallbackServerContext* context,
+                                                   const Caller& caller,
                                                    const v1::SelectRequest* request,
                                                    v1::SelectResponse* response) {
-  return StartSelect(services_, *context, *request, response);
+  return StartSelect(services_, *context, caller, *request, response);
 }
 
 }  // namespace spillway

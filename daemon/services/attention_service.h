@@ -11,9 +11,9 @@ class AttentionService final : public Service {
   explicit AttentionService(const ServiceContext& services);
 
  private:
-  grpc::ServerUnaryReactor* Attend(grpc::CallbackServerContext* context,
+  grpc::ServerUnaryReactor* Attend(grpc::CallbackServerContext* context, const Caller& caller,
                                    const v1::AttendRequest* request, v1::AttendResponse* response);
-  grpc::ServerUnaryReactor* Select(grpc::CallbackServerContext* context,
+  grpc::ServerUnaryReactor* Select(grpc::CallbackServerContext* context, const Caller& caller,
                                    const v1::SelectRequest* request, v1::SelectResponse* response);
 };
 

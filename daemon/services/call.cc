@@ -1,6 +1,7 @@
 #include "daemon/services/call.h"
 
 #include <chrono>
+#include <iterator>
 
 namespace spillway {
 namespace {
@@ -28,6 +29,16 @@ class CallCancelToken final : public CancelToken {
 };
 
 }  // namespace
+
+absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
+                                const grpc::CallbackServerContext& context) {
+  if (services.tokens == nullptr) return Caller();
+  const auto& metadata = context.client_metadata();
+  // Of two it would not be known who is meant.
+  const auto [first, last] = metadata.equal_range("authorization");
+  if (first == last || std::next(first) != last) return services.tokens->Authenticate("");
+  return services.tokens->Authenticate({first->second.data(), first->second.size()});
+}
 
 std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& context) {
   return std::make_shared<CancelToken>(DeadlineOf(context));

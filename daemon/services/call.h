@@ -3,11 +3,17 @@
 #include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/engine/caller.h"
 #include "daemon/services/context.h"
 #include "grpcpp/grpcpp.h"
 #include "host/device/cancel.h"
 
 namespace spillway {
+
+// Whose the call is. UNAUTHENTICATED where tokens are asked for and it brings none that is good.
+absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
+                                const grpc::CallbackServerContext& context);
 
 // Stops with the call's deadline.
 std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& context);

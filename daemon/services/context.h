@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "daemon/access/token_table.h"
 #include "daemon/convert/status.h"
 #include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/engine.h"
@@ -20,6 +21,8 @@ namespace spillway {
 // What every service needs; outlives them.
 struct ServiceContext {
   Engine& engine;
+  // Who may call; null: whoever connects.
+  const TokenTable* tokens;
   const StatusConverter& status;
   StreamSet& streams;
   RegionTable& regions;

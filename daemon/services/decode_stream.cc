@@ -39,8 +39,9 @@ void DecodeStream::Message::DropContents() {
 }
 
 DecodeStream::DecodeStream(const ServiceContext& services,
-                           const grpc::CallbackServerContext& context)
+                           const grpc::CallbackServerContext& context, Caller caller)
     : services_(services),
+      caller_(std::move(caller)),
       cancel_(MakeCancelToken(context)),
       timer_(services.calls.Find("/spillway.v1.AttentionService/Decode")) {
   const absl::Status added = services_.streams.Add(this);
@@ -185,12 +186,12 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   const ModelSpec& spec = item.sequence->model->spec;
   RETURN_IF_ERROR(CheckLayer(request.layer(), spec));
   if (request.has_append()) {
-    ASSIGN_OR_RETURN(item.append,
-                     ChunkFromProto(request.append(), request.layer(), spec, services_.regions));
+    ASSIGN_OR_RETURN(item.append, ChunkFromProto(request.append(), request.layer(), spec,
+                                                 CallerRegions(services_.regions, caller_)));
   }
-  RETURN_IF_ERROR(QueryFromProto(request, services_.regions, "", item));
+  RETURN_IF_ERROR(QueryFromProto(request, CallerRegions(services_.regions, caller_), "", item));
   ASSIGN_OR_RETURN(message.places, PlacesFromProto(request, request.out_dtype(), item.attend, spec,
-                                                   services_.regions, ""));
+                                                   CallerRegions(services_.regions, caller_), ""));
   const int64_t bytes = ResultBytes(item.attend, spec, message.places);
   if (bytes > kMessageBytesMax) {
     return InvalidField("q.shape", absl::StrCat("the answer would take ", bytes,
@@ -204,7 +205,7 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
 
 absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& problem) {
   ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
-                   FindSequence(services_.engine, message.sequence(), "sequence"));
+                   FindSequence(services_.engine, caller_, message.sequence(), "sequence"));
   AttendItem item;
   item.sequence = std::move(sequence);
   if (problem.ok()) problem = CheckMessage(message, item);

@@ -22,7 +22,8 @@ namespace spillway {
 class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::DecodeResponse>,
                            public OpenStream {
  public:
-  DecodeStream(const ServiceContext& services, const grpc::CallbackServerContext& context);
+  DecodeStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
+               Caller caller);
 
  private:
   // One message and its answer.
@@ -86,6 +87,7 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
   using LayerKey = std::pair<std::string, int32_t>;
 
   const ServiceContext& services_;
+  const Caller caller_;
   const std::shared_ptr<CancelToken> cancel_;
   const CallTimer timer_;
 

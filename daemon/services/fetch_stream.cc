@@ -27,8 +27,8 @@ constexpr int64_t kRowExtraBytes = 9;
 }  // namespace
 
 FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-                         const absl::StatusOr<const v1::FetchPagesRequest*>& request)
-    : services_(services), cancel_(MakeCancelToken(context)) {
+                         Caller caller, const absl::StatusOr<const v1::FetchPagesRequest*>& request)
+    : services_(services), caller_(std::move(caller)), cancel_(MakeCancelToken(context)) {
   absl::Status status = services_.streams.Add(this);
   if (status.ok()) status = request.ok() ? Start(**request) : request.status();
   if (!status.ok()) Finish(services_.status.ToGrpc(status));
@@ -52,7 +52,7 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
                         "how many rows the queries choose is not known before: Select them, and "
                         "give the selection");
   }
-  ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_, request.item(), "item."));
+  ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_, caller_, request.item(), "item."));
   model_ = item.sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
   RETURN_IF_ERROR(CheckSelectable(item.attend));
@@ -75,8 +75,9 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
 }
 
 absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
-  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
-                   FindSequence(services_.engine, request.item().sequence(), "item.sequence"));
+  ASSIGN_OR_RETURN(
+      std::shared_ptr<Sequence> sequence,
+      FindSequence(services_.engine, caller_, request.item().sequence(), "item.sequence"));
   model_ = sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
   ASSIGN_OR_RETURN(choice_, ChoiceFromProto(request, model_->spec));
@@ -108,9 +109,11 @@ absl::Status FetchStream::ParseTargets(const v1::FetchPagesRequest& request) {
   const std::array<int64_t, 2> chosen = {row_count, spec.head_dim};
   const std::span<const int64_t> shape = choice_.lists ? std::span<const int64_t>(chosen) : ranged;
   ASSIGN_OR_RETURN(
-      k_, TargetOf(request.k(), shape, spec.dtype, services_.regions, "k", TensorMemory::kAny));
+      k_, TargetOf(request.k(), shape, spec.dtype, CallerRegions(services_.regions, caller_), "k",
+                   TensorMemory::kAny));
   ASSIGN_OR_RETURN(
-      v_, TargetOf(request.v(), shape, spec.dtype, services_.regions, "v", TensorMemory::kAny));
+      v_, TargetOf(request.v(), shape, spec.dtype, CallerRegions(services_.regions, caller_), "v",
+                   TensorMemory::kAny));
   if (k_->region->on_gpu != v_->region->on_gpu) {
     return InvalidField("v.region", "one of k and v lies in GPU memory, not both");
   }

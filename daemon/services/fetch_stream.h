@@ -17,7 +17,7 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
                           public OpenStream {
  public:
   FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-              const absl::StatusOr<const v1::FetchPagesRequest*>& request);
+              Caller caller, const absl::StatusOr<const v1::FetchPagesRequest*>& request);
 
  private:
   void OnWriteDone(bool ok) override;
@@ -35,6 +35,7 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   void WriteNext();
 
   const ServiceContext& services_;
+  const Caller caller_;
   const std::shared_ptr<CancelToken> cancel_;
   std::shared_ptr<Model> model_;
   FetchChoice choice_;

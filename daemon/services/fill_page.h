@@ -4,6 +4,7 @@
 #include <string>
 
 #include "daemon/convert/names.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/registry.h"
 #include "google/protobuf/repeated_field.h"
 
@@ -23,7 +24,7 @@ std::string FillPage(const Page<T>& page, google::protobuf::RepeatedPtrField<Out
     out = convert(*page.items[i]);
     bytes += static_cast<int64_t>(out.ByteSizeLong());
     const bool last = i + 1 == page.items.size();
-    if (last ? page.more : bytes > kPageBytesMax) return PageToken(page.items[i]->id);
+    if (last ? page.more : bytes > kPageBytesMax) return PageToken(ClientIdOf(page.items[i]->id));
   }
   return "";
 }

@@ -29,21 +29,23 @@ MemoryService::MemoryService(const ServiceContext& services) : Service(services)
 }
 
 grpc::ServerUnaryReactor* MemoryService::AttachRegion(grpc::CallbackServerContext* context,
+                                                      const Caller& caller,
                                                       const v1::AttachRegionRequest* request,
                                                       v1::AttachRegionResponse* response) {
-  return AnswerAttached(context, *response, [this, request] {
+  return AnswerAttached(context, *response, [this, caller, request] {
     return request->device().empty()
-               ? services_.regions.Attach(request->session(), request->byte_count())
-               : services_.regions.AttachGpu(request->session(), request->byte_count(),
+               ? services_.regions.Attach(caller, request->session(), request->byte_count())
+               : services_.regions.AttachGpu(caller, request->session(), request->byte_count(),
                                              request->device());
   });
 }
 
 grpc::ServerUnaryReactor* MemoryService::AttachDoorbell(grpc::CallbackServerContext* context,
+                                                        const Caller& caller,
                                                         const v1::AttachDoorbellRequest* request,
                                                         v1::AttachDoorbellResponse* response) {
-  return AnswerAttached(context, *response, [this, request] {
-    return services_.doorbells.Attach(request->session(), request->byte_count());
+  return AnswerAttached(context, *response, [this, caller, request] {
+    return services_.doorbells.Attach(caller, request->session(), request->byte_count());
   });
 }
 
@@ -66,10 +68,11 @@ grpc::ServerUnaryReactor* MemoryService::AnswerAttached(grpc::CallbackServerCont
 }
 
 grpc::ServerUnaryReactor* MemoryService::ListRegions(grpc::CallbackServerContext* context,
+                                                     const Caller& caller,
                                                      const v1::ListRegionsRequest* request,
                                                      v1::ListRegionsResponse* response) {
   const absl::StatusOr<std::vector<std::shared_ptr<Region>>> regions =
-      services_.regions.List(request->session());
+      services_.regions.List(caller, request->session());
   if (regions.ok()) {
     for (const std::shared_ptr<Region>& region : *regions) Fill(*region, *response->add_regions());
   }
@@ -77,11 +80,12 @@ grpc::ServerUnaryReactor* MemoryService::ListRegions(grpc::CallbackServerContext
 }
 
 grpc::ServerUnaryReactor* MemoryService::DetachRegion(grpc::CallbackServerContext* context,
+                                                      const Caller& caller,
                                                       const v1::DetachRegionRequest* request,
                                                       v1::DetachRegionResponse*) {
   const absl::StatusOr<std::string> id = ParseName(request->name(), "regions", "name");
   return Answer(services_, context,
-                id.ok() ? services_.regions.Detach(request->session(), *id) : id.status());
+                id.ok() ? services_.regions.Detach(caller, request->session(), *id) : id.status());
 }
 
 }  // namespace spillway

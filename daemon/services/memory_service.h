@@ -10,16 +10,17 @@ class MemoryService final : public Service {
   explicit MemoryService(const ServiceContext& services);
 
  private:
-  grpc::ServerUnaryReactor* AttachRegion(grpc::CallbackServerContext* context,
+  grpc::ServerUnaryReactor* AttachRegion(grpc::CallbackServerContext* context, const Caller& caller,
                                          const v1::AttachRegionRequest* request,
                                          v1::AttachRegionResponse* response);
-  grpc::ServerUnaryReactor* ListRegions(grpc::CallbackServerContext* context,
+  grpc::ServerUnaryReactor* ListRegions(grpc::CallbackServerContext* context, const Caller& caller,
                                         const v1::ListRegionsRequest* request,
                                         v1::ListRegionsResponse* response);
-  grpc::ServerUnaryReactor* DetachRegion(grpc::CallbackServerContext* context,
+  grpc::ServerUnaryReactor* DetachRegion(grpc::CallbackServerContext* context, const Caller& caller,
                                          const v1::DetachRegionRequest* request,
                                          v1::DetachRegionResponse* response);
   grpc::ServerUnaryReactor* AttachDoorbell(grpc::CallbackServerContext* context,
+                                           const Caller& caller,
                                            const v1::AttachDoorbellRequest* request,
                                            v1::AttachDoorbellResponse* response);
 

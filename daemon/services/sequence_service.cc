@@ -24,35 +24,38 @@ SequenceService::SequenceService(const ServiceContext& services) : Service(servi
 }
 
 absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
-    const v1::CreateSequenceRequest& request) {
+    const Caller& caller, const v1::CreateSequenceRequest& request) {
   const v1::Sequence& asked = request.sequence();
   ASSIGN_OR_RETURN(const std::string id, ChooseId(request.sequence_id(), "sequence_id"));
   ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
-                   FindModel(services_.engine, asked.model(), "sequence.model"));
+                   FindModel(services_.engine, caller, asked.model(), "sequence.model"));
   ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, services_.ttl_default));
   ASSIGN_OR_RETURN(const Policy policy,
                    ApplyPolicy(asked.policy(), model->policy, model->spec, "sequence.policy."));
-  return services_.engine.CreateSequence(id, model, policy, ttl);
+  return services_.engine.CreateSequence(caller.IdOf(id), model, policy, ttl);
 }
 
 grpc::ServerUnaryReactor* SequenceService::CreateSequence(grpc::CallbackServerContext* context,
+                                                          const Caller& caller,
                                                           const v1::CreateSequenceRequest* request,
                                                           v1::CreateSequenceResponse* response) {
-  const absl::StatusOr<std::shared_ptr<Sequence>> sequence = Create(*request);
+  const absl::StatusOr<std::shared_ptr<Sequence>> sequence = Create(caller, *request);
   if (sequence.ok()) *response->mutable_sequence() = ToProto(**sequence);
   return Answer(services_, context, sequence.status());
 }
 
 grpc::ServerUnaryReactor* SequenceService::GetSequence(grpc::CallbackServerContext* context,
+                                                       const Caller& caller,
                                                        const v1::GetSequenceRequest* request,
                                                        v1::GetSequenceResponse* response) {
   const absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, request->name(), "name");
+      FindSequence(services_.engine, caller, request->name(), "name");
   if (sequence.ok()) *response->mutable_sequence() = ToProto(**sequence);
   return Answer(services_, context, sequence.status());
 }
 
 grpc::ServerUnaryReactor* SequenceService::ListSequences(grpc::CallbackServerContext* context,
+                                                         const Caller& caller,
                                                          const v1::ListSequencesRequest* request,
                                                          v1::ListSequencesResponse* response) {
   const absl::StatusOr<PageRequest> page = ParsePage(request->page_size(), request->page_token());
@@ -60,12 +63,12 @@ grpc::ServerUnaryReactor* SequenceService::ListSequences(grpc::CallbackServerCon
   std::shared_ptr<Model> model;
   if (!request->model().empty()) {
     absl::StatusOr<std::shared_ptr<Model>> found =
-        FindModel(services_.engine, request->model(), "model");
+        FindModel(services_.engine, caller, request->model(), "model");
     if (!found.ok()) return Answer(services_, context, found.status());
     model = *std::move(found);
   }
-  const Page<Sequence> sequences =
-      services_.engine.registry().ListSequences(model.get(), page->after, page->size);
+  const Page<Sequence> sequences = services_.engine.registry().ListSequencesOf(
+      caller.name_space(), model.get(), page->after, page->size);
   response->set_next_page_token(
       FillPage(sequences, *response->mutable_sequences(),
                [](const Sequence& sequence) { return ToProto(sequence); }));
@@ -73,16 +76,17 @@ grpc::ServerUnaryReactor* SequenceService::ListSequences(grpc::CallbackServerCon
 }
 
 grpc::ServerUnaryReactor* SequenceService::ForkSequence(grpc::CallbackServerContext* context,
+                                                        const Caller& caller,
                                                         const v1::ForkSequenceRequest* request,
                                                         v1::ForkSequenceResponse* response) {
   absl::StatusOr<std::shared_ptr<Sequence>> source =
-      FindSequence(services_.engine, request->name(), "name");
+      FindSequence(services_.engine, caller, request->name(), "name");
   if (!source.ok()) return Answer(services_, context, source.status());
   const absl::StatusOr<std::string> id = ChooseId(request->sequence_id(), "sequence_id");
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  services_.engine.Fork(*std::move(source), *id,
+  services_.engine.Fork(*std::move(source), caller.IdOf(*id),
                         [call, response](absl::StatusOr<std::shared_ptr<Sequence>> copy) {
                           if (copy.ok()) *response->mutable_sequence() = ToProto(**copy);
                           call->End(copy.status());
@@ -91,10 +95,10 @@ grpc::ServerUnaryReactor* SequenceService::ForkSequence(grpc::CallbackServerCont
 }
 
 grpc::ServerUnaryReactor* SequenceService::TruncateSequence(
-    grpc::CallbackServerContext* context, const v1::TruncateSequenceRequest* request,
-    v1::TruncateSequenceResponse* response) {
+    grpc::CallbackServerContext* context, const Caller& caller,
+    const v1::TruncateSequenceRequest* request, v1::TruncateSequenceResponse* response) {
   absl::StatusOr<std::shared_ptr<Sequence>> sequence =
-      FindSequence(services_.engine, request->name(), "name");
+      FindSequence(services_.engine, caller, request->name(), "name");
   if (!sequence.ok()) return Answer(services_, context, sequence.status());
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
@@ -107,13 +111,15 @@ grpc::ServerUnaryReactor* SequenceService::TruncateSequence(
 }
 
 grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerContext* context,
+                                                          const Caller& caller,
                                                           const v1::DeleteSequenceRequest* request,
                                                           v1::DeleteSequenceResponse*) {
   const absl::StatusOr<std::string> id = ParseName(request->name(), "sequences", "name");
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  services_.engine.Delete(*id, [call](const absl::Status& status) { call->End(status); });
+  services_.engine.Delete(caller.IdOf(*id),
+                          [call](const absl::Status& status) { call->End(status); });
   return reactor;
 }
 
@@ -129,18 +135,20 @@ grpc::ServerUnaryReactor* SequenceService::AnswerLater(grpc::CallbackServerConte
 }
 
 grpc::ServerUnaryReactor* SequenceService::SaveSequence(grpc::CallbackServerContext* context,
+                                                        const Caller& caller,
                                                         const v1::SaveSequenceRequest* request,
                                                         v1::SaveSequenceResponse* response) {
-  return AnswerLater(context, [this, request, response](const auto& cancel) {
-    return spillway::SaveSequence(services_, *request, cancel, *response);
+  return AnswerLater(context, [this, caller, request, response](const auto& cancel) {
+    return spillway::SaveSequence(services_, caller, *request, cancel, *response);
   });
 }
 
 grpc::ServerUnaryReactor* SequenceService::LoadSequence(grpc::CallbackServerContext* context,
+                                                        const Caller& caller,
                                                         const v1::LoadSequenceRequest* request,
                                                         v1::LoadSequenceResponse* response) {
-  return AnswerLater(context, [this, request, response](const auto& cancel) {
-    return spillway::LoadSequence(services_, *request, cancel, *response);
+  return AnswerLater(context, [this, caller, request, response](const auto& cancel) {
+    return spillway::LoadSequence(services_, caller, *request, cancel, *response);
   });
 }
 

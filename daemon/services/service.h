@@ -2,6 +2,7 @@
 
 #include <functional>
 
+#include "daemon/engine/caller.h"
 #include "daemon/services/call.h"
 #include "daemon/services/received.h"
 #include "grpcpp/impl/codegen/proto_utils.h"
@@ -13,60 +14,91 @@
 
 namespace spillway {
 
-// A gRPC service whose requests are charged and parsed here, and whose streams get their
-// messages as bytes. Methods are named in full, "/spillway.v1.ModelService/GetModel".
+// A gRPC service that lets callers in, and whose requests are charged and parsed here; streams get
+// their messages as bytes. Methods are named in full, "/spillway.v1.ModelService/GetModel".
 class Service : public grpc::Service {
  protected:
   explicit Service(const ServiceContext& services) : services_(services) {}
 
   template <typename Self, typename Request, typename Response>
   void Unary(const char* name,
-             grpc::ServerUnaryReactor* (Self::*handler)(grpc::CallbackServerContext*,
+             grpc::ServerUnaryReactor* (Self::*handler)(grpc::CallbackServerContext*, const Caller&,
                                                         const Request*, Response*)) {
     using Handler = grpc::internal::CallbackUnaryHandler<Received<Request>, Response>;
     Add(name, grpc::internal::RpcMethod::NORMAL_RPC,
         new Handler([this, handler](grpc::CallbackServerContext* context,
                                     const Received<Request>* received, Response* response) {
+          const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+          if (!caller.ok()) return Answer(services_, context, caller.status());
           const absl::StatusOr<const Request*> request = Open(received);
           if (!request.ok()) return Answer(services_, context, request.status());
-          return (static_cast<Self*>(this)->*handler)(context, *request, response);
+          return (static_cast<Self*>(this)->*handler)(context, *caller, *request, response);
         }));
   }
 
   // A request that is answered by a stream.
   template <typename Request, typename Response>
-  void ServerStream(const char* name,
-                    std::function<grpc::ServerWriteReactor<Response>*(
-                        grpc::CallbackServerContext*, absl::StatusOr<const Request*>)>
-                        open) {
+  void ServerStream(
+      const char* name,
+      std::function<grpc::ServerWriteReactor<Response>*(grpc::CallbackServerContext*, const Caller&,
+                                                        absl::StatusOr<const Request*>)>
+          open) {
     using Handler = grpc::internal::CallbackServerStreamingHandler<Received<Request>, Response>;
     Add(name, grpc::internal::RpcMethod::SERVER_STREAMING,
-        new Handler([this, open = std::move(open)](grpc::CallbackServerContext* context,
-                                                   const Received<Request>* received) {
-          return open(context, Open(received));
+        new Handler([this, open = std::move(open)](
+                        grpc::CallbackServerContext* context,
+                        const Received<Request>* received) -> grpc::ServerWriteReactor<Response>* {
+          const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+          if (!caller.ok()) return Refuse<grpc::ServerWriteReactor<Response>>(caller.status());
+          return open(context, *caller, Open(received));
         }));
   }
 
   template <typename Response>
   void ClientStream(const char* name, std::function<grpc::ServerReadReactor<grpc::ByteBuffer>*(
-                                          grpc::CallbackServerContext*, Response*)>
+                                          grpc::CallbackServerContext*, const Caller&, Response*)>
                                           open) {
     using Handler = grpc::internal::CallbackClientStreamingHandler<grpc::ByteBuffer, Response>;
-    Add(name, grpc::internal::RpcMethod::CLIENT_STREAMING, new Handler(std::move(open)));
+    using Reactor = grpc::ServerReadReactor<grpc::ByteBuffer>;
+    Add(name, grpc::internal::RpcMethod::CLIENT_STREAMING,
+        new Handler([this, open = std::move(open)](grpc::CallbackServerContext* context,
+                                                   Response* response) -> Reactor* {
+          const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+          if (!caller.ok()) return Refuse<Reactor>(caller.status());
+          return open(context, *caller, response);
+        }));
   }
 
   template <typename Response>
   void BidiStream(const char* name,
                   std::function<grpc::ServerBidiReactor<grpc::ByteBuffer, Response>*(
-                      grpc::CallbackServerContext*)>
+                      grpc::CallbackServerContext*, const Caller&)>
                       open) {
     using Handler = grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>;
-    Add(name, grpc::internal::RpcMethod::BIDI_STREAMING, new Handler(std::move(open)));
+    using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, Response>;
+    Add(name, grpc::internal::RpcMethod::BIDI_STREAMING,
+        new Handler(
+            [this, open = std::move(open)](grpc::CallbackServerContext* context) -> Reactor* {
+              const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+              if (!caller.ok()) return Refuse<Reactor>(caller.status());
+              return open(context, *caller);
+            }));
   }
 
   const ServiceContext& services_;
 
  private:
+  // A stream that ends as it begins.
+  template <typename Reactor>
+  Reactor* Refuse(const absl::Status& status) {
+    class Refused final : public Reactor {
+     public:
+      explicit Refused(const grpc::Status& status) { this->Finish(status); }
+      void OnDone() override { delete this; }
+    };
+    return new Refused(services_.status.ToGrpc(status));
+  }
+
   // gRPC lets handlers see a request only as const; it is theirs alone.
   template <typename Request>
   absl::StatusOr<const Request*> Open(const Received<Request>* received) {

@@ -29,9 +29,21 @@ absl::Status Differs(const SnapshotFolder& folder, const std::string& why) {
       "SNAPSHOT_MODEL_DIFFERS", {{"folder", folder.path()}});
 }
 
+// Below the setting's folder: every namespace has one of its own there.
+absl::StatusOr<std::string> FolderOf(const ServiceContext& services, const Caller& caller,
+                                     const std::string& asked) {
+  if (!caller.is_tenant()) return asked;
+  if (services.snapshot_folder == "/") {
+    return absl::FailedPreconditionError(
+        "snapshots.folder is \"/\", where any folder may be named: with tokens there are no "
+        "snapshots then");
+  }
+  return absl::StrCat(std::string(caller.name_space()), "/", asked);
+}
+
 // The model that the rows are loaded for, created where the request names none.
-absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const SnapshotFolder& folder,
-                                               const v1::Model& saved,
+absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const Caller& caller,
+                                               const SnapshotFolder& folder, const v1::Model& saved,
                                                const ModelDescription& description,
                                                const std::string& weights_sha256,
                                                const std::string& asked,
@@ -43,7 +55,7 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const SnapshotFol
                                                             ": the model's name is none"))
                          : id.status();
   }
-  absl::StatusOr<std::shared_ptr<Model>> model = engine.registry().FindModel(*id);
+  absl::StatusOr<std::shared_ptr<Model>> model = engine.registry().FindModel(caller.IdOf(*id));
   if (absl::IsNotFound(model.status()) && asked.empty()) {
     if (description.spec.has_weights()) {
       return Differs(folder, absl::StrCat("there is no model models/", *id,
@@ -51,8 +63,9 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const SnapshotFol
                                           "file whose SHA-256 digest is ",
                                           weights_sha256));
     }
-    model = engine.CreateModel(*id, description.spec, description.policy, &cancel);
-    if (absl::IsAlreadyExists(model.status())) model = engine.registry().FindModel(*id);
+    model = engine.CreateModel(caller.IdOf(*id), description.spec, description.policy, &cancel);
+    if (absl::IsAlreadyExists(model.status()))
+      model = engine.registry().FindModel(caller.IdOf(*id));
   }
   RETURN_IF_ERROR(model.status());
   const std::string difference = FirstDifference(DescribeModel(saved.name(), description.spec),
@@ -71,18 +84,20 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const SnapshotFol
 
 }  // namespace
 
-absl::Status SaveSequence(const ServiceContext& services, const v1::SaveSequenceRequest& request,
+absl::Status SaveSequence(const ServiceContext& services, const Caller& caller,
+                          const v1::SaveSequenceRequest& request,
                           const std::shared_ptr<CancelToken>& cancel,
                           v1::SaveSequenceResponse& response) {
   ASSIGN_OR_RETURN(const std::shared_ptr<Sequence> sequence,
-                   FindSequence(services.engine, request.name(), "name"));
+                   FindSequence(services.engine, caller, request.name(), "name"));
   const std::string& client_data = request.client_data();
   if (static_cast<int64_t>(client_data.size()) > kClientDataBytesMax) {
     return InvalidField("client_data", absl::StrCat(client_data.size(), " bytes are more than ",
                                                     kClientDataBytesMax));
   }
+  ASSIGN_OR_RETURN(const std::string name, FolderOf(services, caller, request.folder()));
   ASSIGN_OR_RETURN(SnapshotFolder folder,
-                   SnapshotFolder::OpenToSave(services.snapshot_folder, request.folder()));
+                   SnapshotFolder::OpenToSave(services.snapshot_folder, name));
   const auto answered = std::make_shared<std::promise<absl::StatusOr<SharedSequence>>>();
   services.engine.ShareSequence(sequence, [answered](absl::StatusOr<SharedSequence> shared) {
     answered->set_value(std::move(shared));
@@ -112,18 +127,20 @@ absl::Status SaveSequence(const ServiceContext& services, const v1::SaveSequence
   return absl::OkStatus();
 }
 
-absl::Status LoadSequence(const ServiceContext& services, const v1::LoadSequenceRequest& request,
+absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
+                          const v1::LoadSequenceRequest& request,
                           const std::shared_ptr<CancelToken>& cancel,
                           v1::LoadSequenceResponse& response) {
   Engine& engine = services.engine;
   ASSIGN_OR_RETURN(const std::string id, ChooseId(request.sequence_id(), "sequence_id"));
   // Before the work; again when it is listed.
-  if (engine.registry().FindSequence(id).ok()) {
+  if (engine.registry().FindSequence(caller.IdOf(id)).ok()) {
     return WithReason(absl::AlreadyExistsError(absl::StrCat("sequences/", id, " exists already")),
                       "SEQUENCE_EXISTS", {{"name", absl::StrCat("sequences/", id)}});
   }
+  ASSIGN_OR_RETURN(const std::string name, FolderOf(services, caller, request.folder()));
   ASSIGN_OR_RETURN(const SnapshotFolder folder,
-                   SnapshotFolder::OpenToLoad(services.snapshot_folder, request.folder()));
+                   SnapshotFolder::OpenToLoad(services.snapshot_folder, name));
   ASSIGN_OR_RETURN(const Manifest manifest, ReadManifest(folder, engine.budget()));
   v1::Model saved;
   v1::Sequence kept;
@@ -143,7 +160,7 @@ absl::Status LoadSequence(const ServiceContext& services, const v1::LoadSequence
   }
   const v1::Sequence& asked = request.sequence();
   ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
-                   ModelOf(engine, folder, saved, *description, manifest.weights_sha256,
+                   ModelOf(engine, caller, folder, saved, *description, manifest.weights_sha256,
                            asked.model(), *cancel));
   const absl::StatusOr<Policy> kept_policy =
       ApplyPolicy(kept.policy(), model->policy, model->spec, "sequence.policy.");
@@ -157,7 +174,7 @@ absl::Status LoadSequence(const ServiceContext& services, const v1::LoadSequence
   ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, kept_ttl));
   ASSIGN_OR_RETURN(*response.mutable_client_data(), ReadClientData(folder, manifest));
   ASSIGN_OR_RETURN(const std::shared_ptr<Sequence> sequence,
-                   engine.MakeSequence(id, model, policy, ttl));
+                   engine.MakeSequence(caller.IdOf(id), model, policy, ttl));
   RETURN_IF_ERROR(
       ReadRows(folder, model->spec, manifest, engine.budget(), *cancel, [&](const Chunk& chunk) {
         const auto answered = std::make_shared<std::promise<absl::Status>>();

@@ -14,10 +14,12 @@ namespace spillway {
 
 // The two calls of snapshots, in the calling thread, which waits for files and for the
 // sequence's turn. Errors as the API says. Thread-safe.
-absl::Status SaveSequence(const ServiceContext& services, const v1::SaveSequenceRequest& request,
+absl::Status SaveSequence(const ServiceContext& services, const Caller& caller,
+                          const v1::SaveSequenceRequest& request,
                           const std::shared_ptr<CancelToken>& cancel,
                           v1::SaveSequenceResponse& response);
-absl::Status LoadSequence(const ServiceContext& services, const v1::LoadSequenceRequest& request,
+absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
+                          const v1::LoadSequenceRequest& request,
                           const std::shared_ptr<CancelToken>& cancel,
                           v1::LoadSequenceResponse& response);
 

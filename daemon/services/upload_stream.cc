@@ -18,9 +18,10 @@ constexpr char kUpload[] = "the upload of hash weights";
 }  // namespace
 
 UploadStream::UploadStream(const ServiceContext& services,
-                           const grpc::CallbackServerContext& context,
+                           const grpc::CallbackServerContext& context, Caller caller,
                            v1::UploadHashWeightsResponse* response)
     : services_(services),
+      caller_(std::move(caller)),
       response_(response),
       cancel_(MakeCancelToken(context)),
       idle_(services.stream_idle_max) {
@@ -59,7 +60,7 @@ void UploadStream::CheckIdle(Clock::time_point now) {
 
 absl::Status UploadStream::Begin(const v1::UploadHashWeightsRequest& request) {
   ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
-                   FindModel(services_.engine, request.name(), "name"));
+                   FindModel(services_.engine, caller_, request.name(), "name"));
   total_bytes_ = request.total_bytes();
   if (total_bytes_ < 1 || total_bytes_ > kUploadBytesMax) {
     return InvalidField("total_bytes", absl::StrCat("value ", total_bytes_, " is not in [1, ",

@@ -16,7 +16,7 @@ namespace spillway {
 class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public OpenStream {
  public:
   UploadStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-               v1::UploadHashWeightsResponse* response);
+               Caller caller, v1::UploadHashWeightsResponse* response);
 
  private:
   void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
@@ -33,6 +33,7 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   void End(const absl::Status& status);
 
   const ServiceContext& services_;
+  const Caller caller_;
   v1::UploadHashWeightsResponse* const response_;
   const std::shared_ptr<CancelToken> cancel_;
   grpc::ByteBuffer received_;

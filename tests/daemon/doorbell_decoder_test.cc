@@ -110,7 +110,7 @@ class DoorbellDecoderTest : public EngineTest {
     sequence =
         *gpu_engine->CreateSequence("s", gpu_model, gpu_model->policy, absl::InfiniteDuration());
     server.emplace(&*gpu_engine, &regions, &status);
-    region = *server->Attach(session, 0);
+    region = *server->Attach(Caller(), session, 0);
     memory = reinterpret_cast<DoorbellMemory*>(region->bytes.data());
   }
   ~DoorbellDecoderTest() override { regions.CloseSession(session); }
@@ -269,7 +269,7 @@ TEST_F(DoorbellDecoderTest, ASequenceIsHeldByOneAtATime) {
   const std::shared_ptr<Region> first = region;
   DoorbellMemory* const first_memory = memory;
   const uint32_t first_rung = rung;
-  region = *server->Attach(session, 0);
+  region = *server->Attach(Caller(), session, 0);
   memory = reinterpret_cast<DoorbellMemory*>(region->bytes.data());
   rung = 0;
   const DoorbellAnswer second = Open();

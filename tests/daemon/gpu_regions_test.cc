@@ -21,6 +21,7 @@ using ::testing::SizeIs;
 class GpuRegionsTest : public EngineTest {
  protected:
   SharedToy gpu{"cuda:0", "GPU-a"};
+  const Caller caller;
   RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
   std::string session = regions.OpenSession();
 };
@@ -28,64 +29,64 @@ class GpuRegionsTest : public EngineTest {
 TEST_F(GpuRegionsTest, AreOfTheDeviceThatIsNamed) {
   const int64_t before = budget.used_bytes();
   for (const char* name : {"cuda:0", "GPU-a"}) {
-    const auto region = regions.AttachGpu(session, 1, name);
+    const auto region = regions.AttachGpu(caller, session, 1, name);
     ASSERT_TRUE(region.ok()) << region.status();
     EXPECT_EQ((*region)->bytes.size(), SharedDeviceMemory::kGranule);
     EXPECT_EQ((*region)->gpu(), &gpu);
     EXPECT_TRUE((*region)->on_gpu);
-    EXPECT_EQ(*regions.Find((*region)->id), *region);
+    EXPECT_EQ(*regions.Find(caller, (*region)->id), *region);
   }
   // Charged to the device alone.
   EXPECT_EQ(budget.used_bytes(), before);
   EXPECT_EQ(gpu.shared_count(), 2);
-  EXPECT_THAT(*regions.List(session), SizeIs(2));
+  EXPECT_THAT(*regions.List(caller, session), SizeIs(2));
 }
 
 TEST_F(GpuRegionsTest, ADeviceThatIsNotThereIsNamed) {
   for (const auto& [name, told] :
        {std::pair("cuda:1", "value cuda:1 is none of the engine's devices: cuda:0 (GPU-a)"),
         std::pair("GPU-b", "value GPU-b is none of")}) {
-    const absl::Status status = regions.AttachGpu(session, 1, name).status();
+    const absl::Status status = regions.AttachGpu(caller, session, 1, name).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
     EXPECT_THAT(status.message(), HasSubstr("device"));
     EXPECT_THAT(status.message(), HasSubstr(told));
   }
   RegionTable of_toy(RegionTable::Kind::kSessions, &budget, &device);
-  EXPECT_THAT(of_toy.AttachGpu(of_toy.OpenSession(), 1, "toy:0").status().message(),
+  EXPECT_THAT(of_toy.AttachGpu(caller, of_toy.OpenSession(), 1, "toy:0").status().message(),
               HasSubstr("toy:0 has no memory of its own"));
-  EXPECT_THAT(*regions.List(session), SizeIs(0));
+  EXPECT_THAT(*regions.List(caller, session), SizeIs(0));
 }
 
 TEST_F(GpuRegionsTest, AreRefusedAsOthersAre) {
-  EXPECT_TRUE(absl::IsInvalidArgument(regions.AttachGpu(session, 0, "cuda:0").status()));
-  EXPECT_TRUE(absl::IsInvalidArgument(regions.AttachGpu(session, -1, "cuda:0").status()));
-  EXPECT_TRUE(absl::IsNotFound(regions.AttachGpu("none", 1, "cuda:0").status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(regions.AttachGpu(caller, session, 0, "cuda:0").status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(regions.AttachGpu(caller, session, -1, "cuda:0").status()));
+  EXPECT_TRUE(absl::IsNotFound(regions.AttachGpu(caller, "none", 1, "cuda:0").status()));
   RegionTable none(RegionTable::Kind::kNone, &budget, &gpu);
-  EXPECT_TRUE(absl::IsUnimplemented(none.AttachGpu(session, 1, "cuda:0").status()));
+  EXPECT_TRUE(absl::IsUnimplemented(none.AttachGpu(caller, session, 1, "cuda:0").status()));
   for (int64_t i = 0; i < RegionTable::kRegionCountMax; ++i) {
-    ASSERT_TRUE(regions.AttachGpu(session, 1, "cuda:0").ok());
+    ASSERT_TRUE(regions.AttachGpu(caller, session, 1, "cuda:0").ok());
   }
-  EXPECT_TRUE(absl::IsResourceExhausted(regions.AttachGpu(session, 1, "cuda:0").status()));
-  EXPECT_TRUE(absl::IsResourceExhausted(regions.Attach(session, 1).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(regions.AttachGpu(caller, session, 1, "cuda:0").status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(regions.Attach(caller, session, 1).status()));
   EXPECT_EQ(gpu.shared_count(), RegionTable::kRegionCountMax);
 }
 
 TEST_F(GpuRegionsTest, GoWithWhatUsesThemLast) {
-  const std::shared_ptr<Region> first = *regions.AttachGpu(session, 1, "cuda:0");
-  std::shared_ptr<Region> second = *regions.AttachGpu(session, 1, "cuda:0");
+  const std::shared_ptr<Region> first = *regions.AttachGpu(caller, session, 1, "cuda:0");
+  std::shared_ptr<Region> second = *regions.AttachGpu(caller, session, 1, "cuda:0");
   const std::string id = second->id;
-  ASSERT_TRUE(regions.Detach(session, id).ok());
-  EXPECT_TRUE(absl::IsNotFound(regions.Find(id).status()));
+  ASSERT_TRUE(regions.Detach(caller, session, id).ok());
+  EXPECT_TRUE(absl::IsNotFound(regions.Find(caller, id).status()));
   EXPECT_EQ(gpu.shared_count(), 2);  // a request has it
   second.reset();
   EXPECT_EQ(gpu.shared_count(), 1);
   regions.CloseSession(session);
-  EXPECT_TRUE(absl::IsNotFound(regions.Find(first->id).status()));
+  EXPECT_TRUE(absl::IsNotFound(regions.Find(caller, first->id).status()));
   EXPECT_EQ(gpu.shared_count(), 1);
 }
 
 TEST_F(GpuRegionsTest, OfAnotherDeviceAppendNothing) {
-  const std::shared_ptr<Region> region = *regions.AttachGpu(session, 1, "cuda:0");
+  const std::shared_ptr<Region> region = *regions.AttachGpu(caller, session, 1, "cuda:0");
   const auto sequence = NewSequence("s");
   const std::vector<float> rows = Rows(1, 4);
   Chunk chunk = ChunkOf(rows, 0, 4);

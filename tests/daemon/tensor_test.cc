@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 class GpuTensorTest : public ::testing::Test {
  protected:
   GpuTensorTest() : session(regions.OpenSession()) {
-    region = *regions.AttachGpu(session, 1, "cuda:0");
+    region = *regions.AttachGpu(caller, session, 1, "cuda:0");
   }
 
   // float32 [2, 3, 4] from `offset` on.
@@ -39,7 +39,8 @@ class GpuTensorTest : public ::testing::Test {
   }
   // What CopyOf makes of it.
   std::vector<float> Copied(const v1::Tensor& tensor) const {
-    const absl::StatusOr<TensorView> view = ViewTensor(tensor, {2, 3, 4}, regions, "q");
+    const absl::StatusOr<TensorView> view =
+        ViewTensor(tensor, {2, 3, 4}, CallerRegions(regions, caller), "q");
     EXPECT_TRUE(view.ok()) << view.status();
     const std::array<int64_t, 3> shape = {2, 3, 4};
     const auto copy = CopyOf(*view, shape);
@@ -51,6 +52,7 @@ class GpuTensorTest : public ::testing::Test {
 
   MemoryBudget budget{int64_t{64} << 20};
   SharedToy gpu{"cuda:0", "GPU-a"};
+  const Caller caller;
   RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
   const std::string session;
   std::shared_ptr<Region> region;
@@ -88,16 +90,19 @@ TEST_F(GpuTensorTest, IsReadAsItLies) {
 
 TEST_F(GpuTensorTest, LiesInItWhole) {
   const auto size = static_cast<int64_t>(region->bytes.size());
-  EXPECT_TRUE(ViewTensor(Tensor(size - 96, {}), {2, 3, 4}, regions, "q").ok());
+  EXPECT_TRUE(
+      ViewTensor(Tensor(size - 96, {}), {2, 3, 4}, CallerRegions(regions, caller), "q").ok());
   for (const auto& [offset, told] :
        {std::pair(size - 92, "96 bytes from"), std::pair(int64_t{-4}, "value -4"),
         std::pair(int64_t{2}, "value 2"), std::pair(int64_t{1} << 62, "96 bytes from")}) {
-    const absl::Status status = ViewTensor(Tensor(offset, {}), {2, 3, 4}, regions, "q").status();
+    const absl::Status status =
+        ViewTensor(Tensor(offset, {}), {2, 3, 4}, CallerRegions(regions, caller), "q").status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
     EXPECT_THAT(status.message(), HasSubstr(told));
   }
-  const absl::Status huge =
-      ViewTensor(Tensor(0, {0, int64_t{1} << 62, 4}), {2, 3, 4}, regions, "q").status();
+  const absl::Status huge = ViewTensor(Tensor(0, {0, int64_t{1} << 62, 4}), {2, 3, 4},
+                                       CallerRegions(regions, caller), "q")
+                                .status();
   EXPECT_THAT(huge.message(), HasSubstr("larger than any memory"));
 }
 
@@ -105,7 +110,8 @@ TEST_F(GpuTensorTest, ResultsAreWrittenThere) {
   v1::RegionSlice slice;
   slice.set_region("regions/" + region->id);
   slice.set_offset(256);
-  const absl::StatusOr<TensorPlace> place = PlaceTensor(slice, 3, DType::kF32, regions, "out");
+  const absl::StatusOr<TensorPlace> place =
+      PlaceTensor(slice, 3, DType::kF32, CallerRegions(regions, caller), "out");
   ASSERT_TRUE(place.ok()) << place.status();
   v1::Tensor tensor;
   const std::vector<float> values = {1.5f, -2, 7};
@@ -121,11 +127,15 @@ TEST_F(GpuTensorTest, AnEmbeddedEnginesGpuIsForRowsAlone) {
   RegionTable process(RegionTable::Kind::kProcess, &budget);
   v1::Tensor tensor = Tensor(64, {});
   tensor.mutable_slice()->set_region("regions/gpu");
-  const absl::Status status = ViewTensor(tensor, {2, 3, 4}, process, "q").status();
+  const absl::Status status =
+      ViewTensor(tensor, {2, 3, 4}, CallerRegions(process, caller), "q").status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   EXPECT_THAT(status.message(), HasSubstr("regions/gpu holds rows"));
-  EXPECT_TRUE(ViewTensor(tensor, {2, 3, 4}, process, "k", TensorMemory::kAny).ok());
-  EXPECT_THAT(PlaceTensor(tensor.slice(), 3, DType::kF32, process, "out").status().message(),
+  EXPECT_TRUE(
+      ViewTensor(tensor, {2, 3, 4}, CallerRegions(process, caller), "k", TensorMemory::kAny).ok());
+  EXPECT_THAT(PlaceTensor(tensor.slice(), 3, DType::kF32, CallerRegions(process, caller), "out")
+                  .status()
+                  .message(),
               HasSubstr("regions/gpu holds rows"));
 }
 

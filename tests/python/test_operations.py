@@ -23,9 +23,12 @@ trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 """
 
 
-def script_of(section: str) -> str:
-    """The commands of a section, ready to run by themselves."""
-    text = PAGE.read_text().split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+def script_of(*sections: str) -> str:
+    """The commands of sections that build on each other, ready to run."""
+    page = PAGE.read_text()
+    text = "".join(
+        page.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0] for section in sections
+    )
     script = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
     for port in sorted(set(re.findall(r":(731\d)", script))):
         script = script.replace(f":{port}", f":{free_port()}")
@@ -50,11 +53,11 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("section", ["TLS"])
-def test_the_commands_of_a_section_run(section: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sections", [("TLS", "Tokens")])
+def test_the_commands_of_a_section_run(sections: tuple[str, ...], tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_TARGET"}
     done = subprocess.run(
-        ["bash", "-c", script_of(section)],
+        ["bash", "-c", script_of(*sections)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

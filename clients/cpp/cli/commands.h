@@ -31,7 +31,7 @@ absl::Status Status(Client& client, bool watch, const CallOptions& call, const O
 absl::Status Top(Client& client, bool once, const CallOptions& call, const Output& output);
 
 // What of this machine would slow the daemon down or end it, a line each; without a daemon, too.
-void Doctor(const std::string& target, const Output& output);
+void Doctor(const std::string& target, const Access& access, const Output& output);
 
 // Every model's shape, and bytes per token.
 absl::Status Models(Client& client, const CallOptions& call, const Output& output);

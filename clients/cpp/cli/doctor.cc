@@ -10,11 +10,11 @@
 
 namespace spillway::cli {
 
-void Doctor(const std::string& target, const Output& output) {
+void Doctor(const std::string& target, const Access& access, const Output& output) {
   Finding daemon{.what = "daemon"};
   std::optional<int64_t> limit_bytes;
   const absl::StatusOr<std::unique_ptr<Client>> client =
-      Client::Connect(target, {.connect_timeout = absl::Seconds(1)});
+      Client::Connect(target, {.connect_timeout = absl::Seconds(1), .access = access});
   if (client.ok()) {
     daemon.found = absl::StrCat((*client)->server_info().version(), " at ", target);
     limit_bytes = (*client)->server_info().limits().memory_bytes_max();

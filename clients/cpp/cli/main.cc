@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "cli/bench_options.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
+#include "cli/tokens.h"
 #include "cli/usage.h"
 #include "spillway/client.h"
 #include "spillway/error.h"
@@ -63,6 +65,10 @@ int Main(int argc, char** argv) {
   app.add_option("--tls-cert", access.tls_certificate, "PEM file with the client's certificate")
       ->envname("SPILLWAY_TLS_CERT");
   app.add_option("--tls-key", access.tls_key, "PEM file with its key")->envname("SPILLWAY_TLS_KEY");
+  // Not the token itself: others see command lines.
+  std::string token_file;
+  app.add_option("--token-file", token_file,
+                 "file whose first line is the token; without it SPILLWAY_TOKEN is");
   // Global options may stand after the subcommand too.
   app.fallthrough();
 
@@ -90,6 +96,21 @@ int Main(int argc, char** argv) {
   top->add_flag("--once", once, "once, of one second, for scripts");
   CLI::App* doctor =
       app.add_subcommand("doctor", "what of this machine would slow the daemon down");
+  CLI::App* tokens = app.add_subcommand("tokens", "tokens of a daemon that asks for them");
+  tokens->require_subcommand(1);
+  NewToken asked;
+  CLI::App* new_token = tokens->add_subcommand(
+      "new", "make a token; it is shown once, and a daemon's file keeps but a digest");
+  new_token->add_option("name", asked.name, "who has it")->required();
+  new_token->add_option("--namespace", asked.name_space,
+                        "of its models and sequences; by default the name");
+  new_token->add_option("--bytes-max", asked.bytes_max,
+                        "what the namespace's rows and indices may come to, such as 64GiB");
+  new_token
+      ->add_option("--sequence-count-max", asked.sequence_count_max,
+                   "most sequences of the namespace")
+      ->check(CLI::PositiveNumber);
+  new_token->add_option("--file", asked.file, "append the entry to this file, do not print it");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -108,8 +129,24 @@ int Main(int argc, char** argv) {
   const CallOptions call{.stop = interrupt.token()};
   const Output output{
       .out = std::cout, .json = format == "json", .terminal = isatty(STDOUT_FILENO) == 1};
+  if (new_token->parsed()) {
+    const absl::Status made = MakeToken(asked, output);
+    std::cout.flush();
+    if (made.ok() && !std::cout) {
+      return finish(absl::DataLossError("cannot write the output"), kFailed);
+    }
+    return finish(made, made.ok() ? kOk : absl::IsInvalidArgument(made) ? kUsage : kFailed);
+  }
+  if (!token_file.empty()) {
+    std::ifstream file(token_file);
+    if (!std::getline(file, access.token)) {
+      return finish(absl::InvalidArgumentError(
+                        absl::StrCat("--token-file: there is no line in ", token_file)),
+                    kUsage);
+    }
+  }
   if (doctor->parsed()) {
-    Doctor(target, output);
+    Doctor(target, access, output);
     return finish(absl::OkStatus(), kOk);
   }
   const ClientOptions options{.call_timeout = absl::Seconds(timeout_s), .access = access};

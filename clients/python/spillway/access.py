@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 
 _TLS = "tls:"
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]*")
 _PLAIN = ("tcp:", "unix:", "/")
 
 
@@ -55,8 +57,8 @@ class Access:
             token: None for `SPILLWAY_TOKEN`.
 
         Raises:
-            ValueError: Files of TLS for a target without, or a certificate without
-                its key.
+            ValueError: Files of TLS for a target without, a certificate without its
+                key, or no token.
         """
         named = ca is not None or cert is not None or key is not None
         files = {
@@ -65,6 +67,9 @@ class Access:
         }
         if token is None:
             token = os.environ.get("SPILLWAY_TOKEN", "")
+        if not _TOKEN.fullmatch(token):
+            # What it holds is nobody else's business.
+            raise ValueError("the token has characters that no token has")
         plain = target.startswith(_PLAIN)
         if plain and named:
             raise ValueError(

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "host/base/mutex.h"
+
+namespace spillway {
+
+// How much the sequences of a namespace may come to. 0: no limit of its own.
+struct Quota {
+  int64_t bytes_max = 0;           // rows and index
+  int64_t sequence_count_max = 0;  // that can be named
+  friend bool operator==(const Quota&, const Quota&) = default;
+};
+
+// What the sequences of a namespace come to. Thread-safe.
+class Account {
+ public:
+  explicit Account(std::string name_space) : name_space_(std::move(name_space)) {}
+
+  Quota quota() const { return {bytes_max_, sequence_count_max_}; }
+  // For what is charged from now on.
+  void SetQuota(const Quota& quota) {
+    bytes_max_ = quota.bytes_max;
+    sequence_count_max_ = quota.sequence_count_max;
+  }
+  int64_t used_bytes() const { return used_bytes_; }
+  int64_t sequence_count() const { return sequence_count_; }
+
+  // RESOURCE_EXHAUSTED, reason QUOTA_EXHAUSTED, names the quota, and nothing is charged.
+  absl::Status Charge(int64_t bytes);
+  // Without a look at the quota: what is there already, or, where negative, is no more.
+  void Settle(int64_t bytes) { used_bytes_ += bytes; }
+  // Errors as Charge.
+  absl::Status AddSequence();
+  void RemoveSequence() { --sequence_count_; }
+
+ private:
+  const std::string name_space_;
+  std::atomic<int64_t> bytes_max_{0};
+  std::atomic<int64_t> sequence_count_max_{0};
+  std::atomic<int64_t> used_bytes_{0};
+  std::atomic<int64_t> sequence_count_{0};
+};
+
+// The accounts of all namespaces, each from its first use on. Thread-safe.
+class AccountTable {
+ public:
+  std::shared_ptr<Account> Of(std::string_view name_space) {
+    const MutexLock lock(mutex_);
+    const auto found = accounts_.find(name_space);
+    if (found != accounts_.end()) return found->second;
+    auto account = std::make_shared<Account>(std::string(name_space));
+    accounts_.emplace(name_space, account);
+    return account;
+  }
+
+ private:
+  Mutex mutex_;
+  std::map<std::string, std::shared_ptr<Account>, std::less<>> accounts_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway
