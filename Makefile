@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package gpu-test clean
+.PHONY: help chaos setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -96,6 +96,9 @@ asan: setup ## C++ tests under AddressSanitizer and UBSan
 	  LSAN_OPTIONS=suppressions=$(CURDIR)/tests/lsan.supp:print_suppressions=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 \
 	  ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
+
+chaos: build venv ## kills, shortages and mutated messages, minutes; SEED=; MUTATED=, a daemon for those, such as one of make asan
+	PYTHONPATH=tests $(PYTHON) -m chaos $(call option,seed,SEED) $(call option,mutated,MUTATED) --output build/chaos.json
 
 tsan: setup ## host and engine tests under ThreadSanitizer
 	$(call configure,tsan)

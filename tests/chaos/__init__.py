@@ -1,0 +1,1 @@
+"""Faults on purpose, each compared with what a model in Python says must be there."""

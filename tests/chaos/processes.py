@@ -1,0 +1,92 @@
+"""Writers in processes of their own, and folders in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from chaos.contents import LAYERS
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+class WriterProcess:
+    """A writer (`chaos.writer`) that runs until it is killed or its daemon is."""
+
+    def __init__(self, target: str, tag: int, seed: int, how: str, *settings: str) -> None:
+        self.tag = tag
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "chaos.writer", target, str(tag), str(seed), how, *settings],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self._acknowledged = [0] * LAYERS
+        self._begun = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.endswith(b"\n"):
+                self._acknowledged = [int(word) for word in line.split()]
+                self._begun.set()
+
+    def wait_until_it_writes(self) -> None:
+        """Returns when the first length is told."""
+        if not self._begun.wait(60):
+            raise RuntimeError(f"writer {self.tag} did not begin in a minute")
+
+    def kill(self) -> list[int]:
+        """Kills it; returns each layer's length that it was told of."""
+        self._process.kill()
+        return self.ended()
+
+    def ended(self) -> list[int]:
+        """The same of one that ends by itself, when its daemon is gone."""
+        try:
+            status = self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise RuntimeError(
+                f"writer {self.tag} did not notice that its daemon is gone"
+            ) from None
+        self._reader.join(60)
+        if status not in (75, -9):
+            raise RuntimeError(f"writer {self.tag} ended with {status}")
+        return self._acknowledged
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder of tmpfs, which goes at the end."""
+    with tempfile.TemporaryDirectory(prefix="spillway-chaos-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@contextmanager
+def small_file_system(folder: Path, size: str) -> Iterator[Path | None]:
+    """A tmpfs of that size, mounted in a folder; None where that is not allowed."""
+    place = folder / "small"
+    place.mkdir()
+    options = f"size={size},mode=0700"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        yield None
+        return
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)

@@ -1,0 +1,97 @@
+"""A client that writes until it is killed, and says before and after what it does.
+
+    python -m chaos.writer TARGET TAG SEED HOW [SETTING=VALUE...]
+
+TARGET may be `embedded:`. HOW is `append`, `stream`, `step` or `mixed`. It prints a line with
+each layer's acknowledged length, by which who killed it knows what must be there.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import spillway
+
+from chaos.contents import LAYERS, QUERY_HEADS, SHAPES, rows
+
+
+def tell(lengths: list[int]) -> None:
+    """Says what was acknowledged: in one write, so that it is whole or not there."""
+    sys.stdout.write(" ".join(map(str, lengths)) + "\n")
+    sys.stdout.flush()
+
+
+def queries(tag: int, at: int) -> np.ndarray:
+    """[1, H_q, dim]."""
+    return np.ascontiguousarray(rows(tag + 2000, at, 2)[0].reshape(1, QUERY_HEADS, -1))
+
+
+def catch_up(sequence: spillway.Sequence, tag: int) -> list[int]:
+    """Makes all layers as long as the longest: what is whole in one layer is so in all."""
+    lengths = list(sequence.refresh().layer_token_counts)
+    for layer in range(LAYERS):
+        if lengths[layer] < max(lengths):
+            new = rows(tag, lengths[layer], max(lengths) - lengths[layer])[layer]
+            sequence.append(layer, lengths[layer], new, -new)
+            lengths[layer] = max(lengths)
+    return lengths
+
+
+def write(client: spillway.Client, tag: int, random: np.random.Generator, how: str) -> None:
+    """Writes for ever."""
+    try:
+        model = client.create_model("m", **SHAPES)
+    except spillway.AlreadyExists:
+        model = client.get_model("models/m")
+    try:
+        sequence = client.create_sequence(model, f"w{tag}", ttl=0)
+    except spillway.AlreadyExists:
+        sequence = client.get_sequence(f"sequences/w{tag}")
+    lengths = catch_up(sequence, tag)
+    tell(lengths)
+    ways = ("append", "stream", "step") if how == "mixed" else (how,)
+    while True:
+        way = ways[int(random.integers(len(ways)))]
+        at = lengths[0]
+        if way == "append":
+            count = int(random.choice([1, 5, 100, 700, 3000]))
+            k = rows(tag, at, count)
+            sequence.append(0, at, k, -k)
+            lengths = [at + count] * LAYERS
+            tell(lengths)
+        elif way == "stream":
+            with client.decode() as stream:
+                for token in range(at, at + 8):
+                    for layer in range(LAYERS):
+                        k = rows(tag, token, 1)[layer]
+                        stream.step(sequence, layer, queries(tag, token), k, -k, start=token)
+                        lengths[layer] += 1
+                        tell(lengths)
+        else:
+            for token in range(at, at + 8):
+                with client.begin_step([sequence]) as step:
+                    for layer in range(LAYERS):
+                        k = rows(tag, token, 1)[layer][None]
+                        step.attend(layer, queries(tag, token)[None], k, -k)
+                        lengths[layer] += 1
+                        tell(lengths)
+
+
+def main() -> None:
+    """Connects and writes."""
+    target, tag, seed, how, *settings = sys.argv[1:]
+    named = dict(setting.split("=", 1) for setting in settings)
+    client = (
+        spillway.connect(target, settings=named)
+        if target == "embedded:"
+        else spillway.connect(target, resume_seconds=0)
+    )
+    try:
+        write(client, int(tag), np.random.default_rng(int(seed)), how)
+    except spillway.Unavailable:
+        sys.exit(75)  # the daemon was killed
+
+
+if __name__ == "__main__":
+    main()
