@@ -42,6 +42,12 @@ absl::StatusOr<uint64_t> ArenaFile::number() const {
   return info.st_ino;
 }
 
+absl::Status ArenaFile::Extend(int64_t bytes) {
+  ASSIGN_OR_RETURN(const int64_t size, size_bytes());
+  if (size >= bytes || ftruncate(descriptor_, bytes) == 0) return absl::OkStatus();
+  return absl::ErrnoToStatus(errno, absl::StrCat("extension of ", path_, " to ", bytes, " bytes"));
+}
+
 absl::Status ArenaFile::Allocate(int64_t offset, int64_t bytes) {
   int failed = 0;
   do {

@@ -13,7 +13,7 @@
 
 namespace spillway {
 
-// A file of an arena's folder whose pages are allocated before they are touched: a file
+// A file of an arena's folder whose pages are there before they are touched: a file
 // system that is full refuses them, and a touch cannot end the process. Thread-safe.
 class ArenaFile {
  public:
@@ -31,6 +31,8 @@ class ArenaFile {
   // By which its file system tells it from another of the same name.
   absl::StatusOr<uint64_t> number() const;
 
+  // Makes the file at least so long; what is new is a hole.
+  absl::Status Extend(int64_t bytes);
   // Makes [offset, offset + bytes) part of the file; what is there already keeps its contents,
   // the rest is zero. RESOURCE_EXHAUSTED, naming the file system's folder, changes nothing.
   absl::Status Allocate(int64_t offset, int64_t bytes);

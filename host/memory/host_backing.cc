@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -58,24 +59,37 @@ class AddressSpace {
   size_t total_;
 };
 
-// Writes one byte of every small page, as it is, on thread_count threads.
-void Touch(std::span<std::byte> extent, int thread_count) {
+// Writes one byte of every small page.
+void TouchSlab(std::byte* slab) {
   constexpr int64_t kSmallPage = 4096;
-  tbb::task_arena arena(thread_count);
-  arena.execute([&] {
-    tbb::parallel_for(int64_t{0}, static_cast<int64_t>(extent.size()) / kSlabBytes, [&](int64_t s) {
-      volatile std::byte* slab = extent.data() + s * kSlabBytes;
-      for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) slab[i] = slab[i];
-    });
-  });
+  volatile std::byte* at = slab;
+  for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) at[i] = std::byte{0};
+}
+
+// Has a file's pages in memory, as they are, and mapped. In faults, which take huge pages where
+// the mapping is advised to use them and go side by side, but without the signal that ends a
+// process where there is no page.
+absl::Status PopulateSlab(ArenaFile& file, int64_t offset, std::byte* slab) {
+  int failed = 0;
+  do {
+    failed = madvise(slab, kSlabBytes, MADV_POPULATE_WRITE);
+  } while (failed != 0 && errno == EINTR);
+  if (failed == 0) return absl::OkStatus();
+  // Linux before 5.14. A touch would be lost on what is there already: it is left to the first use.
+  if (errno == EINVAL) return file.Allocate(offset, kSlabBytes);
+  if (errno == EFAULT || errno == ENOMEM || errno == ENOSPC) {
+    return MemoryExhausted(file.path(), kSlabBytes, file.free_bytes());
+  }
+  return SystemError("madvise", kSlabBytes);
 }
 
 // Touches extents in order, one of several ahead of who waits for it.
 class Toucher {
  public:
-  // extents outlive it.
-  Toucher(std::span<const std::span<std::byte>> extents, int thread_count)
-      : extents_(extents), thread_count_(thread_count) {
+  using TouchSlabs = std::function<absl::Status(std::byte* slab)>;
+  // extents outlive it. touch: has a slab in memory.
+  Toucher(std::span<const std::span<std::byte>> extents, int thread_count, TouchSlabs touch)
+      : extents_(extents), thread_count_(thread_count), touch_(std::move(touch)) {
     if (extents_.size() == 1) {
       Run();
       return;
@@ -98,9 +112,11 @@ class Toucher {
   Toucher(const Toucher&) = delete;
   Toucher& operator=(const Toucher&) = delete;
 
-  void Await(size_t extent) ABSL_LOCKS_EXCLUDED(mutex_) {
+  // The first error of an extent up to this one, if one could not be had.
+  absl::Status Await(size_t extent) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
-    while (touched_ <= extent) changed_.Wait(mutex_);
+    while (touched_ <= extent && status_.ok()) changed_.Wait(mutex_);
+    return touched_ > extent ? absl::OkStatus() : status_;
   }
 
  private:
@@ -110,16 +126,39 @@ class Toucher {
         const MutexLock lock(mutex_);
         if (stopping_) return;
       }
-      Touch(extent, thread_count_);
+      absl::Status status = Touch(extent);
       const MutexLock lock(mutex_);
-      ++touched_;
+      if (status.ok()) {
+        ++touched_;
+      } else {
+        status_ = std::move(status);
+      }
       changed_.NotifyOne();
+      if (!status_.ok()) return;
     }
+  }
+
+  absl::Status Touch(std::span<std::byte> extent) {
+    Mutex mutex;
+    absl::Status first;
+    tbb::task_arena arena(thread_count_);
+    arena.execute([&] {
+      tbb::parallel_for(int64_t{0}, static_cast<int64_t>(extent.size()) / kSlabBytes,
+                        [&](int64_t s) {
+                          absl::Status status = touch_(extent.data() + s * kSlabBytes);
+                          if (status.ok()) return;
+                          const MutexLock lock(mutex);
+                          first.Update(status);
+                        });
+    });
+    return first;
   }
 
   const std::span<const std::span<std::byte>> extents_;
   const int thread_count_;
+  const TouchSlabs touch_;
   Mutex mutex_;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
   CondVar changed_;
   size_t touched_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
@@ -148,10 +187,14 @@ class HostBacking final : public ArenaBacking {
     std::byte* const end = extents.back().data() + extents.back().size();
     absl::Status status = Prepare({extents.front().data(), end});
     if (status.ok()) {
-      Toucher toucher(extents, touch_thread_count_);
+      Toucher toucher(extents, touch_thread_count_, [this](std::byte* slab) {
+        if (file_ != nullptr) return PopulateSlab(*file_, slab - base(), slab);
+        TouchSlab(slab);
+        return absl::OkStatus();
+      });
       for (; done < extents.size(); ++done) {
-        toucher.Await(done);
-        if (observer_.committed) status = observer_.committed(extents[done]);
+        status = toucher.Await(done);
+        if (status.ok() && observer_.committed) status = observer_.committed(extents[done]);
         if (!status.ok()) break;
         extents_.push_back(extents[done]);
       }
@@ -204,8 +247,11 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   if (file_ != nullptr) {
     if (mmap(memory.data(), memory.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
              file_->descriptor(), OffsetOf(memory)) == MAP_FAILED) {
-      return SystemError("mmap", bytes);
+      // hugetlbfs reserves what is mapped.
+      return errno == ENOMEM ? MemoryExhausted(file_->path(), bytes, file_->free_bytes())
+                             : SystemError("mmap", bytes);
     }
+    RETURN_IF_ERROR(file_->Extend(OffsetOf(memory) + bytes));
   } else if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
     return SystemError("mprotect", bytes);
   }
@@ -214,9 +260,7 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
     return SystemError("madvise", bytes);
   }
-  if (numa_node_ >= 0) RETURN_IF_ERROR(BindMemory(memory, numa_node_));
-  // After the binding, by which the pages are placed.
-  return file_ == nullptr ? absl::OkStatus() : file_->Allocate(OffsetOf(memory), bytes);
+  return numa_node_ >= 0 ? BindMemory(memory, numa_node_) : absl::OkStatus();
 }
 
 void HostBacking::Unprepare(std::span<std::byte> memory) const {
