@@ -85,7 +85,11 @@ class Daemon:
                 # Ctrl-C ends the program, which then ends the daemon.
                 start_new_session=True,
             )
-        wait_until_serving(self._process, self.target, self._log, self._timeout)
+        try:
+            wait_until_serving(self._process, self.target, self._log, self._timeout)
+        except BaseException:
+            self.end()
+            raise
 
     def kill(self) -> None:
         """Ends it as a crash would."""
