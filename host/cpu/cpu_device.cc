@@ -96,7 +96,7 @@ class CpuDevice final : public Device {
   // told costs more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const int64_t bytes = RowBytes(*job);
-    if (bytes <= kMomentBytes || job->waited_for) {
+    if ((bytes <= kMomentBytes && !Rebuilds(*job)) || job->waited_for) {
       {
         std::optional<Turn> turn;
         if (KindOf(*job) == JobKind::kStep) turn.emplace(turns_);
@@ -123,6 +123,12 @@ class CpuDevice final : public Device {
   // Rows of some 50 and 500 us.
   static constexpr int64_t kSerialBytes = int64_t{1} << 20;
   static constexpr int64_t kMomentBytes = int64_t{16} << 20;
+
+  // Whether it makes codes of rows that were kept: there are many of those one after the other,
+  // for which nobody waits here.
+  static bool Rebuilds(const Job& job) {
+    return job.items.front().append && job.items.front().append->rows_present;
+  }
 
   // Rows that a job could read and write.
   static int64_t RowBytes(const Job& job) {
