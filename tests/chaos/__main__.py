@@ -78,7 +78,9 @@ def main(
     )
     if output is not None:
         record = {
-            "command": f"python -m chaos --seed {seed}",
+            "command": f"python -m chaos --seed {seed} --daemon-kills {daemon_kills} "
+            f"--client-kills {client_kills} --runner-kills {runner_kills} --rounds {rounds} "
+            f"--messages {messages}",
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
             "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
             "mutated_daemon": "release" if mutated is None else "under ASan and UBSan",
