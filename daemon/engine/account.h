@@ -25,7 +25,11 @@ struct Quota {
 // What the sequences of a namespace come to. Thread-safe.
 class Account {
  public:
-  explicit Account(std::string name_space) : name_space_(std::move(name_space)) {}
+  explicit Account(std::string name_space, int64_t number = 0)
+      : number(number), name_space_(std::move(name_space)) {}
+
+  // Of its jobs, Job::owner.
+  const int64_t number;
 
   Quota quota() const { return {bytes_max_, sequence_count_max_}; }
   // For what is charged from now on.
@@ -59,7 +63,8 @@ class AccountTable {
     const MutexLock lock(mutex_);
     const auto found = accounts_.find(name_space);
     if (found != accounts_.end()) return found->second;
-    auto account = std::make_shared<Account>(std::string(name_space));
+    auto account =
+        std::make_shared<Account>(std::string(name_space), static_cast<int64_t>(accounts_.size()));
     accounts_.emplace(name_space, account);
     return account;
   }

@@ -70,6 +70,7 @@ void Engine::AppendOperation::Submit(size_t index) {
   auto job = std::make_unique<Job>();
   job->model = sequence.model->device();
   job->layer = layer;
+  job->owner = sequence.account->number;
   // No cancellation: a chunk commits whole or not at all.
   JobItem& item = job->items.emplace_back();
   item.sequence = sequence.device.get();

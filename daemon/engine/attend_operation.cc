@@ -88,6 +88,7 @@ void Engine::AttendOperation::Submit() {
   auto job = std::make_unique<Job>();
   job->model = request_.items.front().sequence->model->device();
   job->layer = request_.layer;
+  job->owner = request_.items.front().sequence->account->number;
   job->cancel = request_.cancel;
   job->waited_for = request_.waited_for;
   job->items.reserve(request_.items.size());

@@ -99,7 +99,10 @@ class CpuDevice final : public Device {
     if ((bytes <= kMomentBytes && !Rebuilds(*job)) || job->waited_for) {
       {
         std::optional<Turn> turn;
-        if (KindOf(*job) == JobKind::kStep) turn.emplace(turns_);
+        // A giant's end is nothing that a step waits for.
+        if (KindOf(*job) == JobKind::kStep) {
+          turn.emplace(bytes <= kMomentBytes ? turns_ : giant_turns_, job->owner);
+        }
         if (bytes <= kSerialBytes) {
           const SerialScope serial;
           Run(*job);
@@ -220,6 +223,8 @@ class CpuDevice final : public Device {
   // Of callers that serve their decode steps themselves: as many as there are threads, or
   // whom the system favours would be served more often.
   Turns turns_{thread_count_};
+  // Of those that read more than kMomentBytes.
+  Turns giant_turns_{thread_count_};
   DeviceInfo info_;
 };
 

@@ -156,6 +156,8 @@ struct Job {
   int layer = 0;
   std::vector<JobItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
+  // Whose it is, a number: where several owners wait they take turns.
+  int64_t owner = 0;
   // The thread that submits it waits for it: a device that computes on the CPU
   // had better do so there.
   bool waited_for = false;

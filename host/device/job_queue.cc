@@ -48,6 +48,7 @@ JobBatch::JobBatch(std::vector<QueuedJob> parts) : parts_(std::move(parts)) {
   joined_ = std::make_unique<Job>();
   joined_->model = parts_.front().job->model;
   joined_->layer = parts_.front().job->layer;
+  joined_->owner = parts_.front().job->owner;
   joined_->cancel = std::make_shared<BatchCancelToken>(parts_);
   for (QueuedJob& part : parts_) {
     assert(part.job->model == joined_->model && part.job->layer == joined_->layer);
@@ -80,8 +81,10 @@ std::optional<JobBatch> JobQueue::Take(JobKind kind) {
   std::list<QueuedJob>& waiting = Waiting(kind);
   if (waiting.empty()) return std::nullopt;
   std::vector<QueuedJob> parts;
-  parts.push_back(std::move(waiting.front()));
-  waiting.pop_front();
+  const auto next = order_[static_cast<int>(kind)].Next(
+      waiting, [](const QueuedJob& queued) { return queued.job->owner; });
+  parts.push_back(std::move(*next));
+  waiting.erase(next);
   if (kind == JobKind::kStep && MayJoin(parts.front())) {
     const Job& first = *parts.front().job;
     size_t items = first.items.size();

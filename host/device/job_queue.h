@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "host/device/device.h"
+#include "host/device/fair_order.h"
 
 namespace spillway {
 
@@ -43,9 +44,10 @@ class JobBatch {
   std::unique_ptr<Job> joined_;  // null: there is one part
 };
 
-// Jobs that wait until a device has room for them. Of a kind, who comes first is served
-// first. Decode steps of one layer of a model that wait at the same moment are joined: the
-// first takes those behind it along, and waits for no other. Not thread-safe.
+// Jobs that wait until a device has room for them. Of a kind owners take turns, and of an owner
+// who comes first is served first. Decode steps of one layer of a model that wait at the same
+// moment are joined: the first takes those behind it along, and waits for no other. Not
+// thread-safe.
 class JobQueue {
  public:
   // Items of a batch, unless one job alone has more.
@@ -62,6 +64,7 @@ class JobQueue {
   std::list<QueuedJob>& Waiting(JobKind kind) { return waiting_[static_cast<int>(kind)]; }
 
   std::list<QueuedJob> waiting_[2];  // by kind, the first first
+  FairOrder order_[2];
 };
 
 }  // namespace spillway

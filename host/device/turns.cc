@@ -2,13 +2,15 @@
 
 namespace spillway {
 
-void Turns::Begin() {
+void Turns::Begin(int64_t owner) {
   const MutexLock lock(mutex_);
   if (free_ > 0) {
     --free_;
+    order_.Served(owner);
     return;
   }
   Waiter waiter;
+  waiter.owner = owner;
   waiting_.push_back(&waiter);
   while (!waiter.may_begin) waiter.changed.Wait(mutex_);
 }
@@ -19,9 +21,10 @@ void Turns::End() {
     ++free_;
     return;
   }
-  // The turn goes to the first of those that wait, not to who is quicker.
-  Waiter* const next = waiting_.front();
-  waiting_.pop_front();
+  // The turn goes to who is next of those that wait, not to who is quicker.
+  const auto at = order_.Next(waiting_, [](const Waiter* waiter) { return waiter->owner; });
+  Waiter* const next = *at;
+  waiting_.erase(at);
   next->may_begin = true;
   // Under the lock: the waiter is gone as soon as it sees it.
   next->changed.NotifyOne();

@@ -1,14 +1,17 @@
 #pragma once
 
+#include <cstdint>
 #include <list>
 
 #include "absl/base/thread_annotations.h"
 #include "host/base/mutex.h"
+#include "host/device/fair_order.h"
 
 namespace spillway {
 
-// So many threads at once, and the others in the order in which they came: a thread that
-// ends its turn and comes again is behind those that wait. Thread-safe.
+// So many threads at once. Of the others owners take turns, and those of an owner come in the
+// order in which they came: a thread that ends its turn and comes again is behind those that wait.
+// Thread-safe.
 class Turns {
  public:
   explicit Turns(int at_once) : free_(at_once) {}
@@ -16,13 +19,14 @@ class Turns {
   Turns& operator=(const Turns&) = delete;
 
   // Waits for a turn.
-  void Begin() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Begin(int64_t owner = 0) ABSL_LOCKS_EXCLUDED(mutex_);
   void End() ABSL_LOCKS_EXCLUDED(mutex_);
   // Threads that wait.
   int waiting_count() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   struct Waiter {
+    int64_t owner = 0;
     CondVar changed;
     bool may_begin = false;
   };
@@ -30,12 +34,13 @@ class Turns {
   mutable Mutex mutex_;
   int free_ ABSL_GUARDED_BY(mutex_);  // not 0 only while nobody waits
   std::list<Waiter*> waiting_ ABSL_GUARDED_BY(mutex_);
+  FairOrder order_ ABSL_GUARDED_BY(mutex_);
 };
 
 // A turn, for as long as this lives.
 class Turn {
  public:
-  explicit Turn(Turns& turns) : turns_(turns) { turns_.Begin(); }
+  explicit Turn(Turns& turns, int64_t owner = 0) : turns_(turns) { turns_.Begin(owner); }
   ~Turn() { turns_.End(); }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;

@@ -116,6 +116,22 @@ TEST_F(JobQueueTest, StepsOfOneLayerAreJoinedAndNobodyIsPassedForLong) {
   EXPECT_THAT(TakeStep(), ElementsAre(7));
 }
 
+TEST_F(JobQueueTest, OwnersTakeTurns) {
+  const auto push = [this](int64_t name, int64_t owner) {
+    auto job = Step({name}, static_cast<int>(name));
+    job->owner = owner;
+    Push(std::move(job));
+  };
+  for (int64_t name = 1; name <= 4; ++name) push(name, 7);
+  EXPECT_THAT(TakeStep(), ElementsAre(1));
+  // Who comes with little is not behind all that another has brought.
+  push(11, 8);
+  push(12, 8);
+  push(21, 9);
+  for (const int64_t name : {11, 21, 2, 12, 3, 4}) EXPECT_THAT(TakeStep(), ElementsAre(name));
+  EXPECT_THAT(TakeStep(), IsEmpty());
+}
+
 TEST_F(JobQueueTest, LongJobsAreNeverJoined) {
   Push(Append(1));
   Push(Append(2));

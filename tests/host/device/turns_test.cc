@@ -73,5 +73,27 @@ TEST(TurnsTest, TheyComeInTheOrderOfArrivalAndWhoComesAgainIsLast) {
   EXPECT_THAT(order, ElementsAre(0, 1, 2, 3));
 }
 
+TEST(TurnsTest, OwnersTakeTurns) {
+  Turns turns(1);
+  turns.Begin(1);
+  Mutex mutex;
+  std::vector<int> order;
+  std::vector<std::thread> threads;
+  for (const int owner : {1, 1, 1, 2, 2}) {
+    threads.emplace_back([&, owner] {
+      turns.Begin(owner);
+      {
+        const MutexLock lock(mutex);
+        order.push_back(owner);
+      }
+      turns.End();
+    });
+    AwaitWaiting(turns, static_cast<int>(threads.size()));
+  }
+  turns.End();
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(order, ElementsAre(2, 1, 2, 1, 1));
+}
+
 }  // namespace
 }  // namespace spillway
