@@ -326,8 +326,9 @@ class DecodeStep(_Together):
             return self._kind.attend(layer, q, k, v, out_dtype)
         except Unavailable:
             # A restart ends what was announced. This layer's tokens may be there, or not.
-            self._kind.end()
-            self._kind = None
+            if self._client.server_info.store_id:
+                self._kind.end()
+                self._kind = None
             raise
 
     def __enter__(self) -> DecodeStep:
