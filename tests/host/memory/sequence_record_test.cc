@@ -20,6 +20,12 @@ namespace {
 
 using ::testing::HasSubstr;
 
+// Its process is killed: nothing is given back, now or later.
+void Kill(std::unique_ptr<SequenceRecord> record) {
+  static auto* const killed = new std::vector<SequenceRecord*>;
+  killed->push_back(record.release());
+}
+
 class RecordTest : public ::testing::Test {
  protected:
   absl::StatusOr<std::unique_ptr<RecordFile>> Open(uint64_t rows_number = 1) {
@@ -86,8 +92,8 @@ TEST_F(RecordTest, AListedSequenceIsFoundAsItWasAndAnUnlistedOneIsNot) {
     gone->List();
     gone->Unlist();
     // Killed: nothing is given back.
-    (void)never.release();
-    (void)gone.release();
+    Kill(std::move(never));
+    Kill(std::move(gone));
   }
   auto file = *Open();
   auto found = TheSequence(*file);
@@ -127,7 +133,7 @@ TEST_F(RecordTest, ACutIsOfAllLayersAtOnce) {
     record->layer(2).SetTokenCount(30);
     record->BeginCut(40, 1);
     record->layer(0).SetTokenCount(40);
-    (void)record.release();
+    Kill(std::move(record));
   }
   auto file = *Open();
   auto found = TheSequence(*file);
