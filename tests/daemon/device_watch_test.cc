@@ -40,7 +40,7 @@ TEST_F(DeviceWatchTest, RefusalsSayNothingOfTheDevice) {
 
 TEST_F(DeviceWatchTest, TheEngineTellsItHowAttendsEnd) {
   const auto sequence = NewSequence("a");
-  ASSERT_TRUE(Fill(sequence, Rows(0, 4), 0, 4).ok());
+  ASSERT_TRUE(Fill(sequence, Rows(0, 4, 2), 0, 4).ok());
   const auto attend = [&](absl::Status failure) {
     if (!failure.ok()) device.FailAttend(std::move(failure));
     AttendRequest request;
