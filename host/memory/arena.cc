@@ -68,9 +68,10 @@ struct Arena::Impl {
   }
   absl::Status Commit(int64_t first, int64_t least, int64_t most)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Extents at `first`, for which `reservation` is, as far as the backing has them.
-  absl::Status CommitExtents(int64_t first, int64_t count, MemoryReservation& reservation)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Extents at `first`, with what was kept there or without, for which `reservation` is, as far as
+  // the backing has them.
+  absl::Status CommitExtents(int64_t first, int64_t count, bool kept,
+                             MemoryReservation& reservation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // First run of at least slab_count free slabs, by address.
   std::byte* TakeRun(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -142,10 +143,10 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
     reservation = reserve();
   }
   if (!reservation.ok()) return reservation.status();
-  return CommitExtents(first, count, *reservation);
+  return CommitExtents(first, count, /*kept=*/false, *reservation);
 }
 
-absl::Status Arena::Impl::CommitExtents(int64_t first, int64_t count,
+absl::Status Arena::Impl::CommitExtents(int64_t first, int64_t count, bool kept,
                                         MemoryReservation& reservation) {
   std::vector<std::span<std::byte>> parts;
   for (int64_t at = 0; at < count; at += kExtentSlabsMax) {
@@ -153,7 +154,7 @@ absl::Status Arena::Impl::CommitExtents(int64_t first, int64_t count,
     parts.emplace_back(At(first + at), static_cast<size_t>(slabs * kSlabBytes));
   }
   size_t done = 0;
-  absl::Status status = backing->Commit(parts, done);
+  absl::Status status = kept ? backing->Restore(parts, done) : backing->Commit(parts, done);
   // What is there stays, also after an error.
   for (size_t i = 0; i < done; ++i) {
     const auto bytes = static_cast<int64_t>(parts[i].size());
@@ -299,7 +300,7 @@ absl::Status Arena::Restore(std::span<const SlabRun> runs) {
     ASSIGN_OR_RETURN(
         MemoryReservation reservation,
         arena.budget->Reserve(run.count * kSlabBytes, "rows that were kept", MemoryUse::kPages));
-    RETURN_IF_ERROR(arena.CommitExtents(run.first, run.count, reservation));
+    RETURN_IF_ERROR(arena.CommitExtents(run.first, run.count, /*kept=*/true, reservation));
     arena.CutRun(run.first, run.count);
     arena.CountFree(run.first, run.count, -1);
   }

@@ -48,6 +48,11 @@ class ArenaBacking {
   // now. On an error those before the one that fails; the rest is as before. done: how
   // many. Contents are undefined, but for what a process before this one left there.
   virtual absl::Status Commit(std::span<const std::span<std::byte>> extents, size_t& done) = 0;
+  // The same of memory that a process before this one left: also after an error it is there for
+  // the next one.
+  virtual absl::Status Restore(std::span<const std::span<std::byte>> extents, size_t& done) {
+    return Commit(extents, done);
+  }
   // The opposite, for one extent. False: this memory is kept.
   virtual bool Release(std::span<std::byte>) { return false; }
   // Between two places of committed memory that do not overlap; done when it

@@ -75,7 +75,7 @@ absl::Status PopulateSlab(ArenaFile& file, int64_t offset, std::byte* slab) {
     failed = madvise(slab, kSlabBytes, MADV_POPULATE_WRITE);
   } while (failed != 0 && errno == EINTR);
   if (failed == 0) return absl::OkStatus();
-  // Linux before 5.14. A touch would be lost on what is there already: it is left to the first use.
+  // Linux before 5.14: the pages are there, and mapped by their first use.
   if (errno == EINVAL) return file.Allocate(offset, kSlabBytes);
   if (errno == EFAULT || errno == ENOMEM || errno == ENOSPC) {
     return MemoryExhausted(file.path(), kSlabBytes, file.free_bytes());
@@ -183,6 +183,15 @@ class HostBacking final : public ArenaBacking {
   std::byte* base() const override { return space_.base(); }
 
   absl::Status Commit(std::span<const std::span<std::byte>> extents, size_t& done) override {
+    absl::Status status = Restore(extents, done);
+    if (!status.ok()) {
+      std::byte* const end = extents.back().data() + extents.back().size();
+      Forget({extents[done].data(), end});
+    }
+    return status;
+  }
+
+  absl::Status Restore(std::span<const std::span<std::byte>> extents, size_t& done) override {
     done = 0;
     std::byte* const end = extents.back().data() + extents.back().size();
     absl::Status status = Prepare({extents.front().data(), end});
@@ -199,7 +208,7 @@ class HostBacking final : public ArenaBacking {
         extents_.push_back(extents[done]);
       }
     }
-    if (!status.ok()) Unprepare({extents[done].data(), end});
+    if (!status.ok()) Unmap({extents[done].data(), end});
     return status;
   }
 
@@ -210,7 +219,8 @@ class HostBacking final : public ArenaBacking {
     assert(extent != extents_.end());
     if (observer_.released) observer_.released(memory);
     extents_.erase(extent);
-    Unprepare(memory);
+    Unmap(memory);
+    Forget(memory);
     return true;
   }
 
@@ -232,7 +242,7 @@ class HostBacking final : public ArenaBacking {
   int64_t OffsetOf(std::span<std::byte> memory) const { return memory.data() - base(); }
   // Memory that can be touched.
   absl::Status Prepare(std::span<std::byte> memory) const;
-  void Unprepare(std::span<std::byte> memory) const;
+  static void Unmap(std::span<std::byte> memory);
 
   const AddressSpace space_;
   const int numa_node_;
@@ -263,14 +273,13 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   return numa_node_ >= 0 ? BindMemory(memory, numa_node_) : absl::OkStatus();
 }
 
-void HostBacking::Unprepare(std::span<std::byte> memory) const {
-  // Maps fresh address space over it: frees the pages and forgets the
+void HostBacking::Unmap(std::span<std::byte> memory) {
+  // Maps fresh address space over it: frees anonymous pages and forgets the
   // binding. Where the kernel has no mapping to spare, the pages go at least.
   if (mmap(memory.data(), memory.size(), PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     madvise(memory.data(), memory.size(), MADV_DONTNEED);
   }
-  if (file_ != nullptr) file_->Discard(OffsetOf(memory), static_cast<int64_t>(memory.size()));
 }
 
 bool IsHugePageLine(const std::string& line) {

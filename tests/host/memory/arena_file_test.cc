@@ -119,6 +119,26 @@ TEST_F(ArenaFileTest, RestoreRefusesMoreThanTheBudget) {
   EXPECT_EQ(HeldBytes(), 5 * kS);
 }
 
+TEST_F(ArenaFileTest, RowsThatADeviceDoesNotTakeAreKeptForTheNextProcess) {
+  {
+    auto arena = Open();
+    std::memset(*arena->AllocateSlabs(2), 7, 2 * kS);
+  }
+  const std::vector<SlabRun> runs = {{0, 2}};
+  {
+    const ArenaFolder folder = *ArenaFolder::Open(scratch.path());
+    Arena::ExtentObserver observer;
+    observer.committed = [](std::span<std::byte>) { return absl::InternalError("cannot pin"); };
+    auto arena = *Arena::Create({.limit_bytes = 16 * kS}, &budget, observer,
+                                *ArenaFile::Open(folder, "rows"));
+    EXPECT_TRUE(absl::IsInternal(arena->Restore(runs)));
+  }
+  auto arena = Open();
+  ASSERT_TRUE(arena->Restore(runs).ok());
+  EXPECT_EQ(arena->base()[0], std::byte{7});
+  EXPECT_EQ(arena->base()[2 * kS - 1], std::byte{7});
+}
+
 TEST_F(ArenaFileTest, PagesThatWereHandedOutAreAdopted) {
   const int64_t page_bytes = 2 * kS / 5 / 64 * 64;  // two slabs are five pages and a bit
   std::vector<PageRef> pages;
