@@ -4,6 +4,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
 #include "daemon/engine/registry.h"
+#include "host/base/random_id.h"
 
 namespace spillway {
 namespace {
@@ -25,7 +26,7 @@ absl::StatusOr<std::string> ParseName(std::string_view name, std::string_view co
 }
 
 absl::StatusOr<std::string> ChooseId(const std::string& id, const std::string& field) {
-  if (id.empty()) return Registry::MakeId();
+  if (id.empty()) return RandomId();
   if (Registry::IsValidId(id)) return id;
   return InvalidField(field,
                       absl::StrCat("\"", absl::CHexEscape(id.substr(0, 100)),

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
 #include "daemon/engine/registry.h"
+#include "host/base/random_id.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -48,7 +49,7 @@ absl::Status RegionTable::CheckSessions() const {
 }
 
 std::string RegionTable::OpenSession() {
-  std::string id = Registry::MakeId();
+  std::string id = RandomId();
   const MutexLock lock(mutex_);
   sessions_.emplace(id, Session());
   return id;
@@ -108,7 +109,7 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
     const std::function<void(const std::shared_ptr<Region>&)>& ready) {
   RETURN_IF_ERROR(CheckAttach(caller, session, bytes));
   auto region = std::make_shared<Region>();
-  region->id = Registry::MakeId();
+  region->id = RandomId();
   region->name_space = caller.name_space();
   ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
   ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
@@ -124,7 +125,7 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const Caller& cal
   RETURN_IF_ERROR(CheckAttach(caller, session, bytes));
   if (device_ == nullptr) return InvalidField("device", "the daemon has no device");
   auto region = std::make_shared<Region>();
-  region->id = Registry::MakeId();
+  region->id = RandomId();
   region->name_space = caller.name_space();
   region->on_gpu = true;
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> memory =

@@ -1,11 +1,9 @@
 #include "daemon/engine/registry.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "daemon/engine/caller.h"
 #include "daemon/engine/errors.h"
 
@@ -56,12 +54,6 @@ bool Registry::IsValidId(std::string_view id) {
          IsAlphanumeric(id.back()) && std::all_of(id.begin(), id.end(), [](char c) {
            return IsAlphanumeric(c) || c == '.' || c == '_' || c == '-';
          });
-}
-
-std::string Registry::MakeId() {
-  std::random_device random;
-  const auto word = [&] { return static_cast<uint32_t>(random()); };
-  return absl::StrFormat("%08x%08x%08x", word(), word(), word());
 }
 
 absl::Status Registry::CheckNew(std::string_view id) const {

@@ -35,8 +35,6 @@ class Registry {
 
   // Whether a client's `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
   static bool IsValidId(std::string_view id);
-  // A random id, unused with near certainty.
-  static std::string MakeId();
 
   // ALREADY_EXISTS when the id is taken, RESOURCE_EXHAUSTED at the most models.
   absl::Status CheckNewModel(std::string_view id) const;

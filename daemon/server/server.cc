@@ -32,6 +32,7 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
+#include "host/base/random_id.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -67,7 +68,7 @@ struct Server::Impl {
        std::unique_ptr<TokenTable> opened_tokens)
       : tls(std::move(opened_tls)),
         tokens(std::move(opened_tokens)),
-        boot_id(Registry::MakeId()),
+        boot_id(RandomId()),
         status(
             boot_id, engine.store_id(),
             [this, &engine](const absl::Status& error) {

@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "host/base/random_id.h"
 #include "host/base/status_macros.h"
 #include "host/memory/arena.h"
 
@@ -35,12 +34,6 @@ uint64_t MagicWord() {
   uint64_t word = 0;
   std::memcpy(&word, kMagic, sizeof(word));
   return word;
-}
-
-std::string MakeIdentity() {
-  std::random_device random;
-  const auto word = [&] { return static_cast<uint32_t>(random()); };
-  return absl::StrFormat("%08x%08x%08x", word(), word(), word());
 }
 
 }  // namespace
@@ -74,7 +67,7 @@ absl::Status RecordFile::ReadHeader(uint64_t rows_number) {
   const uint64_t magic = header.magic.load(std::memory_order_acquire);
   if (magic == 0) {
     // New, or its maker was killed before it wrote a record.
-    identity_ = MakeIdentity();
+    identity_ = RandomId();
     header.version = kVersion;
     header.record_bytes = Record::kBytes;
     header.rows_number = rows_number;
