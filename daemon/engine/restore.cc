@@ -93,18 +93,30 @@ struct Found {
   std::unique_ptr<SequenceRecord> record;
 };
 
-absl::Status CheckFits(const Found& found) {
-  const ModelSpec& spec = found.model->spec;
-  const SequenceRecord& record = *found.record;
+absl::Status CheckFits(const StoredSequence& description, SequenceRecord& record,
+                       const ModelSpec& spec) {
   if (record.layer_count() != spec.layer_count || record.kv_head_count() != spec.kv_head_count) {
     return absl::DataLossError(absl::StrCat(record.layer_count(), " layers of ",
-                                            record.kv_head_count(), " KV heads are not ",
-                                            found.model->name, "'s"));
+                                            record.kv_head_count(), " KV heads are not ", "models/",
+                                            description.model_id, "'s"));
   }
-  const std::vector<FieldError> errors = Validate(found.description.policy, spec);
+  const std::vector<FieldError> errors = Validate(description.policy, spec);
   if (errors.empty()) return absl::OkStatus();
   return absl::DataLossError(
       absl::StrCat("policy.", errors.front().field, ": ", errors.front().description));
+}
+
+// What the record says, but for itself, once its slabs are claimed. Errors as
+// SlabClaims::Add(), naming the sequence, and NOT_FOUND for its model.
+absl::StatusOr<Found> Read(const SequenceRecord::Opened& opened, const Registry& registry,
+                           SlabClaims& claims) {
+  Found found;
+  ASSIGN_OR_RETURN(found.description, ParseStoredSequence(opened.description));
+  ASSIGN_OR_RETURN(found.model, registry.FindModel(found.description.model_id));
+  absl::Status status = CheckFits(found.description, *opened.record, found.model->spec);
+  if (status.ok()) status = claims.Add(*found.model, *opened.record);
+  if (!status.ok()) return Of("sequences/" + found.description.id, status);
+  return found;
 }
 
 }  // namespace
@@ -177,26 +189,16 @@ absl::StatusOr<RestoreReport> Engine::Restore(
       report.lost.push_back(Of("a sequence", opened.status()));
       continue;
     }
-    absl::StatusOr<StoredSequence> description = ParseStoredSequence(opened->description);
-    absl::Status status = description.status();
-    if (status.ok()) {
-      absl::StatusOr<std::shared_ptr<Model>> model = registry_.FindModel(description->model_id);
-      status = model.status();
-      if (status.ok()) {
-        Found& one = found.emplace_back(
-            Found{*std::move(description), *std::move(model), std::move(opened->record)});
-        status = CheckFits(one);
-        if (status.ok()) status = claims.Add(*one.model, *one.record);
-        if (absl::IsFailedPrecondition(status))
-          return Of("sequences/" + one.description.id, status);
-        if (status.ok()) continue;
-        status = Of("sequences/" + one.description.id, status);
-        one.record->Unlist();
-        found.pop_back();
-      }
+    absl::StatusOr<Found> one = Read(*opened, registry_, claims);
+    if (one.ok()) {
+      one->record = std::move(opened->record);
+      found.push_back(*std::move(one));
+    } else if (absl::IsFailedPrecondition(one.status())) {
+      return one.status();
+    } else {
+      opened->record->Unlist();
+      report.lost.push_back(one.status());
     }
-    if (opened->record != nullptr) opened->record->Unlist();
-    report.lost.push_back(std::move(status));
   }
   RETURN_IF_ERROR(arena_->Restore(claims.Runs()));
   records.FreeUnclaimed();
