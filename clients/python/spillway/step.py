@@ -386,7 +386,9 @@ class DecodeStep(_Together):
     def results(self) -> list[AttendResult]:
         """Returns all of the last attend, one for each sequence: certificate and counts too."""
         made = []
-        for i, message in enumerate(() if self._kind is None else self._kind.results()):
+        if self._kind is None:
+            raise ValueError("the step's last layer was not attended")
+        for i, message in enumerate(self._kind.results()):
             result = AttendResult(message, decoder_like(None))
             result.__dict__.update(out=self._last[0][i], lse=self._last[1][i])
             made.append(result)
