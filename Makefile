@@ -98,7 +98,7 @@ asan: setup ## C++ tests under AddressSanitizer and UBSan
 	  ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
 
 chaos: build venv ## kills, shortages and mutated messages, minutes; SEED=; MUTATED=, a daemon for those, such as one of make asan
-	PYTHONPATH=tests $(PYTHON) -m chaos $(call option,seed,SEED) $(call option,mutated,MUTATED) --output build/chaos.json
+	PYTHONPATH=tests:tests/python $(PYTHON) -m chaos $(call option,seed,SEED) $(call option,mutated,MUTATED) --output build/chaos.json
 
 tsan: setup ## host and engine tests under ThreadSanitizer
 	$(call configure,tsan)

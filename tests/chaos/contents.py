@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import spillway
+from arena_folder import DIM, HEADS, LAYERS, SHAPES, rows
 
-LAYERS, KV_HEADS, QUERY_HEADS, DIM = 2, 2, 4, 32
-SHAPES: dict[str, Any] = {
-    "layer_count": LAYERS,
-    "query_head_count": QUERY_HEADS,
-    "kv_head_count": KV_HEADS,
-    "head_dim": DIM,
-    "dtype": "float32",
-}
-_MULTIPLIERS = np.array([7919, 104729, 1299709, 15485863], np.uint64)
+__all__ = ["DIM", "LAYERS", "SHAPES", "rows"]
 
-
-def rows(tag: int, start: int, count: int) -> np.ndarray:
-    """K of tokens [start, start + count) of the writer `tag`, [layers, heads, count, dim]; V = -K.
-
-    A token's rows are the same whatever chunk brings them, and nobody else's.
-    """
-    axes = (np.arange(LAYERS), np.arange(KV_HEADS), np.arange(start, start + count), np.arange(DIM))
-    mixed = np.uint64(tag) * np.uint64(32452843)
-    for axis, (values, multiplier) in enumerate(zip(axes, _MULTIPLIERS, strict=True)):
-        shape = [1, 1, 1, 1]
-        shape[axis] = -1
-        mixed = mixed + values.astype(np.uint64).reshape(shape) * multiplier
-    mixed = (mixed ^ (mixed >> np.uint64(13))) * np.uint64(0x9E3779B97F4A7C15)
-    return ((mixed >> np.uint64(40)).astype(np.float64) / 2.0**23 - 1.0).astype(np.float32)
+KV_HEADS = HEADS
+QUERY_HEADS: int = SHAPES["query_head_count"]
 
 
 def exact(tag: int, token_count: int, layer: int, q: np.ndarray) -> np.ndarray:

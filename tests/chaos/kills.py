@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import spillway
+from arena_folder import folder_in_memory
 from spillway_lab import serving
 
 from chaos.contents import Tally, check_sequence
-from chaos.processes import WriterProcess, folder_in_memory
+from chaos.processes import WriterProcess
 
 WAYS = ("mixed", "append", "stream", "step")
 # A sequence that has come so far is deleted, and begun anew.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ class WriterProcess:
 
     def __init__(self, target: str, tag: int, seed: int, how: str, *settings: str) -> None:
         self.tag = tag
-        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(filter(None, folders))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.writer", target, str(tag), str(seed), how, *settings],
             stdout=subprocess.PIPE,
@@ -67,13 +67,6 @@ class WriterProcess:
         if status not in (75, -9):
             raise RuntimeError(f"writer {self.tag} ended with {status}")
         return self._acknowledged
-
-
-@contextmanager
-def folder_in_memory() -> Iterator[Path]:
-    """A folder of tmpfs, which goes at the end."""
-    with tempfile.TemporaryDirectory(prefix="spillway-chaos-", dir="/dev/shm") as name:
-        yield Path(name)
 
 
 @contextmanager

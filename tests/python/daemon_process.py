@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,25 +39,20 @@ def device_flags(*flags: str) -> tuple[str, ...]:
 @contextmanager
 def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
     """Serves on a unix socket in the folder and yields the target."""
-    serving.prefer_library(binary())
     target = f"unix:{folder}/spillwayd.sock"
     log = folder / "spillwayd.log"
     # Not in the user's folder.
     snapshots = ["--snapshot-folder", str(folder / "snapshots")]
     if "--snapshot-folder" in flags:
         snapshots = []
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [binary(), "--listen", target, *snapshots, *device_flags(*flags)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    log.write_bytes(b"")
+    daemon = serving.Daemon(binary(), target, log, *snapshots, *device_flags(*flags), timeout=30)
     try:
-        serving.wait_until_serving(process, target, log, timeout=30)
+        daemon.start()
         yield target
     finally:
-        serving.end(process)
-    assert process.returncode == 0, f"the daemon ended with {process.returncode}:\n" + tail(log)
+        status = daemon.end()
+    assert status == 0, f"the daemon ended with {status}:\n" + tail(log)
 
 
 def tail(log: Path, line_count: int = 40) -> str:

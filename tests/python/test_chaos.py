@@ -19,7 +19,8 @@ def test_chaos() -> None:
         "--messages": 3000,
     }
     flags = [str(word) for pair in counts.items() for word in pair]
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-m", "chaos", *flags],
         capture_output=True,

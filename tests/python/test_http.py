@@ -72,10 +72,9 @@ def decode(sequence: spillway.Sequence, steps: int) -> None:
                 step.attend(layer, q, token[0], token[1])
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+@contextmanager
+def decoded(folder: Path) -> Iterator[Watched]:
     """A daemon that has decoded twenty tokens, with an audit of all."""
-    folder = tmp_path_factory.mktemp("watched")
     audit = ("--audit-share", "1", "--audit-cpu-share", "1")
     with (
         running_daemon(folder, *ANY_PORT, *audit) as target,
@@ -95,6 +94,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         decode(sequence, 20)
         assert settles(lambda: client.statistics().audit.check_count > 0)
         yield Watched(client, http_address(folder / "spillwayd.log"), sequence)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with decoded(tmp_path_factory.mktemp("watched")) as made:
+        yield made
 
 
 def metrics_of(text: str) -> dict[str, float]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import browser
-import numpy as np
 import pytest
-import spillway
-from daemon_process import running_daemon
 from helpers import settles
-from test_http import ANY_PORT, decode, http_address
+from test_http import decoded
 
 pytestmark = pytest.mark.skipif(browser.PROGRAM is None, reason="Chromium is not installed")
 
@@ -19,26 +16,8 @@ pytestmark = pytest.mark.skipif(browser.PROGRAM is None, reason="Chromium is not
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
     """The page of a daemon that has decoded, and that checks its promises."""
     folder = tmp_path_factory.mktemp("page")
-    audit = ("--audit-share", "1", "--audit-cpu-share", "1")
-    with (
-        running_daemon(folder, *ANY_PORT, *audit) as target,
-        spillway.connect(target) as client,
-        browser.opened(folder / "profile") as page,
-    ):
-        model = client.create_model(
-            "seen",
-            layer_count=2,
-            query_head_count=4,
-            kv_head_count=2,
-            head_dim=32,
-            dtype="float32",
-        )
-        sequence = client.create_sequence(model)
-        rows = np.random.default_rng(1).standard_normal((2, 2, 2, 3000, 32), dtype=np.float32)
-        sequence.append(0, 0, 3 * rows[0], rows[1])
-        decode(sequence, 20)
-        assert settles(lambda: client.statistics().audit.check_count > 0)
-        page.open(f"http://{http_address(folder / 'spillwayd.log')}/", 360, 800)
+    with decoded(folder) as watched, browser.opened(folder / "profile") as page:
+        page.open(f"http://{watched.address}/", 360, 800)
         assert settles(
             lambda: page.value("document.getElementById('state')?.textContent") == "ready"
         )
