@@ -1,8 +1,11 @@
 #include "cli/findings.h"
 
+#include <unistd.h>
+
 #include <fstream>
 #include <map>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -18,7 +21,7 @@ constexpr ProcessLimits kPlenty = {.memlock_bytes = -1, .descriptor_count = 1 <<
 // A machine of files.
 class FindingsTest : public testing::Test {
  protected:
-  FindingsTest() : root_(fs::path(testing::TempDir()) / "findings") {
+  FindingsTest() : root_(fs::path(testing::TempDir()) / absl::StrCat("findings-", getpid())) {
     fs::remove_all(root_);
     Write("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n");
     Write("proc/meminfo", "MemTotal:       33554432 kB\nMemAvailable:   30000000 kB\n");

@@ -74,7 +74,7 @@ TEST_F(MetricsTest, FamiliesFollowPrometheussNames) {
 
 TEST_F(MetricsTest, WhatIsCountedIsTold) {
   const auto sequence = NewSequence("a");
-  ASSERT_TRUE(Fill(sequence, Rows(0, 40), 0, 40).ok());
+  ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());
   Attend(sequence);
   Attend(sequence);
   EXPECT_EQ(Value("spillway_attends_total"), 2);
