@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package gpu-test clean
+.PHONY: help chaos soak setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -99,6 +99,9 @@ asan: setup ## C++ tests under AddressSanitizer and UBSan
 
 chaos: build venv ## kills, shortages and mutated messages, minutes; SEED=; MUTATED=, a daemon for those, such as one of make asan
 	PYTHONPATH=tests:tests/python $(PYTHON) -m chaos $(call option,seed,SEED) $(call option,mutated,MUTATED) --output build/chaos.json
+
+soak: build venv ## all kinds of work for an hour, and what memory does; MINUTES=, SEED=
+	PYTHONPATH=tests:tests/python $(PYTHON) -m chaos.soak $(call option,minutes,MINUTES) $(call option,seed,SEED) --output build/soak.json
 
 tsan: setup ## host and engine tests under ThreadSanitizer
 	$(call configure,tsan)

@@ -15,17 +15,21 @@ from chaos.contents import LAYERS
 TESTS = Path(__file__).resolve().parents[1]
 
 
+def environment() -> dict[str, str]:
+    """Of a process that imports what lies here."""
+    folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
 class WriterProcess:
     """A writer (`chaos.writer`) that runs until it is killed or its daemon is."""
 
     def __init__(self, target: str, tag: int, seed: int, how: str, *settings: str) -> None:
         self.tag = tag
-        folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
-        path = os.pathsep.join(filter(None, folders))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.writer", target, str(tag), str(seed), how, *settings],
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
         )
         self._acknowledged = [0] * LAYERS
         self._begun = threading.Event()

@@ -1,4 +1,4 @@
-"""A short form of `make chaos`."""
+"""Short forms of `make chaos` and `make soak`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 
 
+def run(module: str, flags: list[str]) -> str:
+    """What a program of tests/chaos prints; it finds nothing wrong."""
+    folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
+    done = subprocess.run(
+        [sys.executable, "-m", module, *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_chaos() -> None:
     counts = {
         "--daemon-kills": 8,
@@ -19,15 +34,13 @@ def test_chaos() -> None:
         "--messages": 3000,
     }
     flags = [str(word) for pair in counts.items() for word in pair]
-    folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, folders))
-    done = subprocess.run(
-        [sys.executable, "-m", "chaos", *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "acknowledged rows lost: 0\nwrong answers: 0\n" in done.stdout
-    assert "8 daemon killed" in done.stdout
+    told = run("chaos", flags)
+    assert "acknowledged rows lost: 0\nwrong answers: 0\n" in told
+    assert "8 daemon killed" in told
+
+
+def test_soak() -> None:
+    # Too short for a trend of memory: what works, and what is left.
+    told = run("chaos.soak", ["--minutes", "0.15", "--every", "1", "--limit", "1000000"])
+    assert "'client killed': 1" in told
+    assert "wrong: []" in told

@@ -1,0 +1,102 @@
+"""A client that does all kinds of work, again and again, until it is told to end.
+
+    python -m chaos.load TARGET SEED TRANSPORT
+
+TARGET may be `embedded:`, TRANSPORT `native` or `grpcio`. Each round begins and ends with nothing
+of its own in the daemon. A line is printed after each: the number of rounds, and the wrong answers
+so far. The end of its input ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+
+import numpy as np
+import spillway
+
+from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows
+from chaos.writer import queries
+
+
+def write(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> int:
+    """Appends, a stream's steps and a step's layers; returns the length."""
+    k = rows(tag, at, 700)
+    sequence.append(0, at, k, -k)
+    at += 700
+    with client.decode() as stream:
+        for token in range(at, at + 8):
+            for layer in range(LAYERS):
+                k = rows(tag, token, 1)[layer]
+                stream.step(sequence, layer, queries(tag, token), k, -k, start=token)
+    at += 8
+    for token in range(at, at + 8):
+        with client.begin_step([sequence]) as step:
+            for layer in range(LAYERS):
+                k = rows(tag, token, 1)[layer][None]
+                step.attend(layer, queries(tag, token)[None], k, -k)
+    return at + 8
+
+
+def refused(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> None:
+    """Asks for what cannot be."""
+    k = rows(tag, at, 3)
+    for bad in (
+        lambda: sequence.append(0, at + 5, k, -k),
+        lambda: sequence.append(0, at, k[..., :7], -k[..., :7]),
+        lambda: sequence.attend(LAYERS, queries(tag, at)),
+        lambda: sequence.fetch(0, at, 10),
+        lambda: sequence.truncate(at + 1),
+        lambda: client.get_sequence("sequences/" + "x" * 5000),
+        lambda: client.create_sequence("models/none"),
+    ):
+        try:
+            bad()
+        except (spillway.SpillwayError, ValueError):
+            continue
+        raise AssertionError("a request that cannot be served was served")
+
+
+def work(target: str, seed: int, number: int, native: bool, tally: Tally) -> None:
+    """A round, by a connection of its own."""
+    random = np.random.default_rng([seed, number])
+    tag = int(random.integers(1 << 20))
+    connection = (
+        spillway.connect(target, settings={"memory.limit": "256MiB"})
+        if target == "embedded:"
+        else spillway.connect(target, native=native)
+    )
+    with connection as client:
+        model = client.create_model(**SHAPES)
+        sequence = client.create_sequence(model)
+        at = 0
+        for _ in range(int(random.integers(1, 6))):
+            at = write(client, sequence, tag, at)
+            sequence.attend(int(random.integers(LAYERS)), queries(tag, at))
+            refused(client, sequence, tag, at)
+        fork = sequence.fork()
+        cut = int(random.integers(1, at))
+        fork.truncate(cut)
+        check_sequence(fork, tag, [cut] * LAYERS, tally)
+        write(client, fork, tag, cut)
+        check_sequence(sequence, tag, [at] * LAYERS, tally)
+        client.statistics()
+        sequence.delete()
+        fork.delete()
+        client.delete_model(model)
+
+
+def main() -> None:
+    """Works until standard input ends."""
+    target, seed, transport = sys.argv[1:]
+    tally = Tally()
+    number = 0
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        work(target, int(seed), number, transport == "native", tally)
+        number += 1
+        print(json.dumps({"rounds": number, "wrong": tally.wrong_answers[:10]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
