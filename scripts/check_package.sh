@@ -127,7 +127,7 @@ home=/opt/anywhere/$name
 mkdir -p "$root/opt/anywhere" "$root"/{run,tmp,proc,sys,dev}
 tar -C "$root/opt/anywhere" -xf "$archive"
 [[ "$(ls "$root/opt/anywhere")" == "$name" ]] || fail "the archive has more than the folder $name"
-for file in bin/spillwayd bin/spillway etc/spillwayd.toml include/spillway.h lib/libspillway.so.1 \
+for file in bin/spillwayd bin/spillway etc/spillwayd.{toml,service} include/spillway.h lib/libspillway.so.1 \
   share/doc/spillway/{LICENSE,README}; do
   [[ -f "$root$home/$file" ]] || fail "the archive lacks $file"
 done
@@ -206,7 +206,7 @@ expected="/etc/spillway/spillwayd.toml
 contents=$(dpkg-deb --contents "$package" | awk '$1 ~ /^-/ && $2 == "root/root" {print substr($6, 2)}')
 diff <(echo "$expected") <(LC_ALL=C sort <<<"$contents") || fail "the package's files differ"
 depends=$(dpkg-deb --field "$package" Depends)
-for library in libc6 libgrpc++ libprotobuf libtbb12 libhwloc15 adduser; do
+for library in libc6 libgrpc++ libprotobuf libsystemd0 libtbb12 libhwloc15 adduser; do
   [[ ", $depends" == *", $library"* ]] || fail "the package does not depend on $library: $depends"
 done
 [[ "$(dpkg-deb --ctrl-tarfile "$package" | tar -xO ./conffiles)" == /etc/spillway/spillwayd.toml ]] ||

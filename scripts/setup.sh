@@ -11,8 +11,8 @@ packages=(
   protobuf-compiler protobuf-compiler-grpc
   # Libraries.
   libabsl-dev libcli11-dev libcpp-httplib-dev libgrpc++-dev libhwloc-dev libhwy-dev
-  libmimalloc-dev libprotobuf-dev libspdlog-dev libssl-dev libtbb-dev libtoml11-dev
-  nlohmann-json3-dev prometheus-cpp-dev
+  libmimalloc-dev libprotobuf-dev libspdlog-dev libssl-dev libsystemd-dev libtbb-dev
+  libtoml11-dev nlohmann-json3-dev prometheus-cpp-dev
   # An example, tests and benchmarks.
   libeigen3-dev libbenchmark-dev libgmock-dev libgtest-dev
   # Packages.

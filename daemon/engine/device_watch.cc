@@ -1,5 +1,7 @@
 #include "daemon/engine/device_watch.h"
 
+#include <algorithm>
+
 namespace spillway {
 
 DeviceWatch::DeviceWatch(const Device& device)
@@ -31,6 +33,11 @@ std::vector<DeviceWatch::State> DeviceWatch::states() const {
                       part.failed_in_a_row.load(std::memory_order_relaxed) >= kLostAfter});
   }
   return states;
+}
+
+bool DeviceWatch::all_lost() const {
+  const std::vector<State> all = states();
+  return std::all_of(all.begin(), all.end(), [](const State& state) { return state.lost; });
 }
 
 }  // namespace spillway

@@ -30,6 +30,8 @@ class DeviceWatch {
   };
   // Of every part.
   std::vector<State> states() const;
+  // Whether no part does anything but fail any more.
+  bool all_lost() const;
 
  private:
   // Items in a row: one may fail by a fault of ours that the next does not meet.

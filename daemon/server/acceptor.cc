@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -35,7 +36,7 @@ Acceptor::Acceptor(std::vector<Descriptor> listeners, int64_t connection_count_m
           grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials)),
       events_(events),
       listeners_(std::move(listeners)),
-      stop_(eventfd(0, EFD_CLOEXEC)) {}
+      wake_(eventfd(0, EFD_CLOEXEC)) {}
 
 Acceptor::~Acceptor() { Stop(); }
 
@@ -45,11 +46,29 @@ void Acceptor::Start() {
 
 void Acceptor::Stop() {
   if (thread_.joinable()) {
-    const uint64_t one = 1;
-    (void)!write(stop_.get(), &one, sizeof(one));
+    stopping_ = true;
+    Wake();
     thread_.join();
   }
   listeners_.clear();
+}
+
+void Acceptor::Wake() {
+  const uint64_t one = 1;
+  (void)!write(wake_.get(), &one, sizeof(one));
+}
+
+absl::Status Acceptor::Check(absl::Duration timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout);
+  const MutexLock lock(mutex_);
+  const int64_t before = wake_count_;
+  Wake();
+  while (wake_count_ == before && !stopped_) {
+    if (woken_.WaitUntil(mutex_, deadline)) continue;
+    return absl::DeadlineExceededError(absl::StrCat(
+        "the thread that accepts connections gave no sign for ", absl::FormatDuration(timeout)));
+  }
+  return absl::OkStatus();
 }
 
 int64_t Acceptor::open_connection_count() {
@@ -59,14 +78,22 @@ int64_t Acceptor::open_connection_count() {
 }
 
 void Acceptor::Run() {
-  std::vector<pollfd> ready = {{stop_.get(), POLLIN, 0}};
+  std::vector<pollfd> ready = {{wake_.get(), POLLIN, 0}};
   for (const Descriptor& listener : listeners_) ready.push_back({listener.get(), POLLIN, 0});
   bool is_short = false;
   for (;;) {
     // While descriptors are short, whether connections wait is no news.
     const int count = poll(ready.data(), is_short ? 1 : ready.size(), is_short ? kRetryMs : -1);
     if (count < 0) continue;
-    if (ready[0].revents != 0) return;
+    if (ready[0].revents != 0) {
+      uint64_t count_of_wakes = 0;
+      (void)!read(wake_.get(), &count_of_wakes, sizeof(count_of_wakes));
+      const MutexLock lock(mutex_);
+      ++wake_count_;
+      stopped_ = stopping_;
+      woken_.NotifyAll();
+      if (stopped_) return;
+    }
     bool was_short = std::exchange(is_short, false);
     for (size_t i = 1; i < ready.size() && !is_short; ++i) {
       if (was_short || ready[i].revents != 0) is_short = !Accept(ready[i].fd);

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "daemon/server/event_log.h"
 #include "grpcpp/security/server_credentials.h"
 #include "grpcpp/server_builder.h"
@@ -37,12 +39,17 @@ class Acceptor {
   // down yet. Does nothing a second time.
   void Stop();
 
+  // Whether its thread is at work: DEADLINE_EXCEEDED where it does not answer within the time.
+  // OK after Stop. REQUIRES: started.
+  absl::Status Check(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+
   int64_t open_connection_count() ABSL_LOCKS_EXCLUDED(mutex_);
   // Since the start.
   int64_t shed_connection_count() const { return shed_connection_count_; }
 
  private:
-  void Run();
+  void Run() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Wake();
   // One connection; false where descriptors are short.
   bool Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -51,10 +58,14 @@ class Acceptor {
   const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> server_;
   EventLog& events_;
   std::vector<Descriptor> listeners_;
-  const Descriptor stop_;
+  const Descriptor wake_;
   std::thread thread_;
   std::atomic<int64_t> shed_connection_count_{0};
+  std::atomic<bool> stopping_{false};
   Mutex mutex_;
+  CondVar woken_;
+  int64_t wake_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   // Those that may be open, and the socket that each was: gRPC closes them, and
   // tells nobody.
   std::map<int, uint64_t> sockets_ ABSL_GUARDED_BY(mutex_);

@@ -14,10 +14,15 @@
 #include "daemon/server/mps.h"
 #include "daemon/server/mps_system.h"
 #include "daemon/server/server.h"
+#include "daemon/server/service_manager.h"
+#include "daemon/server/watchdog.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
+
+// After the last call, for memory that is pinned and in huge pages.
+constexpr absl::Duration kGiveBackTime = absl::Minutes(1);
 
 // One line each, and one for each device.
 void LogSystem(const Config& config, const Topology& topology, const Device& device) {
@@ -69,6 +74,14 @@ absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config, cons
   return HttpServer::Start(address, config.allow_remote, server.metrics());
 }
 
+std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, Server& server) {
+  const absl::Duration interval = manager.beat_interval_max();
+  if (interval == absl::InfiniteDuration()) return nullptr;
+  return std::make_unique<Watchdog>(
+      interval / 2, [&server, interval] { return server.CheckServing(interval / 4); },
+      [&manager] { manager.Beat(); });
+}
+
 int Fail(const absl::Status& status) {
   Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
@@ -77,6 +90,7 @@ int Fail(const absl::Status& status) {
 }  // namespace
 
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
+  const ServiceManager manager;
   // Before CUDA, which decides with its first call whether it attaches.
   const std::unique_ptr<MpsSystem> system = CreateMpsSystem();
   const absl::StatusOr<Mps> mps = Mps::Prepare(config, system.get());
@@ -102,12 +116,17 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
       http = *std::move(started);
       LogInfo("serving_http", {{"address", http->address()}});
     }
+    const std::unique_ptr<Watchdog> watchdog = StartWatchdog(manager, **server);
+    manager.Ready(absl::StrCat("Serving at ", (*server)->address()));
     int signal = 0;
     sigwait(&signals, &signal);
+    const absl::Duration grace = absl::Seconds(config.grace_seconds);
+    manager.Stopping("Draining", grace + kGiveBackTime);
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(config.grace_seconds)}});
-    (*server)->Drain(absl::Seconds(config.grace_seconds));
+    (*server)->Drain(grace);
   }
+  manager.Stopping("Giving memory back", kGiveBackTime);
   home->reset();
   LogInfo("stopped");
   return 0;

@@ -17,6 +17,7 @@
 #include "daemon/engine/holders.h"
 #include "daemon/server/acceptor.h"
 #include "daemon/server/event_log.h"
+#include "daemon/server/health_call.h"
 #include "daemon/server/listeners.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/region_server.h"
@@ -262,6 +263,23 @@ const StatusConverter& Server::status() const { return impl_->status; }
 const std::string& Server::address() const { return impl_->address; }
 const Metrics& Server::metrics() const { return impl_->metrics; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
+
+absl::Status Server::CheckServing(absl::Duration timeout) {
+  if (impl_->draining) return absl::OkStatus();
+  if (impl_->acceptor) RETURN_IF_ERROR(impl_->acceptor->Check(timeout));
+  const absl::Duration turn = absl::FromChrono(impl_->sweeper.since_last_turn());
+  if (turn > timeout + kSweepPeriod) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("the thread that looks after sequences had its last turn ",
+                     absl::FormatDuration(turn), " ago"));
+  }
+  if (impl_->context.engine.device_watch().all_lost()) {
+    return absl::UnavailableError("every device only fails");
+  }
+  const absl::Status answered = AskHealth(InProcessChannel(), timeout);
+  // What shuts down answers no more, and is none the worse for it.
+  return impl_->draining ? absl::OkStatus() : answered;
+}
 
 void Server::Drain(absl::Duration grace) {
   // Keeps gRPC's own threads to the process's end: clean-up would wait up to

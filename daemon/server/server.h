@@ -31,6 +31,11 @@ class Server {
   // What the daemon counts. Thread-safe.
   const Metrics& metrics() const;
 
+  // Whether clients are served: that connections are accepted, calls answered, sequences looked
+  // after, and some device does not only fail. Takes so long at most for each, but where gRPC
+  // itself hangs. OK once it drains. For a watchdog.
+  absl::Status CheckServing(absl::Duration timeout);
+
   // Refuses new calls, reports NOT_SERVING, lets running calls finish, and
   // cancels what still runs after the grace time. Returns when all is over.
   void Drain(absl::Duration grace);

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <thread>
 #include <utility>
 
+#include "absl/time/time.h"
 #include "daemon/engine/engine.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/library_messages.h"
@@ -13,7 +15,9 @@
 
 namespace spillway {
 
-// Once a second, in a thread of its own, as long as it lives: deletes expired
+constexpr absl::Duration kSweepPeriod = absl::Seconds(1);
+
+// Once a period, in a thread of its own, as long as it lives: deletes expired
 // sequences, ends streams whose clients are silent, gives memory back that stays free, and flushes
 // the logs of events.
 class Sweeper {
@@ -25,6 +29,10 @@ class Sweeper {
         streams_(streams),
         also_(std::move(also)),
         thread_([this] { Run(); }) {}
+  // For how long it has been at its present turn, or waits for the next.
+  std::chrono::steady_clock::duration since_last_turn() const {
+    return std::chrono::steady_clock::now() - last_turn_.load();
+  }
   ~Sweeper() {
     {
       const MutexLock lock(mutex_);
@@ -38,7 +46,7 @@ class Sweeper {
   void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
     MutexLock lock(mutex_);
     while (!stopped_) {
-      const auto next = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+      const auto next = std::chrono::steady_clock::now() + absl::ToChronoSeconds(kSweepPeriod);
       while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
       }
       if (stopped_) return;
@@ -49,6 +57,7 @@ class Sweeper {
       also_();
       events_.Flush();
       FlushLibraryMessages();
+      last_turn_ = std::chrono::steady_clock::now();
       lock.Lock();
     }
   }
@@ -57,6 +66,7 @@ class Sweeper {
   EventLog& events_;
   StreamSet& streams_;
   const std::function<void()> also_;
+  std::atomic<std::chrono::steady_clock::time_point> last_turn_{std::chrono::steady_clock::now()};
   Mutex mutex_;
   CondVar wake_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

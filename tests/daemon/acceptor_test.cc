@@ -115,5 +115,24 @@ TEST_F(AcceptorTest, AfterAStopNobodyConnectsAndWhoIsThereStays) {
   EXPECT_EQ(acceptor->open_connection_count(), 1);
 }
 
+TEST_F(AcceptorTest, SaysThatItIsAtWorkWhileItIs) {
+  EXPECT_EQ(acceptor->Check(absl::Minutes(1)), absl::OkStatus());
+  // Whoever connects is served all the same.
+  EXPECT_TRUE(IsServed(Connect()));
+  EXPECT_EQ(acceptor->Check(absl::Minutes(1)), absl::OkStatus());
+  acceptor->Stop();
+  EXPECT_EQ(acceptor->Check(absl::Minutes(1)), absl::OkStatus());
+}
+
+TEST(AcceptorThreadTest, OneThatGivesNoSignIsTold) {
+  grpc::ServerBuilder builder;
+  EventLog events;
+  // Not started: there is no thread.
+  Acceptor acceptor({}, 2, grpc::InsecureServerCredentials(), builder, events);
+  const absl::Status status = acceptor.Check(absl::Milliseconds(10));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(status.message(), "the thread that accepts connections gave no sign for 10ms");
+}
+
 }  // namespace
 }  // namespace spillway

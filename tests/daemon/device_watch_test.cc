@@ -20,8 +20,10 @@ TEST_F(DeviceWatchTest, ADeviceThatOnlyFailsIsLostUntilSomethingSucceeds) {
   watch.Note(device, failed);
   watch.Note(device, failed);
   EXPECT_FALSE(state().lost);
+  EXPECT_FALSE(watch.all_lost());
   watch.Note(device, failed);
   EXPECT_TRUE(state().lost);
+  EXPECT_TRUE(watch.all_lost());
   EXPECT_EQ(state().error_count, 3);
   watch.Note(device, absl::OkStatus());
   EXPECT_FALSE(state().lost);

@@ -1,0 +1,158 @@
+"""What systemd learns of the daemon, and the unit that it runs it by."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import spillway
+from daemon_process import ROOT, binary, device_flags
+
+UNIT = ROOT / "cmake/packaging/spillwayd.service.in"
+# Of a build without libsystemd nothing comes.
+pytestmark = pytest.mark.skipif(
+    b"NOTIFY_SOCKET" not in binary().read_bytes(), reason="built without libsystemd"
+)
+
+
+class Manager:
+    """The service manager's side: a socket, and what came there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.settimeout(60)
+
+    def receive(self) -> dict[str, str]:
+        """The next message's assignments."""
+        text = self._socket.recv(4096).decode()
+        return dict(line.split("=", 1) for line in text.splitlines())
+
+    def until(self, name: str) -> dict[str, str]:
+        """The next message that assigns the name; others are passed over."""
+        while name not in (message := self.receive()):
+            pass
+        return message
+
+    def nothing_for(self, seconds: float) -> bool:
+        """Whether no message comes for so long, after those that are there."""
+        self._socket.settimeout(0)
+        try:
+            while True:
+                self.receive()
+        except BlockingIOError:
+            pass
+        self._socket.settimeout(seconds)
+        try:
+            self.receive()
+        except TimeoutError:
+            return True
+        finally:
+            self._socket.settimeout(60)
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    """Of a folder of its own."""
+    manager = Manager(tmp_path / "notify")
+    yield manager
+    manager.close()
+
+
+@contextmanager
+def managed(
+    manager: Manager, *flags: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A daemon that the manager starts, and its target."""
+    target = f"unix:{manager.path.parent}/spillwayd.sock"
+    daemon = subprocess.Popen(
+        [binary(), "--listen", target, "--memory-limit", "256MiB", *device_flags(*flags)],
+        env={**os.environ, "NOTIFY_SOCKET": str(manager.path), **environment},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield daemon, target
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def test_it_is_ready_when_it_serves_beats_while_it_does_and_says_that_it_ends(
+    manager: Manager,
+) -> None:
+    with managed(manager, WATCHDOG_USEC="400000") as (daemon, target):
+        ready = manager.until("READY")
+        assert ready == {"READY": "1", "STATUS": f"Serving at {target}"}
+        with spillway.connect(target) as client:
+            assert client.health()
+        for _ in range(3):
+            assert manager.until("WATCHDOG") == {"WATCHDOG": "1"}
+        # A process that does nothing does not beat either.
+        daemon.send_signal(signal.SIGSTOP)
+        assert manager.nothing_for(1)
+        daemon.send_signal(signal.SIGCONT)
+        manager.until("WATCHDOG")
+        daemon.terminate()
+        stopping = manager.until("STOPPING")
+        assert stopping["STATUS"].startswith("Draining")
+        # The grace of ten seconds, and a minute to give memory back.
+        assert 60e6 <= float(stopping["EXTEND_TIMEOUT_USEC"]) <= 70e6
+        assert daemon.wait(timeout=30) == 0
+
+
+def test_where_no_beats_are_asked_for_none_come(manager: Manager) -> None:
+    with managed(manager) as (daemon, _):
+        manager.until("READY")
+        assert manager.nothing_for(0.3)
+        daemon.terminate()
+        assert "STOPPING" in manager.receive()
+
+
+def unit(folder: Path) -> Path:
+    """The unit with this build's daemon, for its own path."""
+    text = UNIT.read_text().replace("@config@", "/etc/spillway/spillwayd.toml")
+    file = folder / "spillwayd.service"
+    file.write_text(text.replace("@command@", f"{binary().resolve()} --threads 1"))
+    return file
+
+
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.skipif(not UNIT.exists(), reason="no checkout here, only what a bundle has of it")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    done = analyze("verify", "--man=no", unit(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # And it is one that says when something is wrong.
+    wrong = unit(tmp_path)
+    wrong.write_text(wrong.read_text().replace("WatchdogSec=60", "WatchdogSecs=60"))
+    assert "WatchdogSecs" in analyze("verify", "--man=no", wrong).stderr
+
+
+@pytest.mark.skipif(not UNIT.exists(), reason="no checkout here, only what a bundle has of it")
+def test_the_unit_leaves_pinned_memory_gpus_and_kept_rows_alone(tmp_path: Path) -> None:
+    lines = unit(tmp_path).read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines if line[:1].isalpha())
+    assert settings["LimitMEMLOCK"] == "infinity"
+    # With it systemd empties /dev/shm of the user's files at every stop.
+    assert "RemoveIPC" not in settings
+    for keeps_gpus_away in ("PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute"):
+        assert keeps_gpus_away not in settings
+    assert "ProcSubset" not in settings
