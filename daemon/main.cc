@@ -51,8 +51,8 @@ int main(int argc, char** argv) {
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
-  // A terminal that closes ends the daemon in good order too; one that was told
-  // to ignore that (nohup) goes on.
+  // Has settings read again, or where there is no file of them ends the daemon in good order, for
+  // a terminal closed; one that was told to ignore it (nohup) goes on.
   struct sigaction hangup = {};
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
@@ -82,7 +82,16 @@ int main(int argc, char** argv) {
   spillway::SetUpQueuedLogging(line->config);
   spillway::LogLibraryMessages();
   spillway::EnableReflection();
-  const int exit_code = spillway::RunDaemon(line->config, *topology, signals);
+  spillway::ReadConfig read;
+  if (!line->file.empty()) {
+    read = [&]() -> absl::StatusOr<spillway::Config> {
+      const absl::StatusOr<spillway::CommandLine> again =
+          spillway::ParseCommandLine(argc, argv, *topology, SPILLWAY_VERSION);
+      if (!again.ok()) return again.status();
+      return again->config;
+    };
+  }
+  const int exit_code = spillway::RunDaemon(line->config, *topology, signals, read);
   spillway::WaitUntilLogged(kLastLines);
   return exit_code;
 }

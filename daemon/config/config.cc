@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cassert>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -33,7 +34,13 @@ struct Setting {
   std::function<absl::Status(Config&, const std::string&)> set;
   std::function<std::string(const Config&)> get;
   bool is_flag = false;  // on the command line it has no value
+  bool live = false;     // SIGHUP changes it
 };
+
+Setting Live(Setting setting) {
+  setting.live = true;
+  return setting;
+}
 
 absl::Status Refuse(const std::string& text, const std::string& wanted) {
   return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" is not ", wanted));
@@ -197,21 +204,22 @@ const std::vector<Setting>& Settings() {
        [](const Config& config) { return config.socket_group; }},
       Flag("server.allow_remote", "--allow-remote", "let a TCP address be other than loopback",
            &Config::allow_remote),
-      Seconds("server.grace_seconds", "--grace", "seconds that a stop waits for running calls",
-              &Config::grace_seconds, 86400),
-      Integer("server.connection_count_max", "--connection-count-max",
-              "connections at once; beyond it new ones are closed", &Config::connection_count_max,
-              1, 1 << 20),
+      Live(Seconds("server.grace_seconds", "--grace", "seconds that a stop waits for running calls",
+                   &Config::grace_seconds, 86400)),
+      Live(Integer("server.connection_count_max", "--connection-count-max",
+                   "connections at once; beyond it new ones are closed",
+                   &Config::connection_count_max, 1, 1 << 20)),
       Integer("server.stream_count_max", "--stream-count-max", "calls of one connection at once",
               &Config::stream_count_max, 1, 65536),
-      Integer("server.open_stream_count_max", "--open-stream-count-max",
-              "streams (appends, decodes, fetches, uploads) of all connections at once",
-              &Config::open_stream_count_max, 1, 1 << 20),
-      Seconds("server.stream_idle_seconds", "--stream-idle",
-              "seconds that the client of an append or an upload may be silent, 0: for ever",
-              &Config::stream_idle_seconds, 86400),
-      Integer("server.decode_in_flight_max", "--decode-in-flight-max",
-              "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1, 1024),
+      Live(Integer("server.open_stream_count_max", "--open-stream-count-max",
+                   "streams (appends, decodes, fetches, uploads) of all connections at once",
+                   &Config::open_stream_count_max, 1, 1 << 20)),
+      Live(Seconds("server.stream_idle_seconds", "--stream-idle",
+                   "seconds that the client of an append or an upload may be silent, 0: for ever",
+                   &Config::stream_idle_seconds, 86400)),
+      Live(Integer("server.decode_in_flight_max", "--decode-in-flight-max",
+                   "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1,
+                   1024)),
       Path("tls.certificate", "--tls-certificate",
            "PEM file with the certificate of a TCP address, and those that it rests on; empty: no "
            "TLS",
@@ -281,12 +289,12 @@ const std::vector<Setting>& Settings() {
           [](const Config& config) { return ModeName(config.mps); }),
       Integer("device.thread_count", "--threads", "worker threads, 0: one per core",
               &Config::thread_count, 0, 4096),
-      Integer("models.count_max", "--model-count-max", "most models at once",
-              &Config::model_count_max, 1, std::numeric_limits<int32_t>::max()),
-      Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",
-              &Config::ttl_seconds, 365.0 * 86400),
-      Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
-              &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max()),
+      Live(Integer("models.count_max", "--model-count-max", "most models at once",
+                   &Config::model_count_max, 1, std::numeric_limits<int32_t>::max())),
+      Live(Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",
+                   &Config::ttl_seconds, 365.0 * 86400)),
+      Live(Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
+                   &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max())),
       {"snapshots.folder", "--snapshot-folder",
        "where clients may save sequences: an absolute path; / lets them name any; empty: nowhere",
        true,
@@ -308,14 +316,14 @@ const std::vector<Setting>& Settings() {
           "audit.cpu_share", "--audit-cpu-share", "share of one core that the checks may take",
           &Config::audit_cpu_share, [](double value) { return value > 0 && value <= 1; },
           "a share in (0, 1]"),
-      Choice(
+      Live(Choice(
           "log.level", "--log-level", "trace, debug, info, warning, error or off",
           {"trace", "debug", "info", "warning", "error", "off"},
           [](Config& config, size_t i) {
             config.log_level =
                 std::vector<std::string>{"trace", "debug", "info", "warning", "error", "off"}[i];
           },
-          [](const Config& config) { return config.log_level; }),
+          [](const Config& config) { return config.log_level; })),
       Choice(
           "log.format", "--log-format", "text or json", {"text", "json"},
           [](Config& config, size_t i) {
@@ -495,9 +503,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
 
   CLI::App app("Keeps KV caches in host memory and attends to them.", "spillwayd");
   app.footer(
-      "SIGTERM, SIGINT and SIGHUP end the daemon: it takes no new calls and waits --grace seconds\n"
-      "for those that run. Under nohup it ignores SIGHUP. Settings are read once, at the start.");
-  std::string path;
+      "SIGTERM and SIGINT end the daemon: it takes no new calls and waits --grace seconds for\n"
+      "those that run. SIGHUP has it read the file of --config again and take what is marked\n"
+      "(SIGHUP); without a file it ends the daemon too, and under nohup it is ignored.");
+  std::string& path = line.file;
   app.add_option("--config", path, "TOML file with settings; flags win over it");
   app.add_flag("--print-config", line.print_config, "print the settings in force and exit");
   app.set_version_flag("--version", version);
@@ -506,12 +515,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     const auto take = [&flags, key = std::string(setting.key)](const std::string& text) {
       flags[key] = text;
     };
+    const std::string help = absl::StrCat(setting.help, setting.live ? " (SIGHUP)" : "");
     if (setting.is_flag) {
       app.add_flag_function(
-          setting.flag, [take](int64_t count) { take(count > 0 ? "true" : "false"); },
-          setting.help);
+          setting.flag, [take](int64_t count) { take(count > 0 ? "true" : "false"); }, help);
     } else {
-      app.add_option_function<std::string>(setting.flag, take, setting.help);
+      app.add_option_function<std::string>(setting.flag, take, help);
     }
   }
   try {
@@ -559,6 +568,25 @@ absl::StatusOr<Config> EmbeddedConfig(
     RETURN_IF_ERROR(Set(key, text, topology, config));
   }
   return config;
+}
+
+std::vector<SettingChange> ChangesBetween(const Config& before, const Config& after) {
+  std::vector<SettingChange> changes;
+  for (const Setting& setting : Settings()) {
+    SettingChange change = {setting.key, setting.get(before), setting.get(after), setting.live};
+    if (change.before != change.after) changes.push_back(std::move(change));
+  }
+  return changes;
+}
+
+void TakeLiveSettings(const Config& from, Config& to) {
+  for (const Setting& setting : Settings()) {
+    if (!setting.live) continue;
+    // What a setting says of itself it takes.
+    const absl::Status taken = setting.set(to, setting.get(from));
+    assert(taken.ok());
+    (void)taken;
+  }
 }
 
 std::string ToToml(const Config& config) {

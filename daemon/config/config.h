@@ -25,7 +25,8 @@ enum class MpsMode {
 // "off", "auto" or "on".
 std::string ModeName(MpsMode mode);
 
-// What the daemon is told, defaults filled in. Read once at start.
+// What the daemon is told, defaults filled in. Read at the start, and some of it anew later:
+// see SettingChange.
 struct Config {
   // unix:/path, or tcp:host:port (port 0: any that is free); empty: nowhere.
   std::string listen;
@@ -101,6 +102,7 @@ std::string DefaultSnapshotFolder();
 
 struct CommandLine {
   Config config;
+  std::string file;  // that --config names; empty: none
   bool print_config = false;
   // Not empty: print this and exit with exit_code instead of serving.
   std::string message;
@@ -121,6 +123,17 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
 // INVALID_ARGUMENT names the setting that is wrong, unknown, named twice, or of no use there.
 absl::StatusOr<Config> EmbeddedConfig(
     const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology);
+
+// A setting of which two configs have different values, as they stand in the file.
+struct SettingChange {
+  std::string key;  // "memory.limit"
+  std::string before;
+  std::string after;
+  bool live = false;  // it may change while the daemon serves; else with the next start
+};
+std::vector<SettingChange> ChangesBetween(const Config& before, const Config& after);
+// Gives `to` the values of the settings that may change while the daemon serves.
+void TakeLiveSettings(const Config& from, Config& to);
 
 // The config as a TOML file that gives the same config.
 std::string ToToml(const Config& config);

@@ -56,6 +56,17 @@ bool Registry::IsValidId(std::string_view id) {
          });
 }
 
+void Registry::SetCountMax(int64_t model_count_max, int64_t sequence_count_max) {
+  const MutexLock lock(mutex_);
+  model_count_max_ = model_count_max;
+  sequence_count_max_ = sequence_count_max;
+}
+
+int64_t Registry::sequence_count_max() const {
+  const MutexLock lock(mutex_);
+  return sequence_count_max_;
+}
+
 absl::Status Registry::CheckNew(std::string_view id) const {
   if (models_.contains(id)) {
     const std::string name = ModelName(id);

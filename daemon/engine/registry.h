@@ -29,9 +29,13 @@ class Registry {
  public:
   using Clock = std::function<absl::Time()>;
   Registry(int64_t model_count_max, int64_t sequence_count_max, Clock clock)
-      : model_count_max_(model_count_max),
-        sequence_count_max_(sequence_count_max),
-        clock_(std::move(clock)) {}
+      : clock_(std::move(clock)),
+        model_count_max_(model_count_max),
+        sequence_count_max_(sequence_count_max) {}
+
+  // What is there beyond them stays.
+  void SetCountMax(int64_t model_count_max, int64_t sequence_count_max) ABSL_LOCKS_EXCLUDED(mutex_);
+  int64_t sequence_count_max() const ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Whether a client's `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
   static bool IsValidId(std::string_view id);
@@ -73,10 +77,10 @@ class Registry {
  private:
   absl::Status CheckNew(std::string_view id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const int64_t model_count_max_;
-  const int64_t sequence_count_max_;
   const Clock clock_;
   mutable Mutex mutex_;
+  int64_t model_count_max_ ABSL_GUARDED_BY(mutex_);
+  int64_t sequence_count_max_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::shared_ptr<Sequence>, std::less<>> sequences_ ABSL_GUARDED_BY(mutex_);
 };

@@ -125,7 +125,7 @@ bool Acceptor::Accept(int listener) {
   }
   if (!connection.valid()) {
     events_.Warning("connection_shed",
-                    {{"connection_count_max", absl::StrCat(connection_count_max_)}});
+                    {{"connection_count_max", absl::StrCat(connection_count_max_.load())}});
     return true;
   }
   grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters handed;

@@ -43,6 +43,9 @@ class Acceptor {
   // OK after Stop. REQUIRES: started.
   absl::Status Check(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // What is open beyond it stays so.
+  void SetConnectionCountMax(int64_t count) { connection_count_max_ = count; }
+
   int64_t open_connection_count() ABSL_LOCKS_EXCLUDED(mutex_);
   // Since the start.
   int64_t shed_connection_count() const { return shed_connection_count_; }
@@ -54,7 +57,7 @@ class Acceptor {
   bool Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const int64_t connection_count_max_;
+  std::atomic<int64_t> connection_count_max_;
   const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> server_;
   EventLog& events_;
   std::vector<Descriptor> listeners_;

@@ -82,6 +82,12 @@ std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, Server& s
       [&manager] { manager.Beat(); });
 }
 
+// What may change while it serves.
+void Apply(const Config& config, Server& server) {
+  SetLogLevel(config.log_level);
+  server.Apply(config);
+}
+
 int Fail(const absl::Status& status) {
   Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
   return 1;
@@ -89,7 +95,8 @@ int Fail(const absl::Status& status) {
 
 }  // namespace
 
-int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals) {
+int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals,
+              const ReadConfig& read) {
   const ServiceManager manager;
   // Before CUDA, which decides with its first call whether it attaches.
   const std::unique_ptr<MpsSystem> system = CreateMpsSystem();
@@ -117,13 +124,22 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
       LogInfo("serving_http", {{"address", http->address()}});
     }
     const std::unique_ptr<Watchdog> watchdog = StartWatchdog(manager, **server);
-    manager.Ready(absl::StrCat("Serving at ", (*server)->address()));
+    const std::string serving = absl::StrCat("Serving at ", (*server)->address());
+    manager.Ready(serving);
+    Config running = config;
     int signal = 0;
-    sigwait(&signals, &signal);
-    const absl::Duration grace = absl::Seconds(config.grace_seconds);
+    for (;;) {
+      sigwait(&signals, &signal);
+      if (signal != SIGHUP || read == nullptr) break;
+      manager.Reloading();
+      Reload(
+          read, [&server](const Config& changed) { Apply(changed, **server); }, running);
+      manager.Ready(serving);
+    }
+    const absl::Duration grace = absl::Seconds(running.grace_seconds);
     manager.Stopping("Draining", grace + kGiveBackTime);
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
-                         {"grace_seconds", absl::StrCat(config.grace_seconds)}});
+                         {"grace_seconds", absl::StrCat(running.grace_seconds)}});
     (*server)->Drain(grace);
   }
   manager.Stopping("Giving memory back", kGiveBackTime);

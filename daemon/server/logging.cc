@@ -81,6 +81,10 @@ void SetUpQueuedLogging(const Config& config) {
   queue = made;
 }
 
+void SetLogLevel(const std::string& level) {
+  spdlog::default_logger_raw()->set_level(spdlog::level::from_str(level));
+}
+
 int64_t DroppedLogLineCount() {
   const LogQueue* const lines = queue;
   return lines == nullptr ? 0 : lines->dropped_line_count();

@@ -17,6 +17,8 @@ void SetUpLogging(const Config& config);
 // The same, but lines go through a LogQueue that lives as long as the process:
 // nobody who logs waits. REQUIRES: SIGPIPE is ignored.
 void SetUpQueuedLogging(const Config& config);
+// Of the default logger, as the setting. Thread-safe.
+void SetLogLevel(const std::string& level);
 // Lines that were dropped since the start, for standard error was too slow or closed.
 int64_t DroppedLogLineCount();
 // Waits until what was logged before is written, so long at most. For the process's end.

@@ -62,6 +62,12 @@ RegionTable::Kind RegionsOf(const Config& config) {
   return IsUnix(config) ? RegionTable::Kind::kSessions : RegionTable::Kind::kNone;
 }
 
+CallLimits::Values LimitsOf(const Config& config) {
+  return {.ttl_seconds = config.ttl_seconds,
+          .stream_idle_seconds = config.stream_idle_seconds,
+          .decode_in_flight_max = config.decode_in_flight_max};
+}
+
 }  // namespace
 
 struct Server::Impl {
@@ -79,6 +85,7 @@ struct Server::Impl {
             [this](const absl::Status& error, const std::string& reason) {
               events.Refused(error, reason);
             }),
+        limits(LimitsOf(config)),
         streams(config.open_stream_count_max),
         regions(RegionsOf(config), &engine.budget(), &engine.device()),
         doorbells(&engine, &regions, &status),
@@ -92,27 +99,23 @@ struct Server::Impl {
                  .version = SPILLWAY_VERSION,
                  .boot_id = boot_id,
                  .start_time = absl::Now()}),
-        context{
-            engine,
-            tokens.get(),
-            status,
-            streams,
-            regions,
-            doorbells,
-            background,
-            calls,
-            metrics,
-            file_threads,
-            model_threads,
-            SPILLWAY_VERSION,
-            boot_id,
-            metrics.sources().start_time,
-            config.ttl_seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(config.ttl_seconds),
-            config.sequence_count_max,
-            config.decode_in_flight_max,
-            std::chrono::duration<double>(config.stream_idle_seconds),
-            IsUnix(config) ? RegionSocket(config).filename().string() : "",
-            config.snapshot_folder},
+        context{engine,
+                tokens.get(),
+                status,
+                streams,
+                regions,
+                doorbells,
+                background,
+                calls,
+                metrics,
+                file_threads,
+                model_threads,
+                SPILLWAY_VERSION,
+                boot_id,
+                metrics.sources().start_time,
+                limits,
+                IsUnix(config) ? RegionSocket(config).filename().string() : "",
+                config.snapshot_folder},
         memory(context),
         models(context),
         sequences(context),
@@ -166,6 +169,7 @@ struct Server::Impl {
   const std::string boot_id;
   EventLog events;
   const StatusConverter status;
+  CallLimits limits;
   StreamSet streams;
   RegionTable regions;
   DoorbellServer doorbells;
@@ -263,6 +267,13 @@ const StatusConverter& Server::status() const { return impl_->status; }
 const std::string& Server::address() const { return impl_->address; }
 const Metrics& Server::metrics() const { return impl_->metrics; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
+
+void Server::Apply(const Config& config) {
+  impl_->limits.Set(LimitsOf(config));
+  impl_->streams.SetCountMax(config.open_stream_count_max);
+  impl_->context.engine.registry().SetCountMax(config.model_count_max, config.sequence_count_max);
+  if (impl_->acceptor) impl_->acceptor->SetConnectionCountMax(config.connection_count_max);
+}
 
 absl::Status Server::CheckServing(absl::Duration timeout) {
   if (impl_->draining) return absl::OkStatus();

@@ -31,6 +31,9 @@ class Server {
   // What the daemon counts. Thread-safe.
   const Metrics& metrics() const;
 
+  // Takes the settings that may change while it serves.
+  void Apply(const Config& config);
+
   // Whether clients are served: that connections are accepted, calls answered, sequences looked
   // after, and some device does not only fail. Takes so long at most for each, but where gRPC
   // itself hangs. OK once it drains. For a watchdog.

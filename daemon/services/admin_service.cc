@@ -181,10 +181,10 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
   limits.set_query_token_count_max(kQueryCountMax);
   limits.set_sparse_query_token_count_max(kSparseQueryCountMax);
   limits.set_attend_item_count_max(kAttendItemCountMax);
-  const int64_t sequence_count =
-      quota.sequence_count_max > 0
-          ? std::min(quota.sequence_count_max, services_.sequence_count_max)
-          : services_.sequence_count_max;
+  const int64_t sequences_of_all = services_.engine.registry().sequence_count_max();
+  const int64_t sequence_count = quota.sequence_count_max > 0
+                                     ? std::min(quota.sequence_count_max, sequences_of_all)
+                                     : sequences_of_all;
   limits.set_sequence_count_max(static_cast<int32_t>(sequence_count));
   response->set_page_token_count(kPageTokenCount);
   response->set_region_socket(services_.region_socket);

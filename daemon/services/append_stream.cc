@@ -17,7 +17,7 @@ AppendStream::AppendStream(const ServiceContext& services,
       caller_(std::move(caller)),
       response_(response),
       cancel_(MakeCancelToken(context)),
-      idle_(services.stream_idle_max) {
+      idle_(services.limits.stream_idle_max()) {
   if (absl::Status status = services_.streams.Add(this); !status.ok()) {
     Finish(services_.status.ToGrpc(status));
   } else {

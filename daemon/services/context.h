@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -12,6 +11,7 @@
 #include "daemon/engine/regions.h"
 #include "daemon/metrics/call_counters.h"
 #include "daemon/metrics/metrics.h"
+#include "daemon/services/call_limits.h"
 #include "daemon/services/call_threads.h"
 #include "daemon/services/stream_set.h"
 #include "oneapi/tbb/task_arena.h"
@@ -39,11 +39,7 @@ struct ServiceContext {
   std::string version;
   std::string boot_id;
   absl::Time start_time;
-  absl::Duration ttl_default;
-  int64_t sequence_count_max = 0;
-  int decode_in_flight_max = 0;  // messages of one Decode stream
-  // How long the client of an Append or an upload may be silent; 0: for ever.
-  std::chrono::duration<double> stream_idle_max{0};
+  const CallLimits& limits;
   std::string region_socket;    // beside the server's own; empty: none
   std::string snapshot_folder;  // as the setting; empty: none
 };

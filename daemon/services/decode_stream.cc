@@ -83,7 +83,7 @@ DecodeStream::Step DecodeStream::Next() {
     }
   }
   const bool stop = ended_ || draining_ || broken_;
-  if (!stop && !read_active_ && message_count_ < services_.decode_in_flight_max) {
+  if (!stop && !read_active_ && message_count_ < services_.limits.decode_in_flight_max()) {
     reading_ = spare_ != nullptr ? std::move(spare_) : std::make_unique<Message>();
     read_active_ = read_starting_ = step.read = true;
   }

@@ -29,7 +29,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
   ASSIGN_OR_RETURN(const std::string id, ChooseId(request.sequence_id(), "sequence_id"));
   ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
                    FindModel(services_.engine, caller, asked.model(), "sequence.model"));
-  ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, services_.ttl_default));
+  ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, services_.limits.ttl_default()));
   ASSIGN_OR_RETURN(const Policy policy,
                    ApplyPolicy(asked.policy(), model->policy, model->spec, "sequence.policy."));
   return services_.engine.CreateSequence(caller.IdOf(id), model, policy, ttl);

@@ -170,7 +170,8 @@ absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
   }
   ASSIGN_OR_RETURN(const Policy policy,
                    ApplyPolicy(asked.policy(), *kept_policy, model->spec, "sequence.policy."));
-  ASSIGN_OR_RETURN(const absl::Duration kept_ttl, TtlFromProto(kept, services.ttl_default));
+  ASSIGN_OR_RETURN(const absl::Duration kept_ttl,
+                   TtlFromProto(kept, services.limits.ttl_default()));
   ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, kept_ttl));
   ASSIGN_OR_RETURN(*response.mutable_client_data(), ReadClientData(folder, manifest));
   ASSIGN_OR_RETURN(const std::shared_ptr<Sequence> sequence,

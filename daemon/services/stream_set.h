@@ -29,6 +29,12 @@ class StreamSet {
   // Of all connections together.
   explicit StreamSet(int count_max) : count_max_(count_max) {}
 
+  // What is open beyond it stays so.
+  void SetCountMax(int count_max) ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    count_max_ = count_max;
+  }
+
   // RESOURCE_EXHAUSTED, reason STREAM_COUNT_EXHAUSTED, where the most are open. Asks the stream to
   // drain at once if that has begun.
   absl::Status Add(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
@@ -59,8 +65,8 @@ class StreamSet {
   }
 
  private:
-  const int count_max_;
   Mutex mutex_;
+  int count_max_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   std::unordered_set<OpenStream*> streams_ ABSL_GUARDED_BY(mutex_);
 };

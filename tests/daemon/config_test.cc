@@ -6,6 +6,9 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
 
 namespace spillway {
 namespace {
@@ -126,6 +129,27 @@ TEST(Config, SnapshotFoldersAreAbsoluteOrNone) {
   // Of an engine in a program, wherever the program says.
   EXPECT_EQ(EmbeddedConfig({}, machine)->snapshot_folder, "/");
   EXPECT_EQ(EmbeddedConfig({{"snapshots.folder", "/mine"}}, machine)->snapshot_folder, "/mine");
+}
+
+TEST(Config, SaysWhatDiffersAndWhatOfItMayChangeWhileTheDaemonServes) {
+  const Topology machine = Machine(24 * kGiB);
+  const Config before = Parse(machine, {"--ttl", "10", "--threads", "2"})->config;
+  const Config after =
+      Parse(machine, {"--ttl", "20", "--threads", "3", "--log-level", "debug"})->config;
+  std::vector<std::string> said;
+  for (const SettingChange& change : ChangesBetween(before, after)) {
+    said.push_back(absl::StrCat(change.key, " ", change.before, " ", change.after, " ",
+                                change.live ? "now" : "later"));
+  }
+  EXPECT_THAT(
+      said, ::testing::ElementsAre("device.thread_count 2 3 later",
+                                   "sequences.ttl_seconds 10 20 now", "log.level info debug now"));
+  Config running = before;
+  TakeLiveSettings(after, running);
+  EXPECT_EQ(running.ttl_seconds, 20);
+  EXPECT_EQ(running.log_level, "debug");
+  EXPECT_EQ(running.thread_count, 2);
+  EXPECT_TRUE(ChangesBetween(running, running).empty());
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,23 @@ def test_it_is_ready_when_it_serves_beats_while_it_does_and_says_that_it_ends(
         # The grace of ten seconds, and a minute to give memory back.
         assert 60e6 <= float(stopping["EXTEND_TIMEOUT_USEC"]) <= 70e6
         assert daemon.wait(timeout=30) == 0
+
+
+def test_a_reload_begins_and_ends(manager: Manager) -> None:
+    settings = manager.path.parent / "spillwayd.toml"
+    settings.write_text("")
+    with managed(manager, "--config", str(settings)) as (daemon, target):
+        manager.until("READY")
+        daemon.send_signal(signal.SIGHUP)
+        reloading = manager.receive()
+        assert reloading["RELOADING"] == "1"
+        assert 0 < int(reloading["MONOTONIC_USEC"]) * 1000 <= time.monotonic_ns()
+        assert manager.receive() == {"READY": "1", "STATUS": f"Serving at {target}"}
+        # One that is wrong ends too.
+        settings.write_text("[server\n")
+        daemon.send_signal(signal.SIGHUP)
+        assert "RELOADING" in manager.receive()
+        assert "READY" in manager.receive()
 
 
 def test_where_no_beats_are_asked_for_none_come(manager: Manager) -> None:

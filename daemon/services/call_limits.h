@@ -1,0 +1,45 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "absl/time/time.h"
+
+namespace spillway {
+
+// Settings of calls that may change while the daemon serves: what begins later has the new
+// values. Thread-safe, each value by itself.
+class CallLimits {
+ public:
+  struct Values {
+    double ttl_seconds = 0;          // 0: for ever
+    double stream_idle_seconds = 0;  // 0: for ever
+    int decode_in_flight_max = 0;
+  };
+  explicit CallLimits(const Values& values) { Set(values); }
+
+  void Set(const Values& values) {
+    ttl_seconds_ = values.ttl_seconds;
+    stream_idle_seconds_ = values.stream_idle_seconds;
+    decode_in_flight_max_ = values.decode_in_flight_max;
+  }
+
+  // Of sequences that name none.
+  absl::Duration ttl_default() const {
+    const double seconds = ttl_seconds_;
+    return seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
+  }
+  // How long the client of an Append or an upload may be silent; 0: for ever.
+  std::chrono::duration<double> stream_idle_max() const {
+    return std::chrono::duration<double>(stream_idle_seconds_);
+  }
+  // Messages of one Decode stream.
+  int decode_in_flight_max() const { return decode_in_flight_max_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<double> ttl_seconds_;
+  std::atomic<double> stream_idle_seconds_;
+  std::atomic<int> decode_in_flight_max_;
+};
+
+}  // namespace spillway

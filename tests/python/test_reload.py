@@ -1,0 +1,236 @@
+"""SIGHUP has a daemon read its settings again, and take what may change while it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spillway
+from daemon_process import ROOT, binary, device_flags
+from spillway._proto import sequence_service_pb2
+from spillway_lab import serving
+
+EXAMPLE = ROOT / "cmake/packaging/spillwayd.toml.in"
+PAGE = ROOT / "docs/operations.md"
+pytestmark = pytest.mark.skipif(
+    not EXAMPLE.exists(), reason="no checkout here, only what a bundle has of it"
+)
+
+LIVE = {
+    "server.grace_seconds",
+    "server.connection_count_max",
+    "server.open_stream_count_max",
+    "server.stream_idle_seconds",
+    "server.decode_in_flight_max",
+    "sequences.ttl_seconds",
+    "sequences.count_max",
+    "models.count_max",
+    "log.level",
+}
+
+Event = dict[str, Any]
+
+
+class Reloading:
+    """A daemon with a file of settings, which tests change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._log = folder / "spillwayd.toml", folder / "log"
+        self._file.write_text("")
+        self.target = f"unix:{folder}/spillwayd.sock"
+        flags = ["--config", str(self._file), "--memory-limit", "256MiB", "--log-format", "json"]
+        # Flags win over the file, at a reload too.
+        flags += ["--stream-idle", "77", *device_flags()]
+        self.daemon = serving.Daemon(binary(), self.target, self._log, *flags, timeout=30)
+        self.daemon.start()
+
+    def reload(self, text: str, last: str = "reloaded") -> list[Event]:
+        """What is logged about a new file, to the event that comes last."""
+        before = len(self._events())
+        self._file.write_text(text)
+        os.kill(self.daemon.pid, signal.SIGHUP)
+        return self._wait(lambda said: bool(said) and said[-1]["event"] == last, before)
+
+    def _events(self) -> list[Event]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+    def _wait(self, enough: Callable[[list[Event]], bool], before: int) -> list[Event]:
+        deadline = time.monotonic() + 30
+        while not enough(said := self._events()[before:]):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+        return [{k: v for k, v in e.items() if k not in ("time", "level")} for e in said]
+
+
+@pytest.fixture(scope="module")
+def reloading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reloading]:
+    """One for all tests, which each set all that they are about."""
+    reloading = Reloading(tmp_path_factory.mktemp("reload"))
+    yield reloading
+    assert reloading.daemon.end() == 0
+
+
+def changed(setting: str, before: str, after: str) -> Event:
+    return {"event": "setting_changed", "setting": setting, "from": before, "to": after}
+
+
+def test_what_may_change_changes_and_the_rest_waits(reloading: Reloading) -> None:
+    reloading.reload("")
+    said = reloading.reload(
+        "[sequences]\nttl_seconds = 30\n[device]\nthread_count = 7\n[server]\ngrace_seconds = 5\n"
+    )
+    waits = {
+        "event": "setting_needs_restart",
+        "setting": "device.thread_count",
+        "running": "0",
+        "asked": "7",
+    }
+    assert said == [
+        changed("server.grace_seconds", "10", "5"),
+        waits,
+        changed("sequences.ttl_seconds", "3600", "30"),
+        {"event": "reloaded", "changed": "2", "need_restart": "1"},
+    ]
+    # What changed is in force; what waits is told each time.
+    again = reloading.reload(
+        "[sequences]\nttl_seconds = 30\n[device]\nthread_count = 7\n[server]\ngrace_seconds = 5\n"
+    )
+    assert again == [waits, {"event": "reloaded", "changed": "0", "need_restart": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[sequences]\nttl_seconds = 40\n[server\n", "spillwayd.toml"),
+        ("[sequences]\nttl_seconds = 40\n[log]\nlevel = 'loud'\n", '"loud" is not one of'),
+        ("[sequences]\nttl_seconds = 40\ncount = 3\n", "unknown key sequences.count"),
+        # Each by itself is fine.
+        ("[sequences]\nttl_seconds = 40\n[tls]\nclient_ca = '/ca.pem'\n", "tls.client_ca"),
+    ],
+)
+def test_a_file_that_is_wrong_changes_nothing(reloading: Reloading, text: str, error: str) -> None:
+    reloading.reload("")
+    (said,) = reloading.reload(text, last="not_reloaded")
+    assert error in said["error"]
+    assert said["instead"] == "no setting has changed"
+    assert reloading.reload("[sequences]\nttl_seconds = 50\n") == [
+        changed("sequences.ttl_seconds", "3600", "50"),
+        {"event": "reloaded", "changed": "1", "need_restart": "0"},
+    ]
+
+
+def test_a_flag_wins_over_the_file_as_at_the_start(reloading: Reloading) -> None:
+    reloading.reload("")
+    said = reloading.reload("[server]\nstream_idle_seconds = 5\n")
+    assert said == [{"event": "reloaded", "changed": "0", "need_restart": "0"}]
+
+
+def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> None:
+    reloading.reload("")
+    with spillway.connect(reloading.target) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+        )
+
+        def ttl(sequence: spillway.Sequence) -> int:
+            request = sequence_service_pb2.GetSequenceRequest(name=sequence.name)
+            seconds: int = client._stubs.sequences.GetSequence(request).sequence.ttl.seconds
+            return seconds
+
+        before = client.create_sequence(model)
+        assert ttl(before) == 3600
+        reloading.reload(
+            "[sequences]\nttl_seconds = 90\ncount_max = 2\n[models]\ncount_max = 1\n"
+            "[server]\nopen_stream_count_max = 1\n"
+        )
+        after = client.create_sequence(model)
+        assert ttl(after) == 90
+        assert ttl(before) == 3600
+        assert client.get_server_info().limits.sequence_count_max == 2
+        with pytest.raises(spillway.ResourceExhausted, match="2 sequences already"):
+            client.create_sequence(model)
+        with pytest.raises(spillway.ResourceExhausted, match="1 models already"):
+            client.create_model(
+                layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+            )
+        # What is there beyond a limit stays.
+        reloading.reload("[sequences]\ncount_max = 1\n")
+        assert {before.name, after.name} == {s.name for s in client.list_sequences()}
+        for sequence in (before, after):
+            sequence.delete()
+        client.delete_model(model)
+
+
+def test_beyond_the_connections_that_are_allowed_then_new_ones_are_closed(
+    reloading: Reloading,
+) -> None:
+    path = reloading.target.removeprefix("unix:")
+
+    def served(connection: socket.socket) -> bool:
+        connection.settimeout(30)
+        connection.connect(path)
+        try:
+            return len(connection.recv(1)) == 1
+        except ConnectionError:
+            return False
+
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        reloading.reload("")
+        assert served(first)
+        reloading.reload("[server]\nconnection_count_max = 1\n")
+        assert not served(second)
+        # Who was there stays.
+        first.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            while first.recv(4096):
+                pass
+    reloading.reload("")
+
+
+def test_the_log_says_as_much_as_it_is_told_to(reloading: Reloading) -> None:
+    reloading.reload("")
+    # The new level holds after the line that says so.
+    quiet = reloading.reload("[log]\nlevel = 'warning'\n", last="setting_changed")
+    assert quiet == [changed("log.level", "info", "warning")]
+    said = reloading.reload("[device]\nthread_count = 7\n[log]\nlevel = 'info'\n")
+    assert [(event["event"], event.get("setting")) for event in said] == [
+        ("setting_needs_restart", "device.thread_count"),
+        ("reloaded", None),
+    ]
+
+
+def marked(lines: list[str]) -> set[str]:
+    """Settings of the example above whose line the comment has the mark."""
+    found, section, comment = set(), "", ""
+    for line in lines:
+        if line.startswith("["):
+            section, comment = line.strip("[]"), ""
+        elif match := re.match(r"(?:# )?([a-z_]+) = ", line):
+            if "(SIGHUP)" in comment:
+                found.add(f"{section}.{match[1]}")
+            comment = ""
+        else:
+            comment += line
+    return found
+
+
+def test_help_the_example_and_the_docs_name_the_same_settings() -> None:
+    text = EXAMPLE.read_text()
+    assert marked(text[text.index("[server]") :].splitlines()) == LIVE
+    section = PAGE.read_text().split("\n## Reload\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`([a-z_.]+)`", " ".join(rows))) == LIVE
+    done = subprocess.run([binary(), "--help"], capture_output=True, text=True, check=True)
+    options = re.split(r"\n\s+(?=--)", done.stdout.split("\nSIGTERM", 1)[0])
+    live = {option.split()[0] for option in options if "(SIGHUP)" in option}
+    assert len(live) == len(LIVE)
+    assert {"--grace", "--ttl", "--log-level"} <= live
