@@ -108,7 +108,8 @@ class DoorbellServer::Line {
   }
 
   absl::Status Serve(const DoorbellCall& call, DoorbellAnswer& answer) {
-    if (server_.draining_) return absl::UnavailableError("the daemon is shutting down");
+    if (server_.draining_)
+      return absl::UnavailableError("the daemon is draining: it takes no new work");
     RETURN_IF_ERROR(caller_.Check());
     switch (call.kind) {
       case DoorbellCallKind::kBegin:

@@ -41,6 +41,8 @@ class DoorbellServer {
   // From now on calls are answered with UNAVAILABLE; those that are being answered go
   // on.
   void Drain() { draining_ = true; }
+  // Calls that are being answered.
+  int open_call_count() const { return answering_; }
 
  private:
   class Line;

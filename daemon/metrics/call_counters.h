@@ -20,7 +20,7 @@ namespace spillway {
 
 // Calls of one method. Thread-safe, each counter by itself.
 struct MethodCounters {
-  explicit MethodCounters(std::string method) : method(std::move(method)) {}
+  MethodCounters(std::string method, bool is_work) : method(std::move(method)), is_work(is_work) {}
 
   // code: as gRPC answers, and absl names it.
   void Note(int code, double seconds) {
@@ -30,7 +30,10 @@ struct MethodCounters {
     this->seconds.Note(seconds);
   }
 
-  const std::string method;                       // "AttentionService/Attend"
+  const std::string method;  // "AttentionService/Attend"
+  // Whether a daemon that is about to end refuses it, and waits for those that run.
+  const bool is_work;
+  std::atomic<int64_t> open_count{0};             // unary calls that have not ended
   std::array<std::atomic<int64_t>, 17> counts{};  // by code, absl::StatusCode
   SecondsDistribution seconds{kSecondsBounds};    // to the answer; of a stream to its end
 };
@@ -56,8 +59,8 @@ class CallTimer {
 class CallCounters {
  public:
   // name: gRPC's, "/spillway.v1.AttentionService/Attend". REQUIRES: before calls come.
-  void Add(const std::string& name) {
-    methods_.push_back(std::make_unique<MethodCounters>(name.substr(name.rfind('.') + 1)));
+  void Add(const std::string& name, bool is_work = true) {
+    methods_.push_back(std::make_unique<MethodCounters>(name.substr(name.rfind('.') + 1), is_work));
     by_name_[name] = methods_.back().get();
   }
 
@@ -65,6 +68,14 @@ class CallCounters {
   MethodCounters* Find(std::string_view name) const {
     const auto found = by_name_.find(name);
     return found == by_name_.end() ? nullptr : found->second;
+  }
+  // Unary calls of work that have not ended.
+  int64_t open_work_count() const {
+    int64_t sum = 0;
+    for (const auto& method : methods_) {
+      if (method->is_work) sum += method->open_count;
+    }
+    return sum;
   }
   const std::vector<std::unique_ptr<MethodCounters>>& methods() const { return methods_; }
 

@@ -91,6 +91,15 @@ void AddServer(const Metrics::Sources& sources, Families& families) {
   const ServerCounts server = sources.server();
   families.Gauge("spillway_connections", "gRPC connections that are open.");
   families.Value(server.open_connection_count);
+  families.Gauge("spillway_open_calls", "Calls of work that have not ended.");
+  families.Value(server.open_call_count);
+  families.Gauge("spillway_open_streams", "Appends, decodes, fetches and uploads that are open.");
+  families.Value(server.open_stream_count);
+  families.Gauge("spillway_draining", "1 where the daemon is about to end, else 0.");
+  families.Value(server.drain_seconds_left.has_value() ? 1.0 : 0.0);
+  families.Gauge("spillway_drain_left_seconds",
+                 "What calls and streams of a daemon that drains may still take.");
+  families.Value(server.drain_seconds_left.value_or(0));
   families.Counter("spillway_connections_shed_total",
                    "Connections closed at once, for the most were open.");
   families.Value(server.shed_connection_count);

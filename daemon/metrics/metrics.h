@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,10 @@ struct ServerCounts {
   int64_t open_connection_count = 0;
   int64_t shed_connection_count = 0;
   int64_t dropped_log_line_count = 0;
+  int64_t open_call_count = 0;    // unary calls of work, and those of doorbells
+  int64_t open_stream_count = 0;  // appends, decodes, fetches, uploads
+  // Of the grace; none: the daemon does not drain.
+  std::optional<double> drain_seconds_left;
 };
 
 // What models and sequences come to, which takes a look at each of them.

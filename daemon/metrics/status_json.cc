@@ -135,6 +135,10 @@ std::string StatusJson(const Metrics& metrics) {
       {"devices", DevicesJson(engine)},
       {"connections",
        {{"open", server.open_connection_count}, {"shed", server.shed_connection_count}}},
+      {"open_calls", server.open_call_count},
+      {"open_streams", server.open_stream_count},
+      {"drain_seconds_left",
+       server.drain_seconds_left.has_value() ? Json(*server.drain_seconds_left) : Json()},
       {"dropped_log_lines", server.dropped_log_line_count}};
   return status.dump();
 }

@@ -9,6 +9,7 @@
 #include "daemon/config/socket_path.h"
 #include "daemon/http/http_server.h"
 #include "daemon/server/descriptors.h"
+#include "daemon/server/drain.h"
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/mps.h"
@@ -20,9 +21,6 @@
 
 namespace spillway {
 namespace {
-
-// After the last call, for memory that is pinned and in huge pages.
-constexpr absl::Duration kGiveBackTime = absl::Minutes(1);
 
 // One line each, and one for each device.
 void LogSystem(const Config& config, const Topology& topology, const Device& device) {
@@ -136,11 +134,9 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
           read, [&server](const Config& changed) { Apply(changed, **server); }, running);
       manager.Ready(serving);
     }
-    const absl::Duration grace = absl::Seconds(running.grace_seconds);
-    manager.Stopping("Draining", grace + kGiveBackTime);
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(running.grace_seconds)}});
-    (*server)->Drain(grace);
+    DrainAndStop(**server, absl::Seconds(running.grace_seconds), signals, manager);
   }
   manager.Stopping("Giving memory back", kGiveBackTime);
   home->reset();

@@ -47,7 +47,8 @@ std::string Embedded::DetailsOf(const absl::Status& status) const {
 }
 
 Embedded::~Embedded() {
-  server_->Drain(absl::ZeroDuration());
+  server_->BeginDrain(absl::ZeroDuration());
+  server_->Stop(absl::ZeroDuration());
   server_.reset();
 }
 

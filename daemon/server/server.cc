@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "daemon/access/token_table.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/convert/attend.h"
@@ -110,6 +111,7 @@ struct Server::Impl {
                 metrics,
                 file_threads,
                 model_threads,
+                drain,
                 SPILLWAY_VERSION,
                 boot_id,
                 metrics.sources().start_time,
@@ -144,7 +146,12 @@ struct Server::Impl {
 
   // Why the daemon should get no new work; empty: it should.
   std::string NotReady() const {
-    if (draining) return "draining: the daemon is about to end";
+    if (drain.begun()) {
+      const ServerCounts counts = Counts();
+      return absl::StrFormat("draining: open calls: %d, open streams: %d, %.0f s left",
+                             counts.open_call_count, counts.open_stream_count,
+                             drain.seconds_left());
+    }
     for (const DeviceWatch::State& state : context.engine.device_watch().states()) {
       if (state.lost) return absl::StrCat(state.name, " only fails: see the daemon's log");
     }
@@ -158,6 +165,9 @@ struct Server::Impl {
   ServerCounts Counts() const {
     ServerCounts counts;
     counts.dropped_log_line_count = DroppedLogLineCount();
+    counts.open_call_count = calls.open_work_count() + doorbells.open_call_count();
+    counts.open_stream_count = streams.count();
+    if (drain.begun()) counts.drain_seconds_left = drain.seconds_left();
     if (acceptor == nullptr) return counts;
     counts.open_connection_count = acceptor->open_connection_count();
     counts.shed_connection_count = acceptor->shed_connection_count();
@@ -176,7 +186,8 @@ struct Server::Impl {
   tbb::task_arena background;
   CallThreads file_threads;
   CallThreads model_threads;
-  std::atomic<bool> draining{false};
+  DrainState drain;
+  std::atomic<bool> stopping{false};
   // Of the server, once it serves.
   std::atomic<grpc::HealthCheckServiceInterface*> health{nullptr};
   CallCounters calls;
@@ -276,7 +287,7 @@ void Server::Apply(const Config& config) {
 }
 
 absl::Status Server::CheckServing(absl::Duration timeout) {
-  if (impl_->draining) return absl::OkStatus();
+  if (impl_->stopping) return absl::OkStatus();
   if (impl_->acceptor) RETURN_IF_ERROR(impl_->acceptor->Check(timeout));
   const absl::Duration turn = absl::FromChrono(impl_->sweeper.since_last_turn());
   if (turn > timeout + kSweepPeriod) {
@@ -289,21 +300,32 @@ absl::Status Server::CheckServing(absl::Duration timeout) {
   }
   const absl::Status answered = AskHealth(InProcessChannel(), timeout);
   // What shuts down answers no more, and is none the worse for it.
-  return impl_->draining ? absl::OkStatus() : answered;
+  return impl_->stopping ? absl::OkStatus() : answered;
 }
 
-void Server::Drain(absl::Duration grace) {
-  // Keeps gRPC's own threads to the process's end: clean-up would wait up to
-  // ten seconds for the one that polls after a large write.
-  grpc_init();
-  impl_->draining = true;
+void Server::BeginDrain(absl::Duration grace) {
+  impl_->drain.Begin(DrainState::Clock::now() + absl::ToChronoNanoseconds(grace));
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   // What waits for its codes would wait in vain.
   impl_->context.engine.StopRebuilding();
   impl_->streams.Drain();
   impl_->doorbells.Drain();
+}
+
+DrainProgress Server::drain_progress() const {
+  const ServerCounts counts = impl_->Counts();
+  return {.open_call_count = counts.open_call_count,
+          .open_stream_count = counts.open_stream_count,
+          .seconds_left = impl_->drain.seconds_left()};
+}
+
+void Server::Stop(absl::Duration last) {
+  // Keeps gRPC's own threads to the process's end: clean-up would wait up to
+  // ten seconds for the one that polls after a large write.
+  grpc_init();
+  impl_->stopping = true;
   if (impl_->acceptor) impl_->acceptor->Stop();
-  impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+  impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + last));
   impl_->server->Wait();
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -12,6 +13,15 @@
 #include "grpcpp/channel.h"
 
 namespace spillway {
+
+// What a drain waits for.
+struct DrainProgress {
+  bool open() const { return open_call_count + open_stream_count > 0; }
+
+  int64_t open_call_count = 0;  // gRPC's, and those of doorbells
+  int64_t open_stream_count = 0;
+  double seconds_left = 0;  // of the grace
+};
 
 // The gRPC server with its services and health.
 class Server {
@@ -36,12 +46,17 @@ class Server {
 
   // Whether clients are served: that connections are accepted, calls answered, sequences looked
   // after, and some device does not only fail. Takes so long at most for each, but where gRPC
-  // itself hangs. OK once it drains. For a watchdog.
+  // itself hangs. OK once it stops. For a watchdog.
   absl::Status CheckServing(absl::Duration timeout);
 
-  // Refuses new calls, reports NOT_SERVING, lets running calls finish, and
-  // cancels what still runs after the grace time. Returns when all is over.
-  void Drain(absl::Duration grace);
+  // Refuses new work with UNAVAILABLE, reason DRAINING, and reports NOT_SERVING; GetStatistics is
+  // still answered. What runs goes on. Once.
+  void BeginDrain(absl::Duration grace);
+  // REQUIRES: it drains.
+  DrainProgress drain_progress() const;
+  // Takes no more calls, and after so long cancels those that run and closes connections whose
+  // clients have not noticed. Returns when all is over. REQUIRES: it drains.
+  void Stop(absl::Duration last);
 
  private:
   struct Impl;

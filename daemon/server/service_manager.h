@@ -6,6 +6,9 @@
 
 namespace spillway {
 
+// What giving memory back takes at most, after the last call: it is pinned, and in huge pages.
+constexpr absl::Duration kGiveBackTime = absl::Minutes(1);
+
 // Tells the service manager that started the process (systemd) how the daemon fares, through the
 // socket $NOTIFY_SOCKET. Says nothing where that is not set, and in builds without libsystemd.
 // Thread-safe.

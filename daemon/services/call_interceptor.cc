@@ -8,7 +8,14 @@ using grpc::experimental::ServerRpcInfo;
 
 class CallInterceptor final : public grpc::experimental::Interceptor {
  public:
-  explicit CallInterceptor(MethodCounters* counters) : timer_(counters) {}
+  CallInterceptor(MethodCounters* counters, bool is_unary)
+      : timer_(counters), unary_(is_unary ? counters : nullptr) {
+    if (unary_ != nullptr) ++unary_->open_count;
+  }
+  // The call has ended, and its answer is sent.
+  ~CallInterceptor() override {
+    if (unary_ != nullptr) --unary_->open_count;
+  }
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
@@ -19,6 +26,7 @@ class CallInterceptor final : public grpc::experimental::Interceptor {
 
  private:
   const CallTimer timer_;
+  MethodCounters* const unary_;  // null: a stream, which is counted elsewhere
 };
 
 class Factory final : public grpc::experimental::ServerInterceptorFactoryInterface {
@@ -29,7 +37,8 @@ class Factory final : public grpc::experimental::ServerInterceptorFactoryInterfa
   grpc::experimental::Interceptor* CreateServerInterceptor(ServerRpcInfo* info) override {
     if (info->type() == ServerRpcInfo::Type::BIDI_STREAMING) return nullptr;
     MethodCounters* const counters = counters_.Find(info->method());
-    return counters == nullptr ? nullptr : new CallInterceptor(counters);
+    if (counters == nullptr) return nullptr;
+    return new CallInterceptor(counters, info->type() == ServerRpcInfo::Type::UNARY);
   }
 
  private:

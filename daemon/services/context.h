@@ -13,6 +13,7 @@
 #include "daemon/metrics/metrics.h"
 #include "daemon/services/call_limits.h"
 #include "daemon/services/call_threads.h"
+#include "daemon/services/drain_state.h"
 #include "daemon/services/stream_set.h"
 #include "oneapi/tbb/task_arena.h"
 
@@ -36,6 +37,7 @@ struct ServiceContext {
   CallThreads& file_threads;
   // Of calls that create models, whose rotations may take half a minute.
   CallThreads& model_threads;
+  const DrainState& drain;
   std::string version;
   std::string boot_id;
   absl::Time start_time;

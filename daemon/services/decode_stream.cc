@@ -91,8 +91,7 @@ DecodeStream::Step DecodeStream::Next() {
   // the call.
   if (stop && message_count_ == 0 && !write_active_ && !read_starting_) {
     finished_ = step.finish = true;
-    step.status =
-        draining_ && !ended_ ? absl::UnavailableError("the daemon is shutting down") : end_;
+    step.status = draining_ && !ended_ ? services_.drain.CheckNewWork() : end_;
   }
   return step;
 }

@@ -20,20 +20,24 @@ class Service : public grpc::Service {
  protected:
   explicit Service(const ServiceContext& services) : services_(services) {}
 
+  // is_work: a daemon that drains refuses it.
   template <typename Self, typename Request, typename Response>
   void Unary(const char* name,
              grpc::ServerUnaryReactor* (Self::*handler)(grpc::CallbackServerContext*, const Caller&,
-                                                        const Request*, Response*)) {
+                                                        const Request*, Response*),
+             bool is_work = true) {
     using Handler = grpc::internal::CallbackUnaryHandler<Received<Request>, Response>;
     Add(name, grpc::internal::RpcMethod::NORMAL_RPC,
-        new Handler([this, handler](grpc::CallbackServerContext* context,
-                                    const Received<Request>* received, Response* response) {
-          const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+        new Handler([this, handler, is_work](grpc::CallbackServerContext* context,
+                                             const Received<Request>* received,
+                                             Response* response) {
+          const absl::StatusOr<Caller> caller = LetIn(*context, is_work);
           if (!caller.ok()) return Answer(services_, context, caller.status());
           const absl::StatusOr<const Request*> request = Open(received);
           if (!request.ok()) return Answer(services_, context, request.status());
           return (static_cast<Self*>(this)->*handler)(context, *caller, *request, response);
-        }));
+        }),
+        is_work);
   }
 
   // A request that is answered by a stream.
@@ -48,7 +52,7 @@ class Service : public grpc::Service {
         new Handler([this, open = std::move(open)](
                         grpc::CallbackServerContext* context,
                         const Received<Request>* received) -> grpc::ServerWriteReactor<Response>* {
-          const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+          const absl::StatusOr<Caller> caller = LetIn(*context);
           if (!caller.ok()) return Refuse<grpc::ServerWriteReactor<Response>>(caller.status());
           return open(context, *caller, Open(received));
         }));
@@ -63,7 +67,7 @@ class Service : public grpc::Service {
     Add(name, grpc::internal::RpcMethod::CLIENT_STREAMING,
         new Handler([this, open = std::move(open)](grpc::CallbackServerContext* context,
                                                    Response* response) -> Reactor* {
-          const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+          const absl::StatusOr<Caller> caller = LetIn(*context);
           if (!caller.ok()) return Refuse<Reactor>(caller.status());
           return open(context, *caller, response);
         }));
@@ -79,7 +83,7 @@ class Service : public grpc::Service {
     Add(name, grpc::internal::RpcMethod::BIDI_STREAMING,
         new Handler(
             [this, open = std::move(open)](grpc::CallbackServerContext* context) -> Reactor* {
-              const absl::StatusOr<Caller> caller = CallerOf(services_, *context);
+              const absl::StatusOr<Caller> caller = LetIn(*context);
               if (!caller.ok()) return Refuse<Reactor>(caller.status());
               return open(context, *caller);
             }));
@@ -88,6 +92,14 @@ class Service : public grpc::Service {
   const ServiceContext& services_;
 
  private:
+  // Whose the call is, if it is one that is served.
+  absl::StatusOr<Caller> LetIn(const grpc::CallbackServerContext& context, bool is_work = true) {
+    absl::StatusOr<Caller> caller = CallerOf(services_, context);
+    if (!caller.ok() || !is_work) return caller;
+    if (absl::Status status = services_.drain.CheckNewWork(); !status.ok()) return status;
+    return caller;
+  }
+
   // A stream that ends as it begins.
   template <typename Reactor>
   Reactor* Refuse(const absl::Status& status) {
@@ -106,8 +118,8 @@ class Service : public grpc::Service {
   }
 
   void Add(const char* name, grpc::internal::RpcMethod::RpcType type,
-           grpc::internal::MethodHandler* handler) {
-    services_.calls.Add(name);
+           grpc::internal::MethodHandler* handler, bool is_work = true) {
+    services_.calls.Add(name, is_work);
     AddMethod(new grpc::internal::RpcServiceMethod(name, type, nullptr));
     MarkMethodCallback(method_count_++, handler);
   }

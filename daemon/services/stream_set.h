@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <unordered_set>
 
 #include "absl/base/thread_annotations.h"
@@ -54,6 +55,10 @@ class StreamSet {
     const MutexLock lock(mutex_);
     streams_.erase(stream);
   }
+  int64_t count() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    return static_cast<int64_t>(streams_.size());
+  }
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     draining_ = true;
@@ -65,7 +70,7 @@ class StreamSet {
   }
 
  private:
-  Mutex mutex_;
+  mutable Mutex mutex_;
   int count_max_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   std::unordered_set<OpenStream*> streams_ ABSL_GUARDED_BY(mutex_);

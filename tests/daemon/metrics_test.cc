@@ -52,10 +52,7 @@ class MetricsTest : public EngineTest {
   std::string not_ready;
   Metrics metrics{{.engine = &*engine,
                    .calls = &calls,
-                   .server =
-                       [] {
-                         return ServerCounts{3, 2, 1};
-                       },
+                   .server = [] { return ServerCounts{3, 2, 1, 5, 4, 2.5}; },
                    .not_ready = [this] { return not_ready; },
                    .version = "1.2.3",
                    .boot_id = "b",
@@ -84,6 +81,10 @@ TEST_F(MetricsTest, WhatIsCountedIsTold) {
   EXPECT_EQ(Value("spillway_sequences"), 1);
   EXPECT_EQ(Value("spillway_connections"), 3);
   EXPECT_EQ(Value("spillway_connections_shed_total"), 2);
+  EXPECT_EQ(Value("spillway_open_calls"), 5);
+  EXPECT_EQ(Value("spillway_open_streams"), 4);
+  EXPECT_EQ(Value("spillway_draining"), 1);
+  EXPECT_EQ(Value("spillway_drain_left_seconds"), 2.5);
   EXPECT_EQ(Value("spillway_log_lines_dropped_total"), 1);
   EXPECT_EQ(Value("spillway_start_time_seconds"), 1000);
   EXPECT_EQ(Value("spillway_memory_limit_bytes"), 64 << 20);

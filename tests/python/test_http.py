@@ -5,9 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import spillway
-from daemon_process import binary, device_flags, running_daemon
+from daemon_process import binary, running_daemon
 from grpc_health.v1 import health_pb2
 from helpers import settles
-from spillway import _split
-from spillway._proto import admin_service_pb2, attention_service_pb2
-from spillway_lab import serving
+from spillway._proto import admin_service_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMISING = spillway.Policy(dense_token_count=1024)
@@ -256,52 +252,6 @@ def test_it_serves_and_is_ready(watched: Watched) -> None:
     request = health_pb2.HealthCheckRequest(service="readiness")
     response = watched.client._stubs.health.Check(request)
     assert response.status == health_pb2.HealthCheckResponse.SERVING
-
-
-@contextmanager
-def ending_daemon(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
-    """A daemon that the test ends; it waits long for running calls."""
-    target, log = f"unix:{folder}/spillwayd.sock", folder / "log"
-    flags = [*device_flags(*ANY_PORT), "--grace", "60"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [binary(), "--listen", target, *flags], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        serving.wait_until_serving(process, target, log, timeout=30)
-        yield process, target, http_address(log)
-    finally:
-        serving.end(process)
-
-
-def test_a_daemon_that_drains_serves_and_is_not_ready(tmp_path: Path) -> None:
-    with ending_daemon(tmp_path) as (process, target, address), spillway.connect(target) as client:
-        model = client.create_model(
-            layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
-        )
-        sequence = client.create_sequence(model)
-        sent, done = threading.Event(), threading.Event()
-
-        def requests() -> Iterator[attention_service_pb2.AppendRequest]:
-            request = attention_service_pb2.AppendRequest()
-            rows = np.ones((1, 1, 10, 16), np.float32)
-            _split.fill_chunk(request.chunk, sequence.name, 0, 0, 0, rows, rows)
-            yield request
-            sent.set()
-            done.wait()
-
-        running = client._stubs.attention.Append.future(requests())
-        assert sent.wait(10)
-        assert ask(address, "/readyz").status == 200
-        process.send_signal(signal.SIGTERM)
-        assert settles(lambda: ask(address, "/readyz").status == 503)
-        answer = json.loads(ask(address, "/readyz").body)
-        assert answer == {"ready": False, "reason": "draining: the daemon is about to end"}
-        assert ask(address, "/healthz").status == 200
-        assert metrics_of(ask(address, "/metrics").body)["spillway_ready"] == 0
-        done.set()
-        assert running.result(timeout=10).appended_chunk_count == 1
-        assert process.wait(timeout=30) == 0
 
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:

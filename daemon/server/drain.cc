@@ -1,0 +1,75 @@
+#include "daemon/server/drain.h"
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "daemon/server/logging.h"
+
+namespace spillway {
+namespace {
+
+// An idle client of gRPC's looks at its connections every five seconds. One that did not notice
+// the end loses the first call that it makes to the next process.
+constexpr absl::Duration kNoticeMax = absl::Seconds(6);
+constexpr timespec kLook = {0, 10'000'000};
+constexpr absl::Duration kTell = absl::Seconds(1);
+// The log is told less and less often.
+constexpr absl::Duration kLogMax = absl::Minutes(1);
+
+std::vector<LogField> Fields(const DrainProgress& progress) {
+  return {{"calls", absl::StrCat(progress.open_call_count)},
+          {"streams", absl::StrCat(progress.open_stream_count)},
+          {"seconds_left", absl::StrFormat("%.1f", progress.seconds_left)}};
+}
+
+// What the manager is told while a server drains.
+void Tell(const ServiceManager& manager, const DrainProgress& progress) {
+  manager.Stopping(
+      absl::StrFormat("Draining: open calls: %d, open streams: %d, %.0f s left",
+                      progress.open_call_count, progress.open_stream_count, progress.seconds_left),
+      absl::Seconds(progress.seconds_left) + kGiveBackTime);
+}
+
+}  // namespace
+
+void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
+                  const ServiceManager& manager) {
+  server.BeginDrain(grace);
+  DrainProgress progress = server.drain_progress();
+  Tell(manager, progress);
+  absl::Time tell = absl::Now() + kTell;
+  absl::Time log = tell;
+  absl::Duration log_pause = kTell;
+  while (progress.open() && progress.seconds_left > 0) {
+    const int signal = sigtimedwait(&signals, nullptr, &kLook);
+    progress = server.drain_progress();
+    if (signal == SIGTERM || signal == SIGINT) {
+      Log(LogLevel::kWarning, "drain_cut_short", Fields(progress));
+      // Whoever asks a third time means it.
+      pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+      break;
+    }
+    const absl::Time now = absl::Now();
+    if (now >= tell) {
+      Tell(manager, progress);
+      tell = now + kTell;
+    }
+    if (now >= log) {
+      LogInfo("still_draining", Fields(progress));
+      log_pause = std::min(2 * log_pause, kLogMax);
+      log = now + log_pause;
+    }
+  }
+  if (progress.open() && progress.seconds_left <= 0) {
+    Log(LogLevel::kWarning, "grace_is_over", Fields(progress));
+  }
+  const absl::Duration left = absl::Seconds(progress.seconds_left);
+  server.Stop(progress.open() ? absl::ZeroDuration() : std::min(left, kNoticeMax));
+}
+
+}  // namespace spillway
