@@ -7,6 +7,7 @@
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/workspace.h"
 #include "host/device/device.h"
+#include "host/device/job_loops.h"
 
 namespace spillway {
 
@@ -20,10 +21,17 @@ struct AttendContext {
   AttendResult* result = nullptr;
   const CancelToken* cancel = nullptr;  // may be null
   WorkspacePool* workspaces = nullptr;
+  JobLoops loops;
 
   const ModelSpec& spec() const { return *shapes; }
   absl::Status CheckCancelled() const {
     return cancel == nullptr ? absl::OkStatus() : cancel->Check();
+  }
+  // Lets short jobs go first; then as CheckCancelled(). REQUIRES: the caller holds no workspace:
+  // what it runs meanwhile takes one, and a thread is to have one at a time.
+  absl::Status Pause() const {
+    loops.Pause();
+    return CheckCancelled();
   }
 };
 

@@ -3,6 +3,8 @@
 #include <tbb/global_control.h>
 
 #include <chrono>
+#include <deque>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -15,8 +17,11 @@
 #include "host/cpu/worker_pinning.h"
 #include "host/cpu/workspace.h"
 #include "host/device/append_rows.h"
+#include "host/device/job_loops.h"
 #include "host/device/job_queue.h"
+#include "host/device/job_work.h"
 #include "host/device/results.h"
+#include "host/device/short_jobs.h"
 #include "host/device/turns.h"
 
 namespace spillway {
@@ -34,6 +39,7 @@ class CpuDevice final : public Device {
         allowed_(tbb::global_control::max_allowed_parallelism, thread_count_ + 1),
         workers_(thread_count_ + kCallerCount, /*reserved_for_masters=*/kCallerCount) {
     workers_.initialize();
+    for (int i = 0; i < kTurnClassCount; ++i) turns_.emplace_back(thread_count_);
     info_.name = "cpu:0";
     info_.thread_count = thread_count_;
     info_.simd_target = SimdTargetName();
@@ -96,27 +102,33 @@ class CpuDevice final : public Device {
   // told costs more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const int64_t bytes = RowBytes(*job);
-    if ((bytes <= kMomentBytes && !Rebuilds(*job)) || job->waited_for) {
+    if (!ShortJobs::Paused() && ((bytes <= kMomentBytes && !Rebuilds(*job)) || job->waited_for)) {
       {
         std::optional<Turn> turn;
-        // A giant's end is nothing that a step waits for.
-        if (KindOf(*job) == JobKind::kStep) {
-          turn.emplace(bytes <= kMomentBytes ? turns_ : giant_turns_, job->owner);
-        }
+        if (KindOf(*job) == JobKind::kStep) turn.emplace(TurnsOf(bytes), job->owner);
+        const auto run = [&] {
+          const ShortJobs::CallersThread callers;
+          Run(*job);
+        };
         if (bytes <= kSerialBytes) {
           const SerialScope serial;
-          Run(*job);
+          run();
         } else {
-          workers_.execute([&] { Run(*job); });
+          workers_.execute(run);
         }
       }
       return done(std::move(job));
     }
-    workers_.enqueue([this, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
-                      done = std::move(done)] {
-      Run(**job);
-      done(std::move(*job));
-    });
+    const int64_t owner = job->owner;
+    const int64_t work = Work(*job);
+    short_jobs_->Push({owner, work,
+                       [this, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
+                        done = std::move(done)] {
+                         Run(**job);
+                         done(std::move(*job));
+                       }});
+    // What it finds nothing to do for may come when the device is gone.
+    workers_.enqueue([short_jobs = short_jobs_] { short_jobs->RunNext(); });
   }
 
  private:
@@ -126,6 +138,8 @@ class CpuDevice final : public Device {
   // Rows of some 50 and 500 us.
   static constexpr int64_t kSerialBytes = int64_t{1} << 20;
   static constexpr int64_t kMomentBytes = int64_t{16} << 20;
+  // Up to kMomentBytes, and times four each; the last has no end.
+  static constexpr int kTurnClassCount = 10;
 
   // Whether it makes codes of rows that were kept: there are many of those one after the other,
   // for which nobody waits here.
@@ -133,16 +147,16 @@ class CpuDevice final : public Device {
     return job.items.front().append && job.items.front().append->rows_present;
   }
 
-  // Rows that a job could read and write.
-  static int64_t RowBytes(const Job& job) {
-    int64_t tokens = 0;
-    for (const JobItem& item : job.items) {
-      if (item.append) tokens += item.append->count;
-      if (!item.attend) continue;
-      for (const int64_t visible : item.attend->visible) tokens += visible;
-    }
-    const ModelSpec& spec = static_cast<const CpuModel&>(*job.model).spec();
-    return tokens * spec.kv_head_count * spec.row_bytes();
+  int64_t Work(const Job& job) const {
+    return WorkOf(job, IndexBytesPerToken(static_cast<const CpuModel&>(*job.model).spec()));
+  }
+
+  // Jobs that differ by a factor of four have turns of their own: none waits for the end of one
+  // that it is short beside.
+  Turns& TurnsOf(int64_t bytes) {
+    size_t at = 0;
+    for (; bytes > kMomentBytes && at + 1 < turns_.size(); bytes /= ShortJobs::kShare) ++at;
+    return turns_[at];
   }
 
   void Run(Job& job) {
@@ -150,27 +164,29 @@ class CpuDevice final : public Device {
     // A thread that waits for its own job takes no other one's tasks.
     Isolated([&] {
       auto& model = static_cast<CpuModel&>(*job.model);
+      const JobLoops loops(short_jobs_.get(), Work(job));
       for (JobItem& item : job.items) {
-        if (item.append.has_value()) Append(model, job.layer, item);
+        if (item.append.has_value()) Append(model, job.layer, item, loops);
       }
-      Attend(model, job);
+      Attend(model, job, loops);
     });
     const std::chrono::duration<double, std::micro> spent =
         std::chrono::steady_clock::now() - start;
     job.device_time_us = spent.count();
   }
 
-  static void Append(const CpuModel& model, int layer, JobItem& item) {
+  static void Append(const CpuModel& model, int layer, JobItem& item, const JobLoops& loops) {
     const AppendWork& work = *item.append;
     item.status = AppendRows(model.spec(), layer, work);
     if (!item.status.ok()) return;
     auto& sequence = static_cast<CpuSequence&>(*item.sequence);
-    if (!sequence.layers.empty()) IndexAppended(model, layer, *work.rows, sequence.layers[layer]);
+    if (sequence.layers.empty()) return;
+    IndexAppended(model, layer, *work.rows, sequence.layers[layer], loops);
   }
 
   // Every (item, query, KV head) of the job that is sparse is one unit of one
   // parallel loop; dense items are parallel in themselves.
-  void Attend(const CpuModel& model, Job& job) {
+  void Attend(const CpuModel& model, Job& job, const JobLoops& loops) {
     struct Unit {
       size_t item;
       int64_t query;
@@ -192,6 +208,7 @@ class CpuDevice final : public Device {
       c.result = &item.result;
       c.cancel = job.cancel.get();
       c.workspaces = &workspaces_;
+      c.loops = loops;
       CutQueries(
           model.spec(), *item.attend, job.layer,
           [&](int64_t begin, int64_t end) {
@@ -202,7 +219,7 @@ class CpuDevice final : public Device {
           });
     }
     std::vector<absl::Status> statuses(units.size());
-    ParallelFor(size_t{0}, units.size(), [&](size_t u) {
+    loops.Run(static_cast<int64_t>(units.size()), [&](int64_t u) {
       if (!job.items[units[u].item].status.ok()) return;
       statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head);
     });
@@ -220,11 +237,11 @@ class CpuDevice final : public Device {
   tbb::global_control allowed_;
   tbb::task_arena workers_;
   WorkerPinning pinning_{workers_, thread_count_};
-  // Of callers that serve their decode steps themselves: as many as there are threads, or
-  // whom the system favours would be served more often.
-  Turns turns_{thread_count_};
-  // Of those that read more than kMomentBytes.
-  Turns giant_turns_{thread_count_};
+  // Shared with tasks that come too late.
+  const std::shared_ptr<ShortJobs> short_jobs_ = std::make_shared<ShortJobs>();
+  // Of callers that serve their decode steps themselves, by size: as many as there are threads,
+  // or whom the system favours would be served more often.
+  std::deque<Turns> turns_;
   DeviceInfo info_;
 };
 

@@ -231,7 +231,8 @@ void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, La
 
 }  // namespace
 
-void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
+void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index,
+                   const JobLoops& loops) {
   const int64_t n = rows.token_count();
   if (n < kCentreTokenCount) return;
   const ModelSpec& spec = model.spec();
@@ -275,7 +276,10 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
   if (n - old_count <= 4) {
     for (int64_t task = 0; task < pages * spec.kv_head_count; ++task) encode(task);
   } else {
-    ParallelFor(int64_t{0}, pages * spec.kv_head_count, encode);
+    loops.Run(pages * spec.kv_head_count, [&](int64_t task) {
+      loops.Pause();
+      encode(task);
+    });
   }
   index.token_count = n;
 }

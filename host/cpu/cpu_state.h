@@ -13,6 +13,7 @@
 #include "host/cpu/key_index.h"
 #include "host/cpu/page_encoder.h"
 #include "host/device/device.h"
+#include "host/device/job_loops.h"
 #include "host/memory/page_pool.h"
 #include "host/memory/page_table.h"
 #include "host/policy/method.h"
@@ -96,7 +97,8 @@ class CpuSequence final : public DeviceSequence {
 
 // Indexes what an append has added to a layer: all of it once there are
 // kCentreTokenCount tokens, what is new after that. rows are committed.
-// Parallel.
-void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index);
+// Parallel; pauses before every page.
+void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index,
+                   const JobLoops& loops = {});
 
 }  // namespace spillway

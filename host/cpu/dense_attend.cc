@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "host/base/elements.h"
-#include "host/base/parallel.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/group_sums.h"
 #include "host/device/errors.h"
@@ -18,6 +17,7 @@ namespace {
 constexpr int64_t kQueriesPerTask = 16;
 constexpr int64_t kRangeRowsMin = 2048;
 constexpr int64_t kRangesMax = 64;
+constexpr int64_t kRowsBetweenPauses = 256;
 
 // Rows of one task: a function of the length alone, so that the order of every
 // sum is too.
@@ -52,8 +52,8 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
     for (int64_t i = 0; i < kRowBlock; ++i) out[i] = first + std::min(i, last) * rows.row_bytes();
   };
   for (int64_t base = row_begin; base < row_end; base += kRowBlock) {
-    if ((base - row_begin) % 1024 == 0) {
-      partial.status = c.CheckCancelled();
+    if ((base - row_begin) % kRowsBetweenPauses == 0) {
+      partial.status = c.Pause();
       if (!partial.status.ok()) return;
     }
     const int count = static_cast<int>(std::min<int64_t>(kRowBlock, row_end - base));
@@ -156,7 +156,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
     AttendRange(c, static_cast<int>(task / blocks), begin, end, q[task], row_begin,
                 std::min(row_begin + range_rows, n), partials[i]);
   };
-  ParallelFor(int64_t{0}, static_cast<int64_t>(partials.size()), run);
+  c.loops.Run(static_cast<int64_t>(partials.size()), run);
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {
     const int kv_head = static_cast<int>(task / blocks);
     const auto [begin, end] = bounds(task % blocks);

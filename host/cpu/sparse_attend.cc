@@ -322,6 +322,7 @@ absl::Status SparseAttend::Run() {
 }  // namespace
 
 absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head) {
+  RETURN_IF_ERROR(context.Pause());
   // Workers that wait for a part of this unit must not start another unit:
   // each holds a workspace.
   return Isolated([&] { return SparseAttend(context, query, kv_head).Run(); });

@@ -61,6 +61,8 @@ class CpuLayer {
         rows_(world.row_pool(), world.model().spec()),
         sequence_(std::make_unique<CpuSequence>(world.model())) {}
 
+  // How what follows is indexed.
+  void set_loops(const JobLoops& loops) { loops_ = loops; }
   // Tokens [from, to) of the context, `chunk` at a time (0: at once).
   void Append(const reference::Context& context, int64_t from, int64_t to, int64_t chunk = 0) {
     const int64_t step = chunk == 0 ? to - from : chunk;
@@ -110,10 +112,11 @@ class CpuLayer {
                       RowSource::Dense(v.data(), count, bytes));
     }
     rows_.Commit(start + count);
-    IndexAppended(world_->model(), 0, rows_, sequence_->layers[0]);
+    IndexAppended(world_->model(), 0, rows_, sequence_->layers[0], loops_);
   }
 
   CpuWorld* world_;
+  JobLoops loops_;
   LayerRows rows_;
   std::unique_ptr<CpuSequence> sequence_;
 };

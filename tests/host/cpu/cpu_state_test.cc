@@ -82,6 +82,18 @@ TEST_P(CpuIndex, DoesNotDependOnHowTokensCome) {
   }
 }
 
+TEST_P(CpuIndex, ShortJobsGoBeforeTheRestOfALongAppend) {
+  ShortJobs short_jobs;
+  bool served = false;
+  short_jobs.Push({.owner = 1, .work = 10, .run = [&] { served = true; }});
+  CpuLayer layer(world_), undisturbed(world_);
+  layer.set_loops({&short_jobs, 40});
+  layer.Append(context_, 0, 2400);
+  EXPECT_TRUE(served);
+  undisturbed.Append(context_, 0, 2400);
+  ExpectSame(layer, undisturbed, "beside a short job");
+}
+
 TEST_P(CpuIndex, CodesOfClosedPagesStay) {
   CpuLayer layer(world_);
   layer.Append(context_, 0, 1500);

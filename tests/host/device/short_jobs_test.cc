@@ -1,0 +1,152 @@
+#include "host/device/short_jobs.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <tbb/task_arena.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace spillway {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class ShortJobsTest : public ::testing::Test {
+ protected:
+  void Push(int64_t owner, int64_t work, const std::string& name) {
+    jobs_.Push({owner, work, [this, name] { served_.push_back(name); }});
+  }
+
+  // Pauses until so many were served: a thread gives no more than half of its time.
+  void PauseUntilServed(int64_t work, size_t count) {
+    while (served_.size() < count) jobs_.Pause(work);
+  }
+
+  ShortJobs jobs_;
+  std::vector<std::string> served_;
+};
+
+TEST_F(ShortJobsTest, FreeWorkersTakeOneOwnersInTheirOrderWhateverTheirSize) {
+  Push(1, 100, "giant");
+  Push(1, 1, "step");
+  Push(1, 10, "another");
+  for (int i = 0; i < 4; ++i) jobs_.RunNext();  // the last finds nothing
+  EXPECT_THAT(served_, ElementsAre("giant", "step", "another"));
+}
+
+TEST_F(ShortJobsTest, OwnersTakeTurns) {
+  for (const char* name : {"a0", "a1", "a2"}) Push(1, 1, name);
+  for (const char* name : {"b0", "b1"}) Push(2, 1, name);
+  for (int i = 0; i < 5; ++i) jobs_.RunNext();
+  EXPECT_THAT(served_, ElementsAre("a0", "b0", "a1", "b1", "a2"));
+}
+
+TEST_F(ShortJobsTest, APauseServesWhatIsAtMostAQuarterInTurns) {
+  Push(1, 26, "long");
+  Push(1, 25, "a0");
+  Push(1, 3, "a1");
+  Push(2, 20, "b0");
+  PauseUntilServed(100, 3);
+  jobs_.Pause(100);
+  EXPECT_THAT(served_, ElementsAre("a0", "b0", "a1"));
+  jobs_.RunNext();
+  EXPECT_THAT(served_, ElementsAre("a0", "b0", "a1", "long"));
+}
+
+TEST_F(ShortJobsTest, WhatRunsInAPauseIsNotInterrupted) {
+  std::vector<bool> paused;
+  jobs_.Push({1, 20, [&] {
+                paused.push_back(ShortJobs::Paused());
+                Push(1, 1, "step");
+                jobs_.Pause(20);
+                EXPECT_THAT(served_, IsEmpty());
+              }});
+  paused.push_back(ShortJobs::Paused());
+  PauseUntilServed(100, 1);
+  paused.push_back(ShortJobs::Paused());
+  EXPECT_THAT(paused, ElementsAre(false, true, false));
+  EXPECT_THAT(served_, ElementsAre("step"));
+}
+
+TEST_F(ShortJobsTest, ACallersThreadBeginsNoJobThatWaits) {
+  Push(1, 1, "step");
+  {
+    const ShortJobs::CallersThread callers;
+    jobs_.Pause(100);
+    EXPECT_THAT(served_, IsEmpty());
+  }
+  PauseUntilServed(100, 1);
+  EXPECT_THAT(served_, ElementsAre("step"));
+}
+
+TEST_F(ShortJobsTest, AThreadInsideALongJobTakesIterationsOfAShortOnesLoop) {
+  constexpr int kCount = 50;
+  std::vector<std::atomic<int>> times(kCount);
+  std::atomic<int> done = 0, by_owner = 0;
+  std::atomic<bool> over = false;
+  std::thread owner([&] {
+    const std::thread::id self = std::this_thread::get_id();
+    // No worker but this thread.
+    tbb::task_arena arena(1);
+    arena.execute([&] {
+      jobs_.Loop(10, kCount, [&](int64_t i) {
+        ++times[i];
+        if (std::this_thread::get_id() == self) {
+          // Its first iteration lasts until the others are done.
+          if (++by_owner == 1) {
+            while (done < kCount - 1) std::this_thread::yield();
+          }
+        } else {
+          EXPECT_TRUE(ShortJobs::Paused());
+        }
+        ++done;
+      });
+    });
+    over = true;
+  });
+  while (by_owner == 0) std::this_thread::yield();
+  // What is no four times as long takes no part.
+  jobs_.Pause(39);
+  EXPECT_EQ(done, 0);
+  const ShortJobs::CallersThread callers;  // takes part all the same
+  while (!over) jobs_.Pause(40);
+  owner.join();
+  EXPECT_EQ(by_owner, 1);
+  std::vector<int> counts(times.begin(), times.end());
+  EXPECT_THAT(counts, Each(1));
+}
+
+TEST_F(ShortJobsTest, ALoopEndsAfterTheIterationsThatOthersTook) {
+  std::atomic<bool> taken = false, ended = false;
+  std::atomic<int> begun = 0;
+  std::thread owner([&] {
+    const std::thread::id self = std::this_thread::get_id();
+    tbb::task_arena arena(1);
+    arena.execute([&] {
+      jobs_.Loop(1, 2, [&](int64_t) {
+        ++begun;
+        if (std::this_thread::get_id() == self) {
+          while (begun < 2) std::this_thread::yield();
+        } else {
+          while (begun < 2) std::this_thread::yield();
+          // The owner has nothing left to do.
+          for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+          EXPECT_FALSE(ended);
+          taken = true;
+        }
+      });
+    });
+    ended = true;
+    EXPECT_TRUE(taken);
+  });
+  while (!ended) jobs_.Pause(100);
+  owner.join();
+}
+
+}  // namespace
+}  // namespace spillway
