@@ -1,10 +1,11 @@
-# Two packages of the daemon, the tool and libspillway, made by `make package`: a Debian
-# package that uses the distribution's libraries, and an archive that carries
+# Packages of the daemon, the tool and libspillway, made by `make package`: a Debian package that
+# uses the distribution's libraries, another of what builds against libspillway, and an archive that carries
 # its own and runs from whatever folder it is unpacked in.
 if(SPILLWAY_SANITIZE OR NOT TARGET spillwayd OR NOT TARGET spillway)
   return()
 endif()
 
+include(CMakePackageConfigHelpers)
 set(packaging ${PROJECT_SOURCE_DIR}/cmake/packaging)
 set(made ${PROJECT_BINARY_DIR}/packaging)
 set(programs spillwayd spillway)
@@ -17,6 +18,22 @@ if(SPILLWAY_HAS_CUDA)
 else()
   message(STATUS "Packages of this build are without the CUDA device")
 endif()
+
+# What builds against libspillway: the API's messages, and files for CMake and pkg-config, which find
+# the rest from where they lie.
+function(install_development component lib prefix prefix_from_lib)
+  set(folder ${made}/${component})
+  configure_file(${packaging}/spillway-config.cmake.in ${folder}/spillway-config.cmake @ONLY)
+  configure_file(${packaging}/spillway.pc.in ${folder}/spillway.pc @ONLY)
+  write_basic_package_version_file(${folder}/spillway-config-version.cmake
+                                   COMPATIBILITY SameMinorVersion)
+  set(options COMPONENT ${component} EXCLUDE_FROM_ALL)
+  install(FILES ${folder}/spillway-config.cmake ${folder}/spillway-config-version.cmake
+          DESTINATION ${lib}/cmake/spillway ${options})
+  install(FILES ${folder}/spillway.pc DESTINATION ${lib}/pkgconfig ${options})
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/proto/spillway ${PROJECT_SOURCE_DIR}/proto/google
+          DESTINATION ${prefix}share/spillway/proto ${options} FILES_MATCHING PATTERN "*.proto")
+endfunction()
 
 # Where the programs look for libraries. An old-style rpath rather than a
 # runpath, for it holds for the libraries of libraries too, so that the carried
@@ -42,6 +59,7 @@ install(TARGETS ${programs} ${library} RUNTIME_DEPENDENCY_SET spillway_libraries
         RUNTIME DESTINATION bin ${portable}
         LIBRARY DESTINATION lib ${portable}
         PUBLIC_HEADER DESTINATION include ${portable})
+install_development(portable lib "" "..")
 install(RUNTIME_DEPENDENCY_SET spillway_libraries
         PRE_EXCLUDE_REGEXES ${glibc} ${runtime}
         LIBRARY DESTINATION lib ${portable})
@@ -68,8 +86,9 @@ install(SCRIPT ${packaging}/licenses.cmake ${portable})
 # do.
 install(TARGETS ${programs} ${library}
         RUNTIME DESTINATION usr/bin ${debian}
-        LIBRARY DESTINATION usr/lib/${arch} ${debian}
-        PUBLIC_HEADER DESTINATION usr/include ${debian})
+        LIBRARY DESTINATION usr/lib/${arch} NAMELINK_COMPONENT development ${debian}
+        PUBLIC_HEADER DESTINATION usr/include COMPONENT development EXCLUDE_FROM_ALL)
+install_development(development usr/lib/${arch} usr/ "../..")
 foreach(target IN ITEMS ${programs} ${library})
   set(folder bin)
   if(target STREQUAL ${library})
@@ -87,6 +106,8 @@ set(command "/usr/bin/spillwayd --config ${config}")
 configure_file(${packaging}/spillwayd.service.in ${made}/debian/spillwayd.service @ONLY)
 install(FILES ${made}/debian/spillwayd.service DESTINATION lib/systemd/system ${debian})
 install(FILES LICENSE ${packaging}/debian/copyright DESTINATION usr/share/doc/spillway ${debian})
+install(FILES ${packaging}/debian/copyright DESTINATION usr/share/doc/spillway-dev
+        COMPONENT development EXCLUDE_FROM_ALL)
 install(CODE "set(folder usr/share/doc/spillway/licenses)\nset(carried \"\")" ${debian})
 install(SCRIPT ${packaging}/licenses.cmake ${debian})
 
@@ -115,11 +136,18 @@ set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
-set(CPACK_DEBIAN_PACKAGE_DEPENDS adduser)
+set(CPACK_DEBIAN_DEBIAN_PACKAGE_NAME spillway)
+set(CPACK_DEBIAN_DEBIAN_PACKAGE_DEPENDS adduser)
 if(SPILLWAY_HAS_CUDA)
-  set(CPACK_DEBIAN_PACKAGE_SUGGESTS libcuda1)
+  set(CPACK_DEBIAN_DEBIAN_PACKAGE_SUGGESTS libcuda1)
 endif()
-set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME spillway-dev)
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SHLIBDEPS OFF)
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "spillway (= ${PROJECT_VERSION})")
+set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION
+    "header, messages, and files for CMake and pkg-config of libspillway")
+set(CPACK_DEBIAN_DEBIAN_PACKAGE_CONTROL_EXTRA
     ${packaging}/debian/conffiles ${packaging}/debian/postinst ${packaging}/debian/prerm
     ${packaging}/debian/postrm ${packaging}/debian/triggers)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)

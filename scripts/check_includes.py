@@ -83,6 +83,8 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "clients/cpp": ("host/base", "host/core/half.h", "spillway", "cli", "google/rpc"),
     # What a program of somebody else's would include.
     "clients/cpp/examples": ("host/base/status_macros.h", "spillway", "spillway.h"),
+    # Of an installed libspillway.
+    "docs/examples": ("spillway.h", "spillway/v1"),
     "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
     "bench/gpu": (*HOST, "host/cpu", "gpu", "bench"),
     "bench/rpc": ("spillway", "spillway.h", "cli", "bench"),

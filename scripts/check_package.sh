@@ -44,6 +44,9 @@ if [[ "${1-}" != --inside ]]; then
 fi
 
 work=$2 archive=$3 package=$4 isolated=$5 user=$6
+development=$(dirname "$package")/spillway-dev_${package##*/spillway_}
+[[ -f "$development" ]] || fail "there is no $development beside the Debian package"
+example=$(dirname "$(realpath "$0")")/../docs/examples/embedded
 glibc='(ld-linux-x86-64|lib(c|m|dl|rt|pthread|resolv|util|anl|mvec))\.so'
 runtime='lib(stdc\+\+|gcc_s)\.so'
 
@@ -127,7 +130,9 @@ home=/opt/anywhere/$name
 mkdir -p "$root/opt/anywhere" "$root"/{run,tmp,proc,sys,dev}
 tar -C "$root/opt/anywhere" -xf "$archive"
 [[ "$(ls "$root/opt/anywhere")" == "$name" ]] || fail "the archive has more than the folder $name"
-for file in bin/spillwayd bin/spillway etc/spillwayd.{toml,service} include/spillway.h lib/libspillway.so.1 \
+for file in bin/spillwayd bin/spillway etc/spillwayd.{toml,service} include/spillway.h lib/libspillway.so{,.1} \
+  lib/cmake/spillway/spillway-config.cmake lib/pkgconfig/spillway.pc \
+  share/spillway/proto/spillway/v1/attention_service.proto \
   share/doc/spillway/{LICENSE,README}; do
   [[ -f "$root$home/$file" ]] || fail "the archive lacks $file"
 done
@@ -196,7 +201,6 @@ expected="/etc/spillway/spillwayd.toml
 /lib/systemd/system/spillwayd.service
 /usr/bin/spillway
 /usr/bin/spillwayd
-/usr/include/spillway.h
 /usr/lib/x86_64-linux-gnu/libspillway.so.1
 /usr/share/doc/spillway/LICENSE
 /usr/share/doc/spillway/copyright
@@ -216,6 +220,18 @@ for file in "$work"/extracted/usr/bin/* "$work"/extracted/usr/lib/*/libspillway.
   ! readelf --dynamic "$file" | grep -E '\((RPATH|RUNPATH)\)' || fail "$file has an rpath"
   ! ldd "$file" | grep 'not found' || fail "$file lacks the library above"
 done
+[[ "$(dpkg-deb --field "$development" Depends)" == "spillway (= $version)" ]] ||
+  fail "spillway-dev is not for this spillway alone"
+dpkg-deb --extract "$development" "$work/development"
+for file in include/spillway.h lib/x86_64-linux-gnu/{libspillway.so,pkgconfig/spillway.pc} \
+  lib/x86_64-linux-gnu/cmake/spillway/spillway-config{,-version}.cmake \
+  share/spillway/proto/spillway/v1/attention_service.proto; do
+  [[ -e "$work/development/usr/$file" || -L "$work/development/usr/$file" ]] ||
+    fail "spillway-dev lacks $file"
+  [[ ! -e "$work/extracted/usr/$file" ]] || fail "$file is in both packages"
+done
+[[ "$(dpkg-deb --ctrl-tarfile "$development" | tar -t | sort | xargs)" == "./control ./md5sums" ]] ||
+  fail "spillway-dev runs scripts"
 config=$work/extracted/etc/spillway/spillwayd.toml
 "$work/extracted/usr/bin/spillwayd" --config "$config" --print-config >"$work/printed"
 check_config "$config" "$work/printed" "$work/defaults"
@@ -246,6 +262,21 @@ if ((layered)); then
     fail "dpkg does not install the package"
   }
   loads libspillway.so.1 inside
+  cp "$development" "$root/run/spillway-dev.deb"
+  inside dpkg --install /run/spillway-dev.deb >"$work/output" 2>&1 || {
+    cat "$work/output" >&2
+    fail "dpkg does not install spillway-dev"
+  }
+  # The commands of the example's page, both ways.
+  cp -r "$example" "$root/run/embedded"
+  sed -n '/^```sh$/,/^```$/{/^```/!p}' "$example/README.md" >"$root/run/commands"
+  inside bash -euc 'cd /run/embedded; . /run/commands' >"$work/output" 2>&1 || {
+    cat "$work/output" >&2
+    fail "the example does not build against spillway-dev"
+  }
+  (($(grep -c '^attended to' "$work/output") == 2)) || fail "the example does not run"
+  inside dpkg --remove spillway-dev >/dev/null 2>&1 || fail "dpkg does not remove spillway-dev"
+  say "Debian package: spillway-dev builds the example by CMake and by pkg-config"
   # As the unit has it: a user, and a folder that its group may enter.
   inside install -d -o spillway -g spillway -m 0750 /run/spillway
   serve "$root" /run/spillway/spillwayd.sock /usr/bin/spillwayd /usr/bin/spillway \

@@ -1,6 +1,7 @@
 # Read by CPack for each generator: what goes in, and where it is rooted.
 if(CPACK_GENERATOR STREQUAL "DEB")
-  set(CPACK_COMPONENTS_ALL debian)
+  set(CPACK_COMPONENTS_ALL debian development)
+  set(CPACK_COMPONENTS_GROUPING IGNORE)
   set(CPACK_PACKAGING_INSTALL_PREFIX "/")
 else()
   set(CPACK_COMPONENTS_ALL portable)
