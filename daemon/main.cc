@@ -51,6 +51,7 @@ int main(int argc, char** argv) {
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGUSR2);
   // Has settings read again, or where there is no file of them ends the daemon in good order, for
   // a terminal closed; one that was told to ignore it (nohup) goes on.
   struct sigaction hangup = {};

@@ -184,6 +184,12 @@ const std::vector<std::string>& MpsNames() {
   return *names;
 }
 
+// In the order of WhenLost.
+const std::vector<std::string>& WhenLostNames() {
+  static const auto* const names = new std::vector<std::string>{"stay", "restart", "cpu"};
+  return *names;
+}
+
 const std::vector<Setting>& Settings() {
   static const auto* const settings = new std::vector<Setting>{
       {"server.listen", "--listen", "unix:/path or tcp:host:port", true,
@@ -287,6 +293,16 @@ const std::vector<Setting>& Settings() {
           "not wait their turn; auto where its control daemon runs, on starts it",
           MpsNames(), [](Config& config, size_t i) { config.mps = static_cast<MpsMode>(i); },
           [](const Config& config) { return ModeName(config.mps); }),
+      Choice(
+          "device.when_lost", "--when-lost",
+          "stay, restart or cpu: where a GPU is lost, stay answers with errors; with an arena "
+          "directory restart starts the daemon anew in its place, with its rows, and waits for the "
+          "GPU; cpu does so and goes on with the CPU where the GPU does not come back",
+          WhenLostNames(),
+          [](Config& config, size_t i) { config.when_lost = static_cast<WhenLost>(i); },
+          [](const Config& config) {
+            return WhenLostNames()[static_cast<size_t>(config.when_lost)];
+          }),
       Integer("device.thread_count", "--threads", "worker threads, 0: one per core",
               &Config::thread_count, 0, 4096),
       Live(Integer("models.count_max", "--model-count-max", "most models at once",
@@ -402,7 +418,8 @@ constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.connection_count_max", kListensNowhere},
     {"server.stream_count_max", kListensNowhere},
     {"http.listen", kListensNowhere},
-    {"device.mps", "an embedded engine shares its process's CUDA, attached to MPS or not"}};
+    {"device.mps", "an embedded engine shares its process's CUDA, attached to MPS or not"},
+    {"device.when_lost", "an embedded engine does not start its process anew"}};
 
 absl::Status CheckMps(const Config& config) {
   if (config.mps != MpsMode::kOn || config.devices != std::vector<std::string>{"cpu"}) {

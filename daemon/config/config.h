@@ -25,6 +25,13 @@ enum class MpsMode {
 // "off", "auto" or "on".
 std::string ModeName(MpsMode mode);
 
+// What a daemon does that has lost a GPU: CUDA works no more in its process.
+enum class WhenLost {
+  kStay,     // goes on without it: rows can still be fetched and saved
+  kRestart,  // where there is an arena directory takes its own place, and waits for the GPU
+  kCpu,      // the same, and goes on with the CPU where the GPU does not come back
+};
+
 // What the daemon is told, defaults filled in. Read at the start, and some of it anew later:
 // see SettingChange.
 struct Config {
@@ -61,6 +68,7 @@ struct Config {
   // Of it, for copies of all rows of the sequences that are used; 0: none.
   int64_t gpu_resident_limit_bytes = 0;
   MpsMode mps = MpsMode::kAuto;
+  WhenLost when_lost = WhenLost::kRestart;
   // Worker threads; 0: one per core.
   int thread_count = 0;
   // How long a stop waits for running calls.

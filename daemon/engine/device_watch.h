@@ -3,11 +3,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "host/base/mutex.h"
 #include "host/device/device.h"
 
 namespace spillway {
@@ -16,17 +19,31 @@ namespace spillway {
 // more. Thread-safe; a device that never failed costs one look at a counter.
 class DeviceWatch {
  public:
-  // The device outlives this.
-  explicit DeviceWatch(const Device& device);
+  // A part that is found to be unusable.
+  struct Loss {
+    std::string name;
+    std::string why;
+    std::vector<std::string> parts;  // the names of all
+  };
+  // Called once for each, by the thread that finds it and before what it does is answered; others
+  // that find one wait until it returns.
+  using OnLost = std::function<void(const Loss& loss)>;
+
+  // The device outlives this. on_lost may be null.
+  explicit DeviceWatch(const Device& device, OnLost on_lost = nullptr);
 
   // An item of a job has ended on `home`, a part of the device.
   void Note(const Device& home, const absl::Status& status);
+  // Asks every part whether it is usable.
+  void Check();
 
   struct State {
     std::string name;
     int64_t error_count = 0;
-    // Its last items all failed.
+    // It is unusable, or its last items all failed.
     bool lost = false;
+    // Why, where it is unusable: that is so until the process ends.
+    std::string why;
   };
   // Of every part.
   std::vector<State> states() const;
@@ -40,10 +57,15 @@ class DeviceWatch {
     const Device* device = nullptr;
     std::atomic<int64_t> error_count{0};
     std::atomic<int64_t> failed_in_a_row{0};
+    std::string why;  // it is unusable; written once, under the mutex
   };
+
+  void Check(Part& part) ABSL_LOCKS_EXCLUDED(mutex_);
 
   const size_t part_count_;
   const std::unique_ptr<Part[]> parts_;
+  const OnLost on_lost_;
+  mutable Mutex mutex_;
 };
 
 }  // namespace spillway

@@ -34,6 +34,8 @@ struct EngineOptions {
   // Where models and sequences outlive the process, with the arena's file of rows; outlives the
   // engine, which begins with Restore(). Null: nowhere.
   Store* store = nullptr;
+  // What happens where a device is lost. Null: what is asked of it fails.
+  DeviceWatch::OnLost device_lost;
 };
 
 // What an engine found that a process before it had left.
@@ -104,6 +106,8 @@ class Engine {
   const WorkCounters& work() const { return work_; }
   const EngineCounters& counters() const { return counters_; }
   const DeviceWatch& device_watch() const { return device_watch_; }
+  // Looks whether the devices are usable still.
+  void CheckDevices() { device_watch_.Check(); }
   const Auditor* auditor() const { return options_.auditor; }
   // Of the store, the same for every process that opens it; empty without one.
   std::string store_id() const {

@@ -124,7 +124,12 @@ absl::Status StreamDecoder::Finish(void* stream) {
 }
 
 absl::Status StreamDecoder::Settle() {
-  ASSIGN_OR_RETURN(const StreamStep::Outcome outcome, step_->Settle());
+  const absl::StatusOr<StreamStep::Outcome> settled = step_->Settle();
+  if (!settled.ok()) {
+    engine_->CheckDevices();
+    return settled.status();
+  }
+  const StreamStep::Outcome& outcome = *settled;
   const std::vector<int64_t> starts = std::move(starts_.front());
   starts_.pop_front();
   has_ended_ = true;

@@ -182,7 +182,10 @@ void AddMemory(const Engine& engine, Families& families) {
   families.Value(arena.huge_page_bytes);
 }
 
-void AddDevices(const Engine& engine, Families& families) {
+void AddDevices(const Engine& engine, const PastLosses& losses, Families& families) {
+  families.Counter("spillway_device_losses_total",
+                   "Times that a device was lost and the daemon took its own place.");
+  families.Value(losses.count);
   families.Counter("spillway_device_errors_total", "Work that a device failed by its own fault.");
   const std::vector<DeviceWatch::State> states = engine.device_watch().states();
   for (const DeviceWatch::State& state : states) {
@@ -333,7 +336,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
   AddCalls(*sources_.calls, families);
   AddWork(engine, families);
   AddMemory(engine, families);
-  AddDevices(engine, families);
+  AddDevices(engine, sources_.losses, families);
   AddHoldings(engine.rebuild_progress(), holdings, model_count, families);
   AddAudit(engine, holdings, model_count, families);
   return families.Take();

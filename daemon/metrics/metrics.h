@@ -26,6 +26,12 @@ struct ServerCounts {
   std::optional<double> drain_seconds_left;
 };
 
+// Devices that processes before this one have lost, in whose place it runs.
+struct PastLosses {
+  int64_t count = 0;
+  std::string last;  // the device and why
+};
+
 // What models and sequences come to, which takes a look at each of them.
 struct Holdings {
   struct OfModel {
@@ -60,6 +66,7 @@ class Metrics {
     std::string version;
     std::string boot_id;
     absl::Time start_time;
+    PastLosses losses;
   };
   // What the sources name outlives this.
   explicit Metrics(Sources sources) : sources_(std::move(sources)) {}

@@ -133,6 +133,7 @@ std::string StatusJson(const Metrics& metrics) {
         {"done", rebuild.done_count},
         {"failed", rebuild.failed_count}}},
       {"devices", DevicesJson(engine)},
+      {"device_losses", {{"count", sources.losses.count}, {"last", sources.losses.last}}},
       {"connections",
        {{"open", server.open_connection_count}, {"shed", server.shed_connection_count}}},
       {"open_calls", server.open_call_count},

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -12,6 +13,7 @@
 #include "daemon/server/drain.h"
 #include "daemon/server/home.h"
 #include "daemon/server/logging.h"
+#include "daemon/server/loss_policy.h"
 #include "daemon/server/mps.h"
 #include "daemon/server/mps_system.h"
 #include "daemon/server/server.h"
@@ -91,25 +93,63 @@ int Fail(const absl::Status& status) {
   return 1;
 }
 
+// What a daemon serves from; what comes later goes first.
+struct Base {
+  std::unique_ptr<MpsSystem> system;
+  std::unique_ptr<Mps> mps;
+  std::unique_ptr<Home> home;
+};
+
+absl::StatusOr<Base> Open(const Config& config, const Topology& topology,
+                          DeviceWatch::OnLost device_lost) {
+  Base base;
+  // Before CUDA, which decides with its first call whether it attaches.
+  base.system = CreateMpsSystem();
+  ASSIGN_OR_RETURN(Mps mps, Mps::Prepare(config, base.system.get()));
+  base.mps = std::make_unique<Mps>(std::move(mps));
+  ASSIGN_OR_RETURN(base.home, Home::Open(config, "--memory-limit", std::move(device_lost)));
+  LogSystem(config, topology, base.home->device());
+  RETURN_IF_ERROR(CheckMps(config, *base.mps, base.home->device()));
+  return base;
+}
+
+// Waits for a signal that can be followed.
+int WaitForSignal(const Config& config, const sigset_t& signals) {
+  for (;;) {
+    int signal = 0;
+    sigwait(&signals, &signal);
+    if (signal != SIGUSR2 || !config.arena_directory.empty()) return signal;
+    Log(LogLevel::kWarning, "not_relaunched",
+        {{"signal", "SIGUSR2"},
+         {"advice", "rows would go with the process: memory.arena_directory keeps them"}});
+  }
+}
+
 }  // namespace
 
-int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals,
+int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& signals,
               const ReadConfig& read) {
+  Config config = asked;
   const ServiceManager manager;
-  // Before CUDA, which decides with its first call whether it attaches.
-  const std::unique_ptr<MpsSystem> system = CreateMpsSystem();
-  const absl::StatusOr<Mps> mps = Mps::Prepare(config, system.get());
-  if (!mps.ok()) return Fail(mps.status());
-  absl::StatusOr<std::unique_ptr<Home>> home = Home::Open(config, "--memory-limit");
-  if (!home.ok()) return Fail(home.status());
-  LogSystem(config, topology, (*home)->device());
-  if (const absl::Status status = CheckMps(config, *mps, (*home)->device()); !status.ok()) {
-    return Fail(status);
+  LossPolicy losses(Relaunch::FromEnvironment(), signals);
+  losses.Begin(config);
+  const auto device_lost = [&losses, &config](const DeviceWatch::Loss& loss) {
+    losses.Lost(config, loss);
+  };
+  absl::StatusOr<Base> base = Open(config, topology, device_lost);
+  if (!base.ok() && losses.past().count > 0) {
+    if (const std::optional<int> exit_code = losses.WaitForGpu(config, base.status())) {
+      return *exit_code;
+    }
+    base = Open(config, topology, device_lost);
   }
+  if (!base.ok()) return Fail(base.status());
   // After MPS, for its programs keep the limit that they inherit.
   const int64_t descriptor_limit = RaiseDescriptorLimit();
+  int signal = 0;
   {
-    absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config, (*home)->engine());
+    absl::StatusOr<std::unique_ptr<Server>> server =
+        Server::Start(config, base->home->engine(), losses.past());
     if (!server.ok()) return Fail(server.status());
     LogInfo("serving", {{"address", (*server)->address()},
                         {"boot_id", (*server)->boot_id()},
@@ -124,22 +164,28 @@ int RunDaemon(const Config& config, const Topology& topology, const sigset_t& si
     const std::unique_ptr<Watchdog> watchdog = StartWatchdog(manager, **server);
     const std::string serving = absl::StrCat("Serving at ", (*server)->address());
     manager.Ready(serving);
-    Config running = config;
-    int signal = 0;
+    Config running = asked;
     for (;;) {
-      sigwait(&signals, &signal);
+      signal = WaitForSignal(config, signals);
       if (signal != SIGHUP || read == nullptr) break;
       manager.Reloading();
       Reload(
           read, [&server](const Config& changed) { Apply(changed, **server); }, running);
       manager.Ready(serving);
     }
+    if (signal == SIGUSR2) manager.Reloading();
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(running.grace_seconds)}});
-    DrainAndStop(**server, absl::Seconds(running.grace_seconds), signals, manager);
+    DrainAndStop(**server, absl::Seconds(running.grace_seconds), signals,
+                 signal == SIGUSR2 ? nullptr : &manager);
   }
-  manager.Stopping("Giving memory back", kGiveBackTime);
-  home->reset();
+  if (signal != SIGUSR2) manager.Stopping("Giving memory back", kGiveBackTime);
+  base->home.reset();
+  if (signal == SIGUSR2) {
+    LogInfo("relaunching", {{"signal", "SIGUSR2"}});
+    base->mps.reset();
+    return Fail(losses.TakePlace());
+  }
   LogInfo("stopped");
   return 0;
 }

@@ -28,8 +28,9 @@ std::vector<LogField> Fields(const DrainProgress& progress) {
 }
 
 // What the manager is told while a server drains.
-void Tell(const ServiceManager& manager, const DrainProgress& progress) {
-  manager.Stopping(
+void Tell(const ServiceManager* manager, const DrainProgress& progress) {
+  if (manager == nullptr) return;
+  manager->Stopping(
       absl::StrFormat("Draining: open calls: %d, open streams: %d, %.0f s left",
                       progress.open_call_count, progress.open_stream_count, progress.seconds_left),
       absl::Seconds(progress.seconds_left) + kGiveBackTime);
@@ -38,7 +39,7 @@ void Tell(const ServiceManager& manager, const DrainProgress& progress) {
 }  // namespace
 
 void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
-                  const ServiceManager& manager) {
+                  const ServiceManager* manager) {
   server.BeginDrain(grace);
   DrainProgress progress = server.drain_progress();
   Tell(manager, progress);

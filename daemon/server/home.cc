@@ -28,7 +28,8 @@ Home::~Home() {
 }
 
 absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
-                                                 const std::string& limit_name) {
+                                                 const std::string& limit_name,
+                                                 DeviceWatch::OnLost device_lost) {
   std::unique_ptr<Home> home(new Home(config, limit_name));
   const int64_t limit_bytes = config.memory_limit_bytes;
   ArenaOptions options;
@@ -62,7 +63,8 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
                                EngineOptions{.sequence_count_max = config.sequence_count_max,
                                              .model_count_max = config.model_count_max,
                                              .auditor = home->auditor_.get(),
-                                             .store = home->store_.get()});
+                                             .store = home->store_.get(),
+                                             .device_lost = std::move(device_lost)});
   if (home->store_ != nullptr) RETURN_IF_ERROR(home->Restore());
   return home;
 }

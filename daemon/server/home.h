@@ -13,10 +13,11 @@ namespace spillway {
 // and so has a program that runs the engine in its own process.
 class Home {
  public:
-  // limit_name: what a refusal for want of memory calls the limit. Errors as
-  // OpenDevice and Arena::Create.
+  // limit_name: what a refusal for want of memory calls the limit. device_lost: see
+  // EngineOptions; it may be called before this returns. Errors as OpenDevice and Arena::Create.
   static absl::StatusOr<std::unique_ptr<Home>> Open(const Config& config,
-                                                    const std::string& limit_name);
+                                                    const std::string& limit_name,
+                                                    DeviceWatch::OnLost device_lost = nullptr);
   // REQUIRES: nothing is running.
   ~Home();
   Home(const Home&) = delete;

@@ -72,7 +72,7 @@ CallLimits::Values LimitsOf(const Config& config) {
 }  // namespace
 
 struct Server::Impl {
-  Impl(const Config& config, Engine& engine, std::unique_ptr<Tls> opened_tls,
+  Impl(const Config& config, Engine& engine, PastLosses losses, std::unique_ptr<Tls> opened_tls,
        std::unique_ptr<TokenTable> opened_tokens)
       : tls(std::move(opened_tls)),
         tokens(std::move(opened_tokens)),
@@ -83,7 +83,9 @@ struct Server::Impl {
               // The largest may be another's.
               return tokens == nullptr ? NameHolders(error, engine) : error;
             },
-            [this](const absl::Status& error, const std::string& reason) {
+            [this, &engine](const absl::Status& error, const std::string& reason) {
+              // Before it is answered: who is not answered asks the daemon's successor.
+              if (absl::IsInternal(error)) engine.CheckDevices();
               events.Refused(error, reason);
             }),
         limits(LimitsOf(config)),
@@ -99,7 +101,8 @@ struct Server::Impl {
                  .not_ready = [this] { return NotReady(); },
                  .version = SPILLWAY_VERSION,
                  .boot_id = boot_id,
-                 .start_time = absl::Now()}),
+                 .start_time = absl::Now(),
+                 .losses = std::move(losses)}),
         context{engine,
                 tokens.get(),
                 status,
@@ -123,8 +126,9 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
-        sweeper(engine, events, streams, [this] {
+        sweeper(engine, events, streams, [this, &engine] {
           Reload();
+          engine.CheckDevices();
           ReportReadiness();
         }) {}
   ~Impl() { events.Flush(); }
@@ -153,6 +157,7 @@ struct Server::Impl {
                              drain.seconds_left());
     }
     for (const DeviceWatch::State& state : context.engine.device_watch().states()) {
+      if (!state.why.empty()) return absl::StrCat(state.name, " is lost: ", state.why);
       if (state.lost) return absl::StrCat(state.name, " only fails: see the daemon's log");
     }
     return "";
@@ -211,14 +216,16 @@ struct Server::Impl {
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Server::~Server() = default;
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine) {
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine,
+                                                      PastLosses losses) {
   grpc::EnableDefaultHealthCheckService(true);
   ASSIGN_OR_RETURN(std::unique_ptr<Tls> tls, Tls::Open(config));
   std::unique_ptr<TokenTable> tokens;
   if (!config.tokens_file.empty()) {
     ASSIGN_OR_RETURN(tokens, TokenTable::Open(config.tokens_file, &engine.accounts()));
   }
-  auto impl = std::make_unique<Impl>(config, engine, std::move(tls), std::move(tokens));
+  auto impl =
+      std::make_unique<Impl>(config, engine, std::move(losses), std::move(tls), std::move(tokens));
   std::vector<Descriptor> listeners;
   if (IsUnix(config)) {
     ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));

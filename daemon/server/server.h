@@ -28,7 +28,8 @@ class Server {
  public:
   // Starts to serve, where config.listen is empty to this process alone. The
   // engine outlives it.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config, Engine& engine);
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config, Engine& engine,
+                                                       PastLosses losses = {});
   ~Server();
 
   // A channel to this server within the process.

@@ -6,13 +6,38 @@
 #include "absl/strings/str_cat.h"
 
 namespace spillway::cuda {
+namespace {
+
+// Whether CUDA asks for the end of the process: every call fails from then on.
+bool EndsTheProcess(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorMpsClientTerminated:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
 
 absl::Status ToStatus(cudaError_t error, std::string_view call) {
   if (error == cudaSuccess) return absl::OkStatus();
   // The last error of this thread; one that corrupted the context stays.
   cudaGetLastError();
-  const std::string message = absl::StrCat(std::string(call), ": ", cudaGetErrorName(error), ", ",
-                                           cudaGetErrorString(error));
+  const std::string message = absl::StrCat(
+      std::string(call), ": ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
+      EndsTheProcess(error) ? ": CUDA works no more in this process" : "");
   if (error == cudaErrorMemoryAllocation) return absl::ResourceExhaustedError(message);
   return absl::InternalError(message);
 }

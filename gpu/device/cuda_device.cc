@@ -75,6 +75,14 @@ class CudaDevice final : public Device {
 
   const DeviceInfo& info() const override { return info_; }
 
+  // Once an error has corrupted the context every call returns it.
+  absl::Status CheckUsable() const override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    const cudaError_t error = cudaStreamQuery(slots_.front()->stream());
+    return error == cudaErrorNotReady ? absl::OkStatus() : cuda::ToStatus(error, info_.name);
+  }
+
   absl::Status RegisterMemory(std::span<std::byte> extent) override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());

@@ -182,6 +182,10 @@ class Device {
   // The devices that sequences live on: this one, or each of those that this
   // one stands for. Their info() and memory() are each one's own.
   virtual std::vector<const Device*> parts() const { return {this}; }
+  // OK, or why nothing that the device is asked for can succeed in this process any more: it is
+  // gone, or an error of CUDA's has taken the process's use of it. Takes a moment. Of a device
+  // that stands for several each part says it for itself.
+  virtual absl::Status CheckUsable() const { return absl::OkStatus(); }
 
   // A extent of host memory that rows will live in; called before it is used
   // and after its last use, on one device for every device of its kind: what

@@ -90,7 +90,7 @@ if ((${#programs[@]} == 0)); then
     bench/gpu/link/spillway-link-bench bench/gpu/handover/spillway-handover-bench \
     bench/rpc/append_bench bench/rpc/decoder_bench bench/rpc/rpc_bench \
     bench/rpc/rpc_echo_server \
-    daemon/spillwayd clients/cpp/spillway \
+    tests/gpu/libspillway_fault.so daemon/spillwayd clients/cpp/spillway \
     clients/cpp/attend_example clients/cpp/decode_example clients/c/libspillway.so.1; do
     if [[ -x "$build/$name" ]]; then
       programs+=("$build/$name")
@@ -113,7 +113,7 @@ fi
 mkdir -p "$bundle/bin" "$bundle/lib"
 for program in "${programs[@]}"; do
   folder=bin
-  [[ "$program" != *.so.* ]] || folder=lib
+  [[ "$program" != *.so* ]] || folder=lib
   strip -o "$bundle/$folder/$(basename "$program")" "$program"
   needed=$(ldd "$program")
   if grep 'not found' <<<"$needed"; then

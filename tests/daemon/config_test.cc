@@ -30,6 +30,20 @@ Topology Machine(int64_t memory_bytes, std::optional<int64_t> cgroup_limit_bytes
   return topology;
 }
 
+TEST(Config, WhatToDoWhereAGpuIsLostIsOneOfThree) {
+  const Topology machine = Machine(24 * kGiB);
+  EXPECT_EQ(Parse(machine, {})->config.when_lost, WhenLost::kRestart);
+  EXPECT_EQ(Parse(machine, {"--when-lost", "stay"})->config.when_lost, WhenLost::kStay);
+  EXPECT_EQ(Parse(machine, {"--when-lost", "cpu"})->config.when_lost, WhenLost::kCpu);
+  EXPECT_THAT(ToToml(Parse(machine, {"--when-lost", "cpu"})->config),
+              HasSubstr("when_lost = \"cpu\"\n"));
+  EXPECT_THAT(std::string(Parse(machine, {"--when-lost", "weep"}).status().message()),
+              HasSubstr("--when-lost: \"weep\" is not one of stay, restart, cpu"));
+  EXPECT_THAT(
+      std::string(EmbeddedConfig({{"device.when_lost", "cpu"}}, machine).status().message()),
+      HasSubstr("device.when_lost: an embedded engine does not start its process anew"));
+}
+
 TEST(Config, TheMemoryLimitIsThreeQuartersOfWhatThereIs) {
   EXPECT_EQ(Parse(Machine(24 * kGiB), {})->config.memory_limit_bytes, 18 * kGiB);
   EXPECT_EQ(Parse(Machine(24 * kGiB, 8 * kGiB), {})->config.memory_limit_bytes, 6 * kGiB);

@@ -30,6 +30,39 @@ TEST_F(DeviceWatchTest, ADeviceThatOnlyFailsIsLostUntilSomethingSucceeds) {
   EXPECT_EQ(state().error_count, 3);
 }
 
+TEST_F(DeviceWatchTest, AnUnusableDeviceIsToldOnceAndStaysLost) {
+  std::vector<DeviceWatch::Loss> losses;
+  DeviceWatch watch(device, [&](const DeviceWatch::Loss& loss) { losses.push_back(loss); });
+  // An error that the device survives.
+  watch.Note(device, absl::InternalError("a kernel failed"));
+  watch.Check();
+  EXPECT_TRUE(losses.empty());
+  EXPECT_EQ(watch.states().front().why, "");
+  device.SetUsable(absl::InternalError("an illegal address"));
+  watch.Note(device, absl::InternalError("a kernel failed"));
+  ASSERT_EQ(losses.size(), 1);
+  EXPECT_EQ(losses[0].name, device.info().name);
+  EXPECT_EQ(losses[0].why, "an illegal address");
+  EXPECT_THAT(losses[0].parts, testing::ElementsAre(device.info().name));
+  EXPECT_TRUE(watch.states().front().lost);
+  EXPECT_EQ(watch.states().front().why, "an illegal address");
+  watch.Note(device, absl::InternalError("a kernel failed"));
+  watch.Check();
+  watch.Note(device, absl::OkStatus());
+  EXPECT_EQ(losses.size(), 1);
+  EXPECT_TRUE(watch.states().front().lost);
+}
+
+TEST_F(DeviceWatchTest, AnIdleDeviceIsFoundToBeLostWhenItIsLookedAt) {
+  std::vector<DeviceWatch::Loss> losses;
+  DeviceWatch watch(device, [&](const DeviceWatch::Loss& loss) { losses.push_back(loss); });
+  device.SetUsable(absl::InternalError("a neighbour's fault"));
+  EXPECT_FALSE(watch.states().front().lost);
+  watch.Check();
+  EXPECT_EQ(losses.size(), 1);
+  EXPECT_TRUE(watch.states().front().lost);
+}
+
 TEST_F(DeviceWatchTest, RefusalsSayNothingOfTheDevice) {
   DeviceWatch watch(device);
   for (int i = 0; i < 5; ++i) {

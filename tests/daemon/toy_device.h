@@ -67,6 +67,9 @@ class ToyDevice : public Device {
   }
   // What the next attend of any job fails with, after its append.
   void FailAttend(absl::Status status) { attend_error_ = std::move(status); }
+  // What it says of itself from now on.
+  void SetUsable(absl::Status status) { usable_ = std::move(status); }
+  absl::Status CheckUsable() const override { return usable_; }
   // What the next append of any job fails with, before it writes.
   void FailAppend(absl::Status status) { append_error_ = std::move(status); }
   void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
@@ -189,6 +192,7 @@ class ToyDevice : public Device {
   }
 
   const bool delayed_;
+  absl::Status usable_;
   DeviceInfo info_{"toy:0", "answers late", "", 1, "none"};
   std::optional<DeviceMemory> memory_;
   int64_t index_bytes_per_token_ = 0;

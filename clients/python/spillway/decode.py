@@ -12,8 +12,15 @@ import grpc
 from spillway import _split
 from spillway._native import NativeCall
 from spillway._proto import attention_service_pb2
-from spillway.errors import SpillwayError, Unavailable, error_from_rpc, error_from_status
+from spillway.errors import (
+    Cancelled,
+    SpillwayError,
+    Unavailable,
+    error_from_rpc,
+    error_from_status,
+)
 from spillway.policy import Policy
+from spillway.restart import BROKEN
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
 from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_number, fill
@@ -111,7 +118,7 @@ class DecodeStream:
             return _GrpcioStream(client._stubs, self._timeout)
         return _NativeStream(client._native.open(_METHOD, self._timeout), client.transport)
 
-    def _resume(self, error: Unavailable) -> None:
+    def _resume(self, error: Unavailable | Cancelled) -> None:
         """Sends what is in flight again, once the daemon is there. Raises `error` if it is not."""
         self._restart_count += 1
         if self._timeout is not None or self._restart_count > _RESTARTS_MAX:
@@ -231,7 +238,9 @@ class DecodeStream:
                 if response is not None:
                     return response
                 raise Unavailable("the daemon ended the stream with steps in flight")
-            except Unavailable as error:
+            except BROKEN as error:
+                if self._closed:
+                    raise
                 self._resume(error)
 
     def step(

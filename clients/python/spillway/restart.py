@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from spillway.errors import SpillwayError, Unavailable
+from spillway.errors import Cancelled, SpillwayError, Unavailable
 
 if TYPE_CHECKING:
     from spillway.client import Client
 
 T = TypeVar("T")
+
+# How a call ends that a restart breaks. gRPC's server cancels those that come while it stops.
+BROKEN = (Unavailable, Cancelled)
 
 # Restarts that one call survives: what ends the daemon each time is perhaps the call.
 _RESTARTS_MAX = 5
@@ -35,16 +38,17 @@ class Restarts:
         for _ in range(_RESTARTS_MAX):
             try:
                 return call()
-            except Unavailable as error:
+            except BROKEN as error:
                 self.wait(error)
         return call()
 
-    def wait(self, error: Unavailable) -> None:
+    def wait(self, error: Unavailable | Cancelled) -> None:
         """Returns when the daemon answers, with the store that it had.
 
         Raises:
-            Unavailable: `error`, where it has no store, has another one now, or does not
-                answer in time.
+            SpillwayError: `error`, where it has no store, has another one now, or does not
+                answer in time; and where it did not restart, if that says that the call was
+                cancelled.
         """
         before = self._client.server_info
         if not before.store_id or self._seconds <= 0:
@@ -61,6 +65,8 @@ class Restarts:
                 time.sleep(pause)
                 pause = min(2 * pause, _WAIT_SECONDS_MAX)
         if now.store_id != before.store_id:
+            raise error
+        if now.boot_id == before.boot_id and isinstance(error, Cancelled):
             raise error
         if now.boot_id != before.boot_id:
             self._client.server_info = now

@@ -14,9 +14,10 @@ import numpy as np
 
 from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
-from spillway.errors import NotFound, SpillwayError, Unavailable
+from spillway.errors import NotFound, SpillwayError
 from spillway.policy import Policy
 from spillway.regions import Place, place_of
+from spillway.restart import BROKEN
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence, explained
 from spillway.tensors import (
@@ -324,7 +325,7 @@ class DecodeStep(_Together):
         self._kind = self._kind or self._begun()
         try:
             return self._kind.attend(layer, q, k, v, out_dtype)
-        except Unavailable:
+        except BROKEN:
             # A restart ends what was announced. This layer's tokens may be there, or not.
             if self._client.server_info.store_id:
                 self._kind.end()

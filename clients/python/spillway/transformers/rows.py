@@ -15,11 +15,12 @@ import torch
 from spillway._native import Sums
 from spillway.client import Client
 from spillway.decode import DecodeStream
-from spillway.errors import NotFound, SpillwayError, Unavailable
+from spillway.errors import NotFound, SpillwayError
 from spillway.indices import HashWeights
 from spillway.kept_decoder import KeptDecoder
 from spillway.policy import Policy
 from spillway.prefill import Prefill
+from spillway.restart import BROKEN
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence
 from spillway.shared_model import shared_model
@@ -334,7 +335,7 @@ class RowStore:
             return dict(enumerate(self._announced.results()))
         except BaseException as error:
             self._announced = None
-            if isinstance(error, Unavailable):
+            if isinstance(error, BROKEN):
                 self._check_restart()
             raise
 
@@ -371,7 +372,7 @@ class RowStore:
         except BaseException as error:
             # Answers of abandoned steps must not meet the next ones.
             self._stream.close()
-            if isinstance(error, Unavailable):
+            if isinstance(error, BROKEN):
                 self._check_restart()
             raise
 

@@ -1,0 +1,117 @@
+#include "daemon/server/relaunch.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "nlohmann/json.hpp"
+
+namespace spillway {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kProgram[] = "/proc/self/exe";
+
+// Of this process, as they were given.
+std::vector<std::string> Arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  if (!text.empty()) text.pop_back();  // each ends with a zero
+  return absl::StrSplit(text, '\0');
+}
+
+// Descriptors but the standard ones go with the program; those that libraries made too.
+void CloseOnExec() {
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator("/proc/self/fd", ignored)) {
+    const int descriptor = std::atoi(entry.path().filename().c_str());
+    if (descriptor > STDERR_FILENO) fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+  }
+}
+
+}  // namespace
+
+Relaunch Relaunch::FromEnvironment() {
+  const char* const text = std::getenv(kVariable);
+  return text == nullptr ? Relaunch() : FromText(text);
+}
+
+Relaunch Relaunch::FromText(const std::string& text) {
+  Relaunch relaunch;
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  try {
+    relaunch.loss_count_ = json.at("losses").get<int64_t>();
+    relaunch.reason_ = json.at("reason").get<std::string>();
+    relaunch.devices_ = json.at("devices").get<std::vector<std::string>>();
+    relaunch.attempt_count_ = json.at("attempts").get<int64_t>();
+    relaunch.losses_s_ = json.at("times").get<std::vector<int64_t>>();
+  } catch (const nlohmann::json::exception&) {
+    return Relaunch();
+  }
+  return relaunch;
+}
+
+std::string Relaunch::ToText() const {
+  return nlohmann::json{{"losses", loss_count_},
+                        {"reason", reason_},
+                        {"devices", devices_},
+                        {"attempts", attempt_count_},
+                        {"times", losses_s_}}
+      .dump(-1, ' ', /*ensure_ascii=*/true, nlohmann::json::error_handler_t::replace);
+}
+
+absl::Status Relaunch::NoteLoss(const std::string& reason, std::vector<std::string> devices,
+                                absl::Time now) {
+  const int64_t now_s = absl::ToUnixSeconds(now);
+  std::erase_if(losses_s_, [&](int64_t loss_s) {
+    return now_s - loss_s >= absl::ToInt64Seconds(kLossWindow);
+  });
+  if (losses_s_.size() >= kLossCountMax) {
+    return absl::ResourceExhaustedError(absl::StrCat("a device was lost ", losses_s_.size() + 1,
+                                                     " times within ",
+                                                     absl::FormatDuration(kLossWindow)));
+  }
+  losses_s_.push_back(now_s);
+  ++loss_count_;
+  reason_ = reason;
+  devices_ = std::move(devices);
+  attempt_count_ = 0;
+  return absl::OkStatus();
+}
+
+absl::Status Relaunch::Execute(const sigset_t& signals) const {
+  const std::vector<std::string> arguments = Arguments();
+  std::vector<char*> argv;
+  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+  argv.push_back(nullptr);
+  // Not setenv(): other threads may read the environment now.
+  std::string variable = absl::StrCat(kVariable, "=", ToText());
+  std::vector<char*> environment = {variable.data()};
+  for (char** each = environ; *each != nullptr; ++each) {
+    if (!absl::StartsWith(*each, absl::StrCat(kVariable, "="))) environment.push_back(*each);
+  }
+  environment.push_back(nullptr);
+  CloseOnExec();
+  // A thread of a library's may have blocked others, which the program counts on.
+  pthread_sigmask(SIG_SETMASK, &signals, nullptr);
+  // By its own name, where the program is still there, so that the process keeps its name.
+  std::error_code error;
+  if (const fs::path program = fs::read_symlink(kProgram, error); !error) {
+    execve(program.c_str(), argv.data(), environment.data());
+  }
+  execve(kProgram, argv.data(), environment.data());
+  return absl::InternalError(absl::StrCat("execve of ", kProgram, ": ", strerror(errno)));
+}
+
+}  // namespace spillway
