@@ -137,7 +137,9 @@ absl::Status StreamDecoder::Settle() {
   for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
     engine_->NoteEnded(*parts_[i].sequence, outcome.parts[i]);
     if (outcome.parts[i].ok()) {
-      for (LayerRows& rows : parts_[i].sequence->rows) rows.Keep(starts[i] + token_count_);
+      if (!step_->keeps_lengths()) {
+        for (LayerRows& rows : parts_[i].sequence->rows) rows.Keep(starts[i] + token_count_);
+      }
       Count(i);
       continue;
     }

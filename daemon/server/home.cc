@@ -23,8 +23,9 @@ Home::Home(const Config& config, const std::string& limit_name)
 Home::~Home() {
   if (auditor_ != nullptr) auditor_->Stop();
   engine_.reset();
-  // Extents are unregistered while the device still lives.
+  // What is registered goes while the device still lives.
   arena_.reset();
+  if (store_ != nullptr) store_->records().Observe({}).IgnoreError();
 }
 
 absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
@@ -65,7 +66,11 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
                                              .auditor = home->auditor_.get(),
                                              .store = home->store_.get(),
                                              .device_lost = std::move(device_lost)});
-  if (home->store_ != nullptr) RETURN_IF_ERROR(home->Restore());
+  if (home->store_ != nullptr) {
+    // Lengths lie there, which devices write.
+    RETURN_IF_ERROR(home->store_->records().Observe({observer.committed, observer.released}));
+    RETURN_IF_ERROR(home->Restore());
+  }
   return home;
 }
 

@@ -43,6 +43,7 @@ struct LayerRun {
   DensePipeline dense;
   RowTarget* targets = nullptr;   // pinned, [B][T][H]
   StepEncode* encodes = nullptr;  // pinned, [B]
+  StepLength* lengths = nullptr;  // the same
 };
 
 // An announcement, and the pinned memory that it is written to.
@@ -101,6 +102,10 @@ class CudaStreamStep final : public StreamStep {
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override;
   absl::Status Conclude(void* stream) override;
   int pending_count() const override { return pending_count_; }
+  // Sequences of one engine have records or none has.
+  bool keeps_lengths() const override {
+    return options_.parts.front().rows->front().length_word() != nullptr;
+  }
   absl::StatusOr<Outcome> Settle() override;
   const Job& settled(int layer) const override { return settled_->layers[layer]->job; }
 
@@ -246,6 +251,7 @@ absl::Status CudaStreamStep::Open() {
   requests.Take<std::byte>(dense.requests);
   requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
   requests.Take<StepEncode>(item_count());
+  requests.Take<StepLength>(item_count());
   layer_bytes_ = {requests.bytes(), RoundUp(sparse.results, 256) + RoundUp(dense.results, 256)};
   uploaded.Take<StepHeader>(1);
   uploaded.Take<std::byte>(layer_bytes_.requests * spec().layer_count);
@@ -376,6 +382,10 @@ absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>
     const LayerRows& rows = *append.rows;
     LayerIndex& index = run.context.index(i);
     RETURN_IF_ERROR(index.Update(rows, updates));
+    static_assert(sizeof(*StepLength::word) == sizeof(*rows.length_word()));
+    run.lengths[i] = {reinterpret_cast<unsigned long long*>(rows.length_word()),
+                      static_cast<unsigned long long>(append.start),
+                      static_cast<unsigned long long>(append.start + count)};
     RowTarget* const targets = run.targets + static_cast<int64_t>(i) * count * heads;
     for (int64_t t = 0; t < count; ++t) {
       for (int h = 0; h < heads; ++h) {
@@ -468,6 +478,7 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
     run->targets =
         requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
     run->encodes = requests.Take<StepEncode>(item_count());
+    run->lengths = requests.Take<StepLength>(item_count());
     RETURN_IF_ERROR(CheckFits(*run, requests.bytes()));
     RETURN_IF_ERROR(AppendLayer(*run, updates));
     run->sparse.Prepare(requests, results, workspace_);
@@ -560,6 +571,10 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         LaunchStepEncode(run.context.Uploaded(run.encodes), append.item_count, shape,
                          home_.model->rotation(layer), home_.gpu.hopper, stream));
+  }
+  if (keeps_lengths()) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepLengths(run.context.Uploaded(run.lengths),
+                                                    append.item_count, of_step.check, stream));
   }
   RETURN_IF_ERROR(run.sparse.Launch({}));
   return run.dense.Launch();

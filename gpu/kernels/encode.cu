@@ -102,6 +102,11 @@ cudaError_t LaunchStepEncode(const StepEncode* encodes, int item_count, const En
                                   Quantiser::Of(shape.head_dim, weights.bits_per_dim));
 }
 
+cudaError_t LaunchStepLengths(const StepLength* lengths, int item_count, const StepCheck& check,
+                              cudaStream_t stream) {
+  return Launch<StepLengthsKernel>({{1}, 64}, stream, lengths, item_count, check);
+}
+
 cudaError_t LaunchEncodeFirstPages(const EncodeWork& work, const RotationWeights& weights,
                                    const HeadIndex& heads, std::byte* scratch,
                                    int64_t scratch_bytes, cudaStream_t stream) {

@@ -18,6 +18,20 @@ __device__ inline uint4 LoadChecked(DType dtype, const std::byte* base, int i, u
   return make_uint4(0, 0, 0, 0);
 }
 
+// A thread an item.
+__global__ void StepLengthsKernel(const StepLength* lengths, int item_count, StepCheck check) {
+  if (check.header->version != check.version) return;
+  for (int i = static_cast<int>(threadIdx.x); i < item_count; i += static_cast<int>(blockDim.x)) {
+    const StepLength length = lengths[i];
+    if (length.word == nullptr || check.bad[i] >> 32 == check.header->number) continue;
+    volatile unsigned long long* const word = length.word;
+    if (*word != length.before) continue;
+    // The rows were written by the launch before, in host memory as this.
+    __threadfence_system();
+    *word = length.after;
+  }
+}
+
 // A warp a row, then a warp a query head.
 __global__ void TensorAppendKernel(TensorAppend a) {
   TriggerDependents();

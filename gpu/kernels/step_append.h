@@ -37,6 +37,13 @@ struct StepEncode {
   HeadIndex heads;
 };
 
+// The committed length of one (sequence, layer), for who comes after the process.
+struct StepLength {
+  unsigned long long* word = nullptr;  // pinned; null: nothing outlives the process
+  unsigned long long before = 0;
+  unsigned long long after = 0;
+};
+
 // Launchers; nothing waits. Copies new rows [K | V] to where they go. The first
 // element of k, v or q that is not finite goes to `bad`, and what stands beside it
 // is written as 0. Does nothing for an announcement that is not the launch's.
@@ -45,5 +52,11 @@ cudaError_t LaunchTensorAppend(const TensorAppend& append, cudaStream_t stream);
 // while the launch before it runs if `overlap`.
 cudaError_t LaunchStepEncode(const StepEncode* encodes, int item_count, const EncodeWork& shape,
                              const RotationWeights& weights, bool overlap, cudaStream_t stream);
+
+// Writes the lengths of items whose rows the launch before has written, [item_count] in device
+// memory: not of one with a bad element, nor where a step before has failed, whose length is not
+// `before`. Who sees a length sees its rows.
+cudaError_t LaunchStepLengths(const StepLength* lengths, int item_count, const StepCheck& check,
+                              cudaStream_t stream);
 
 }  // namespace spillway::cuda

@@ -61,6 +61,10 @@ class StreamStep {
   // rows are not aligned to 16 bytes; FAILED_PRECONDITION without an announcement.
   virtual absl::Status Attend(int layer, const StepTensors& tensors, void* stream) = 0;
 
+  // Whether the device writes how many rows outlive the process (LayerRows::length_word()), as soon
+  // as they are there. Else the caller does (LayerRows::Keep()), when a step is settled.
+  virtual bool keeps_lengths() const { return false; }
+
   // Says that nothing more is put on the stream for the latest announcement.
   virtual absl::Status Conclude(void* stream) = 0;
   virtual int pending_count() const = 0;  // announced, not settled

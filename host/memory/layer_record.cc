@@ -69,6 +69,12 @@ std::atomic<uint64_t>& LayerRecord::Length() const {
   return file_->Payload<FirstPart>(first()).token_count;
 }
 
+uint64_t* LayerRecord::length_word() const {
+  static_assert(std::atomic<uint64_t>::is_always_lock_free &&
+                sizeof(std::atomic<uint64_t>) == sizeof(uint64_t));
+  return reinterpret_cast<uint64_t*>(&Length());
+}
+
 int64_t LayerRecord::EntryCountMax() const {
   return kFirstEntries + (static_cast<int64_t>(parts_.size()) - 1) * kPartEntries;
 }

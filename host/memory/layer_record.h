@@ -36,6 +36,9 @@ class LayerRecord {
     Length().store(static_cast<uint64_t>(count), std::memory_order_release);
   }
 
+  // The word itself, for a device that writes it. It stays where it is.
+  uint64_t* length_word() const;
+
   // Makes room for so many pages of each KV head. RESOURCE_EXHAUSTED changes nothing that can be
   // seen.
   absl::Status Reserve(int64_t page_count);

@@ -68,6 +68,9 @@ class LayerRows {
   void Keep(int64_t token_count) {
     if (record_ != nullptr) record_->SetTokenCount(token_count);
   }
+  // The word that Keep() writes, for a device that writes it itself: in memory that the device was
+  // told of (RecordFile::Observe). Null: there is no record.
+  uint64_t* length_word() const { return record_ == nullptr ? nullptr : record_->length_word(); }
   // Gives back what was prepared and not committed.
   void Rollback();
 

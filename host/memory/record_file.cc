@@ -103,10 +103,26 @@ absl::Status RecordFile::Grow(int64_t bytes) {
            MAP_SHARED | MAP_FIXED, file_->descriptor(), mapped_bytes_) == MAP_FAILED) {
     return absl::ErrnoToStatus(errno, absl::StrCat("mapping of ", file_->path()));
   }
+  RETURN_IF_ERROR(Show({base_ + mapped_bytes_, static_cast<size_t>(more)}));
   reservations_.push_back(std::move(reservation));
   mapped_bytes_ = bytes;
   claimed_.resize(static_cast<size_t>(bytes) / Record::kBytes, false);
   return absl::OkStatus();
+}
+
+absl::Status RecordFile::Show(std::span<std::byte> memory) {
+  if (observer_.mapped == nullptr) return absl::OkStatus();
+  RETURN_IF_ERROR(observer_.mapped(memory));
+  observed_.push_back(memory);
+  return absl::OkStatus();
+}
+
+absl::Status RecordFile::Observe(Observer observer) {
+  const MutexLock lock(mutex_);
+  for (const std::span<std::byte> memory : observed_) observer_.released(memory);
+  observed_.clear();
+  observer_ = std::move(observer);
+  return Show({base_, static_cast<size_t>(mapped_bytes_)});
 }
 
 std::vector<RecordIndex> RecordFile::Find(RecordKind kind) const {

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -56,6 +58,15 @@ class RecordFile {
   // A random text of 24 digits that the file has kept since it began.
   const std::string& identity() const { return identity_; }
 
+  // What a device has to know of the memory that is mapped: called for what is now, and for what is
+  // to come before it is used. An error is that of Allocate(). Null functions: no more.
+  struct Observer {
+    std::function<absl::Status(std::span<std::byte>)> mapped;
+    std::function<void(std::span<std::byte>)> released;
+  };
+  // Who observed before is told that all is released.
+  absl::Status Observe(Observer observer) ABSL_LOCKS_EXCLUDED(mutex_);
+
   // --- Reading what a process before this one left. Once, before the first Allocate().
 
   // The records of a kind.
@@ -92,6 +103,7 @@ class RecordFile {
       : file_(std::move(file)), budget_(budget), base_(base), capacity_bytes_(capacity_bytes) {}
 
   absl::Status ReadHeader(uint64_t rows_number);
+  absl::Status Show(std::span<std::byte> memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Maps the file from what is mapped to `bytes`, which are allocated first.
   absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -101,6 +113,9 @@ class RecordFile {
   const int64_t capacity_bytes_;  // of address space
   std::string identity_;
   mutable Mutex mutex_;
+  Observer observer_ ABSL_GUARDED_BY(mutex_);
+  // That the observer knows.
+  std::vector<std::span<std::byte>> observed_ ABSL_GUARDED_BY(mutex_);
   int64_t mapped_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<MemoryReservation> reservations_ ABSL_GUARDED_BY(mutex_);
   std::vector<bool> claimed_ ABSL_GUARDED_BY(mutex_);

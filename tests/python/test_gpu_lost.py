@@ -237,9 +237,13 @@ def test_an_embedded_engine_says_so_and_the_next_process_goes_on(tmp_path: Path)
         assert after.returncode == 0, after.stderr
 
 
-NEIGHBOUR = (
-    "import torch; torch.arange(4, device='cuda')[torch.tensor([9999], device='cuda')].cpu()"
-)
+NEIGHBOUR = """
+import os, time, torch
+torch.zeros(1, device="cuda")
+open(os.environ["SPILLWAY_FAULT"], "w").close()
+time.sleep(5)
+torch.zeros(1, device="cuda").cpu()
+"""
 
 
 @pytest.mark.skipif(not shutil.which("nvidia-cuda-mps-control"), reason="needs MPS")
@@ -252,8 +256,17 @@ def test_a_neighbours_fault_under_mps(tmp_path: Path, monkeypatch: pytest.Monkey
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s", ttl=0)
             Writer(1, "sequences/s").append(sequence, 3000)
             before = attended(sequence)
-            done = subprocess.run([sys.executable, "-c", NEIGHBOUR], capture_output=True, text=True)
-            assert done.returncode != 0
+            done = subprocess.run(
+                [sys.executable, "-c", NEIGHBOUR],
+                env={
+                    **os.environ,
+                    "LD_PRELOAD": str(FAULT),
+                    "SPILLWAY_FAULT": str(tmp_path / "neighbours"),
+                },
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode != 0, done.stderr
             each.wait_for("sequence_rebuilt")
             for one, other in zip(before, attended(sequence), strict=True):
                 np.testing.assert_array_equal(one, other)

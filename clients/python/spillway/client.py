@@ -788,7 +788,6 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
             ("grpc.enable_http_proxy", 0),
             # One that restarts is found soon after.
             ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.min_reconnect_backoff_ms", 50),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ],
     )

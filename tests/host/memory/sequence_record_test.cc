@@ -4,10 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <optional>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "host/base/limits.h"
@@ -48,6 +50,60 @@ class RecordTest : public ::testing::Test {
   ScratchFolder scratch;
   MemoryBudget budget{int64_t{1} << 30};
 };
+
+TEST_F(RecordTest, WhoObservesKnowsOfAllMemory) {
+  auto file = OpenNew();
+  std::vector<std::span<std::byte>> known;
+  const RecordFile::Observer observer = {.mapped =
+                                             [&](std::span<std::byte> memory) {
+                                               known.push_back(memory);
+                                               return absl::OkStatus();
+                                             },
+                                         .released =
+                                             [&](std::span<std::byte> memory) {
+                                               EXPECT_EQ(known.front().data(), memory.data());
+                                               known.erase(known.begin());
+                                             }};
+  const auto knows = [&](const void* address) {
+    return std::any_of(known.begin(), known.end(), [&](std::span<std::byte> memory) {
+      return address >= memory.data() && address < memory.data() + memory.size();
+    });
+  };
+  ASSERT_TRUE(file->Observe(observer).ok());
+  std::vector<LayerRecord> layers;
+  // More than what is mapped at first.
+  for (int i = 0; i < 10'000; ++i) {
+    layers.push_back(*LayerRecord::Create(file.get(), 1));
+    ASSERT_TRUE(knows(layers.back().length_word())) << i;
+  }
+  EXPECT_GE(known.size(), 2);
+  // The word is the length.
+  *layers[7'000].length_word() = 77;
+  EXPECT_EQ(layers[7'000].token_count(), 77);
+  EXPECT_EQ(layers[7'001].token_count(), 0);
+  ASSERT_TRUE(file->Observe({}).ok());
+  EXPECT_TRUE(known.empty());
+}
+
+TEST_F(RecordTest, AFileThatADeviceDoesNotTakeGrowsNoFurther) {
+  auto file = OpenNew();
+  int64_t calls = 0;
+  ASSERT_TRUE(file->Observe({.mapped =
+                                 [&](std::span<std::byte>) {
+                                   return ++calls == 2 ? absl::ResourceExhaustedError("pinned")
+                                                       : absl::OkStatus();
+                                 },
+                             .released = [](std::span<std::byte>) {}})
+                  .ok());
+  absl::Status status;
+  int64_t count = 0;
+  for (; count < 10'000 && status.ok(); ++count) status = file->Allocate().status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_EQ(calls, 2);
+  // It may be tried again.
+  EXPECT_TRUE(file->Allocate().ok());
+  EXPECT_EQ(calls, 3);
+}
 
 TEST_F(RecordTest, AFileKeepsItsIdentity) {
   const std::string identity = (*Open())->identity();

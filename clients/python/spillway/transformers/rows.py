@@ -101,6 +101,9 @@ class RowStore:
         # On the model's stream, with an embedded engine on its GPU; policies that are
         # not served so.
         self._decoding: KeptDecoder | None = None
+        # A restart has ended a decoder in mid step: the step's other layers are asked for one by
+        # one, with the positions that they have.
+        self._broken_step = False
         self._refused: list[Policy | None] = []
         # What decoders that are closed have served, not yet taken.
         self._served: list[tuple[int, Sums]] = []
@@ -171,6 +174,9 @@ class RowStore:
         """
         count = q.shape[2]
         decoding = self._decoding
+        self._broken_step = self._broken_step and layer > 0
+        if self._broken_step:
+            return None
         begins = layer == 0 or decoding is None or decoding.between_steps
         if begins and not self._streams(q, counts):
             self.suspend()
@@ -182,11 +188,15 @@ class RowStore:
                     return None
                 self._decoding.next()
             return self._decoding.attend(layer, q.transpose(1, 2), k, v)
-        except BaseException:
+        except BaseException as error:
             decoding, self._decoding = self._decoding, None
             if decoding is not None:
                 decoding.decoder.close()
-            raise
+            if not isinstance(error, BROKEN):
+                raise
+            self.client._restarts.wait(error)
+            self._broken_step = True
+            return None
 
     def _streams(self, q: torch.Tensor, counts: SequenceABC[int]) -> bool:
         """Whether a decoder serves the tensors' GPU, and all rows are alike."""
@@ -313,7 +323,8 @@ class RowStore:
     def _steps_together(self, counts: SequenceABC[int], limit: int) -> bool:
         """Whether a step of the engine serves all rows, without messages."""
         alike = len(set(counts)) == 1 and 1 <= counts[0] <= limit
-        return alike and self.client.step_transport in ("embedded", "doorbell")
+        together = self.client.step_transport in ("embedded", "doorbell")
+        return alike and together and not self._broken_step
 
     def _step_together(
         self,

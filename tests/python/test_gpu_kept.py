@@ -1,0 +1,155 @@
+"""What outlives the process of a decoder on a GPU: whatever a caller has seen the output of."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+import torch
+from arena_folder import daemon, folder_in_memory
+from daemon_process import on_gpu
+from random_llama import generate, llama, prompt
+from spillway.transformers import SpillwayCache
+
+pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+
+STEPS = 37
+# A daemon is its parent's; an engine of its own dies with it.
+RUNNER = f"""
+import os, signal, sys
+import numpy as np
+import spillway, torch
+
+target, arena, way, killed = sys.argv[1:]
+settings = {{"memory.limit": "512MiB", "memory.arena_directory": arena, "device.name": "cuda:0"}}
+client = spillway.connect(target, settings=settings if target == "embedded:" else None)
+model = client.create_model(
+    "m", layer_count=2, query_head_count=8, kv_head_count=2, head_dim=64, dtype="bfloat16"
+)
+sequence = client.create_sequence(model, "s", ttl=0)
+generator = torch.Generator("cuda").manual_seed(1)
+new = lambda *shape: torch.randn(shape, generator=generator, device="cuda").bfloat16()
+k = new(2, 2, 3000, 64)
+sequence.append(0, 0, k, -k)
+kept = [k]
+decoder = client.open_decoder([sequence])
+for step in range({STEPS}):
+    decoder.next()
+    for layer in range(2):
+        k = new(1, 2, 1, 64)
+        bad = way == "bad" and step == {STEPS} - 1 and layer == 1
+        decoder.attend(layer, new(1, 1, 8, 64), k * float("inf") if bad else k, -k)
+        kept.append(k)
+torch.cuda.synchronize()
+torch.save([k.float().cpu() for k in kept], arena + "/kept")
+if way == "finished":
+    try:
+        decoder.finish()
+    except spillway.SpillwayError as error:
+        sys.exit(str(error))
+os.kill(int(killed) or os.getpid(), signal.SIGKILL)
+"""
+
+
+def run(target: str, arena: Path, way: str, killed: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUNNER, target, str(arena), way, str(killed)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def as_floats(rows: Any) -> np.ndarray:
+    """bfloat16 rows, as torch has them or as bits."""
+    tensor = rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows).view(torch.bfloat16)
+    return tensor.float().numpy()
+
+
+def check(client: spillway.Client, arena: Path, lengths: tuple[int, int]) -> None:
+    """All rows of steps are there."""
+    sequence = client.get_sequence("sequences/s")
+    assert sequence.layer_token_counts == lengths
+    kept = torch.load(arena / "kept")
+    for layer in range(2):
+        steps = [k[0] for k in kept[1 + layer :: 2]]
+        expected = torch.cat([kept[0][layer], *steps], dim=1)[:, : lengths[layer]]
+        k, v = sequence.fetch(layer, 0, lengths[layer])
+        np.testing.assert_array_equal(as_floats(k), expected.numpy())
+        np.testing.assert_array_equal(as_floats(v), -expected.numpy())
+
+
+@pytest.mark.parametrize("way", ["killed", "finished"])
+def test_steps_of_an_embedded_engine(way: str) -> None:
+    with folder_in_memory() as arena:
+        done = run("embedded:", arena, way, 0)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        settings = {
+            "memory.limit": "512MiB",
+            "memory.arena_directory": str(arena),
+            "device.name": "cuda:0",
+        }
+        with spillway.connect("embedded:", settings=settings) as client:
+            check(client, arena, (3000 + STEPS, 3000 + STEPS))
+
+
+def test_steps_of_a_daemon(tmp_path: Path) -> None:
+    with daemon(tmp_path) as each:
+        done = run(each.target, each.arena, "killed", each.served.pid)
+        assert done.returncode == 0, done.stderr
+        each.kill()
+        each.start()
+        with spillway.connect(each.target) as client:
+            check(client, each.arena, (3000 + STEPS, 3000 + STEPS))
+
+
+def test_a_step_that_failed_covers_nothing() -> None:
+    with folder_in_memory() as arena:
+        done = run("embedded:", arena, "bad", 0)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        settings = {
+            "memory.limit": "512MiB",
+            "memory.arena_directory": str(arena),
+            "device.name": "cuda:0",
+        }
+        with spillway.connect("embedded:", settings=settings) as client:
+            check(client, arena, (3000 + STEPS, 3000 + STEPS - 1))
+
+
+def test_generation_on_the_gpu_goes_on(tmp_path: Path) -> None:
+    dense, spilled = llama().to("cuda"), llama().to("cuda")
+    spilled.set_attn_implementation("spillway")
+    ids = prompt(1, 40).to("cuda")
+    expected = generate(dense, ids)
+    count = 0
+    with daemon(tmp_path) as each, spillway.connect(each.target) as client:
+        with SpillwayCache(spilled.config, client) as cache:
+            decoded = []
+
+            def kill(layer: int) -> None:
+                nonlocal count
+                decoded.append(cache._shared.store._decoding is not None)
+                if len(decoded) in (5, 14, 30):
+                    each.kill()
+                    each.start()
+                    count += 1
+
+            hooks = [
+                spilled.model.layers[layer].self_attn.register_forward_pre_hook(
+                    lambda *_, layer=layer, **__: kill(layer), with_kwargs=True
+                )
+                for layer in (0, 1)
+            ]
+            assert torch.equal(generate(spilled, ids, cache), expected)
+            for hook in hooks:
+                hook.remove()
+            assert count == 3
+            # Most steps were a decoder's.
+            assert sum(decoded) > len(decoded) // 2
+            assert cache.sequences[0].refresh().token_count == 40 + 63
