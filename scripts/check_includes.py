@@ -77,6 +77,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "daemon/server/embedded.h",
         "spillway.h",
         "spillway/access.h",
+        "spillway/presence.h",
         "spillway/v1",
         "google/rpc",
     ),

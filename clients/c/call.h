@@ -16,6 +16,7 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "host/base/mutex.h"
 #include "spillway.h"
+#include "spillway/presence.h"
 
 // gRPC's asynchronous call on a completion queue of its own. Whoever waits is
 // the one that drives the queue; a second thread that waits meanwhile is told.
@@ -23,9 +24,11 @@ struct spillway_call {
  public:
   using Clock = std::chrono::system_clock;
 
+  // client_id: of the client whose call it is; empty: the process's, for an engine in it.
   spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
-                double timeout_seconds)
+                double timeout_seconds, const std::string& client_id)
       : stub_(channel) {
+    if (!client_id.empty()) context_.AddMetadata(spillway::kClientMetadata, client_id);
     if (timeout_seconds > 0) context_.set_deadline(spillway::After<Clock>(timeout_seconds));
     call_ = stub_.PrepareCall(&context_, method, &queue_);
     call_->StartCall(Tag(Event::kStarted));

@@ -19,6 +19,7 @@
 #include "google/rpc/status.pb.h"
 #include "grpcpp/client_context.h"
 #include "host/base/status_macros.h"
+#include "spillway/presence.h"
 #include "spillway/v1/admin_service.grpc.pb.h"
 #include "spillway/v1/memory_service.grpc.pb.h"
 
@@ -51,8 +52,10 @@ absl::Status FromGrpc(const grpc::Status& status) {
 template <typename Stub, typename Request, typename Response>
 absl::Status Called(Stub& stub,
                     grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                    const Request& request, Response& response, bool reached) {
+                    const Request& request, Response& response, bool reached,
+                    const std::string& client_id) {
   grpc::ClientContext context;
+  context.AddMetadata(kClientMetadata, client_id);
   // A channel to a daemon that has restarted may not know it yet.
   context.set_wait_for_ready(reached);
   context.set_deadline(std::chrono::system_clock::now() + kTimeout);
@@ -243,7 +246,8 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
     v1::GetServerInfoResponse info;
     const auto stub = v1::AdminService::NewStub(channel_);
     RETURN_IF_ERROR(Called<v1::AdminService::Stub>(*stub, &v1::AdminService::Stub::GetServerInfo,
-                                                   v1::GetServerInfoRequest(), info, false));
+                                                   v1::GetServerInfoRequest(), info, false,
+                                                   client_id_));
     if (info.region_socket().empty()) return NoDoorbell("the daemon shares no memory");
     // The daemon may know its folder by another path.
     const std::string path = target_.substr(kUnix.size());
@@ -274,7 +278,7 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   v1::AttachDoorbellResponse response;
   const auto stub = v1::MemoryService::NewStub(channel_);
   RETURN_IF_ERROR(Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::AttachDoorbell,
-                                                  request, response, true));
+                                                  request, response, true, client_id_));
   const v1::Region& region = response.region();
   ASSIGN_OR_RETURN(const Descriptor descriptor, socket->Receive(region.name()));
   return Doorbell::Map(std::move(socket), region.name(), descriptor, region.byte_count());
@@ -304,7 +308,7 @@ void DaemonSession::Detach(const Doorbell& doorbell) {
   const auto stub = v1::MemoryService::NewStub(channel_);
   // Where it fails the session's end detaches it.
   Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::DetachRegion, request, response,
-                                  false)
+                                  false, client_id_)
       .IgnoreError();
 }
 

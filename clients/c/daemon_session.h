@@ -108,9 +108,11 @@ DoorbellCall AttendCall(DoorbellCallKind kind, int layer, const StepTensors& ten
 // What a channel to a daemon on this host shares with it. Thread-safe.
 class DaemonSession {
  public:
-  // target: as of spillway_channel_open.
-  DaemonSession(std::string target, std::shared_ptr<grpc::Channel> channel)
-      : target_(std::move(target)), channel_(std::move(channel)) {}
+  // target: as of spillway_channel_open. client_id: of the client whose calls they are.
+  DaemonSession(std::string target, std::shared_ptr<grpc::Channel> channel, std::string client_id)
+      : target_(std::move(target)),
+        channel_(std::move(channel)),
+        client_id_(std::move(client_id)) {}
 
   // A doorbell whose data hold so many bytes: one that was given back and is not busy, or
   // a new one.
@@ -125,6 +127,7 @@ class DaemonSession {
 
   const std::string target_;
   const std::shared_ptr<grpc::Channel> channel_;
+  const std::string client_id_;
   Mutex mutex_;
   std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty before it was reached
   std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);

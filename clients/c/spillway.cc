@@ -26,6 +26,7 @@
 #include "grpcpp/channel.h"
 #include "host/base/status_macros.h"
 #include "spillway/access.h"
+#include "spillway/presence.h"
 
 namespace {
 
@@ -116,7 +117,9 @@ struct spillway_channel {
   // First: it goes last.
   std::shared_ptr<spillway::Embedded> embedded;  // null: a daemon's
   std::shared_ptr<grpc::Channel> channel;
-  std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
+  std::string client_id;                               // empty: embedded
+  std::shared_ptr<spillway::DaemonSession> session;    // null: embedded
+  std::unique_ptr<spillway::PresenceKeeper> presence;  // null: embedded, or another's business
 };
 
 struct spillway_step {
@@ -170,14 +173,23 @@ spillway_channel* spillway_channel_open(const char* target) {
 }
 
 spillway_channel* spillway_channel_open_with(const char* target, const spillway_access* access) {
+  return spillway_channel_open_as(target, access, nullptr);
+}
+
+spillway_channel* spillway_channel_open_as(const char* target, const spillway_access* access,
+                                           const char* client_id) {
   return OrNull<spillway_channel>([&]() -> absl::StatusOr<spillway_channel*> {
     const auto text = [](const char* given) { return given == nullptr ? "" : given; };
     ASSIGN_OR_RETURN(
         std::shared_ptr<grpc::Channel> channel,
         spillway::OpenChannel(target, {text(access->tls_ca), text(access->tls_certificate),
                                        text(access->tls_key), text(access->token)}));
-    return new spillway_channel{nullptr, channel,
-                                std::make_shared<spillway::DaemonSession>(target, channel)};
+    std::unique_ptr<spillway::PresenceKeeper> presence;
+    if (client_id == nullptr) presence = std::make_unique<spillway::PresenceKeeper>(channel);
+    const std::string id = client_id == nullptr ? presence->client_id() : client_id;
+    return new spillway_channel{nullptr, channel, id,
+                                std::make_shared<spillway::DaemonSession>(target, channel, id),
+                                std::move(presence)};
   });
 }
 
@@ -188,7 +200,7 @@ spillway_channel* spillway_channel_embed(const char* const* settings, size_t set
       named.push_back(absl::StrSplit(settings[i], absl::MaxSplits('=', 1)));
     }
     ASSIGN_OR_RETURN(std::shared_ptr<spillway::Embedded> embedded, spillway::Embedded::Open(named));
-    return new spillway_channel{embedded, embedded->channel(), nullptr};
+    return new spillway_channel{embedded, embedded->channel(), "", nullptr, nullptr};
   });
 }
 
@@ -196,8 +208,9 @@ void spillway_channel_close(spillway_channel* channel) { delete channel; }
 
 spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                   double timeout_seconds) {
-  return OrNull<spillway_call>(
-      [&] { return new spillway_call(channel->channel, method, timeout_seconds); });
+  return OrNull<spillway_call>([&] {
+    return new spillway_call(channel->channel, method, timeout_seconds, channel->client_id);
+  });
 }
 
 int spillway_call_send(spillway_call* call, const void* message, size_t size) {

@@ -3,7 +3,9 @@
  * A channel leads to a daemon, or to an engine in this process. Over it go
  * calls of the API (proto/spillway/v1), whose messages pass as they are,
  * serialised. The thread that waits for an answer is the one that reads it
- * from the socket: to a daemon, the library starts no threads of its own.
+ * from the socket: to a daemon, the library starts no threads of its own but one for
+ * each channel, which looks once a second whether the daemon still knows that the
+ * channel's client is there (SequenceService.Connect), and sleeps else.
  *
  * Channels are thread-safe. Of a call, one thread may send while another
  * receives; cancel may be called from any. Nothing throws, and no error ends
@@ -59,6 +61,15 @@ typedef struct {
  * characters that none has (INVALID_ARGUMENT). */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open_with(const char* target,
                                                              const spillway_access* access);
+
+/* The same for a client that says itself that it is there.
+ *
+ * client_id: what it calls itself in SequenceService.Connect, which it keeps open; the
+ * channel's calls are that client's. NULL: the channel is a client of its own, and keeps
+ * Connect open until it is closed. */
+SPILLWAY_EXPORT spillway_channel* spillway_channel_open_as(const char* target,
+                                                           const spillway_access* access,
+                                                           const char* client_id);
 
 /* An engine in this process, and a channel to it; nothing else reaches it.
  *

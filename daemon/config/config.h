@@ -75,6 +75,8 @@ struct Config {
   double grace_seconds = 10;
   // ttl of sequences that name none; 0: they never expire.
   double ttl_seconds = 3600;
+  // How long a sequence that no client has named stays once its clients are gone; 0: until its ttl.
+  double unnamed_grace_seconds = 60;
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
   // Connections at once; beyond it new ones are closed.

@@ -27,7 +27,12 @@ inline absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(const Engine& engi
   if (absl::Status status = caller.Check(); !status.ok()) return status;
   const absl::StatusOr<std::string> id = ParseName(name, "sequences", field);
   if (!id.ok()) return id.status();
-  return engine.registry().FindSequence(caller.IdOf(*id));
+  return engine.registry().UseSequence(caller.IdOf(*id), caller.client());
+}
+
+// Of a sequence that a caller makes. id: the one that it asks for; empty: the daemon chooses.
+inline Origin OriginOf(const Caller& caller, const std::string& id) {
+  return {!id.empty(), caller.client()};
 }
 
 }  // namespace spillway

@@ -191,8 +191,12 @@ v1::Sequence ToProto(const Sequence& sequence) {
     const timespec spec = absl::ToTimespec(sequence.ttl);
     ttl.set_seconds(spec.tv_sec);
     ttl.set_nanos(static_cast<int32_t>(spec.tv_nsec));
-    *out.mutable_expire_time() = ToProto(sequence.expire_time());
   }
+  if (const absl::Time end = sequence.expire_time(); end != absl::InfiniteFuture()) {
+    *out.mutable_expire_time() = ToProto(end);
+  }
+  out.set_named(sequence.named);
+  out.set_abandoned(sequence.abandoned());
   out.set_token_count(snapshot.token_count);
   out.mutable_layer_token_counts()->Add(snapshot.layer_token_counts.begin(),
                                         snapshot.layer_token_counts.end());

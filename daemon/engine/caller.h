@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
+#include "daemon/engine/presence.h"
 
 namespace spillway {
 
@@ -36,6 +37,12 @@ class Caller {
   // Anybody's, of a daemon that asks for no tokens.
   Caller() = default;
   explicit Caller(std::shared_ptr<const Grant> grant) : grant_(std::move(grant)) {}
+  // The same of a client that says who it is.
+  Caller With(std::shared_ptr<Presence> client) const {
+    Caller caller = *this;
+    caller.client_ = std::move(client);
+    return caller;
+  }
 
   // Empty where no tokens are asked for.
   std::string_view name_space() const {
@@ -43,6 +50,8 @@ class Caller {
   }
   // Whether others than this one are served too, of whom it shall learn nothing.
   bool is_tenant() const { return grant_ != nullptr; }
+  // Null where it does not say.
+  const std::shared_ptr<Presence>& client() const { return client_; }
   // The engine's id of what the caller calls so.
   std::string IdOf(std::string_view id) const {
     return grant_ == nullptr ? std::string(id)
@@ -57,6 +66,7 @@ class Caller {
 
  private:
   std::shared_ptr<const Grant> grant_;
+  std::shared_ptr<Presence> client_;
 };
 
 }  // namespace spillway

@@ -115,8 +115,9 @@ int64_t Engine::FreeTokenCount(const Model& model) const {
 
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::CreateSequence(
     const std::string& id, const std::shared_ptr<Model>& model, const Policy& policy,
-    absl::Duration ttl) {
-  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence, MakeSequence(id, model, policy, ttl));
+    absl::Duration ttl, const Origin& origin) {
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                   MakeSequence(id, model, policy, ttl, origin));
   RETURN_IF_ERROR(registry_.AddSequence(sequence));
   return sequence;
 }
@@ -129,14 +130,15 @@ absl::Status Engine::ListSequence(const std::shared_ptr<Sequence>& sequence) {
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string& id,
                                                                const std::shared_ptr<Model>& model,
                                                                const Policy& policy,
-                                                               absl::Duration ttl) {
+                                                               absl::Duration ttl,
+                                                               const Origin& origin) {
   if (!model->ready()) {
     return WithReason(absl::FailedPreconditionError(
                           absl::StrCat(model->name, " awaits the upload of its hash weights")),
                       "MODEL_NOT_READY", {{"name", model->name}});
   }
   auto sequence = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), policy, ttl,
-                                             options_.clock());
+                                             options_.clock(), origin, options_.unnamed_grace);
   RETURN_IF_ERROR(sequence->ReserveTables(*budget_));
   ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
   sequence->rows.reserve(model->spec.layer_count);
@@ -207,11 +209,13 @@ void Engine::Release(HoldOperation& hold) {
   queues_.Finish(hold);
 }
 
-absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, const std::string& id) {
+absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, const std::string& id,
+                                                          const Origin& origin) {
   const std::shared_ptr<Model>& model = source.model;
   const int64_t length = source.token_count();
-  auto copy = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
-                                         source.ttl, options_.clock());
+  auto copy =
+      std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
+                                 source.ttl, options_.clock(), origin, options_.unnamed_grace);
   ASSIGN_OR_RETURN(copy->device, device_->ForkSequence(*model->device(), *source.device, length));
   copy->rows.reserve(source.rows.size());
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
@@ -224,11 +228,11 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
 }
 
 void Engine::Fork(std::shared_ptr<Sequence> source, const std::string& id,
-                  Done<std::shared_ptr<Sequence>> done) {
+                  Done<std::shared_ptr<Sequence>> done, const Origin& origin) {
   if (source->held) return done(SequenceHeld(source->name));
-  RunInTurn(std::move(source), [this, id, done = std::move(done)](Sequence& sequence) {
+  RunInTurn(std::move(source), [this, id, origin, done = std::move(done)](Sequence& sequence) {
     if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
-    done(ForkNow(sequence, id));
+    done(ForkNow(sequence, id, origin));
   });
 }
 
@@ -272,7 +276,12 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
   std::vector<ExpiredSequence> expired;
   const absl::Time now = options_.clock();
   for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(idle)) {
-    expired.push_back({sequence->name, sequence->model->name, sequence->snapshot().token_count,
+    using Why = ExpiredSequence::Why;
+    const Why why = sequence->idle_end() <= now ? Why::kIdle : Why::kAbandoned;
+    auto& count =
+        why == Why::kIdle ? counters_.idle_expiry_count : counters_.abandoned_expiry_count;
+    count.fetch_add(1, std::memory_order_relaxed);
+    expired.push_back({why, sequence->name, sequence->model->name, sequence->snapshot().token_count,
                        now - sequence->last_use_time()});
     RunInTurn(std::move(sequence), [](Sequence& sequence) { sequence.Clear(); });
   }

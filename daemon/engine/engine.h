@@ -16,6 +16,7 @@
 #include "daemon/engine/device_watch.h"
 #include "daemon/engine/engine_counters.h"
 #include "daemon/engine/ordered_queues.h"
+#include "daemon/engine/presence.h"
 #include "daemon/engine/registry.h"
 #include "daemon/engine/requests.h"
 #include "daemon/store/description.h"
@@ -31,6 +32,9 @@ struct EngineOptions {
   std::function<absl::Time()> clock = absl::Now;
   // Checks attends; outlives what runs. Null: none.
   Auditor* auditor = nullptr;
+  // How long a sequence that no client has named stays once all clients that used it are gone
+  // (presence.h); infinite: until its ttl.
+  absl::Duration unnamed_grace = absl::InfiniteDuration();
   // Where models and sequences outlive the process, with the arena's file of rows; outlives the
   // engine, which begins with Restore(). Null: nowhere.
   Store* store = nullptr;
@@ -56,8 +60,13 @@ struct RebuildProgress {
   int64_t row_bytes = 0;       // whose codes are made
 };
 
-// A sequence that nobody used for its ttl.
+// A sequence that has gone by itself.
 struct ExpiredSequence {
+  enum class Why {
+    kIdle,       // nobody used it for its ttl
+    kAbandoned,  // its clients are gone, and nobody has named it
+  };
+  Why why = Why::kIdle;
   std::string name;
   std::string model_name;
   int64_t token_count = 0;
@@ -101,6 +110,16 @@ class Engine {
   const MemoryBudget& budget() const { return *budget_; }
   Registry& registry() { return registry_; }
   const Registry& registry() const { return registry_; }
+  // The clients that say who they are.
+  PresenceTable& clients() { return clients_; }
+  const PresenceTable& clients() const { return clients_; }
+  // That of the engine's id.
+  std::shared_ptr<Presence> ClientOf(std::string_view id) {
+    return clients_.Of(id, options_.clock());
+  }
+  // A connection of the client's has ended.
+  void ClientGoes(Presence& client) { clients_.Go(client, options_.clock()); }
+  absl::Duration unnamed_grace() const { return options_.unnamed_grace; }
   // By the namespace of ids.
   AccountTable& accounts() { return accounts_; }
   const WorkCounters& work() const { return work_; }
@@ -137,18 +156,19 @@ class Engine {
   // ttl is infinite for a sequence that never expires.
   absl::StatusOr<std::shared_ptr<Sequence>> CreateSequence(const std::string& id,
                                                            const std::shared_ptr<Model>& model,
-                                                           const Policy& policy,
-                                                           absl::Duration ttl);
+                                                           const Policy& policy, absl::Duration ttl,
+                                                           const Origin& origin = {});
   // The same of a sequence that nothing can name until ListSequence; it goes with its last
   // holder.
   absl::StatusOr<std::shared_ptr<Sequence>> MakeSequence(const std::string& id,
                                                          const std::shared_ptr<Model>& model,
-                                                         const Policy& policy, absl::Duration ttl);
+                                                         const Policy& policy, absl::Duration ttl,
+                                                         const Origin& origin = {});
   // Errors as Registry::AddSequence. Its time to live begins.
   absl::Status ListSequence(const std::shared_ptr<Sequence>& sequence);
   // The copy has every layer's first tokens, up to the shortest's length.
   void Fork(std::shared_ptr<Sequence> source, const std::string& id,
-            Done<std::shared_ptr<Sequence>> done);
+            Done<std::shared_ptr<Sequence>> done, const Origin& origin = {});
   // OUT_OF_RANGE if token_count is above the sequence's.
   void Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                 std::function<void(absl::Status)> done);
@@ -185,7 +205,8 @@ class Engine {
   absl::StatusOr<std::shared_ptr<HoldOperation>> Hold(
       std::vector<std::shared_ptr<Sequence>> sequences);
   void Release(HoldOperation& hold);
-  absl::StatusOr<std::shared_ptr<Sequence>> ForkNow(Sequence& source, const std::string& id);
+  absl::StatusOr<std::shared_ptr<Sequence>> ForkNow(Sequence& source, const std::string& id,
+                                                    const Origin& origin);
   // Makes room for `count` tokens at each layer's length; on failure nothing
   // is left of it.
   absl::Status PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count);
@@ -215,6 +236,7 @@ class Engine {
   EngineCounters counters_;
   DeviceWatch device_watch_;
   AccountTable accounts_;
+  PresenceTable clients_;
   Registry registry_;
   const std::unique_ptr<Rebuilder> rebuilder_;
 };

@@ -32,6 +32,9 @@ struct EngineCounters {
   // Rows that came to a device over its link for attends, and their bytes.
   std::atomic<int64_t> moved_row_count{0};
   std::atomic<int64_t> moved_bytes{0};
+  // Sequences that went by their ttl, and those whose clients were gone.
+  std::atomic<int64_t> idle_expiry_count{0};
+  std::atomic<int64_t> abandoned_expiry_count{0};
 };
 
 }  // namespace spillway

@@ -163,12 +163,26 @@ absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
 
 absl::StatusOr<std::shared_ptr<Sequence>> Registry::FindSequence(std::string_view id) const {
   const MutexLock lock(mutex_);
-  const auto it = sequences_.find(id);
+  return Find(id, clock_());
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Registry::UseSequence(
+    std::string_view id, const std::shared_ptr<Presence>& client) const {
+  const MutexLock lock(mutex_);
   const absl::Time now = clock_();
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence = Find(id, now);
+  if (!sequence.ok()) return sequence;
+  (*sequence)->Use(client);
+  (*sequence)->Renew(now);
+  return sequence;
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Registry::Find(std::string_view id,
+                                                         absl::Time now) const {
+  const auto it = sequences_.find(id);
   if (it == sequences_.end() || it->second->expire_time() <= now) {
     return SequenceNotFound(SequenceName(id));
   }
-  it->second->Renew(now);
   return it->second;
 }
 

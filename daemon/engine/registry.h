@@ -58,9 +58,11 @@ class Registry {
   // NOT_FOUND when its model is gone, RESOURCE_EXHAUSTED at the most
   // sequences, or its account's.
   absl::Status AddSequence(std::shared_ptr<Sequence> sequence);
-  // Renews its ttl. NOT_FOUND, reason SEQUENCE_NOT_FOUND, also for one that
-  // has expired.
+  // Does not renew it. NOT_FOUND, reason SEQUENCE_NOT_FOUND, also for one that has expired.
   absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(std::string_view id) const;
+  // The same for a client that uses it (Sequence::Use), which renews its ttl.
+  absl::StatusOr<std::shared_ptr<Sequence>> UseSequence(
+      std::string_view id, const std::shared_ptr<Presence>& client) const;
   // Takes it out of the list and returns it. NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id);
   // Takes out all that expired and have nothing running by `is_idle`.
@@ -75,6 +77,8 @@ class Registry {
   int64_t sequence_count() const;
 
  private:
+  absl::StatusOr<std::shared_ptr<Sequence>> Find(std::string_view id, absl::Time now) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckNew(std::string_view id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Clock clock_;

@@ -123,8 +123,9 @@ absl::StatusOr<Found> Read(const SequenceRecord::Opened& opened, const Registry&
 
 absl::Status Engine::Record(Sequence& sequence) {
   if (options_.store == nullptr) return absl::OkStatus();
-  const StoredSequence description{sequence.id, sequence.model->id, sequence.policy, sequence.ttl,
-                                   sequence.create_time};
+  const StoredSequence description{sequence.id,    sequence.model->id,   sequence.policy,
+                                   sequence.ttl,   sequence.create_time, sequence.named,
+                                   sequence.client};
   ASSIGN_OR_RETURN(
       sequence.record,
       SequenceRecord::Create(&options_.store->records(), Describe(description),
@@ -138,9 +139,12 @@ absl::Status Engine::Record(Sequence& sequence) {
 absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence description,
                                                         const std::shared_ptr<Model>& model,
                                                         std::unique_ptr<SequenceRecord> record) {
-  auto sequence =
-      std::make_shared<Sequence>(description.id, model, accounts_.Of(NamespaceOf(description.id)),
-                                 description.policy, description.ttl, description.create_time);
+  Origin origin{description.named, nullptr};
+  // Its grace begins now, unless its client comes again.
+  if (!description.client.empty()) origin.client = ClientOf(description.client);
+  auto sequence = std::make_shared<Sequence>(
+      description.id, model, accounts_.Of(NamespaceOf(description.id)), description.policy,
+      description.ttl, description.create_time, origin, options_.unnamed_grace);
   sequence->record = std::move(record);
   sequence->generation = sequence->record->generation();
   sequence->rows.reserve(model->spec.layer_count);

@@ -26,15 +26,20 @@ int64_t RowBytes(const std::vector<LayerRows>& rows) {
 }  // namespace
 
 Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
-                   const Policy& policy, absl::Duration ttl, absl::Time create_time)
+                   const Policy& policy, absl::Duration ttl, absl::Time create_time,
+                   const Origin& origin, absl::Duration grace)
     : id(std::move(id)),
       name("sequences/" + std::string(ClientIdOf(this->id))),
       model(std::move(model)),
       account(std::move(account)),
       policy(policy),
       ttl(ttl),
+      named(origin.named),
+      client(origin.client == nullptr ? "" : origin.client->id),
       create_time(create_time),
+      grace_(grace),
       last_use_ns_(absl::ToUnixNanos(create_time)) {
+  users_.Note(origin.client);
   this->model->sequence_count.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -45,6 +50,29 @@ int64_t Sequence::TableBytes(const ModelSpec& spec) {
   return static_cast<int64_t>(sizeof(Sequence)) + 1024 +
          spec.layer_count * static_cast<int64_t>(2 * sizeof(LayerRows)) +
          heads * static_cast<int64_t>(2 * sizeof(PageTable) + spec.head_dim * sizeof(float));
+}
+
+void Sequence::Use(const std::shared_ptr<Presence>& client) {
+  if (named) return;
+  const MutexLock lock(mutex_);
+  users_.Note(client);
+}
+
+bool Sequence::abandoned() const {
+  if (named) return false;
+  const MutexLock lock(mutex_);
+  return users_.gone_time() < absl::InfiniteFuture();
+}
+
+absl::Time Sequence::grace_end() const {
+  if (named || grace_ == absl::InfiniteDuration()) return absl::InfiniteFuture();
+  absl::Time gone;
+  {
+    const MutexLock lock(mutex_);
+    gone = users_.gone_time();
+  }
+  // Of a client that does not keep a connection each call counts.
+  return std::max(gone, last_use_time()) + grace_;
 }
 
 SequenceSnapshot Sequence::snapshot() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "daemon/engine/account.h"
 #include "daemon/engine/model.h"
 #include "daemon/engine/ordered_queues.h"
+#include "daemon/engine/presence.h"
 #include "host/base/mutex.h"
 #include "host/memory/layer_rows.h"
 #include "host/memory/sequence_record.h"
@@ -27,14 +29,24 @@ struct SequenceSnapshot {
   int64_t index_bytes = 0;
 };
 
+// Where a sequence comes from, which decides how long it stays without its clients.
+struct Origin {
+  // Whether a client chose its id, and may so come for it again.
+  bool named = true;
+  // Who made it; null where that was not said.
+  std::shared_ptr<Presence> client;
+};
+
 // The K/V of one context. Its contents (rows, device, generation) belong to
 // the operation that heads its queue; the snapshot follows them and can be read
 // at any time.
 class Sequence {
  public:
-  // account: charged with what it holds. REQUIRES: a ready model.
+  // account: charged with what it holds. grace: how long it stays, unless it is named, once none
+  // of its clients is there. REQUIRES: a ready model.
   Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
-           const Policy& policy, absl::Duration ttl, absl::Time create_time);
+           const Policy& policy, absl::Duration ttl, absl::Time create_time,
+           const Origin& origin = {}, absl::Duration grace = absl::InfiniteDuration());
   ~Sequence();
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
@@ -48,6 +60,8 @@ class Sequence {
   const std::shared_ptr<Account> account;
   const Policy policy;
   const absl::Duration ttl;  // infinite: never expires
+  const bool named;          // as Origin::named
+  const std::string client;  // the engine's id of who made it; empty where that was not said
   const absl::Time create_time;
   WorkCounters work;
 
@@ -58,7 +72,16 @@ class Sequence {
   absl::Time last_use_time() const {
     return absl::FromUnixNanos(last_use_ns_.load(std::memory_order_relaxed));
   }
-  absl::Time expire_time() const { return last_use_time() + ttl; }
+  // A client uses it; null: one that does not say who it is, and so never goes.
+  void Use(const std::shared_ptr<Presence>& client) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Whether it is not named and all that used it are gone.
+  bool abandoned() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // When it goes by its ttl; infinite for never.
+  absl::Time idle_end() const { return last_use_time() + ttl; }
+  // When it goes for want of a client; infinite unless it is abandoned.
+  absl::Time grace_end() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The earlier of the two.
+  absl::Time expire_time() const { return std::min(idle_end(), grace_end()); }
 
   SequenceSnapshot snapshot() const;
 
@@ -98,8 +121,10 @@ class Sequence {
   std::vector<MemoryReservation> table_reservations_;
   int64_t charged_bytes_ = 0;  // to the account
   bool counted_ = true;        // in model->sequence_count
+  const absl::Duration grace_;
   std::atomic<int64_t> last_use_ns_;
   mutable Mutex mutex_;
+  SequenceUsers users_ ABSL_GUARDED_BY(mutex_);
   SequenceSnapshot snapshot_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -262,12 +262,21 @@ void AddAudit(const Engine& engine, const Holdings& holdings, size_t model_count
   }
 }
 
-void AddHoldings(const RebuildProgress& rebuild, const Holdings& holdings, size_t model_count,
+void AddHoldings(const Engine& engine, const Holdings& holdings, size_t model_count,
                  Families& families) {
+  const RebuildProgress rebuild = engine.rebuild_progress();
   families.Gauge("spillway_models", "Models.");
   families.Value(static_cast<int64_t>(holdings.models.size()));
   families.Gauge("spillway_sequences", "Sequences.");
   families.Value(holdings.sequence_count);
+  families.Counter("spillway_sequences_expired_total",
+                   "Sequences that went by themselves: idle, nobody used them for their ttl, or "
+                   "abandoned, their clients were gone and had not named them.");
+  const EngineCounters& counters = engine.counters();
+  families.Value(counters.idle_expiry_count, {{"why", "idle"}});
+  families.Value(counters.abandoned_expiry_count, {{"why", "abandoned"}});
+  families.Gauge("spillway_clients", "Clients that keep a Connect stream.");
+  families.Value(engine.clients().there_count());
   families.Gauge("spillway_tokens", "Tokens held, over all sequences.");
   families.Value(holdings.token_count);
   families.Gauge("spillway_rebuild_sequences",
@@ -337,7 +346,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
   AddWork(engine, families);
   AddMemory(engine, families);
   AddDevices(engine, sources_.losses, families);
-  AddHoldings(engine.rebuild_progress(), holdings, model_count, families);
+  AddHoldings(engine, holdings, model_count, families);
   AddAudit(engine, holdings, model_count, families);
   return families.Take();
 }

@@ -29,13 +29,13 @@ Embedded::Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server)
 
 absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(std::string_view description) {
   ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
-  return StepFromProto(home_->engine(), Caller(), step);
+  return StepFromProto(home_->engine(), server_->own_caller(), step);
 }
 
 absl::StatusOr<std::unique_ptr<StreamDecoder>> Embedded::OpenDecoder(std::string_view description,
                                                                      int64_t token_count_max) {
   ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
-  return DecoderFromProto(home_->engine(), Caller(), step, token_count_max);
+  return DecoderFromProto(home_->engine(), server_->own_caller(), step, token_count_max);
 }
 
 std::string Embedded::ResultsOf(const Job* job) const {

@@ -50,8 +50,11 @@ void EventLog::Refused(const absl::Status& status, const std::string& reason) {
 }
 
 void EventLog::Expired(const ExpiredSequence& sequence) {
-  Admit(LogLevel::kInfo, "expired", "",
+  const bool abandoned = sequence.why == ExpiredSequence::Why::kAbandoned;
+  const std::string why = abandoned ? "its client is gone" : "nobody used it for its ttl";
+  Admit(LogLevel::kInfo, "expired", why,
         {{"sequence", sequence.name},
+         {"why", why},
          {"model", sequence.model_name},
          {"tokens", absl::StrCat(sequence.token_count)},
          {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}});

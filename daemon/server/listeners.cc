@@ -36,6 +36,13 @@ Descriptor Listen(const addrinfo& address) {
   SetOption(listener.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   // What is accepted inherits it.
   SetOption(listener.get(), IPPROTO_TCP, TCP_NODELAY, 1);
+  // A client whose host or network is gone says nothing: its connection ends within a minute of
+  // silence, or two with bytes on their way, and so its sequences' grace begins.
+  SetOption(listener.get(), SOL_SOCKET, SO_KEEPALIVE, 1);
+  SetOption(listener.get(), IPPROTO_TCP, TCP_KEEPIDLE, 30);
+  SetOption(listener.get(), IPPROTO_TCP, TCP_KEEPINTVL, 10);
+  SetOption(listener.get(), IPPROTO_TCP, TCP_KEEPCNT, 3);
+  SetOption(listener.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, 120'000);
   // [::] is every address of either kind.
   if (address.ai_family == AF_INET6) SetOption(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
   if (bind(listener.get(), address.ai_addr, address.ai_addrlen) != 0 ||

@@ -69,6 +69,14 @@ CallLimits::Values LimitsOf(const Config& config) {
           .decode_in_flight_max = config.decode_in_flight_max};
 }
 
+// Of a server that listens nowhere: the process, which is there to its end.
+std::shared_ptr<Presence> OwnClient(const Config& config, Engine& engine) {
+  if (!config.listen.empty()) return nullptr;
+  std::shared_ptr<Presence> client = engine.ClientOf(RandomId());
+  engine.clients().Come(*client);
+  return client;
+}
+
 }  // namespace
 
 struct Server::Impl {
@@ -104,6 +112,7 @@ struct Server::Impl {
                  .start_time = absl::Now(),
                  .losses = std::move(losses)}),
         context{engine,
+                OwnClient(config, engine),
                 tokens.get(),
                 status,
                 streams,
@@ -283,6 +292,7 @@ std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
 }
 const StatusConverter& Server::status() const { return impl_->status; }
 const std::string& Server::address() const { return impl_->address; }
+Caller Server::own_caller() const { return Caller().With(impl_->context.own_client); }
 const Metrics& Server::metrics() const { return impl_->metrics; }
 const std::string& Server::boot_id() const { return impl_->boot_id; }
 
@@ -312,6 +322,8 @@ absl::Status Server::CheckServing(absl::Duration timeout) {
 
 void Server::BeginDrain(absl::Duration grace) {
   impl_->drain.Begin(DrainState::Clock::now() + absl::ToChronoNanoseconds(grace));
+  // Their connections end with the daemon.
+  impl_->context.engine.clients().Freeze();
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   // What waits for its codes would wait in vain.
   impl_->context.engine.StopRebuilding();

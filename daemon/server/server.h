@@ -8,6 +8,7 @@
 #include "absl/time/time.h"
 #include "daemon/config/config.h"
 #include "daemon/convert/status.h"
+#include "daemon/engine/caller.h"
 #include "daemon/engine/engine.h"
 #include "daemon/metrics/metrics.h"
 #include "grpcpp/channel.h"
@@ -35,6 +36,8 @@ class Server {
   // A channel to this server within the process.
   std::shared_ptr<grpc::Channel> InProcessChannel();
   const StatusConverter& status() const;
+  // Of a server that listens nowhere: its process.
+  Caller own_caller() const;
   // What clients connect to: unix:/path, or host:port with the port in use and with TLS
   // tls:host:port; empty where the server listens nowhere.
   const std::string& address() const;

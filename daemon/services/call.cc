@@ -2,6 +2,12 @@
 
 #include <chrono>
 #include <iterator>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
+#include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
@@ -32,12 +38,35 @@ class CallCancelToken final : public CancelToken {
 
 absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
                                 const grpc::CallbackServerContext& context) {
-  if (services.tokens == nullptr) return Caller();
   const auto& metadata = context.client_metadata();
-  // Of two it would not be known who is meant.
-  const auto [first, last] = metadata.equal_range("authorization");
-  if (first == last || std::next(first) != last) return services.tokens->Authenticate("");
-  return services.tokens->Authenticate({first->second.data(), first->second.size()});
+  Caller caller;
+  if (services.tokens != nullptr) {
+    // Of two it would not be known who is meant.
+    const auto [first, last] = metadata.equal_range("authorization");
+    const bool one = first != last && std::next(first) == last;
+    ASSIGN_OR_RETURN(caller, services.tokens->Authenticate(
+                                 one ? std::string_view(first->second.data(), first->second.size())
+                                     : std::string_view()));
+  }
+  if (services.own_client != nullptr) return caller.With(services.own_client);
+  const auto said = metadata.find(kClientMetadata);
+  if (said == metadata.end()) return caller;
+  ASSIGN_OR_RETURN(std::shared_ptr<Presence> client,
+                   ClientOf(services, caller, {said->second.data(), said->second.size()},
+                            absl::StrCat("metadata ", kClientMetadata)));
+  return caller.With(std::move(client));
+}
+
+absl::StatusOr<std::shared_ptr<Presence>> ClientOf(const ServiceContext& services,
+                                                   const Caller& caller, std::string_view id,
+                                                   const std::string& field) {
+  if (!Registry::IsValidId(id)) {
+    return InvalidField(field,
+                        absl::StrCat("\"", absl::CHexEscape(std::string(id.substr(0, 100))),
+                                     "\" does not match [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?"));
+  }
+  return caller.is_tenant() ? services.engine.ClientOf(caller.IdOf(id))
+                            : services.engine.ClientOf(id);
 }
 
 std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& context) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -11,9 +13,19 @@
 
 namespace spillway {
 
-// Whose the call is. UNAUTHENTICATED where tokens are asked for and it brings none that is good.
+// Metadata by which a call says which client it is of; who does not is taken for one that never
+// goes.
+inline constexpr char kClientMetadata[] = "spillway-client";
+
+// Whose the call is, and of which client. UNAUTHENTICATED where tokens are asked for and it brings
+// none that is good, INVALID_ARGUMENT for an id that is none.
 absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
                                 const grpc::CallbackServerContext& context);
+
+// The client that the caller says it is. INVALID_ARGUMENT names the field.
+absl::StatusOr<std::shared_ptr<Presence>> ClientOf(const ServiceContext& services,
+                                                   const Caller& caller, std::string_view id,
+                                                   const std::string& field);
 
 // Stops with the call's deadline.
 std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& context);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "absl/time/time.h"
@@ -22,6 +23,9 @@ namespace spillway {
 // What every service needs; outlives them.
 struct ServiceContext {
   Engine& engine;
+  // Of a server that is reached from its own process alone: every call's client. Null: calls say
+  // which they are of.
+  std::shared_ptr<Presence> own_client;
   // Who may call; null: whoever connects.
   const TokenTable* tokens;
   const StatusConverter& status;

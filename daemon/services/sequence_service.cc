@@ -6,6 +6,7 @@
 #include "daemon/convert/model.h"
 #include "daemon/convert/policy.h"
 #include "daemon/services/call.h"
+#include "daemon/services/connect_stream.h"
 #include "daemon/services/fill_page.h"
 #include "daemon/services/snapshots.h"
 #include "host/base/status_macros.h"
@@ -21,6 +22,12 @@ SequenceService::SequenceService(const ServiceContext& services) : Service(servi
   Unary("/spillway.v1.SequenceService/DeleteSequence", &SequenceService::DeleteSequence);
   Unary("/spillway.v1.SequenceService/SaveSequence", &SequenceService::SaveSequence);
   Unary("/spillway.v1.SequenceService/LoadSequence", &SequenceService::LoadSequence);
+  ServerStream<v1::ConnectRequest, v1::ConnectResponse>(
+      "/spillway.v1.SequenceService/Connect",
+      [this](grpc::CallbackServerContext*, const Caller& caller,
+             const absl::StatusOr<const v1::ConnectRequest*>& request) {
+        return new ConnectStream(services_, caller, request);
+      });
 }
 
 absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
@@ -32,7 +39,8 @@ absl::StatusOr<std::shared_ptr<Sequence>> SequenceService::Create(
   ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, services_.limits.ttl_default()));
   ASSIGN_OR_RETURN(const Policy policy,
                    ApplyPolicy(asked.policy(), model->policy, model->spec, "sequence.policy."));
-  return services_.engine.CreateSequence(caller.IdOf(id), model, policy, ttl);
+  return services_.engine.CreateSequence(caller.IdOf(id), model, policy, ttl,
+                                         OriginOf(caller, request.sequence_id()));
 }
 
 grpc::ServerUnaryReactor* SequenceService::CreateSequence(grpc::CallbackServerContext* context,
@@ -86,11 +94,13 @@ grpc::ServerUnaryReactor* SequenceService::ForkSequence(grpc::CallbackServerCont
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  services_.engine.Fork(*std::move(source), caller.IdOf(*id),
-                        [call, response](absl::StatusOr<std::shared_ptr<Sequence>> copy) {
-                          if (copy.ok()) *response->mutable_sequence() = ToProto(**copy);
-                          call->End(copy.status());
-                        });
+  services_.engine.Fork(
+      *std::move(source), caller.IdOf(*id),
+      [call, response](absl::StatusOr<std::shared_ptr<Sequence>> copy) {
+        if (copy.ok()) *response->mutable_sequence() = ToProto(**copy);
+        call->End(copy.status());
+      },
+      OriginOf(caller, request->sequence_id()));
   return reactor;
 }
 

@@ -175,7 +175,8 @@ absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
   ASSIGN_OR_RETURN(const absl::Duration ttl, TtlFromProto(asked, kept_ttl));
   ASSIGN_OR_RETURN(*response.mutable_client_data(), ReadClientData(folder, manifest));
   ASSIGN_OR_RETURN(const std::shared_ptr<Sequence> sequence,
-                   engine.MakeSequence(caller.IdOf(id), model, policy, ttl));
+                   engine.MakeSequence(caller.IdOf(id), model, policy, ttl,
+                                       OriginOf(caller, request.sequence_id())));
   RETURN_IF_ERROR(
       ReadRows(folder, model->spec, manifest, engine.budget(), *cancel, [&](const Chunk& chunk) {
         const auto answered = std::make_shared<std::promise<absl::Status>>();

@@ -50,10 +50,16 @@ class StreamSet {
     if (draining_) stream->Drain();
     return absl::OkStatus();
   }
+  // The same of a stream that says no more than that its client is there.
+  void AddUncounted(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    uncounted_.insert(stream);
+    if (draining_) stream->Drain();
+  }
   // After it returns the stream is not asked any more.
   void Remove(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
-    streams_.erase(stream);
+    if (streams_.erase(stream) == 0) uncounted_.erase(stream);
   }
   int64_t count() const ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
@@ -63,10 +69,12 @@ class StreamSet {
     const MutexLock lock(mutex_);
     draining_ = true;
     for (OpenStream* stream : streams_) stream->Drain();
+    for (OpenStream* stream : uncounted_) stream->Drain();
   }
   void CheckIdle(OpenStream::Clock::time_point now) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     for (OpenStream* stream : streams_) stream->CheckIdle(now);
+    for (OpenStream* stream : uncounted_) stream->CheckIdle(now);
   }
 
  private:
@@ -74,6 +82,7 @@ class StreamSet {
   int count_max_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   std::unordered_set<OpenStream*> streams_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_set<OpenStream*> uncounted_ ABSL_GUARDED_BY(mutex_);
 };
 
 // When a client was heard of last, and how long it may be silent. Not thread-safe.

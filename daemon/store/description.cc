@@ -198,7 +198,9 @@ std::string Describe(const StoredSequence& sequence) {
   Json json = {{"id", sequence.id},
                {"model_id", sequence.model_id},
                {"policy", PolicyToJson(sequence.policy)},
-               {"create_time_ns", absl::ToUnixNanos(sequence.create_time)}};
+               {"create_time_ns", absl::ToUnixNanos(sequence.create_time)},
+               {"named", sequence.named},
+               {"client", sequence.client}};
   if (sequence.ttl != absl::InfiniteDuration()) {
     json["ttl_ns"] = absl::ToInt64Nanoseconds(sequence.ttl);
   }
@@ -226,7 +228,9 @@ absl::StatusOr<StoredSequence> ParseStoredSequence(std::string_view json) {
                           json.contains("ttl_ns")
                               ? absl::Nanoseconds(json.at("ttl_ns").get<int64_t>())
                               : absl::InfiniteDuration(),
-                          absl::FromUnixNanos(json.at("create_time_ns").get<int64_t>())};
+                          absl::FromUnixNanos(json.at("create_time_ns").get<int64_t>()),
+                          // Versions before did not say it: as then, the ttl alone counts.
+                          json.value("named", true), json.value("client", "")};
   });
 }
 

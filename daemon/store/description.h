@@ -23,6 +23,8 @@ struct StoredSequence {
   Policy policy;
   absl::Duration ttl;  // may be infinite
   absl::Time create_time;
+  bool named = true;   // whether a client chose the id
+  std::string client;  // the engine's id of who made it; may be empty
 };
 
 // JSON, which another version of the program reads as well: members by name, enums too.

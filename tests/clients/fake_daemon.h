@@ -109,10 +109,44 @@ class FakeDaemon final : public v1::AdminService::Service,
   v1::LoadSequenceRequest loaded;
   // Whether they had a deadline within a year.
   bool had_deadline = false;
+  // Whether Connect is answered; it is not implemented else.
+  bool connects = false;
+  // Streams of Connect that are open; those that are end where this is set.
+  std::atomic<int> connected_count = 0;
+  std::atomic<bool> disconnect = false;
+  // Whom the last Connect was of, and the last GetServerInfo.
+  std::string connected_id() const {
+    const std::lock_guard lock(ids_mutex_);
+    return connected_id_;
+  }
+  std::string asking_id() const {
+    const std::lock_guard lock(ids_mutex_);
+    return asking_id_;
+  }
 
  private:
-  grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*,
+  grpc::Status Connect(grpc::ServerContext* context, const v1::ConnectRequest* request,
+                       grpc::ServerWriter<v1::ConnectResponse>*) override {
+    if (!connects) return {grpc::StatusCode::UNIMPLEMENTED, ""};
+    {
+      const std::lock_guard lock(ids_mutex_);
+      connected_id_ = request->client_id();
+    }
+    ++connected_count;
+    while (!context->IsCancelled() && !disconnect) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    --connected_count;
+    return {grpc::StatusCode::UNAVAILABLE, ""};
+  }
+
+  grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest*,
                              v1::GetServerInfoResponse* response) override {
+    const auto said = context->client_metadata().find("spillway-client");
+    if (said != context->client_metadata().end()) {
+      const std::lock_guard lock(ids_mutex_);
+      asking_id_ = std::string(said->second.data(), said->second.size());
+    }
     *response = info;
     return grpc::Status::OK;
   }
@@ -231,6 +265,9 @@ class FakeDaemon final : public v1::AdminService::Service,
     return grpc::Status::OK;
   }
 
+  mutable std::mutex ids_mutex_;
+  std::string connected_id_;
+  std::string asking_id_;
   std::filesystem::path directory_;
   std::unique_ptr<grpc::Server> server_;
   int port_ = 0;

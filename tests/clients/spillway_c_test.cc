@@ -1,4 +1,5 @@
 #include <chrono>
+#include <functional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -336,6 +337,51 @@ TEST(EmbedInCTest, RefusesWhatItCannotBe) {
   EXPECT_EQ(spillway_channel_embed(twice, 2), nullptr);
   EXPECT_EQ(spillway_error(&message, &details, &size), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_STREQ(message, "device.name: named twice");
+}
+
+// Whether it comes true within a minute.
+bool Settles(const std::function<bool()>& condition) {
+  for (int wait = 0; wait < 12000 && !condition(); ++wait) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return condition();
+}
+
+// A call of GetServerInfo to its end.
+void Ask(spillway_channel* channel) {
+  spillway_call* const call =
+      spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60);
+  EXPECT_EQ(spillway_call_send(call, "", 0), 0);
+  spillway_call_send_end(call);
+  const void* message = nullptr;
+  size_t size = 0;
+  EXPECT_EQ(spillway_call_receive(call, 60, &message, &size), SPILLWAY_RECEIVED);
+  spillway_call_close(call);
+}
+
+TEST(PresenceInCTest, AChannelOfLibspillwayIsAClientOfItsOwn) {
+  FakeDaemon daemon;
+  daemon.connects = true;
+  daemon.Start();
+  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str());
+  Ask(channel);
+  EXPECT_TRUE(Settles([&] { return daemon.connected_count == 1; }));
+  EXPECT_EQ(daemon.asking_id(), daemon.connected_id());
+  spillway_channel_close(channel);
+  EXPECT_TRUE(Settles([&] { return daemon.connected_count == 0; }));
+}
+
+TEST(PresenceInCTest, AChannelOfAClientThatConnectsItselfSaysWhoseItIs) {
+  FakeDaemon daemon;
+  daemon.connects = true;
+  daemon.Start();
+  const spillway_access none = {};
+  spillway_channel* const channel =
+      spillway_channel_open_as(daemon.target().c_str(), &none, "somebody");
+  Ask(channel);
+  EXPECT_EQ(daemon.asking_id(), "somebody");
+  EXPECT_EQ(daemon.connected_count, 0);
+  spillway_channel_close(channel);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 #include "daemon/server/acceptor.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -132,6 +134,31 @@ TEST(AcceptorThreadTest, OneThatGivesNoSignIsTold) {
   const absl::Status status = acceptor.Check(absl::Milliseconds(10));
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(status.message(), "the thread that accepts connections gave no sign for 10ms");
+}
+
+// What the kernel does for a client whose host is gone.
+TEST(ListenAtTcpTest, WhatIsAcceptedEndsAfterASilence) {
+  const absl::StatusOr<TcpListeners> listeners = ListenAtTcp("127.0.0.1:0");
+  ASSERT_TRUE(listeners.ok()) << listeners.status();
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(listeners->port));
+  const Descriptor client(socket(AF_INET, SOCK_STREAM, 0));
+  ASSERT_EQ(connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  const Descriptor accepted(accept(listeners->sockets.at(0).get(), nullptr, nullptr));
+  ASSERT_TRUE(accepted.valid());
+  const auto option = [&](int level, int name) {
+    int value = -1;
+    socklen_t size = sizeof(value);
+    getsockopt(accepted.get(), level, name, &value, &size);
+    return value;
+  };
+  EXPECT_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 1);
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_KEEPIDLE), 30);
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_KEEPINTVL), 10);
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_KEEPCNT), 3);
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_USER_TIMEOUT), 120'000);
 }
 
 }  // namespace

@@ -68,6 +68,18 @@ TEST(Config, AMemoryLimitAboveTheControlGroupsIsRefused) {
   EXPECT_TRUE(Parse(Machine(24 * kGiB, 8 * kGiB), {"--memory-limit", "8GiB"}).ok());
 }
 
+TEST(Config, TheGraceOfUnnamedSequencesIsASpanOfTime) {
+  const Topology machine = Machine(24 * kGiB);
+  EXPECT_EQ(Parse(machine, {})->config.unnamed_grace_seconds, 60);
+  EXPECT_EQ(Parse(machine, {"--unnamed-grace", "0"})->config.unnamed_grace_seconds, 0);
+  EXPECT_EQ(Parse(machine, {"--unnamed-grace", "2.5"})->config.unnamed_grace_seconds, 2.5);
+  for (const char* bad : {"-1", "nan", "inf", "1e9", "soon"}) {
+    const auto line = Parse(machine, {"--unnamed-grace", bad});
+    EXPECT_TRUE(absl::IsInvalidArgument(line.status())) << bad;
+    EXPECT_THAT(std::string(line.status().message()), HasSubstr("--unnamed-grace")) << bad;
+  }
+}
+
 TEST(Config, MpsIsOffAutoOrOn) {
   const Topology machine = Machine(24 * kGiB);
   EXPECT_EQ(Parse(machine, {})->config.mps, MpsMode::kAuto);

@@ -24,6 +24,7 @@ class EngineTest : public ::testing::Test {
     arena = *Arena::Create(options, &budget);
     EngineOptions engine_options;
     engine_options.clock = [this] { return now; };
+    engine_options.unnamed_grace = absl::Seconds(60);
     engine.emplace(&device, arena.get(), &budget, std::move(engine_options));
     ModelSpec spec;
     spec.layer_count = 2;

@@ -332,7 +332,7 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   AppendResult running;
   engine->Append({busy, ChunkOf(rows, 0, 2), nullptr}, Into(&running));
   now += absl::Seconds(6);
-  EXPECT_TRUE(engine->registry().FindSequence("used").ok());
+  EXPECT_TRUE(engine->registry().UseSequence("used", nullptr).ok());
   now += absl::Seconds(6);
   EXPECT_TRUE(absl::IsNotFound(engine->registry().FindSequence("idle").status()));
   const std::vector<ExpiredSequence> expired = engine->SweepExpired();

@@ -11,6 +11,7 @@
 namespace spillway {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
@@ -71,10 +72,19 @@ TEST_F(EventLogTest, CountsWhatItLeavesOutByKind) {
   EXPECT_EQ(Lines().size(), 1u);
 }
 
-TEST_F(EventLogTest, AnExpiredSequenceSaysHowLongItWasIdle) {
-  events.Expired({"sequences/a", "models/m", 77, absl::Milliseconds(2340)});
-  EXPECT_THAT(Lines(), ElementsAre("info expired sequence=sequences/a model=models/m tokens=77 "
-                                   "idle_seconds=2.3"));
+TEST_F(EventLogTest, AnExpiredSequenceSaysWhy) {
+  using Why = ExpiredSequence::Why;
+  events.Expired({Why::kIdle, "sequences/a", "models/m", 77, absl::Milliseconds(2340)});
+  EXPECT_THAT(Lines(),
+              ElementsAre("info expired sequence=sequences/a why=\"nobody used it for its ttl\" "
+                          "model=models/m tokens=77 idle_seconds=2.3"));
+  for (int i = 0; i < 8; ++i) {
+    events.Expired({Why::kAbandoned, "sequences/b", "models/m", 5, absl::Seconds(60)});
+  }
+  EXPECT_THAT(Lines(), Each("info expired sequence=sequences/b why=\"its client is gone\" "
+                            "model=models/m tokens=5 idle_seconds=60.0"));
+  events.Flush();
+  EXPECT_THAT(Lines(), ElementsAre("info suppressed kind=\"expired its client is gone\" lines=3"));
 }
 
 TEST_F(EventLogTest, LibrariesAreNamedAndRareEnough) {

@@ -69,6 +69,29 @@ TEST_F(MetricsTest, FamiliesFollowPrometheussNames) {
   }
 }
 
+TEST_F(MetricsTest, ExpiriesAreCountedByWhy) {
+  const auto expired = [this] {
+    std::map<std::string, double> counts;
+    for (const auto& metric : Family("spillway_sequences_expired_total").metric) {
+      counts[metric.label.at(0).value] = metric.counter.value;
+    }
+    return counts;
+  };
+  const std::shared_ptr<Presence> client = engine->ClientOf("c");
+  engine->clients().Come(*client);
+  EXPECT_EQ(Value("spillway_clients"), 1);
+  NewSequence("a", absl::Seconds(10));
+  for (const char* id : {"b", "c"}) {
+    ASSERT_TRUE(
+        engine->CreateSequence(id, model, model->policy, absl::Hours(1), {false, client}).ok());
+  }
+  engine->ClientGoes(*client);
+  EXPECT_EQ(Value("spillway_clients"), 0);
+  now += absl::Seconds(60);
+  EXPECT_EQ(engine->SweepExpired().size(), 3);
+  EXPECT_EQ(expired(), (std::map<std::string, double>{{"idle", 1}, {"abandoned", 2}}));
+}
+
 TEST_F(MetricsTest, WhatIsCountedIsTold) {
   const auto sequence = NewSequence("a");
   ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());

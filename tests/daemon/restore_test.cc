@@ -44,6 +44,7 @@ class RestoreTest : public ::testing::Test {
     process->arena = *Arena::Create(options, &process->budget, {}, process->store->TakeRows());
     EngineOptions engine_options;
     engine_options.clock = [this] { return now; };
+    engine_options.unnamed_grace = absl::Seconds(60);
     engine_options.store = process->store.get();
     process->engine.emplace(&process->device, process->arena.get(), &process->budget,
                             std::move(engine_options));
@@ -278,6 +279,45 @@ TEST_F(RestoreTest, AModelThatThisBuildDoesNotKnowStopsTheStart) {
   const absl::Status status = Restore(*second).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("hash.kind is moon"));
+}
+
+// The names of what has expired.
+std::vector<std::string> Swept(Engine& engine) {
+  std::vector<std::string> names;
+  for (const ExpiredSequence& expired : engine.SweepExpired()) names.push_back(expired.name);
+  return names;
+}
+
+TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
+  auto first = Start();
+  NewModel(*first);
+  const std::shared_ptr<Presence> gone = first->engine->ClientOf("gone");
+  const std::shared_ptr<Presence> there = first->engine->ClientOf("there");
+  const auto make = [&](const std::string& id, const Origin& origin) {
+    const std::shared_ptr<Model> model = *first->engine->registry().FindModel("m");
+    const auto made =
+        first->engine->CreateSequence(id, model, model->policy, absl::InfiniteDuration(), origin);
+    EXPECT_TRUE(made.ok());
+  };
+  make("named", {true, gone});
+  make("of-gone", {false, gone});
+  make("of-there", {false, there});
+  make("of-unknown", {false, nullptr});
+  now += absl::Seconds(50);
+  first.reset();
+  now += absl::Hours(1);
+
+  auto second = Start();
+  second->device.ReleaseAll();
+  now += absl::Seconds(59);
+  EXPECT_THAT(Swept(*second->engine), ElementsAre());
+  // It calls nothing that names its sequence.
+  second->engine->clients().Come(*second->engine->ClientOf("there"));
+  now += absl::Seconds(1);
+  EXPECT_THAT(Swept(*second->engine), ElementsAre("sequences/of-gone"));
+  now += absl::Hours(10);
+  EXPECT_THAT(Swept(*second->engine), ElementsAre());
+  EXPECT_EQ(second->engine->registry().sequence_count(), 3);
 }
 
 }  // namespace

@@ -119,6 +119,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[memory]\nlimit = '99999999999999TiB'\n", "memory.limit"),
         ("[server]\nlisten = 'carrier pigeon'\n", "server.listen"),
         ("[sequences]\nttl_seconds = -3\n", "sequences.ttl_seconds"),
+        ("[sequences]\nunnamed_grace_seconds = -1\n", "sequences.unnamed_grace_seconds"),
         ("[log]\nlevel = 'loud'\n", "log.level"),
         ("[server\n", "spillwayd.toml"),
     ],

@@ -45,7 +45,15 @@ Json SequenceJson(const v1::Sequence& sequence) {
           {"row_bytes", sequence.row_bytes()},
           {"index_bytes", sequence.index_bytes()},
           {"create_time", TimeJson(sequence.has_create_time(), sequence.create_time())},
-          {"expire_time", TimeJson(sequence.has_expire_time(), sequence.expire_time())}};
+          {"expire_time", TimeJson(sequence.has_expire_time(), sequence.expire_time())},
+          {"named", sequence.named()},
+          {"abandoned", sequence.abandoned()}};
+}
+
+// What it stays for until its ttl; "nobody" where it goes before.
+std::string KeptBy(const v1::Sequence& sequence) {
+  if (sequence.named()) return "name";
+  return sequence.abandoned() ? "nobody" : "client";
 }
 
 }  // namespace
@@ -92,13 +100,13 @@ absl::Status Sequences(Client& client, const std::string& model, const CallOptio
     return absl::OkStatus();
   }
   const absl::Time now = absl::Now();
-  Table table({"SEQUENCE", "MODEL", "TOKENS", "MEMORY", "AGE", "EXPIRES IN"});
+  Table table({"SEQUENCE", "MODEL", "TOKENS", "MEMORY", "AGE", "KEPT BY", "EXPIRES IN"});
   for (const v1::Sequence& sequence : *sequences) {
     table.AddRow(
         {ShortName(sequence.name()), ShortName(sequence.model()),
          FormatCount(sequence.token_count()),
          FormatBytes(sequence.row_bytes() + sequence.index_bytes()),
-         FormatAge(now - ToTime(sequence.create_time())),
+         FormatAge(now - ToTime(sequence.create_time())), KeptBy(sequence),
          sequence.has_expire_time() ? FormatAge(ToTime(sequence.expire_time()) - now) : "never"});
   }
   table.Print(output.out);

@@ -16,12 +16,14 @@ namespace {
 // Largest piece of a weights file in one message, bytes (the API's limit).
 constexpr size_t kUploadBytesMax = size_t{2} << 20;
 
-// Makes one unary call. The request's type is named by the method.
+// Makes one unary call of the client's. The request's type is named by the method.
 template <typename Stub, typename Request, typename Response>
-absl::StatusOr<Response> Call(
-    Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-    const Request& request, absl::Duration default_timeout, const CallOptions& options) {
-  CallContext context(options.timeout.value_or(default_timeout), options.stop);
+absl::StatusOr<Response> Call(const PresenceKeeper& client, Stub& stub,
+                              grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                           Response*),
+                              const Request& request, absl::Duration default_timeout,
+                              const CallOptions& options) {
+  CallContext context(options.timeout.value_or(default_timeout), options.stop, client.client_id());
   Response response;
   grpc::Status status = (stub.*method)(context.get(), request, &response);
   if (!status.ok()) return ToAbslStatus(status);
@@ -47,6 +49,7 @@ Client::Client(std::string target, const ClientOptions& options,
                const std::shared_ptr<grpc::Channel>& channel)
     : target_(std::move(target)),
       options_(options),
+      presence_(channel),
       admin_(v1::AdminService::NewStub(channel)),
       models_(v1::ModelService::NewStub(channel)),
       sequences_(v1::SequenceService::NewStub(channel)),
@@ -77,8 +80,8 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(std::shared_ptr<grpc::Ch
 }
 
 absl::StatusOr<v1::GetServerInfoResponse> Client::GetServerInfo(const CallOptions& options) {
-  return Call(*admin_, &v1::AdminService::Stub::GetServerInfo, v1::GetServerInfoRequest(),
-              options_.call_timeout, options);
+  return Call(presence_, *admin_, &v1::AdminService::Stub::GetServerInfo,
+              v1::GetServerInfoRequest(), options_.call_timeout, options);
 }
 
 absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(const std::string& model,
@@ -87,7 +90,7 @@ absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(const std::strin
   request.set_model(model);
   absl::StatusOr<v1::GetStatisticsResponse> all;
   do {
-    auto page = Call(*admin_, &v1::AdminService::Stub::GetStatistics, request,
+    auto page = Call(presence_, *admin_, &v1::AdminService::Stub::GetStatistics, request,
                      options_.call_timeout, options);
     if (!page.ok()) return page.status();
     request.set_page_token(page->next_page_token());
@@ -107,7 +110,7 @@ absl::StatusOr<std::vector<v1::MetricFamily>> Client::GetMetrics(const CallOptio
   v1::GetStatisticsRequest request;
   request.set_page_size(1);  // of models, which nobody looks at
   request.set_include_metrics(true);
-  auto response = Call(*admin_, &v1::AdminService::Stub::GetStatistics, request,
+  auto response = Call(presence_, *admin_, &v1::AdminService::Stub::GetStatistics, request,
                        options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::vector<v1::MetricFamily>(
@@ -120,8 +123,8 @@ absl::StatusOr<v1::Model> Client::CreateModel(const std::string& id, const v1::M
   v1::CreateModelRequest request;
   request.set_model_id(id);
   *request.mutable_model() = model;
-  auto response =
-      Call(*models_, &v1::ModelService::Stub::CreateModel, request, options_.call_timeout, options);
+  auto response = Call(presence_, *models_, &v1::ModelService::Stub::CreateModel, request,
+                       options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::move(*response->mutable_model());
 }
@@ -129,8 +132,8 @@ absl::StatusOr<v1::Model> Client::CreateModel(const std::string& id, const v1::M
 absl::StatusOr<v1::Model> Client::GetModel(const std::string& name, const CallOptions& options) {
   v1::GetModelRequest request;
   request.set_name(name);
-  auto response =
-      Call(*models_, &v1::ModelService::Stub::GetModel, request, options_.call_timeout, options);
+  auto response = Call(presence_, *models_, &v1::ModelService::Stub::GetModel, request,
+                       options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::move(*response->mutable_model());
 }
@@ -139,7 +142,7 @@ absl::StatusOr<std::vector<v1::Model>> Client::ListModels(const CallOptions& opt
   std::vector<v1::Model> models;
   v1::ListModelsRequest request;
   do {
-    auto response = Call(*models_, &v1::ModelService::Stub::ListModels, request,
+    auto response = Call(presence_, *models_, &v1::ModelService::Stub::ListModels, request,
                          options_.call_timeout, options);
     if (!response.ok()) return response.status();
     std::move(response->mutable_models()->begin(), response->mutable_models()->end(),
@@ -152,14 +155,15 @@ absl::StatusOr<std::vector<v1::Model>> Client::ListModels(const CallOptions& opt
 absl::Status Client::DeleteModel(const std::string& name, const CallOptions& options) {
   v1::DeleteModelRequest request;
   request.set_name(name);
-  return Call(*models_, &v1::ModelService::Stub::DeleteModel, request, options_.call_timeout,
-              options)
+  return Call(presence_, *models_, &v1::ModelService::Stub::DeleteModel, request,
+              options_.call_timeout, options)
       .status();
 }
 
 absl::StatusOr<v1::Model> Client::UploadHashWeights(const std::string& name, std::string_view file,
                                                     const CallOptions& options) {
-  CallContext context(options.timeout.value_or(absl::InfiniteDuration()), options.stop);
+  CallContext context(options.timeout.value_or(absl::InfiniteDuration()), options.stop,
+                      presence_.client_id());
   v1::UploadHashWeightsResponse response;
   auto writer = models_->UploadHashWeights(context.get(), &response);
   v1::UploadHashWeightsRequest request;
@@ -184,7 +188,7 @@ absl::StatusOr<v1::Sequence> Client::CreateSequence(const std::string& id,
   v1::CreateSequenceRequest request;
   request.set_sequence_id(id);
   *request.mutable_sequence() = sequence;
-  auto response = Call(*sequences_, &v1::SequenceService::Stub::CreateSequence, request,
+  auto response = Call(presence_, *sequences_, &v1::SequenceService::Stub::CreateSequence, request,
                        options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::move(*response->mutable_sequence());
@@ -194,7 +198,7 @@ absl::StatusOr<v1::Sequence> Client::GetSequence(const std::string& name,
                                                  const CallOptions& options) {
   v1::GetSequenceRequest request;
   request.set_name(name);
-  auto response = Call(*sequences_, &v1::SequenceService::Stub::GetSequence, request,
+  auto response = Call(presence_, *sequences_, &v1::SequenceService::Stub::GetSequence, request,
                        options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::move(*response->mutable_sequence());
@@ -206,7 +210,7 @@ absl::StatusOr<std::vector<v1::Sequence>> Client::ListSequences(const std::strin
   v1::ListSequencesRequest request;
   request.set_model(model);
   do {
-    auto response = Call(*sequences_, &v1::SequenceService::Stub::ListSequences, request,
+    auto response = Call(presence_, *sequences_, &v1::SequenceService::Stub::ListSequences, request,
                          options_.call_timeout, options);
     if (!response.ok()) return response.status();
     std::move(response->mutable_sequences()->begin(), response->mutable_sequences()->end(),
@@ -221,7 +225,7 @@ absl::StatusOr<v1::Sequence> Client::ForkSequence(const std::string& name, const
   v1::ForkSequenceRequest request;
   request.set_name(name);
   request.set_sequence_id(id);
-  auto response = Call(*sequences_, &v1::SequenceService::Stub::ForkSequence, request,
+  auto response = Call(presence_, *sequences_, &v1::SequenceService::Stub::ForkSequence, request,
                        options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::move(*response->mutable_sequence());
@@ -232,8 +236,8 @@ absl::StatusOr<v1::Sequence> Client::TruncateSequence(const std::string& name, i
   v1::TruncateSequenceRequest request;
   request.set_name(name);
   request.set_token_count(token_count);
-  auto response = Call(*sequences_, &v1::SequenceService::Stub::TruncateSequence, request,
-                       options_.call_timeout, options);
+  auto response = Call(presence_, *sequences_, &v1::SequenceService::Stub::TruncateSequence,
+                       request, options_.call_timeout, options);
   if (!response.ok()) return response.status();
   return std::move(*response->mutable_sequence());
 }
@@ -246,7 +250,7 @@ absl::StatusOr<v1::SaveSequenceResponse> Client::SaveSequence(const std::string&
   request.set_name(name);
   request.set_folder(folder);
   request.set_client_data(client_data);
-  return Call(*sequences_, &v1::SequenceService::Stub::SaveSequence, request,
+  return Call(presence_, *sequences_, &v1::SequenceService::Stub::SaveSequence, request,
               absl::InfiniteDuration(), options);
 }
 
@@ -258,14 +262,14 @@ absl::StatusOr<v1::LoadSequenceResponse> Client::LoadSequence(const std::string&
   request.set_folder(folder);
   request.set_sequence_id(id);
   *request.mutable_sequence() = sequence;
-  return Call(*sequences_, &v1::SequenceService::Stub::LoadSequence, request,
+  return Call(presence_, *sequences_, &v1::SequenceService::Stub::LoadSequence, request,
               absl::InfiniteDuration(), options);
 }
 
 absl::Status Client::DeleteSequence(const std::string& name, const CallOptions& options) {
   v1::DeleteSequenceRequest request;
   request.set_name(name);
-  return Call(*sequences_, &v1::SequenceService::Stub::DeleteSequence, request,
+  return Call(presence_, *sequences_, &v1::SequenceService::Stub::DeleteSequence, request,
               options_.call_timeout, options)
       .status();
 }
@@ -274,7 +278,8 @@ absl::StatusOr<v1::AppendResponse> Client::Append(const KvRows& rows, const Call
   absl::StatusOr<KvChunker> chunker =
       KvChunker::Create(rows, server_info_.limits().message_bytes_max());
   if (!chunker.ok()) return chunker.status();
-  CallContext context(options.timeout.value_or(absl::InfiniteDuration()), options.stop);
+  CallContext context(options.timeout.value_or(absl::InfiniteDuration()), options.stop,
+                      presence_.client_id());
   v1::AppendResponse response;
   auto writer = attention_->Append(context.get(), &response);
   v1::AppendRequest request;
@@ -289,27 +294,28 @@ absl::StatusOr<v1::AppendResponse> Client::Append(const KvRows& rows, const Call
 
 absl::StatusOr<v1::AttendResponse> Client::Attend(const v1::AttendRequest& request,
                                                   const CallOptions& options) {
-  return Call(*attention_, &v1::AttentionService::Stub::Attend, request, options_.call_timeout,
-              options);
+  return Call(presence_, *attention_, &v1::AttentionService::Stub::Attend, request,
+              options_.call_timeout, options);
 }
 
 std::unique_ptr<DecodeStream> Client::OpenDecode(const CallOptions& options) {
   return std::make_unique<DecodeStream>(
       std::make_unique<CallContext>(options.timeout.value_or(absl::InfiniteDuration()),
-                                    options.stop),
+                                    options.stop, presence_.client_id()),
       *attention_);
 }
 
 absl::StatusOr<v1::SelectResponse> Client::Select(const v1::SelectRequest& request,
                                                   const CallOptions& options) {
-  return Call(*attention_, &v1::AttentionService::Stub::Select, request, options_.call_timeout,
-              options);
+  return Call(presence_, *attention_, &v1::AttentionService::Stub::Select, request,
+              options_.call_timeout, options);
 }
 
 absl::Status Client::FetchPages(const v1::FetchPagesRequest& request,
                                 absl::FunctionRef<absl::Status(v1::FetchPagesResponse)> on_rows,
                                 const CallOptions& options) {
-  CallContext context(options.timeout.value_or(absl::InfiniteDuration()), options.stop);
+  CallContext context(options.timeout.value_or(absl::InfiniteDuration()), options.stop,
+                      presence_.client_id());
   auto reader = attention_->FetchPages(context.get(), request);
   v1::FetchPagesResponse response;
   while (reader->Read(&response)) {

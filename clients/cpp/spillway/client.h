@@ -23,6 +23,7 @@
 #include "spillway/access.h"
 #include "spillway/decode_stream.h"
 #include "spillway/kv_chunker.h"
+#include "spillway/presence.h"
 #include "spillway/v1/admin_service.grpc.pb.h"
 #include "spillway/v1/attention_service.grpc.pb.h"
 #include "spillway/v1/model_service.grpc.pb.h"
@@ -49,7 +50,9 @@ struct CallOptions {
 };
 
 // One connection to a daemon. Thread-safe: calls may run at the same time on
-// one client. It must outlive the streams that it opened.
+// one client. It must outlive the streams that it opened. Sequences that it made without an id,
+// and that no other client uses, go a while after it does (the daemon's
+// sequences.unnamed_grace_seconds).
 class Client {
  public:
   // The major version of the API and daemon that this client speaks.
@@ -161,6 +164,7 @@ class Client {
 
   const std::string target_;
   const ClientOptions options_;
+  const PresenceKeeper presence_;
   const std::unique_ptr<v1::AdminService::Stub> admin_;
   const std::unique_ptr<v1::ModelService::Stub> models_;
   const std::unique_ptr<v1::SequenceService::Stub> sequences_;

@@ -117,7 +117,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (
         ("error", number, (pointer, pointer, pointer)),
-        ("channel_open_with", pointer, (text, pointer)),
+        ("channel_open_as", pointer, (text, pointer, text)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
         ("call_open", pointer, (pointer, text, seconds)),
@@ -155,7 +155,12 @@ class NativeChannel:
     """
 
     def __init__(
-        self, loaded: ctypes.CDLL, target: str, settings: Mapping[str, str], access: Access
+        self,
+        loaded: ctypes.CDLL,
+        target: str,
+        settings: Mapping[str, str],
+        access: Access,
+        client_id: str = "",
     ) -> None:
         """Opens it.
 
@@ -164,6 +169,8 @@ class NativeChannel:
             target: gRPC target of a daemon; `EMBEDDED` for an engine.
             settings: Of the engine, by the names of the daemon's settings file.
             access: To the daemon.
+            client_id: Of the client whose calls of the daemon these are, which says itself
+                that it is there.
 
         Raises:
             SpillwayError: The engine was refused, or a file of the access.
@@ -177,8 +184,8 @@ class NativeChannel:
             )
         else:
             texts = [part.encode() for part in (access.ca, access.cert, access.key, access.token)]
-            handle = loaded.spillway_channel_open_with(
-                target.encode(), (ctypes.c_char_p * len(texts))(*texts)
+            handle = loaded.spillway_channel_open_as(
+                target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
             )
         self._handle = self._checked(handle)
         # An engine goes before the library's own at exit; a channel is nothing
@@ -364,6 +371,7 @@ class NativeChannel:
         requests: Any,
         timeout: float | None = None,
         *,
+        metadata: None = None,
         single: bool,
     ) -> _Responses:
         """Makes a call with a stream of responses."""
@@ -377,6 +385,7 @@ class NativeChannel:
         requests: Any,
         timeout: float | None = None,
         *,
+        metadata: None = None,
         single: bool,
     ) -> Any:
         """Makes a call with one response."""

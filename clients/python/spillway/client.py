@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import partial
@@ -40,6 +41,7 @@ from spillway.errors import (
 )
 from spillway.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway.policy import Policy
+from spillway.presence import Presence
 from spillway.regions import GpuRegion, Region, Regions
 from spillway.restart import Restarts
 from spillway.results import (
@@ -113,9 +115,25 @@ class Client:
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
         # Carries decode streams, and everything to an engine in this process.
-        self._native = None if library is None else NativeChannel(library, target, settings, access)
-        self._channel: Any = self._native if embedded else _grpcio_channel(target, access)
-        self._stubs = _Stubs(self._channel)
+        self._native: NativeChannel | None = None
+        # None for an engine in this process, which goes with it.
+        self._presence: Presence | None = None
+        if embedded:
+            assert library is not None
+            self._native = NativeChannel(library, target, settings, access)
+            self._channel: Any = self._native
+            self._stubs = _Stubs(self._channel)
+        else:
+            self._channel = _grpcio_channel(target, access)
+            self._stubs = _Stubs(self._channel)
+            self._presence = Presence(self._stubs.sequences.Connect)
+            # Of a client that nobody closes.
+            weakref.finalize(self, self._presence.close)
+            if library is not None:
+                self._native = NativeChannel(
+                    library, target, settings, access, self._presence.client_id
+                )
+        self._metadata = None if self._presence is None else self._presence.metadata
         self._regions = Regions(self)
         self._restarts = Restarts(self, resume_seconds)
         try:
@@ -155,10 +173,13 @@ class Client:
     def close(self) -> None:
         """Closes the connection.
 
-        Sequences stay in a daemon until their ttl; an embedded engine goes with
-        everything it holds.
+        Sequences stay in a daemon, those that were named (`sequence_id`) until their ttl, and
+        others for a minute (the daemon's `sequences.unnamed_grace_seconds`) unless another
+        client uses them. An embedded engine goes with everything it holds.
         """
         self._regions.close()
+        if self._presence is not None:
+            self._presence.close()
         self._channel.close()
         if self._native is not None:
             self._native.close()
@@ -234,7 +255,9 @@ class Client:
         """
         limit = self._timeout if timeout is None else timeout
         try:
-            return method(request, timeout=None if math.isinf(limit) else limit)
+            return method(
+                request, timeout=None if math.isinf(limit) else limit, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
@@ -244,7 +267,8 @@ class Client:
 
     def _stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
         """Calls a method with a stream of responses; cancels it when abandoned."""
-        call = method(request, timeout=self._timeout if timeout is None else timeout)
+        limit = self._timeout if timeout is None else timeout
+        call = method(request, timeout=limit, metadata=self._metadata)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -396,7 +420,8 @@ class Client:
 
         Args:
             model: The model.
-            sequence_id: The id to use; empty: the daemon chooses.
+            sequence_id: The id to use; empty: the daemon chooses, and the sequence goes a
+                minute after the last client that uses it (`close`).
             policy: Overrides the model's default policy, field by field.
             ttl: Idle time after which it is deleted, seconds or a timedelta;
                 every call that names it renews it. 0 never; None is an hour.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
@@ -48,11 +48,13 @@ class _GrpcioStream:
 
     name = "grpcio"
 
-    def __init__(self, stubs: Any, timeout: float | None) -> None:
+    def __init__(self, client: Client, timeout: float | None) -> None:
         self._requests: queue.SimpleQueue[attention_service_pb2.DecodeRequest | None] = (
             queue.SimpleQueue()
         )
-        self._responses = stubs.attention.Decode(iter(self._requests.get, None), timeout=timeout)
+        self._responses = client._stubs.attention.Decode(
+            iter(self._requests.get, None), timeout=timeout, metadata=client._metadata
+        )
 
     def send(self, request: attention_service_pb2.DecodeRequest) -> None:
         """Sends a message; that the stream has ended is for `receive` to tell."""
@@ -115,7 +117,7 @@ class DecodeStream:
     def _opened(self) -> _GrpcioStream | _NativeStream:
         client = self._client
         if client._native is None:
-            return _GrpcioStream(client._stubs, self._timeout)
+            return _GrpcioStream(client, self._timeout)
         return _NativeStream(client._native.open(_METHOD, self._timeout), client.transport)
 
     def _resume(self, error: Unavailable | Cancelled) -> None:

@@ -96,6 +96,8 @@ class SequenceInfo:
         row_bytes: Bytes of the pages that hold its rows.
         index_bytes: Bytes of the pages that hold its codes.
         expire_time: When it goes if nothing renews it, None for never.
+        named: Whether a client chose its id; then it stays until its ttl.
+        abandoned: Whether it is not named and every client that used it is gone.
     """
 
     name: str
@@ -107,6 +109,8 @@ class SequenceInfo:
     row_bytes: int
     index_bytes: int
     expire_time: datetime.datetime | None
+    named: bool
+    abandoned: bool
 
     @classmethod
     def from_proto(cls, message: sequence_service_pb2.Sequence) -> SequenceInfo:
@@ -124,6 +128,8 @@ class SequenceInfo:
             row_bytes=message.row_bytes,
             index_bytes=message.index_bytes,
             expire_time=expires,
+            named=message.named,
+            abandoned=message.abandoned,
         )
 
 

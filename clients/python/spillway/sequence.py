@@ -193,6 +193,25 @@ class Sequence:
         self._learn(message)
         return SequenceInfo.from_proto(message)
 
+    def keep(self) -> SequenceInfo:
+        """Keeps the sequence until its ttl, whether its clients are there or not.
+
+        For one that was not named when it was made and that shall be found by its name later;
+        where the daemon restarts in between, a client must take it up within the grace time.
+
+        Raises:
+            NotFound: It was deleted or has expired.
+        """
+        request = sequence_service_pb2.GetSequenceRequest(name=self.name)
+        get = self._client._stubs.sequences.GetSequence
+
+        def unsigned(request: Any, **options: Any) -> Any:
+            # A client that does not say who it is never goes.
+            return get(request, **{**options, "metadata": None})
+
+        message = self._call(unsigned, request).sequence
+        return SequenceInfo.from_proto(message)
+
     def append(
         self, layer: int, start: int | None, k: Array, v: Array, *, timeout: float | None = None
     ) -> AppendResult:

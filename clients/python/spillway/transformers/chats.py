@@ -296,6 +296,9 @@ class Chats:
             if len(set(row.sequence.layer_token_counts)) > 1:
                 row.sequence.truncate(row.sequence.token_count)
         store.keeps = keep
+        if keep:
+            for handle in handles:
+                handle.keep()
         if tokens is not None:
             made.note_tokens(tokens)
             made._texts.cut(made.length)
@@ -311,7 +314,7 @@ class Chats:
         self._check_all_in_daemon()
         store = self._shared.store
         store.suspend()
-        names = tuple(row.sequence.name for row in store.rows)
+        names = tuple(row.sequence.keep().name for row in store.rows)
         store.abandon()
         store.rows = []
         self._set_length(0)

@@ -1,0 +1,116 @@
+#include "spillway/presence.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "grpcpp/client_context.h"
+#include "grpcpp/completion_queue.h"
+#include "spillway/v1/sequence_service.grpc.pb.h"
+
+namespace spillway {
+namespace {
+
+constexpr std::chrono::seconds kLookInterval{1};
+// Looks between two attempts while a daemon refuses them.
+constexpr int kPauseMax = 8;
+
+// 128 bits that nobody else has.
+std::string NewId() {
+  std::random_device random;
+  std::string id;
+  for (int i = 0; i < 4; ++i) absl::StrAppend(&id, absl::Hex(random(), absl::kZeroPad8));
+  return id;
+}
+
+}  // namespace
+
+// One stream.
+class PresenceKeeper::Connection {
+ public:
+  Connection(const std::shared_ptr<grpc::Channel>& channel, const std::string& client_id)
+      : stub_(v1::SequenceService::NewStub(channel)) {
+    // A daemon that restarts is waited for.
+    context_.set_wait_for_ready(true);
+    v1::ConnectRequest request;
+    request.set_client_id(client_id);
+    stream_ = stub_->AsyncConnect(&context_, request, &queue_, Tag(Event::kStarted));
+  }
+  ~Connection() {
+    context_.TryCancel();
+    queue_.Shutdown();
+    void* tag;
+    bool ok;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+
+  // How the stream ended, if it has. Does not wait.
+  std::optional<grpc::StatusCode> Look() {
+    void* tag;
+    bool ok;
+    while (queue_.AsyncNext(&tag, &ok, std::chrono::system_clock::time_point()) ==
+           grpc::CompletionQueue::GOT_EVENT) {
+      if (tag == Tag(Event::kEnded)) return status_.error_code();
+      stream_->Finish(&status_, Tag(Event::kEnded));
+    }
+    return std::nullopt;
+  }
+
+ private:
+  enum class Event : intptr_t { kStarted = 1, kEnded };
+  static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
+
+  const std::unique_ptr<v1::SequenceService::Stub> stub_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  grpc::Status status_;
+  std::unique_ptr<grpc::ClientAsyncReader<v1::ConnectResponse>> stream_;
+};
+
+PresenceKeeper::PresenceKeeper(std::shared_ptr<grpc::Channel> channel)
+    : channel_(std::move(channel)),
+      client_id_(NewId()),
+      connection_(std::make_unique<Connection>(channel_, client_id_)),
+      thread_([this] { Run(); }) {}
+
+PresenceKeeper::~PresenceKeeper() {
+  {
+    const MutexLock lock(mutex_);
+    stopped_ = true;
+  }
+  wake_.NotifyOne();
+  thread_.join();
+}
+
+void PresenceKeeper::Run() {
+  int lived = 0;  // looks since the stream was opened
+  int pause = 1;  // looks before the next is
+  MutexLock lock(mutex_);
+  for (;;) {
+    const auto next = std::chrono::steady_clock::now() + kLookInterval;
+    while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
+    }
+    if (stopped_) return;
+    ++lived;
+    if (connection_ == nullptr) {
+      if (lived >= pause) {
+        connection_ = std::make_unique<Connection>(channel_, client_id_);
+        lived = 0;
+      }
+      continue;
+    }
+    const std::optional<grpc::StatusCode> ended = connection_->Look();
+    if (!ended) continue;
+    // A daemon of before this call keeps all sequences until their ttl.
+    if (*ended == grpc::StatusCode::UNIMPLEMENTED) return;
+    pause = lived > pause ? 1 : std::min(2 * pause, kPauseMax);
+    lived = 0;
+    connection_.reset();
+  }
+}
+
+}  // namespace spillway
