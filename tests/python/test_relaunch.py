@@ -115,7 +115,7 @@ def test_a_daemon_that_waits_for_its_gpu_can_be_stopped(tmp_path: Path) -> None:
     started = threading.Thread(target=lambda: pytest.raises(RuntimeError, each.start))
     started.start()
     wait_for(log, "device_not_back")
-    each.end()
+    os.kill(each.pid, signal.SIGTERM)
     started.join()
     assert "stopped signal=SIGTERM" in log.read_text()
 

@@ -238,6 +238,7 @@ class DecodeStream:
             try:
                 response = self._stream.receive()
                 if response is not None:
+                    self._restart_count = 0
                     return response
                 raise Unavailable("the daemon ended the stream with steps in flight")
             except BROKEN as error:

@@ -19,6 +19,8 @@ BROKEN = (Unavailable, Cancelled)
 # Restarts that one call survives: what ends the daemon each time is perhaps the call.
 _RESTARTS_MAX = 5
 _WAIT_SECONDS_MIN, _WAIT_SECONDS_MAX = 0.02, 0.5
+# A connection that found no daemon waits up to a second until it looks again, and fails meanwhile.
+_RECONNECT_SECONDS = 0.5
 
 
 class Restarts:
@@ -66,8 +68,11 @@ class Restarts:
                 pause = min(2 * pause, _WAIT_SECONDS_MAX)
         if now.store_id != before.store_id:
             raise error
-        if now.boot_id == before.boot_id and isinstance(error, Cancelled):
-            raise error
-        if now.boot_id != before.boot_id:
+        if now.boot_id == before.boot_id:
+            if isinstance(error, Cancelled):
+                raise error
+            # Another connection than the one that asked is there already.
+            time.sleep(_RECONNECT_SECONDS)
+        else:
             self._client.server_info = now
             self._client._regions.forget()
