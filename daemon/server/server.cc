@@ -274,7 +274,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   builder.SetMaxSendMessageSize(kMessageBytesMax);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, config.stream_count_max);
   grpc::ResourceQuota quota("spillwayd");
+  // Requests that wait hold gRPC's own memory, which is charged to the messages' share: a quota
+  // that they can fill would have connections closed in place of calls refused.
   quota.Resize(static_cast<size_t>(
+      MemoryBudget::MessageShare(config.memory_limit_bytes) +
       std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
   builder.SetResourceQuota(quota);
   builder.experimental().SetInterceptorCreators(CallInterceptors(impl->calls));

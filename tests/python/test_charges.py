@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,11 @@ def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
         attend: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
         truncate: Any = channel.unary_unary(SERVICE + "SequenceService/TruncateSequence")
         attends = [attend.future(busy, timeout=120) for _ in range(4)]
-        waiting = [
-            truncate.future(wait.SerializeToString() + padding, timeout=120) for _ in range(60)
-        ]
+        waiting = []
+        for _ in range(60):
+            waiting.append(truncate.future(wait.SerializeToString() + padding, timeout=120))
+            # Those that are on their way at once are gRPC's to bound, which closes connections.
+            time.sleep(0.05)
         errors = [call.exception(timeout=120) for call in waiting]
         refusals = [error_from_rpc(error) for error in errors if error is not None]
         # Messages have 32 MiB.
