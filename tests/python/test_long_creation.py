@@ -70,8 +70,8 @@ def starts(client: Client) -> bool:
 
 
 def leaves_nothing(client: Client) -> bool:
-    """Whether the work ends, and nothing is created."""
-    return settles(lambda: used_bytes(client) == 0) and list(client.list_models()) == []
+    """Whether the work ends, and nothing is created: the client itself takes some memory."""
+    return settles(lambda: used_bytes(client) < 1 << 14) and list(client.list_models()) == []
 
 
 @pytest.mark.parametrize("request_", [LONG, PROJECTIONS], ids=["rotations", "projections"])
