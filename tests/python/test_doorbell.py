@@ -380,7 +380,7 @@ def test_a_hundred_cuts(client: Client) -> None:
     told = []
     for cut_count in (0, 100):
         sequence = client.create_sequence(model)
-        arguments = [client.target, sequence.name, str(cut_count), "150", "5"]
+        arguments = [client.target, sequence.name, str(cut_count), "250", "5"]
         command = [sys.executable, runner.__file__, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
