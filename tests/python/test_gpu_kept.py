@@ -84,8 +84,8 @@ def check(client: spillway.Client, arena: Path, lengths: tuple[int, int]) -> Non
         np.testing.assert_array_equal(as_floats(v), -expected.numpy())
 
 
-@pytest.mark.parametrize("way", ["killed", "finished"])
-def test_steps_of_an_embedded_engine(way: str) -> None:
+def check_next_engine(way: str, lengths: tuple[int, int]) -> None:
+    """What an embedded engine that is killed leaves for the next one."""
     with folder_in_memory() as arena:
         done = run("embedded:", arena, way, 0)
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -95,7 +95,12 @@ def test_steps_of_an_embedded_engine(way: str) -> None:
             "device.name": "cuda:0",
         }
         with spillway.connect("embedded:", settings=settings) as client:
-            check(client, arena, (3000 + STEPS, 3000 + STEPS))
+            check(client, arena, lengths)
+
+
+@pytest.mark.parametrize("way", ["killed", "finished"])
+def test_steps_of_an_embedded_engine(way: str) -> None:
+    check_next_engine(way, (3000 + STEPS, 3000 + STEPS))
 
 
 def test_steps_of_a_daemon(tmp_path: Path) -> None:
@@ -109,16 +114,7 @@ def test_steps_of_a_daemon(tmp_path: Path) -> None:
 
 
 def test_a_step_that_failed_covers_nothing() -> None:
-    with folder_in_memory() as arena:
-        done = run("embedded:", arena, "bad", 0)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        settings = {
-            "memory.limit": "512MiB",
-            "memory.arena_directory": str(arena),
-            "device.name": "cuda:0",
-        }
-        with spillway.connect("embedded:", settings=settings) as client:
-            check(client, arena, (3000 + STEPS, 3000 + STEPS - 1))
+    check_next_engine("bad", (3000 + STEPS, 3000 + STEPS - 1))
 
 
 def test_generation_on_the_gpu_goes_on(tmp_path: Path) -> None:
