@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from spillway.client import Client
 
 
-# In a row that one step survives.
-_RESTARTS_MAX = 5
 _METHOD = "/spillway.v1.AttentionService/Decode"
 _RESPONSE = attention_service_pb2.DecodeResponse
 
@@ -109,7 +107,7 @@ class DecodeStream:
         self._client = client
         self._timeout = timeout
         self._stream = self._opened()
-        self._restart_count = 0
+        self._breaks = client._restarts.breaks()
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
         self._closed = False
@@ -122,10 +120,9 @@ class DecodeStream:
 
     def _resume(self, error: Unavailable | Cancelled) -> None:
         """Sends what is in flight again, once the daemon is there. Raises `error` if it is not."""
-        self._restart_count += 1
-        if self._timeout is not None or self._restart_count > _RESTARTS_MAX:
+        if self._timeout is not None:
             raise error
-        self._client._restarts.wait(error)
+        self._breaks.wait(error)
         self._stream.cancel()
         self._stream = self._opened()
         for pending in self._pending.values():
@@ -223,7 +220,6 @@ class DecodeStream:
             for step in self._pending.values():
                 step.sequence._forget()
             raise
-        self._restart_count = 0
         pending = self._pending.pop(response.correlation_id)
         if response.result.status.code:
             if pending.appends:
@@ -238,7 +234,7 @@ class DecodeStream:
             try:
                 response = self._stream.receive()
                 if response is not None:
-                    self._restart_count = 0
+                    self._breaks.clear()
                     return response
                 raise Unavailable("the daemon ended the stream with steps in flight")
             except BROKEN as error:

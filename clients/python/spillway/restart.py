@@ -32,20 +32,28 @@ class Restarts:
     """
 
     def __init__(self, client: Client, seconds: float) -> None:
+        """`seconds`: how long a restart may take."""
         self._client = client
-        self._seconds = seconds
+        self.seconds = seconds
 
     def again(self, call: Callable[[], T]) -> T:
         """Calls, and where a restart broke that calls again. For what may be done twice."""
-        for _ in range(_RESTARTS_MAX):
+        breaks = self.breaks()
+        while True:
             try:
                 return call()
             except BROKEN as error:
-                self.wait(error)
-        return call()
+                breaks.wait(error)
 
-    def wait(self, error: Unavailable | Cancelled) -> None:
+    def breaks(self) -> Breaks:
+        """For what calls again by itself: the breaks of one call, or of one stream."""
+        return Breaks(self)
+
+    def wait(self, error: Unavailable | Cancelled) -> bool:
         """Returns when the daemon answers, with the store that it had.
+
+        Returns:
+            Whether it is another process than before.
 
         Raises:
             SpillwayError: `error`, where it has no store, has another one now, or does not
@@ -53,9 +61,9 @@ class Restarts:
                 cancelled.
         """
         before = self._client.server_info
-        if not before.store_id or self._seconds <= 0:
+        if not before.store_id or self.seconds <= 0:
             raise error
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + self.seconds
         pause = _WAIT_SECONDS_MIN
         while True:
             try:
@@ -73,6 +81,42 @@ class Restarts:
                 raise error
             # Another connection than the one that asked is there already.
             time.sleep(_RECONNECT_SECONDS)
-        else:
-            self._client.server_info = now
-            self._client._regions.forget()
+            return False
+        self._client.server_info = now
+        self._client._regions.forget()
+        return True
+
+
+class Breaks:
+    """How often restarts broke one call, and how long its connection has found no daemon.
+
+    A connection may find none for some time after another one of the same client has. For one
+    thread.
+    """
+
+    def __init__(self, restarts: Restarts) -> None:
+        self._restarts = restarts
+        self.clear()
+
+    def clear(self) -> None:
+        """The call was answered."""
+        self._restart_count = 0
+        self._end: float | None = None
+
+    def wait(self, error: Unavailable | Cancelled) -> None:
+        """Returns when it may be called again.
+
+        Raises:
+            SpillwayError: `error`, where `Restarts.wait` raises it, after too many restarts, and
+                where the daemon answers others but not this call for as long as a restart may take.
+        """
+        now = time.monotonic()
+        if self._end is not None and now > self._end:
+            raise error
+        if self._restart_count == _RESTARTS_MAX:
+            raise error
+        if self._restarts.wait(error):
+            self._restart_count += 1
+            self._end = None
+        elif self._end is None:
+            self._end = now + self._restarts.seconds
