@@ -220,9 +220,11 @@ const std::vector<Setting>& Settings() {
       Live(Integer("server.open_stream_count_max", "--open-stream-count-max",
                    "streams (appends, decodes, fetches, uploads) of all connections at once",
                    &Config::open_stream_count_max, 1, 1 << 20)),
-      Live(Seconds("server.stream_idle_seconds", "--stream-idle",
-                   "seconds that the client of an append or an upload may be silent, 0: for ever",
-                   &Config::stream_idle_seconds, 86400)),
+      Live(Seconds(
+          "server.stream_idle_seconds", "--stream-idle",
+          "seconds that the client of an append or an upload may be silent, and that of a fetch "
+          "read nothing, 0: for ever",
+          &Config::stream_idle_seconds, 86400)),
       Live(Integer("server.decode_in_flight_max", "--decode-in-flight-max",
                    "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1,
                    1024)),

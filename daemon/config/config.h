@@ -85,8 +85,8 @@ struct Config {
   int stream_count_max = 256;
   // Append, Decode, Fetch and upload streams of all connections at once.
   int open_stream_count_max = 4096;
-  // How long the client of an Append or an upload may be silent; 0: for ever. Decode streams may
-  // always: a runner's waits for the next request.
+  // How long the client of an Append or an upload may be silent, and that of a FetchPages read
+  // nothing; 0: for ever. Decode streams may always: a runner's waits for the next request.
   double stream_idle_seconds = 300;
   // Messages of one Decode stream in flight.
   int decode_in_flight_max = 32;

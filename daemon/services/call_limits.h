@@ -29,7 +29,8 @@ class CallLimits {
     const double seconds = ttl_seconds_;
     return seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
   }
-  // How long the client of an Append or an upload may be silent; 0: for ever.
+  // How long the client of an Append or an upload may be silent, and that of a FetchPages read
+  // nothing; 0: for ever.
   std::chrono::duration<double> stream_idle_max() const {
     return std::chrono::duration<double>(stream_idle_seconds_);
   }

@@ -1,5 +1,7 @@
 #include "daemon/services/fetch_stream.h"
 
+#include <grpc/grpc.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -26,9 +28,13 @@ constexpr int64_t kRowExtraBytes = 9;
 
 }  // namespace
 
-FetchStream::FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
+FetchStream::FetchStream(const ServiceContext& services, grpc::CallbackServerContext& context,
                          Caller caller, const absl::StatusOr<const v1::FetchPagesRequest*>& request)
-    : services_(services), caller_(std::move(caller)), cancel_(MakeCancelToken(context)) {
+    : services_(services),
+      context_(context),
+      caller_(std::move(caller)),
+      cancel_(MakeCancelToken(context)),
+      idle_(services.limits.stream_idle_max()) {
   absl::Status status = services_.streams.Add(this);
   if (status.ok()) status = request.ok() ? Start(**request) : request.status();
   if (!status.ok()) Finish(services_.status.ToGrpc(status));
@@ -184,12 +190,43 @@ void FetchStream::WriteNext() {
     FillTensor(std::vector<float>(count, 0.0f), DType::kF32, {count}, log_weights);
   }
   row_ += count;
+  {
+    const MutexLock lock(mutex_);
+    idle_.Renew();
+    writing_ = true;
+  }
   StartWrite(&response_);
 }
 
 void FetchStream::OnWriteDone(bool ok) {
+  grpc::Status cut_off;
+  {
+    const MutexLock lock(mutex_);
+    writing_ = false;
+    cut_off = cut_off_;
+  }
+  if (!cut_off.ok()) return Finish(cut_off);
   if (ok) return WriteNext();
   Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone"));
+}
+
+void FetchStream::CheckIdle(Clock::time_point now) {
+  std::string message;
+  std::optional<LayerRows> rows;
+  {
+    const MutexLock lock(mutex_);
+    const absl::Status status = writing_ ? idle_.CheckReader(now) : absl::OkStatus();
+    if (status.ok()) return;
+    writing_ = false;
+    cut_off_ = services_.status.ToGrpc(status);
+    message = cut_off_.error_message();
+    // While a write is under way nobody else looks at them. It may last: a process that is stopped
+    // does not even take the status, and what is in its connection waits for it.
+    rows.swap(rows_);
+  }
+  // Finish would send its status after what the client does not read. This sends one before it,
+  // and has the write fail. The stream is there until the set of streams has let go of it.
+  grpc_call_cancel_with_status(context_.c_call(), GRPC_STATUS_ABORTED, message.c_str(), nullptr);
 }
 
 }  // namespace spillway

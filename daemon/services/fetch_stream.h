@@ -3,24 +3,28 @@
 #include <memory>
 #include <optional>
 
+#include "absl/base/thread_annotations.h"
 #include "daemon/convert/tensor.h"
 #include "daemon/services/call.h"
 #include "daemon/services/fetch_choice.h"
+#include "host/base/mutex.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
 
 // One FetchPages: the rows are chosen and shared in the sequence's turn, then
 // streamed at the client's pace, or written where it wants them, while the
-// sequence goes on. A request that could not be opened ends it with its error.
+// sequence goes on. A request that could not be opened ends it with its error, and a client that
+// reads nothing for too long is cut off.
 class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse>,
                           public OpenStream {
  public:
-  FetchStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-              Caller caller, const absl::StatusOr<const v1::FetchPagesRequest*>& request);
+  FetchStream(const ServiceContext& services, grpc::CallbackServerContext& context, Caller caller,
+              const absl::StatusOr<const v1::FetchPagesRequest*>& request);
 
  private:
-  void OnWriteDone(bool ok) override;
+  void OnWriteDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void CheckIdle(Clock::time_point now) override ABSL_LOCKS_EXCLUDED(mutex_);
   void OnCancel() override { cancel_->Cancel(); }
   void OnDone() override;
 
@@ -32,9 +36,10 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   // Has the device write the rows to the targets, and ends the call.
   void CopyRows(SharedRows shared);
   // Writes the next rows, or ends the call.
-  void WriteNext();
+  void WriteNext() ABSL_LOCKS_EXCLUDED(mutex_);
 
   const ServiceContext& services_;
+  grpc::CallbackServerContext& context_;
   const Caller caller_;
   const std::shared_ptr<CancelToken> cancel_;
   std::shared_ptr<Model> model_;
@@ -49,6 +54,11 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   std::optional<FetchWork> work_;
   MemoryReservation reservation_;
   v1::FetchPagesResponse response_;
+
+  Mutex mutex_;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;  // a write waits for the client
+  IdleTime idle_ ABSL_GUARDED_BY(mutex_);
+  grpc::Status cut_off_ ABSL_GUARDED_BY(mutex_);  // why, where it was
 };
 
 }  // namespace spillway

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <unordered_set>
 
 #include "absl/base/thread_annotations.h"
@@ -85,7 +86,8 @@ class StreamSet {
   std::unordered_set<OpenStream*> uncounted_ ABSL_GUARDED_BY(mutex_);
 };
 
-// When a client was heard of last, and how long it may be silent. Not thread-safe.
+// When a client was heard of last, or has read last, and for how long it may do neither. Not
+// thread-safe.
 class IdleTime {
  public:
   // max: 0 for ever.
@@ -94,14 +96,26 @@ class IdleTime {
   void Renew() { last_ = OpenStream::Clock::now(); }
   // ABORTED, reason STREAM_IDLE, where it has been silent for too long.
   absl::Status Check(OpenStream::Clock::time_point now) const {
-    if (max_.count() == 0 || now - last_ <= max_) return absl::OkStatus();
-    return WithReason(
-        absl::AbortedError(absl::StrCat("the stream had no message for ", max_.count(),
-                                        " seconds, the longest that a client may be silent")),
-        "STREAM_IDLE", {{"stream_idle_seconds", absl::StrCat(max_.count())}});
+    return Within(now) ? absl::OkStatus()
+                       : Idle(absl::StrCat("the stream had no message for ", max_.count(),
+                                           " seconds, the longest that a client may be silent"));
+  }
+  // The same where it is the client that should read.
+  absl::Status CheckReader(OpenStream::Clock::time_point now) const {
+    return Within(now) ? absl::OkStatus()
+                       : Idle(absl::StrCat("the client has read nothing for ", max_.count(),
+                                           " seconds, the longest that it may"));
   }
 
  private:
+  bool Within(OpenStream::Clock::time_point now) const {
+    return max_.count() == 0 || now - last_ <= max_;
+  }
+  absl::Status Idle(const std::string& message) const {
+    return WithReason(absl::AbortedError(message), "STREAM_IDLE",
+                      {{"stream_idle_seconds", absl::StrCat(max_.count())}});
+  }
+
   const std::chrono::duration<double> max_;
   OpenStream::Clock::time_point last_;
 };

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,6 +216,86 @@ def test_a_silent_append_ends_and_a_decode_stream_stays(
     assert next(answers).result.status.code == grpc.StatusCode.NOT_FOUND.value[0]
     decodes.end()
     assert list(answers) == []
+
+
+def everything_of(sequence: str, count: int) -> attention.FetchPagesRequest:
+    """Asks for every row of its first layer."""
+    request = attention.FetchPagesRequest()
+    request.item.sequence = sequence
+    request.tokens.count = count
+    return request
+
+
+@pytest.fixture
+def long_sequence(client: Client) -> Iterator[tuple[spillway.Sequence, int]]:
+    """32 MiB of rows in one layer, more than any connection takes, and how many tokens that is."""
+    model = client.create_model(
+        layer_count=1, query_head_count=2, kv_head_count=2, head_dim=128, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    token_count = 32 * MIB // (2 * 2 * 128 * 4)
+    rows = np.zeros((2, token_count, 128), np.float32)
+    sequence.append(0, 0, rows, rows)
+    yield sequence, token_count
+    delete_model(client, model)
+
+
+def fetching(channel: grpc.Channel) -> Any:
+    """The call, with messages."""
+    return channel.unary_stream(
+        SERVICE + "AttentionService/FetchPages",
+        request_serializer=attention.FetchPagesRequest.SerializeToString,
+        response_deserializer=attention.FetchPagesResponse.FromString,
+    )
+
+
+def test_a_fetch_that_is_not_read_ends(
+    client: Client, channel: grpc.Channel, long_sequence: tuple[spillway.Sequence, int]
+) -> None:
+    sequence, token_count = long_sequence
+    fetch = fetching(channel)
+    before = client.statistics().memory.used_bytes
+    pages = fetch(everything_of(sequence.name, token_count), timeout=120)
+    assert next(pages).kv_head == 0
+    assert client.statistics().memory.used_bytes > before
+    # Others are served while it waits, and what it held comes back when it ends.
+    assert settles(lambda: client.statistics().memory.used_bytes == before)
+    error = refused(lambda: list(pages))
+    assert error.code == "ABORTED"
+    assert "the client has read nothing for 2 seconds" in error.message
+    # Whoever reads has all of it.
+    read = fetch(everything_of(sequence.name, token_count), timeout=60)
+    assert sum(page.indices.shape[0] for page in read) == 2 * token_count
+
+
+def test_rows_are_not_kept_for_a_process_that_is_stopped(
+    client: Client, target: str, long_sequence: tuple[spillway.Sequence, int]
+) -> None:
+    sequence, token_count = long_sequence
+    script = f"""
+import grpc
+from test_charges import everything_of, fetching
+with grpc.insecure_channel({target!r}) as channel:
+    pages = fetching(channel)(everything_of({sequence.name!r}, {token_count}), timeout=300)
+    next(pages)
+    print("begun", flush=True)
+    list(pages)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(signal.SIGSTOP)
+        sequence.delete()
+        assert settles(lambda: client.statistics().memory.row_bytes == 0)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_most_streams(client: Client, channel: grpc.Channel) -> None:
