@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos soak setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package gpu-test clean
+.PHONY: help chaos soak setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package container-test gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -20,7 +20,7 @@ configure = @test -f build/$(1)/build.ninja || cmake --preset $(1)
 CPP_FILES = $(shell git ls-files -- "*.c" "*.cc" "*.h" "*.cu" "*.cuh")
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## system packages from Debian's archive
 	@scripts/setup.sh
@@ -116,6 +116,9 @@ package: setup ## Debian package and relocatable archive in build/package
 	cpack --config build/release/CPackConfig.cmake -B $(CURDIR)/build/package
 	rm -rf build/package/_CPack_Packages
 	scripts/check_package.sh
+
+container-test: build venv ## the image of the daemon, built and run by podman; FULL=1 compiles in it too
+	JOBS=$(JOBS) scripts/container-test.sh $(if $(FULL),full)
 
 gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached by VIA='ssh host'
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
