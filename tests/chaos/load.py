@@ -4,11 +4,13 @@
 
 TARGET may be `embedded:`, TRANSPORT `native` or `grpcio`. Each round begins and ends with nothing
 of its own in the daemon. A line is printed after each: the number of rounds, and the wrong answers
-so far. The end of its input ends it.
+so far. The end of its input ends it. What was freed goes back to the system every few rounds:
+glibc keeps some of it for each of a process's many threads, more and more for hours.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import select
 import sys
@@ -18,6 +20,8 @@ import spillway
 
 from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows
 from chaos.writer import queries
+
+ROUNDS_BETWEEN_TRIMS = 20
 
 
 def write(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> int:
@@ -91,10 +95,13 @@ def main() -> None:
     """Works until standard input ends."""
     target, seed, transport = sys.argv[1:]
     tally = Tally()
+    libc = ctypes.CDLL(None)
     number = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         work(target, int(seed), number, transport == "native", tally)
         number += 1
+        if number % ROUNDS_BETWEEN_TRIMS == 0:
+            libc.malloc_trim(0)
         print(json.dumps({"rounds": number, "wrong": tally.wrong_answers[:10]}), flush=True)
 
 
