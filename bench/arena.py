@@ -4,7 +4,8 @@ For each kind of memory an engine in a process of its own appends one sequence, 
 to it, and is killed. Where the rows lie in a folder, a second process goes on with them:
 `restored` is from the start of the engine until the first attend is answered, which gives
 what it answered before. Kinds take turns, several rounds; medians are printed, with the
-smallest and the largest.
+smallest and the largest. On the CPU, `encode_gb_s` is the rate of the encoder alone
+(bench/cpu/encode_bench.cc), and `of_encode` what codes are made anew at, of that.
 
     python bench/arena.py run --device cpu --tokens 131072 --folder /dev/shm
 """
@@ -111,6 +112,12 @@ def work(*arguments: str) -> dict[str, Any]:
     return result
 
 
+def encode_rate(bench: Path) -> float:
+    """GB of rows a second that the CPU's encoder alone makes codes of."""
+    done = subprocess.run([bench], stdout=subprocess.PIPE, check=True)
+    return float(json.loads(done.stdout)["gb_s"])
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -133,6 +140,8 @@ def run(
         "/dev/shm"
     ],
     rounds: Annotated[int, typer.Option()] = 3,
+    encode_bench: Annotated[Path, typer.Option(help="of the release build")] = ROOT
+    / "build/release/bench/cpu/encode_cpu_bench",
     output: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Measures all kinds of memory in turn."""
@@ -151,6 +160,9 @@ def run(
                 found = work("fill", *common, arena)
                 again = work("restore", *common, arena)
                 assert found.pop("out") == again.pop("out"), "another answer after the restart"
+                if device == "cpu":
+                    again["encode_gb_s"] = encode_rate(encode_bench)
+                    again["of_encode"] = again["codes_gb_s"] / again["encode_gb_s"]
                 results[kind].append(found | again)
     for kind, found_all in results.items():
         print(kind)
