@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,7 +21,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Names the markers."""
+    """Names the markers, and lets daemons reload: under nohup they would inherit no SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line(
         "markers",
         "transports(*names): runs with a client of each. grpcio, libspillway: of the session's "
