@@ -21,6 +21,10 @@ void List(Sequence& sequence) {
 void Unlist(Sequence& sequence) {
   if (sequence.record != nullptr) sequence.record->Unlist();
 }
+// That somebody has used it who never goes. What is listed has its record.
+void Keep(Sequence& sequence) {
+  if (sequence.record != nullptr) sequence.record->Mark();
+}
 
 // The first items after `after` that pass.
 template <typename T, typename Pass>
@@ -173,6 +177,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::UseSequence(
   absl::StatusOr<std::shared_ptr<Sequence>> sequence = Find(id, now);
   if (!sequence.ok()) return sequence;
   (*sequence)->Use(client);
+  if (client == nullptr) Keep(**sequence);
   (*sequence)->Renew(now);
   return sequence;
 }

@@ -145,6 +145,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence descripti
   auto sequence = std::make_shared<Sequence>(
       description.id, model, accounts_.Of(NamespaceOf(description.id)), description.policy,
       description.ttl, description.create_time, origin, options_.unnamed_grace);
+  if (record->marked()) sequence->Use(nullptr);
   sequence->record = std::move(record);
   sequence->generation = sequence->record->generation();
   sequence->rows.reserve(model->spec.layer_count);

@@ -10,6 +10,8 @@ namespace spillway {
 namespace {
 
 constexpr int kCountMax = 1 << 20;  // layers, KV heads: more is no sequence
+// Versions before left here what the record's memory had held, which this is not.
+constexpr uint32_t kMarked = 0xb5e1c0d7;
 
 }  // namespace
 
@@ -20,7 +22,7 @@ struct SequenceRecord::Root {
   uint32_t layer_count;
   uint32_t kv_head_count;
   uint32_t first_layer;
-  uint32_t unused;
+  std::atomic<uint32_t> mark;
   std::atomic<uint64_t> generation;
   // Where they differ, layers beyond cut_token_count are about to be cut.
   std::atomic<uint64_t> next_generation;
@@ -40,6 +42,7 @@ absl::StatusOr<std::unique_ptr<SequenceRecord>> SequenceRecord::Create(RecordFil
   root.description_bytes = static_cast<uint32_t>(description.size());
   root.layer_count = static_cast<uint32_t>(layer_count);
   root.kv_head_count = static_cast<uint32_t>(kv_head_count);
+  root.mark.store(0, std::memory_order_relaxed);
   root.generation.store(0, std::memory_order_relaxed);
   root.next_generation.store(0, std::memory_order_relaxed);
   ASSIGN_OR_RETURN(root.description, file->WriteBytes(description));
@@ -124,6 +127,12 @@ void SequenceRecord::List() {
 
 void SequenceRecord::Unlist() {
   file_->At(root_).kind.store(static_cast<uint32_t>(RecordKind::kPart), std::memory_order_release);
+}
+
+void SequenceRecord::Mark() { root().mark.store(kMarked, std::memory_order_release); }
+
+bool SequenceRecord::marked() const {
+  return root().mark.load(std::memory_order_relaxed) == kMarked;
 }
 
 int64_t SequenceRecord::generation() const {

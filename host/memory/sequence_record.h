@@ -45,6 +45,10 @@ class SequenceRecord {
   // Stays where it is.
   LayerRecord& layer(int layer) { return layers_[layer]; }
 
+  // Marks it, for good; what that means is the caller's. Files of before know no mark.
+  void Mark();
+  bool marked() const;
+
   int64_t generation() const;
   // Cuts all layers at once for who opens the file later: between the two calls the caller cuts
   // those that are longer. EndCut() sets the generation.

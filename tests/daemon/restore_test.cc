@@ -303,6 +303,8 @@ TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
   make("of-gone", {false, gone});
   make("of-there", {false, there});
   make("of-unknown", {false, nullptr});
+  make("kept", {false, gone});
+  ASSERT_TRUE(first->engine->registry().UseSequence("kept", nullptr).ok());
   now += absl::Seconds(50);
   first.reset();
   now += absl::Hours(1);
@@ -317,7 +319,15 @@ TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
   EXPECT_THAT(Swept(*second->engine), ElementsAre("sequences/of-gone"));
   now += absl::Hours(10);
   EXPECT_THAT(Swept(*second->engine), ElementsAre());
-  EXPECT_EQ(second->engine->registry().sequence_count(), 3);
+  EXPECT_EQ(second->engine->registry().sequence_count(), 4);
+  second.reset();
+
+  // What was kept stays so, for every process to come.
+  auto third = Start();
+  third->device.ReleaseAll();
+  now += absl::Hours(10);
+  EXPECT_THAT(Swept(*third->engine), ElementsAre("sequences/of-there"));
+  EXPECT_EQ(third->engine->registry().sequence_count(), 3);
 }
 
 }  // namespace

@@ -200,7 +200,8 @@ def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bo
             model = gone.create_model("m", **SHAPES)
             left = gone.create_sequence(model).name
             gone.create_sequence(model, "named")
-            kept = there.create_sequence(model).name
+            used = there.create_sequence(model).name
+            kept = gone.create_sequence(model).keep().name
         if killed:
             each.kill()
         else:
@@ -209,10 +210,10 @@ def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bo
         each.start()
         # By a client that uses none of them; the other says nothing but that it is there.
         with spillway.connect(each.target) as looking:
-            assert names(looking) >= {kept, "sequences/named"}
+            assert names(looking) >= {used, kept, "sequences/named"}
             wait_for(lambda: left not in names(looking))
             grace_passes()
-            assert names(looking) == {kept, "sequences/named"}
+            assert names(looking) == {used, kept, "sequences/named"}
 
 
 def test_of_an_embedded_engine_the_next_process_is_another_client(tmp_path: Path) -> None:

@@ -196,8 +196,9 @@ class Sequence:
     def keep(self) -> SequenceInfo:
         """Keeps the sequence until its ttl, whether its clients are there or not.
 
-        For one that was not named when it was made and that shall be found by its name later;
-        where the daemon restarts in between, a client must take it up within the grace time.
+        For one that was not named when it was made and that shall be found by its name later,
+        also where the daemon restarts in between. Of an embedded engine, whose only client is its
+        process, it changes nothing: the next process must take it up within the grace time.
 
         Raises:
             NotFound: It was deleted or has expired.

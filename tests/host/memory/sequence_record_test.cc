@@ -176,6 +176,43 @@ TEST_F(RecordTest, AListedSequenceIsFoundAsItWasAndAnUnlistedOneIsNot) {
   EXPECT_EQ(record.layer(2).PageIndex(1, 199), 2399u);
 }
 
+TEST_F(RecordTest, AMarkStaysAndWhatMemoryHeldIsNone) {
+  {
+    auto file = OpenNew();
+    // As if others had written where its records come to lie.
+    std::vector<RecordIndex> used;
+    for (int i = 0; i < 8; ++i) {
+      used.push_back(*file->Allocate());
+      std::memset(file->At(used.back()).payload, 0xFF, sizeof(Record::payload));
+    }
+    for (const RecordIndex index : used) file->Free(index);
+    auto record = *SequenceRecord::Create(file.get(), "s", 1, 1);
+    EXPECT_FALSE(record->marked());
+    record->List();
+    Kill(std::move(record));
+  }
+  {
+    auto file = *Open();
+    auto found = TheSequence(*file);
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_FALSE(found->record->marked());
+    found->record->Mark();
+    EXPECT_TRUE(found->record->marked());
+    Kill(std::move(found->record));
+  }
+  auto file = *Open();
+  auto found = TheSequence(*file);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_TRUE(found->record->marked());
+  // Versions before left there whatever the memory had held.
+  RecordIndex root = file->Find(RecordKind::kSequence)[0];
+  for (const unsigned char left : {0x00, 0x20, 0xFF}) {
+    constexpr size_t kMarkOffset = 20;
+    std::memset(file->At(root).payload + kMarkOffset, left, sizeof(uint32_t));
+    EXPECT_FALSE(found->record->marked()) << int{left};
+  }
+}
+
 TEST_F(RecordTest, ACutIsOfAllLayersAtOnce) {
   {
     auto file = OpenNew();
