@@ -146,6 +146,7 @@ void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
   }
   EngineCounters& counters = engine_->counters_;
   counters.attend_device.Note(job->device_time_us / 1e6);
+  counters.attend_stages.Note(job->stages);
   counters.attend.Note(std::chrono::duration<double>(Clock::now() - asked_).count());
   outcome.job = std::move(job);
   End(std::move(outcome));

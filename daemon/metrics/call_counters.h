@@ -35,7 +35,7 @@ struct MethodCounters {
   const bool is_work;
   std::atomic<int64_t> open_count{0};             // unary calls that have not ended
   std::array<std::atomic<int64_t>, 17> counts{};  // by code, absl::StatusCode
-  SecondsDistribution seconds{kSecondsBounds};    // to the answer; of a stream to its end
+  SecondsDistribution seconds;                    // to the answer; of a stream to its end
 };
 
 // Counts one call, from its making on.

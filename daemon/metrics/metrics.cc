@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "host/device/queue_waits.h"
 
 namespace spillway {
 namespace {
@@ -154,6 +155,13 @@ void AddWork(const Engine& engine, Families& families) {
   families.Values(counters.attend);
   families.Histogram("spillway_attend_device_seconds", "Device time of a layer's attends.");
   families.Values(counters.attend_device);
+  families.Histogram("spillway_attend_stage_seconds",
+                     "Stages of a layer's attends on a CPU: append and dense of the whole, the "
+                     "others of one query and KV head.");
+  for (size_t i = 0; i < kJobStageNames.size(); ++i) {
+    families.Values(counters.attend_stages.Of(static_cast<JobStage>(i)),
+                    {{"stage", kJobStageNames[i]}});
+  }
   families.Counter("spillway_certificates_total",
                    "Certificates by kind of promise, one per attend and query head.");
   families.Value(work.exact_count, {{"promise", "exact"}});
@@ -195,9 +203,20 @@ void AddDevices(const Engine& engine, const PastLosses& losses, Families& famili
   for (const DeviceWatch::State& state : states) {
     families.Value(state.lost ? 1.0 : 0.0, {{"device", state.name}});
   }
+  const std::vector<const Device*> parts = engine.device().parts();
+  families.Histogram("spillway_device_queue_seconds",
+                     "Wait of jobs in a device's queue until it began them: decode steps, and "
+                     "long ones, which are all others.");
+  for (const Device* part : parts) {
+    const QueueWaits* const waits = part->queue_waits();
+    if (waits == nullptr) continue;
+    for (const JobKind kind : kJobKinds) {
+      families.Values(waits->Of(kind), {{"device", part->info().name},
+                                        {"kind", kind == JobKind::kStep ? "step" : "long"}});
+    }
+  }
   families.Gauge("spillway_device_memory_limit_bytes",
                  "Memory of a GPU that codes and workspaces may take.");
-  const std::vector<const Device*> parts = engine.device().parts();
   for (const Device* part : parts) {
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       families.Value(memory->limit_bytes, {{"device", part->info().name}});

@@ -22,6 +22,7 @@
 #include "host/base/mutex.h"
 #include "host/base/status_macros.h"
 #include "host/device/job_queue.h"
+#include "host/device/queue_waits.h"
 #include "tbb/task_arena.h"
 
 namespace spillway {
@@ -36,7 +37,6 @@ using cuda::StreamSlot;
 // Jobs of a kind on the GPU at once; more wait their turn. Two, so that the rows of one
 // cross the link while the other is scored.
 constexpr int kSlotsOfKind = 2;
-constexpr JobKind kJobKinds[] = {JobKind::kStep, JobKind::kLong};
 constexpr int kStreamSlotCount = kSlotsOfKind * static_cast<int>(std::size(kJobKinds));
 // What the units of one wave take of a stream slot's workspace.
 constexpr int64_t kWaveBytes = int64_t{1} << 30;
@@ -74,6 +74,7 @@ class CudaDevice final : public Device {
   }
 
   const DeviceInfo& info() const override { return info_; }
+  const QueueWaits* queue_waits() const override { return &queue_waits_; }
 
   // Once an error has corrupted the context every call returns it.
   absl::Status CheckUsable() const override {
@@ -232,6 +233,7 @@ class CudaDevice final : public Device {
   std::vector<std::unique_ptr<StreamSlot>> slots_;
   std::unique_ptr<cuda::RowFetcher> fetcher_;
   std::unique_ptr<cuda::SharedHeap> shared_;
+  QueueWaits queue_waits_;
 
   Mutex mutex_;
   CondVar changed_;
@@ -342,6 +344,7 @@ void CudaDevice::StartWaiting() {
 
 void CudaDevice::Start(JobBatch batch, JobKind kind, StreamSlot* slot) {
   Running running{std::move(batch), kind, slot, {}, nullptr, absl::OkStatus()};
+  running.batch.Begin();
   Job& job = running.batch.job();
   for (const JobItem& item : job.items) {
     running.uses.push_back(static_cast<CudaSequence&>(*item.sequence).Use());
@@ -449,7 +452,10 @@ void CudaDevice::End(Running running) {
     }
   }
   StartWaiting();
-  for (QueuedJob& part : parts) part.done(std::move(part.job));
+  for (QueuedJob& part : parts) {
+    queue_waits_.Note(*part.job);
+    part.done(std::move(part.job));
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "host/cpu/cpu_state.h"
+#include "host/cpu/stage_clock.h"
 #include "host/cpu/workspace.h"
 #include "host/device/device.h"
 #include "host/device/job_loops.h"
@@ -63,7 +64,8 @@ absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const flo
 absl::Status AttendDense(const AttendContext& context, int64_t query_begin, int64_t query_end);
 
 // Selection, sampling and attention of one query and one KV head; fills that
-// part of the result.
-absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head);
+// part of the result. clock: told of the stages; null: none.
+absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head,
+                          StageClock* clock = nullptr);
 
 }  // namespace spillway

@@ -2,6 +2,7 @@
 
 #include <tbb/global_control.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -14,12 +15,14 @@
 #include "host/cpu/attend_context.h"
 #include "host/cpu/cpu_state.h"
 #include "host/cpu/kernels.h"
+#include "host/cpu/stage_clock.h"
 #include "host/cpu/worker_pinning.h"
 #include "host/cpu/workspace.h"
 #include "host/device/append_rows.h"
 #include "host/device/job_loops.h"
 #include "host/device/job_queue.h"
 #include "host/device/job_work.h"
+#include "host/device/queue_waits.h"
 #include "host/device/results.h"
 #include "host/device/short_jobs.h"
 #include "host/device/turns.h"
@@ -47,6 +50,7 @@ class CpuDevice final : public Device {
   }
 
   const DeviceInfo& info() const override { return info_; }
+  const QueueWaits* queue_waits() const override { return &queue_waits_; }
 
   // The CPU reads host memory as it is.
   absl::Status RegisterMemory(std::span<std::byte>) override { return absl::OkStatus(); }
@@ -101,6 +105,7 @@ class CpuDevice final : public Device {
   // returns, one of less in the caller's thread alone: to wake a worker and be
   // told costs more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
+    const Clock::time_point submitted = Clock::now();
     const int64_t bytes = RowBytes(*job);
     if (!ShortJobs::Paused() && ((bytes <= kMomentBytes && !Rebuilds(*job)) || job->waited_for)) {
       {
@@ -108,7 +113,7 @@ class CpuDevice final : public Device {
         if (KindOf(*job) == JobKind::kStep) turn.emplace(TurnsOf(bytes), job->owner);
         const auto run = [&] {
           const ShortJobs::CallersThread callers;
-          Run(*job);
+          Run(*job, submitted);
         };
         if (bytes <= kSerialBytes) {
           const SerialScope serial;
@@ -121,17 +126,20 @@ class CpuDevice final : public Device {
     }
     const int64_t owner = job->owner;
     const int64_t work = Work(*job);
-    short_jobs_->Push({owner, work,
-                       [this, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
-                        done = std::move(done)] {
-                         Run(**job);
-                         done(std::move(*job));
-                       }});
+    short_jobs_->Push(
+        {owner, work,
+         [this, submitted, job = std::make_shared<std::unique_ptr<Job>>(std::move(job)),
+          done = std::move(done)] {
+           Run(**job, submitted);
+           done(std::move(*job));
+         }});
     // What it finds nothing to do for may come when the device is gone.
     workers_.enqueue([short_jobs = short_jobs_] { short_jobs->RunNext(); });
   }
 
  private:
+  using Clock = StageClock::Clock;
+
   // Callers that may serve jobs of their own beside the workers: without a
   // place for them they would wait for the end of a long job.
   static constexpr int kCallerCount = 16;
@@ -159,20 +167,28 @@ class CpuDevice final : public Device {
     return turns_[at];
   }
 
-  void Run(Job& job) {
-    const auto start = std::chrono::steady_clock::now();
+  void Run(Job& job, Clock::time_point submitted) {
+    using Microseconds = std::chrono::duration<double, std::micro>;
+    const Clock::time_point start = Clock::now();
+    job.queue_time_us = Microseconds(start - submitted).count();
+    queue_waits_.Note(job);
+    StageClock clock;
+    clock.Begin(start);
     // A thread that waits for its own job takes no other one's tasks.
     Isolated([&] {
       auto& model = static_cast<CpuModel&>(*job.model);
       const JobLoops loops(short_jobs_.get(), Work(job));
+      bool appends = false;
       for (JobItem& item : job.items) {
-        if (item.append.has_value()) Append(model, job.layer, item, loops);
+        if (!item.append.has_value()) continue;
+        Append(model, job.layer, item, loops);
+        appends = true;
       }
-      Attend(model, job, loops);
+      if (appends) clock.End(JobStage::kAppend);
+      Attend(model, job, loops, clock);
     });
-    const std::chrono::duration<double, std::micro> spent =
-        std::chrono::steady_clock::now() - start;
-    job.device_time_us = spent.count();
+    job.device_time_us = Microseconds(Clock::now() - start).count();
+    job.stages = clock.times();
   }
 
   static void Append(const CpuModel& model, int layer, JobItem& item, const JobLoops& loops) {
@@ -186,7 +202,7 @@ class CpuDevice final : public Device {
 
   // Every (item, query, KV head) of the job that is sparse is one unit of one
   // parallel loop; dense items are parallel in themselves.
-  void Attend(const CpuModel& model, Job& job, const JobLoops& loops) {
+  void Attend(const CpuModel& model, Job& job, const JobLoops& loops, StageClock& clock) {
     struct Unit {
       size_t item;
       int64_t query;
@@ -194,6 +210,7 @@ class CpuDevice final : public Device {
     };
     std::vector<AttendContext> contexts(job.items.size());
     std::vector<Unit> units;
+    bool dense = false;
     for (size_t i = 0; i < job.items.size(); ++i) {
       JobItem& item = job.items[i];
       if (!item.attend.has_value() || !item.status.ok()) continue;
@@ -213,15 +230,26 @@ class CpuDevice final : public Device {
           model.spec(), *item.attend, job.layer,
           [&](int64_t begin, int64_t end) {
             if (item.status.ok()) item.status = AttendDense(c, begin, end);
+            dense = true;
           },
           [&](int64_t t) {
             for (int h = 0; h < model.spec().kv_head_count; ++h) units.push_back({i, t, h});
           });
     }
+    if (dense) clock.End(JobStage::kDense);
+    // Only one is timed, of the longest: each looks at the clock a dozen times.
+    const auto visible = [&](const Unit& unit) {
+      return contexts[unit.item].attend->visible[unit.query];
+    };
+    const int64_t timed =
+        std::max_element(units.begin(), units.end(),
+                         [&](const Unit& a, const Unit& b) { return visible(a) < visible(b); }) -
+        units.begin();
     std::vector<absl::Status> statuses(units.size());
     loops.Run(static_cast<int64_t>(units.size()), [&](int64_t u) {
       if (!job.items[units[u].item].status.ok()) return;
-      statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head);
+      statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head,
+                                 u == timed ? &clock : nullptr);
     });
     for (size_t u = 0; u < units.size(); ++u) job.items[units[u].item].status.Update(statuses[u]);
     for (JobItem& item : job.items) {
@@ -243,6 +271,7 @@ class CpuDevice final : public Device {
   // or whom the system favours would be served more often.
   std::deque<Turns> turns_;
   DeviceInfo info_;
+  QueueWaits queue_waits_;
 };
 
 }  // namespace

@@ -23,8 +23,9 @@ namespace {
 
 class SparseAttend {
  public:
-  SparseAttend(const AttendContext& context, int64_t query, int kv_head)
+  SparseAttend(const AttendContext& context, int64_t query, int kv_head, StageClock* clock)
       : c_(context),
+        clock_(clock),
         policy_(context.attend->policy),
         query_(query),
         kv_head_(kv_head),
@@ -74,7 +75,12 @@ class SparseAttend {
   void WriteOutput();
   void WriteSelection();
 
+  void End(JobStage stage) {
+    if (clock_ != nullptr) clock_->End(stage);
+  }
+
   const AttendContext& c_;
+  StageClock* const clock_;
   const Policy& policy_;
   const int64_t query_;
   const int kv_head_;
@@ -185,6 +191,7 @@ absl::Status SparseAttend::Draw(TailSampler& sampler, Judge judge) {
     tokens = sampler.Draw({draw_.drawn_threshold, strata}, {draw_.threshold, strata});
     for (size_t h = 0; h < strata; ++h) counts[h] = static_cast<int64_t>(tokens[h].size());
   } while (judge(counts, draw_) == DrawVerdict::kDrawAgain);
+  End(JobStage::kSample);
   std::vector<absl::Status> statuses(strata);
   ParallelFor(size_t{0}, strata, [&](size_t h) {
     statuses[h] = FoldTokens(c_, kv_head_, q_, values_, tokens[h], tail_[h]);
@@ -195,6 +202,7 @@ absl::Status SparseAttend::Draw(TailSampler& sampler, Judge judge) {
     draw_.drawn[h] += counts[h];
     draw_.drawn_threshold[h] = draw_.threshold[h];
   }
+  End(JobStage::kFold);
   return absl::OkStatus();
 }
 
@@ -301,31 +309,38 @@ void SparseAttend::WriteSelection() {
 absl::Status SparseAttend::Run() {
   const std::unique_ptr<KeyScorer> scorer = MakeScorer(keys_);
   RETURN_IF_ERROR(scores_.Score(*scorer));
+  End(JobStage::kScore);
   TakeHeavy(*scorer);
   CutTail();
+  End(JobStage::kCut);
   std::vector<uint32_t> always(policy_.sink_token_count);
   std::iota(always.begin(), always.end(), 0u);
   always.insert(always.end(), heavy_.begin(), heavy_.end());
   for (int64_t t = keys_.end; t < n_; ++t) always.push_back(static_cast<uint32_t>(t));
   RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, always, exact_));
+  End(JobStage::kFold);
   if (strata_.size() > 0) {
     RETURN_IF_ERROR(SampleTail());
+    End(JobStage::kSample);
   } else if (const CpuMethod* method = FindCpuMethod(terms_.tail); method != nullptr) {
     RETURN_IF_ERROR(AddTailOf(*method));
   }
   if (estimates_.empty()) EstimateHeads();
   WriteOutput();
   if (c_.attend->select_only) WriteSelection();
+  End(JobStage::kFold);
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head) {
+absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head,
+                          StageClock* clock) {
   RETURN_IF_ERROR(context.Pause());
+  if (clock != nullptr) clock->Begin();
   // Workers that wait for a part of this unit must not start another unit:
   // each holds a workspace.
-  return Isolated([&] { return SparseAttend(context, query, kv_head).Run(); });
+  return Isolated([&] { return SparseAttend(context, query, kv_head, clock).Run(); });
 }
 
 }  // namespace spillway

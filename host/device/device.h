@@ -23,6 +23,7 @@
 
 namespace spillway {
 
+class QueueWaits;
 class StreamStep;
 struct StreamStepOptions;
 
@@ -161,11 +162,13 @@ struct Job {
   // The thread that submits it waits for it: a device that computes on the CPU
   // had better do so there.
   bool waited_for = false;
-  double device_time_us = 0;  // filled
-  // For benchmarks: the time of each stage, which makes a job slower. A device
-  // that cannot tell leaves it empty.
+  double queue_time_us = 0;   // filled: from Submit until the device began
+  double device_time_us = 0;  // filled: from then on
+  // For benchmarks: asks a GPU for the time of each stage, which makes a job slower.
   bool trace = false;
-  std::vector<StageTime> stages;  // filled
+  // Filled. By a GPU only where trace asks for it. By a CPU always (host/device/job_stage.h): of
+  // all appends and dense attends, and of one query and KV head of the longest sparse attend.
+  std::vector<StageTime> stages;
 };
 
 // Computes codes, selections and attention over rows in host memory. Shared
@@ -182,6 +185,8 @@ class Device {
   // The devices that sequences live on: this one, or each of those that this
   // one stands for. Their info() and memory() are each one's own.
   virtual std::vector<const Device*> parts() const { return {this}; }
+  // How long jobs waited for it. Null: it has no queue of its own, but parts may have.
+  virtual const QueueWaits* queue_waits() const { return nullptr; }
   // OK, or why nothing that the device is asked for can succeed in this process any more: it is
   // gone, or an error of CUDA's has taken the process's use of it. Takes a moment. Of a device
   // that stands for several each part says it for itself.

@@ -56,6 +56,14 @@ JobBatch::JobBatch(std::vector<QueuedJob> parts) : parts_(std::move(parts)) {
   }
 }
 
+void JobBatch::Begin() {
+  const auto now = std::chrono::steady_clock::now();
+  for (QueuedJob& part : parts_) {
+    part.job->queue_time_us =
+        std::chrono::duration<double, std::micro>(now - part.submitted).count();
+  }
+}
+
 std::vector<QueuedJob> JobBatch::Split() {
   if (joined_ != nullptr) {
     auto item = joined_->items.begin();

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <array>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -16,6 +19,7 @@ enum class JobKind {
   kStep,  // of decoding: every item attends, with a few queries, and appends no more tokens
   kLong,  // all else: it may take a thousand times as long
 };
+inline constexpr std::array<JobKind, 2> kJobKinds = {JobKind::kStep, JobKind::kLong};
 JobKind KindOf(const Job& job);
 
 // A job that waits for its turn, and whom to tell when it was served.
@@ -24,6 +28,7 @@ struct QueuedJob {
   Device::Completion done;
   // Not to be joined with others.
   bool alone = false;
+  std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
 };
 
 // Jobs that are served as one: the items of all, in their order. Each part is as good
@@ -36,6 +41,8 @@ class JobBatch {
 
   Job& job() { return joined_ != nullptr ? *joined_ : *parts_.front().job; }
   size_t part_count() const { return parts_.size(); }
+  // The device begins it: of each part it is known how long it waited.
+  void Begin();
   // The parts with their items again, and with what was filled in. Ends the batch.
   std::vector<QueuedJob> Split();
 
@@ -63,8 +70,8 @@ class JobQueue {
  private:
   std::list<QueuedJob>& Waiting(JobKind kind) { return waiting_[static_cast<int>(kind)]; }
 
-  std::list<QueuedJob> waiting_[2];  // by kind, the first first
-  FairOrder order_[2];
+  std::list<QueuedJob> waiting_[kJobKinds.size()];  // by kind, the first first
+  FairOrder order_[kJobKinds.size()];
 };
 
 }  // namespace spillway

@@ -195,6 +195,7 @@ class SplitJob : public std::enable_shared_from_this<SplitJob> {
     }
     if (running_count_.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (Part& ended : parts_) {
+      job_->queue_time_us = std::max(job_->queue_time_us, ended.job->queue_time_us);
       job_->device_time_us = std::max(job_->device_time_us, ended.job->device_time_us);
       for (StageTime& stage : ended.job->stages) {
         job_->stages.push_back({absl::StrCat(*ended.device_name, " ", stage.name), stage.us});

@@ -117,6 +117,38 @@ TEST_F(MetricsTest, WhatIsCountedIsTold) {
   EXPECT_TRUE(std::isinf(histogram.bucket.back().upper_bound));
 }
 
+TEST_F(MetricsTest, StagesAndWaitsForTheDeviceAreTold) {
+  const auto sequence = NewSequence("a");
+  ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());
+  // Of what a GPU tells benchmarks only those stages count that a CPU has too.
+  device.stages = {{"score", 3000}, {"pilot", 7000}, {"fold", 250}};
+  device.queue_time_us = 500;
+  Attend(sequence);
+  device.stages = {{"append", 20}};
+  Attend(sequence);
+  std::map<std::string, double> stages;
+  for (const auto& metric : Family("spillway_attend_stage_seconds").metric) {
+    ASSERT_EQ(metric.label.at(0).name, "stage");
+    stages[metric.label.at(0).value] = metric.histogram.sample_sum;
+    EXPECT_EQ(metric.histogram.sample_count, metric.histogram.sample_sum > 0 ? 1 : 0);
+  }
+  EXPECT_EQ(stages, (std::map<std::string, double>{{"append", 20 / 1e6},
+                                                   {"dense", 0},
+                                                   {"score", 3000 / 1e6},
+                                                   {"cut", 0},
+                                                   {"sample", 0},
+                                                   {"fold", 250 / 1e6}}));
+  const std::vector<prometheus::ClientMetric> waits =
+      Family("spillway_device_queue_seconds").metric;
+  ASSERT_EQ(waits.size(), 2);
+  EXPECT_EQ(waits[0].label.at(0).value, "toy:0");
+  EXPECT_EQ(waits[0].label.at(1).value, "step");
+  EXPECT_EQ(waits[0].histogram.sample_count, 2);
+  EXPECT_EQ(waits[0].histogram.sample_sum, 1000 / 1e6);
+  EXPECT_EQ(waits[1].label.at(1).value, "long");
+  EXPECT_EQ(waits[1].histogram.sample_count, 2) << "an append of two layers";
+}
+
 TEST_F(MetricsTest, CallsAreToldByMethodAndStatus) {
   calls.Find("/spillway.v1.AttentionService/Attend")->Note(0, 0.003);
   calls.Find("/spillway.v1.AttentionService/Attend")->Note(0, 0.004);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "host/device/device.h"
+#include "host/device/queue_waits.h"
 #include "host/device/stream_step.h"
 
 namespace spillway {
@@ -73,6 +74,9 @@ class ToyDevice : public Device {
   // What the next append of any job fails with, before it writes.
   void FailAppend(absl::Status status) { append_error_ = std::move(status); }
   void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
+  // What jobs tell of their stages, and of their wait.
+  std::vector<StageTime> stages;
+  double queue_time_us = 0;
   // What steps on streams are made by; without it there are none.
   std::function<std::unique_ptr<StreamStep>(StreamStepOptions)> make_stream_step;
   // Says that codes live in memory of its own.
@@ -84,6 +88,7 @@ class ToyDevice : public Device {
   // ---- Device
 
   const DeviceInfo& info() const override { return info_; }
+  const QueueWaits* queue_waits() const override { return &queue_waits_; }
   absl::Status RegisterMemory(std::span<std::byte>) override { return absl::OkStatus(); }
   void UnregisterMemory(std::span<std::byte>) override {}
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
@@ -150,6 +155,9 @@ class ToyDevice : public Device {
 
   void Serve(Pending pending) {
     for (JobItem& item : pending.job->items) ServeItem(*pending.job, item);
+    pending.job->stages = stages;
+    pending.job->queue_time_us = queue_time_us;
+    queue_waits_.Note(*pending.job);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       --running_;
@@ -193,6 +201,7 @@ class ToyDevice : public Device {
 
   const bool delayed_;
   absl::Status usable_;
+  QueueWaits queue_waits_;
   DeviceInfo info_{"toy:0", "answers late", "", 1, "none"};
   std::optional<DeviceMemory> memory_;
   int64_t index_bytes_per_token_ = 0;

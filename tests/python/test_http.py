@@ -127,6 +127,11 @@ def test_metrics_say_what_was_done(watched: Watched) -> None:
     assert seen["spillway_rows_visible_total"] == 2 * 2 * sum(range(3001, 3021))
     assert 0 < seen["spillway_rows_touched_total"] < seen["spillway_rows_visible_total"]
     assert seen["spillway_attend_duration_seconds_count"] == 40
+    # Each step appended one token, and none waited in the queue for nothing.
+    for stage in ("append", "score", "cut", "sample", "fold"):
+        assert seen[f'spillway_attend_stage_seconds_count{{stage="{stage}"}}'] == 40
+    assert seen['spillway_attend_stage_seconds_count{stage="dense"}'] == 0
+    assert seen['spillway_device_queue_seconds_count{device="cpu:0",kind="step"}'] == 40
     promises = ("exact", "statistical", "none")
     certificates = [seen[f'spillway_certificates_total{{promise="{p}"}}'] for p in promises]
     assert sum(certificates) == 4 * 40
@@ -185,8 +190,9 @@ def test_dashboard_and_alerts_ask_for_what_there_is(watched: Watched, name: str)
     asked = set(re.findall(r"\bspillway_[a-z_]+", text))
     assert len(asked) > 10
     for metric in asked:
-        assert types.get(metric.removesuffix("_bucket")) is not None, metric
-        assert metric.endswith("_bucket") == (types[metric.removesuffix("_bucket")] == "histogram")
+        family = re.sub(r"_(bucket|sum|count)$", "", metric)
+        assert types.get(family) is not None, metric
+        assert (metric != family) == (types[family] == "histogram"), metric
     # What only rises is asked for its rise.
     for function, metric in re.findall(r"(\w*)\(?\b(spillway_[a-z_]+)", text):
         assert (function in ("rate", "increase")) == (types.get(metric) != "gauge"), metric

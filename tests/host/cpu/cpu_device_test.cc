@@ -9,12 +9,14 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "host/base/mutex.h"
+#include "host/device/queue_waits.h"
 #include "tests/conformance/device_bench.h"
 #include "tests/reference/trace.h"
 
@@ -200,6 +202,56 @@ TEST_F(CpuOrderOfOneThread, ACallersStepDoesNotWaitForTheTurnOfAnothersGiant) {
   caller.join();
   EXPECT_TRUE(in_time);
   EXPECT_THAT(ended(), ElementsAre("step", "giant"));
+}
+
+TEST_F(CpuOrderOfOneThread, AJobTellsItsStagesAndItsWait) {
+  const auto run = [&](std::unique_ptr<Job> job) {
+    std::unique_ptr<Job> done = bench_.Run(std::move(job));
+    EXPECT_TRUE(done->items[0].status.ok()) << done->items[0].status;
+    double sum = 0;
+    std::vector<std::string> names;
+    for (const StageTime& stage : done->stages) {
+      EXPECT_GT(stage.us, 0);
+      names.push_back(stage.name);
+      sum += stage.us;
+    }
+    EXPECT_LE(sum, done->device_time_us);
+    EXPECT_GT(done->queue_time_us, 0);
+    return names;
+  };
+  EXPECT_THAT(run(Step()), ElementsAre("score", "cut", "sample", "fold"));
+  Policy policy = DefaultPolicy(spec_);
+  policy.selector = Selector::kAll;
+  EXPECT_THAT(run(NewJob(kSmall, sequence_.AttendItem(policy, step_q_, false))),
+              ElementsAre("dense"));
+  EXPECT_THAT(run(Giant()), ElementsAre("dense"));
+  const QueueWaits& waits = *bench_.device().queue_waits();
+  const auto count = [&](JobKind kind) {
+    const auto counts = waits.Of(kind).counts();
+    return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  };
+  EXPECT_EQ(count(JobKind::kStep), 2);
+  // And the append of the context.
+  EXPECT_EQ(count(JobKind::kLong), 2);
+}
+
+TEST_F(CpuOrderOfOneThread, AJobThatWaitsSaysHowLong) {
+  constexpr std::chrono::milliseconds kHeld(20);
+  std::promise<void> begun, submitted;
+  auto first = Step();
+  first->cancel = std::make_shared<AtBegin>([&] {
+    begun.set_value();
+    submitted.get_future().wait();
+    std::this_thread::sleep_for(kHeld);
+  });
+  std::future<JobItem> held = Submit(std::move(first), "held");
+  begun.get_future().wait();
+  std::promise<double> wait_us;
+  bench_.device().Submit(
+      Step(), [&](std::unique_ptr<Job> done) { wait_us.set_value(done->queue_time_us); });
+  submitted.set_value();
+  EXPECT_GE(wait_us.get_future().get(), 1e3 * static_cast<double>(kHeld.count()));
+  EXPECT_TRUE(held.get().status.ok());
 }
 
 TEST_P(CpuOrder, ResultsAreThoseOfEachAlone) {

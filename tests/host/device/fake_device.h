@@ -183,6 +183,7 @@ class FakeDevice final : public Device {
         item.status = absl::OutOfRangeError(absl::StrCat("item ", query_count));
       }
     }
+    job.queue_time_us = job_time_us / 5;
     job.device_time_us = job_time_us;
     if (job.trace) job.stages = {{"score", job_time_us / 2}, {"gather", job_time_us / 2}};
     pending.done(std::move(pending.job));

@@ -3,10 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "host/device/queue_waits.h"
 
 namespace spillway {
 namespace {
@@ -175,6 +178,33 @@ TEST_F(JobQueueTest, PartsGetTheirItemsAndTheirOwnErrorsBack) {
     part.done(std::move(part.job));
   }
   EXPECT_THAT(answered_, ElementsAre(1, 2, 3));
+}
+
+TEST_F(JobQueueTest, ABatchThatBeginsSaysHowLongEachPartHasWaited) {
+  const auto now = std::chrono::steady_clock::now();
+  const auto keep = [](std::unique_ptr<Job>) {};
+  queue_.Push({Step({1}), keep, /*alone=*/false, now - std::chrono::seconds(7)});
+  queue_.Push({Step({2}), keep, /*alone=*/false, now - std::chrono::seconds(3)});
+  std::optional<JobBatch> batch = queue_.Take(JobKind::kStep);
+  ASSERT_EQ(batch->part_count(), 2u);
+  batch->Begin();
+  const std::vector<QueuedJob> parts = batch->Split();
+  EXPECT_GE(parts[0].job->queue_time_us, 7e6);
+  EXPECT_GE(parts[1].job->queue_time_us, 3e6);
+  EXPECT_LT(parts[1].job->queue_time_us, parts[0].job->queue_time_us);
+}
+
+TEST_F(JobQueueTest, WaitsAreCountedByWhatAJobIs) {
+  QueueWaits waits;
+  std::unique_ptr<Job> step = Step({1});
+  step->queue_time_us = 250;
+  waits.Note(*step);
+  std::unique_ptr<Job> append = Append(100);
+  append->queue_time_us = 3e6;
+  waits.Note(*append);
+  waits.Note(*append);
+  EXPECT_EQ(waits.Of(JobKind::kStep).sum(), 250e-6);
+  EXPECT_EQ(waits.Of(JobKind::kLong).sum(), 6);
 }
 
 TEST_F(JobQueueTest, WhatIsPutBackComesFirstAndAlone) {

@@ -412,6 +412,7 @@ TEST_F(PlacedDeviceTest, ASplitJobIsAnsweredOnceWhicheverPartEndsLast) {
       EXPECT_EQ(item.status.message(), i % 2 == 0 ? "" : absl::StrCat("item ", i));
     }
     EXPECT_EQ(answer.device_time_us, 90);
+    EXPECT_EQ(answer.queue_time_us, 18);
     std::vector<std::string> stages;
     for (const StageTime& stage : answer.stages) stages.push_back(stage.name);
     EXPECT_THAT(stages, ElementsAre("cuda:0 score", "cuda:0 gather", "cuda:1 score",

@@ -51,4 +51,13 @@ class Distribution {
   std::atomic<double> sum_{0};
 };
 
+// Seconds, from 20 us to 10 s.
+inline constexpr std::array<double, 18> kSecondsBounds = {
+    20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3,
+    20e-3, 50e-3, 0.1,    0.2,    0.5,    1,    2,    5,    10};
+class SecondsDistribution : public Distribution<kSecondsBounds.size()> {
+ public:
+  SecondsDistribution() : Distribution(kSecondsBounds) {}
+};
+
 }  // namespace spillway
