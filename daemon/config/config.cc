@@ -346,6 +346,12 @@ const std::vector<Setting>& Settings() {
                 std::vector<std::string>{"trace", "debug", "info", "warning", "error", "off"}[i];
           },
           [](const Config& config) { return config.log_level; })),
+      Live(Number(
+          "log.slow_attend_ms", "--slow-attend-ms",
+          "milliseconds from which on a request to attend at a layer is logged as slow, with where "
+          "its time went; 0: none is",
+          &Config::slow_attend_ms, [](double value) { return value >= 0 && value <= 86400e3; },
+          "a number of milliseconds in [0, 86400000]")),
       Choice(
           "log.format", "--log-format", "text or json", {"text", "json"},
           [](Config& config, size_t i) {

@@ -98,6 +98,8 @@ struct Config {
   // Of one core, what those checks may take.
   double audit_cpu_share = 0.1;
   std::string log_level = "info";
+  // From how many milliseconds on a request to attend at a layer is logged as slow; 0: none is.
+  double slow_attend_ms = 1000;
   LogFormat log_format = LogFormat::kText;
 };
 

@@ -8,6 +8,7 @@
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
+#include "host/device/job_queue.h"
 
 namespace spillway {
 namespace {
@@ -78,7 +79,8 @@ absl::Status Engine::AttendOperation::Prepare() {
 }
 
 void Engine::AttendOperation::Start() {
-  engine_->counters_.attend_wait.Note(std::chrono::duration<double>(Clock::now() - asked_).count());
+  begun_ = Clock::now();
+  engine_->counters_.attend_wait.Note(std::chrono::duration<double>(begun_ - asked_).count());
   if (absl::Status status = Check(); !status.ok()) return End(std::move(status));
   if (absl::Status status = Prepare(); !status.ok()) return End(std::move(status));
   Submit();
@@ -144,12 +146,37 @@ void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
     }
     Settle(request_.items[i], *job, job->items[i], outcome);
   }
-  EngineCounters& counters = engine_->counters_;
-  counters.attend_device.Note(job->device_time_us / 1e6);
-  counters.attend_stages.Note(job->stages);
-  counters.attend.Note(std::chrono::duration<double>(Clock::now() - asked_).count());
+  NoteTimes(*job);
   outcome.job = std::move(job);
   End(std::move(outcome));
+}
+
+void Engine::AttendOperation::NoteTimes(const Job& job) {
+  const double seconds = std::chrono::duration<double>(Clock::now() - asked_).count();
+  EngineCounters& counters = engine_->counters_;
+  counters.attend_device.Note(job.device_time_us / 1e6);
+  counters.attend_stages.Note(job.stages);
+  counters.attend.Note(seconds);
+  if (!engine_->slow_attends_.IsSlow(seconds)) return;
+  size_t longest = 0;
+  const auto visible = [&](size_t i) { return job.items[i].attend->visible.back(); };
+  for (size_t i = 1; i < job.items.size(); ++i) {
+    if (visible(i) > visible(longest)) longest = i;
+  }
+  const Sequence& sequence = *request_.items[longest].sequence;
+  engine_->slow_attends_.Add(
+      {.sequence = sequence.name,
+       .sequence_count = static_cast<int>(job.items.size()),
+       .model = sequence.model->name,
+       .layer = request_.layer,
+       .token_count = visible(longest),
+       .query_count = job.items[longest].attend->query_count,
+       .seconds = seconds,
+       .wait_seconds = std::chrono::duration<double>(begun_ - asked_).count(),
+       .queue_seconds = job.queue_time_us / 1e6,
+       .device_seconds = job.device_time_us / 1e6,
+       .stages = job.stages},
+      KindOf(job) == JobKind::kStep);
 }
 
 void Engine::AttendOperation::End(absl::StatusOr<AttendOutcome> outcome) {

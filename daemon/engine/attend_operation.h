@@ -24,6 +24,8 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
   absl::Status Prepare();
   void Submit();
   void OnJobDone(std::unique_ptr<Job> job);
+  // Counts where the job's time went, and notes it down where that was long.
+  void NoteTimes(const Job& job);
   // Undoes what a failed item has appended, counts, shares rows.
   void Settle(AttendItem& item, const Job& job, const JobItem& done, AttendOutcome& outcome);
   void End(absl::StatusOr<AttendOutcome> outcome);
@@ -33,6 +35,7 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
 
   Engine* const engine_;
   const Clock::time_point asked_ = Clock::now();
+  Clock::time_point begun_;  // its sequences' turn has come
   AttendRequest request_;
   const Done<AttendOutcome> done_;
   // Of each item, where attends are audited: its policy as it came, and the

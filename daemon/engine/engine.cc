@@ -28,6 +28,7 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       arena_(arena),
       budget_(budget),
       options_(std::move(options)),
+      slow_attends_(options_.slow_attend_seconds),
       device_watch_(*device, options_.device_lost),
       registry_(options_.model_count_max, options_.sequence_count_max, options_.clock),
       rebuilder_(std::make_unique<Rebuilder>()) {}

@@ -19,6 +19,7 @@
 #include "daemon/engine/presence.h"
 #include "daemon/engine/registry.h"
 #include "daemon/engine/requests.h"
+#include "daemon/engine/slow_attends.h"
 #include "daemon/store/description.h"
 #include "daemon/store/store.h"
 #include "host/device/device.h"
@@ -30,6 +31,8 @@ struct EngineOptions {
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
   std::function<absl::Time()> clock = absl::Now;
+  // From how many seconds on a request to attend at a layer is noted down as slow; 0: none is.
+  double slow_attend_seconds = 0;
   // Checks attends; outlives what runs. Null: none.
   Auditor* auditor = nullptr;
   // How long a sequence that no client has named stays once all clients that used it are gone
@@ -124,6 +127,7 @@ class Engine {
   AccountTable& accounts() { return accounts_; }
   const WorkCounters& work() const { return work_; }
   const EngineCounters& counters() const { return counters_; }
+  SlowAttends& slow_attends() { return slow_attends_; }
   const DeviceWatch& device_watch() const { return device_watch_; }
   // Looks whether the devices are usable still.
   void CheckDevices() { device_watch_.Check(); }
@@ -234,6 +238,7 @@ class Engine {
   OrderedQueues queues_;
   WorkCounters work_;
   EngineCounters counters_;
+  SlowAttends slow_attends_;
   DeviceWatch device_watch_;
   AccountTable accounts_;
   PresenceTable clients_;

@@ -60,6 +60,34 @@ void EventLog::Expired(const ExpiredSequence& sequence) {
          {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}});
 }
 
+void EventLog::Slow(const SlowAttends::Taken& taken) {
+  LogSlow(LogLevel::kWarning, "slow_step", taken.steps);
+  LogSlow(LogLevel::kInfo, "slow_attend", taken.others);
+}
+
+void EventLog::LogSlow(LogLevel level, const std::string& event, const SlowAttends::Some& some) {
+  const auto milliseconds = [](double seconds) { return absl::StrFormat("%.3f", 1e3 * seconds); };
+  for (const SlowAttend& attend : some.attends) {
+    std::vector<LogField> fields = {{"sequence", attend.sequence},
+                                    {"sequences", absl::StrCat(attend.sequence_count)},
+                                    {"model", attend.model},
+                                    {"layer", absl::StrCat(attend.layer)},
+                                    {"tokens", absl::StrCat(attend.token_count)},
+                                    {"queries", absl::StrCat(attend.query_count)},
+                                    {"ms", milliseconds(attend.seconds)},
+                                    {"wait_ms", milliseconds(attend.wait_seconds)},
+                                    {"queue_ms", milliseconds(attend.queue_seconds)},
+                                    {"device_ms", milliseconds(attend.device_seconds)}};
+    for (const StageTime& stage : attend.stages) {
+      fields.push_back({absl::StrCat(stage.name, "_ms"), milliseconds(stage.us / 1e6)});
+    }
+    Admit(level, event, "", fields);
+  }
+  if (some.more_count == 0) return;
+  const MutexLock lock(mutex_);
+  kinds_[event].count += some.more_count;
+}
+
 void EventLog::Warning(const std::string& event, const std::vector<LogField>& fields) {
   Admit(LogLevel::kWarning, event, "", fields);
 }

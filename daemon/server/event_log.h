@@ -25,6 +25,9 @@ class EventLog {
   void Refused(const absl::Status& status, const std::string& reason);
   // A sequence that expired: "expired" at level info.
   void Expired(const ExpiredSequence& sequence);
+  // Requests to attend that took long: "slow_step" at level warning where they were of decoding,
+  // "slow_attend" at level info for others, which may take long by right.
+  void Slow(const SlowAttends::Taken& taken);
   // What is amiss beside calls, at level warning.
   void Warning(const std::string& event, const std::vector<LogField>& fields);
   // What a library says: "library", with the place in its source.
@@ -41,6 +44,8 @@ class EventLog {
 
   void Admit(LogLevel level, const std::string& event, const std::string& kind,
              const std::vector<LogField>& fields) ABSL_LOCKS_EXCLUDED(mutex_);
+  void LogSlow(LogLevel level, const std::string& event, const SlowAttends::Some& some)
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
   Mutex mutex_;
   // Since Flush, by event and kind.

@@ -63,6 +63,7 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
       device.get(), home->arena_.get(), &home->budget_,
       EngineOptions{.sequence_count_max = config.sequence_count_max,
                     .model_count_max = config.model_count_max,
+                    .slow_attend_seconds = config.slow_attend_ms / 1e3,
                     .auditor = home->auditor_.get(),
                     .unnamed_grace = config.unnamed_grace_seconds == 0
                                          ? absl::InfiniteDuration()

@@ -140,7 +140,10 @@ struct Server::Impl {
           engine.CheckDevices();
           ReportReadiness();
         }) {}
-  ~Impl() { events.Flush(); }
+  ~Impl() {
+    events.Slow(context.engine.slow_attends().Take());
+    events.Flush();
+  }
 
   // Takes files anew that have changed.
   void Reload() {
@@ -301,6 +304,7 @@ const std::string& Server::boot_id() const { return impl_->boot_id; }
 
 void Server::Apply(const Config& config) {
   impl_->limits.Set(LimitsOf(config));
+  impl_->context.engine.slow_attends().SetSeconds(config.slow_attend_ms / 1e3);
   impl_->streams.SetCountMax(config.open_stream_count_max);
   impl_->context.engine.registry().SetCountMax(config.model_count_max, config.sequence_count_max);
   if (impl_->acceptor) impl_->acceptor->SetConnectionCountMax(config.connection_count_max);

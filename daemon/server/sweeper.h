@@ -18,8 +18,8 @@ namespace spillway {
 constexpr absl::Duration kSweepPeriod = absl::Seconds(1);
 
 // Once a period, in a thread of its own, as long as it lives: deletes expired
-// sequences, ends streams whose clients are silent, gives memory back that stays free, and flushes
-// the logs of events.
+// sequences, ends streams whose clients are silent, gives memory back that stays free, logs attends
+// that were slow, and flushes the logs of events.
 class Sweeper {
  public:
   // also: what else is to be done then.
@@ -52,6 +52,7 @@ class Sweeper {
       if (stopped_) return;
       lock.Unlock();
       for (const ExpiredSequence& sequence : engine_.SweepExpired()) events_.Expired(sequence);
+      events_.Slow(engine_.slow_attends().Take());
       streams_.CheckIdle(std::chrono::steady_clock::now());
       engine_.arena().GiveBackIdle();
       also_();

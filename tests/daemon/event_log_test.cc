@@ -87,6 +87,33 @@ TEST_F(EventLogTest, AnExpiredSequenceSaysWhy) {
   EXPECT_THAT(Lines(), ElementsAre("info suppressed kind=\"expired its client is gone\" lines=3"));
 }
 
+TEST_F(EventLogTest, ASlowAttendSaysWhereItsTimeWent) {
+  const SlowAttend attend{.sequence = "sequences/a",
+                          .sequence_count = 2,
+                          .model = "models/m",
+                          .layer = 7,
+                          .token_count = 4096,
+                          .query_count = 1,
+                          .seconds = 1.26,
+                          .wait_seconds = 1.2,
+                          .queue_seconds = 0.05,
+                          .device_seconds = 0.0021,
+                          .stages = {{"score", 1300}, {"fold", 800}}};
+  SlowAttends::Taken taken;
+  taken.steps = {{attend}, 0};
+  taken.others = {std::vector<SlowAttend>(SlowAttends::Some::kCountMax, attend), 3};
+  events.Slow(taken);
+  const std::string said =
+      "sequence=sequences/a sequences=2 model=models/m layer=7 tokens=4096 queries=1 ms=1260.000 "
+      "wait_ms=1200.000 queue_ms=50.000 device_ms=2.100 score_ms=1.300 fold_ms=0.800";
+  const std::vector<std::string> lines = Lines();
+  ASSERT_EQ(lines.size(), 6);
+  EXPECT_EQ(lines[0], "warning slow_step " + said);
+  EXPECT_THAT(std::vector(lines.begin() + 1, lines.end()), Each("info slow_attend " + said));
+  events.Flush();
+  EXPECT_THAT(Lines(), ElementsAre("info suppressed kind=slow_attend lines=3"));
+}
+
 TEST_F(EventLogTest, LibrariesAreNamedAndRareEnough) {
   for (int i = 0; i < 7; ++i) {
     events.Library(LogLevel::kWarning, "protobuf", "google/protobuf/wire_format.cc", 618,

@@ -123,3 +123,24 @@ def test_sequences_that_expire_are_named(tmp_path: Path) -> None:
     assert expired["model"] == model.name
     assert expired["tokens"] == "130"
     assert 1 <= float(expired["idle_seconds"]) < 20
+
+
+def test_a_slow_attend_says_where_its_time_went(tmp_path: Path) -> None:
+    flags = ("--log-format", "json", "--slow-attend-ms", "0.000001")
+    with (
+        running_daemon(tmp_path, *flags, "--device", "cpu") as target,
+        spillway.connect(target) as client,
+    ):
+        sequence = client.create_sequence(new_model(client))
+        rows = np.random.default_rng(1).standard_normal((1, 4, 4000, 64), np.float32)
+        sequence.append(0, 0, rows, rows)
+        sequence.attend(0, rows[0, :, :1].transpose(1, 0, 2))
+        wait_for(lambda: bool(entries(tmp_path)))
+    (slow,) = entries(tmp_path)
+    assert (slow["level"], slow["event"]) == ("warning", "slow_step")
+    assert (slow["sequence"], slow["sequences"]) == (sequence.name, "1")
+    assert (slow["layer"], slow["tokens"], slow["queries"]) == ("0", "4000", "1")
+    times = {name: float(value) for name, value in slow.items() if name.endswith("ms")}
+    stages = {"score_ms", "cut_ms", "sample_ms", "fold_ms"}
+    assert times.keys() == stages | {"ms", "wait_ms", "queue_ms", "device_ms"}
+    assert times["ms"] >= times["device_ms"] >= times["score_ms"] > 0

@@ -35,6 +35,7 @@ LIVE = {
     "sequences.count_max",
     "models.count_max",
     "log.level",
+    "log.slow_attend_ms",
 }
 
 Event = dict[str, Any]
