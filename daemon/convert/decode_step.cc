@@ -48,7 +48,7 @@ absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description) {
 absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const Caller& caller,
                                                     const v1::DecodeStep& step) {
   ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, caller, step));
-  return Step::Create(&engine, std::move(parts), step.token_count());
+  return Step::Create(&engine, std::move(parts), step.token_count(), caller.trace());
 }
 
 absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,

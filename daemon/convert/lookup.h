@@ -32,7 +32,7 @@ inline absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(const Engine& engi
 
 // Of a sequence that a caller makes. id: the one that it asks for; empty: the daemon chooses.
 inline Origin OriginOf(const Caller& caller, const std::string& id) {
-  return {!id.empty(), caller.client()};
+  return {!id.empty(), caller.client(), caller.trace()};
 }
 
 }  // namespace spillway

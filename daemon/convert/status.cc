@@ -49,7 +49,8 @@ std::string Cut(std::string_view text, size_t chars_max) {
 
 }  // namespace
 
-google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
+google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain,
+                                           std::string_view trace) const {
   google::rpc::Status rpc;
   if (plain.ok()) return rpc;
   absl::Status status = explain_(plain);
@@ -64,7 +65,7 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   google::rpc::ErrorInfo info;
   info.set_domain("spillway");
   info.set_reason(details.reason.empty() ? kCodeNames.at(code) : details.reason);
-  note_(status, info.reason());
+  note_(status, info.reason(), trace);
   for (const auto& [key, value] : details.metadata) {
     (*info.mutable_metadata())[key] = Cut(value, kDetailCharsMax);
   }
@@ -84,9 +85,9 @@ google::rpc::Status StatusConverter::ToRpc(const absl::Status& plain) const {
   return rpc;
 }
 
-grpc::Status StatusConverter::ToGrpc(const absl::Status& status) const {
+grpc::Status StatusConverter::ToGrpc(const absl::Status& status, std::string_view trace) const {
   if (status.ok()) return grpc::Status::OK;
-  const google::rpc::Status rpc = ToRpc(status);
+  const google::rpc::Status rpc = ToRpc(status, trace);
   return grpc::Status(static_cast<grpc::StatusCode>(rpc.code()), rpc.message(),
                       rpc.SerializeAsString());
 }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -18,8 +19,10 @@ class StatusConverter {
  public:
   // Says more of an error.
   using Explain = std::function<absl::Status(const absl::Status&)>;
-  // Takes note of an error that is answered, with its reason.
-  using Note = std::function<void(const absl::Status& status, const std::string& reason)>;
+  // Takes note of an error that is answered, with its reason, and its call's trace
+  // (Caller::trace()).
+  using Note = std::function<void(const absl::Status& status, const std::string& reason,
+                                  std::string_view trace)>;
 
   // Both are thread-safe.
   StatusConverter(std::string boot_id, std::string store_id, Explain explain, Note note)
@@ -28,9 +31,10 @@ class StatusConverter {
         explain_(std::move(explain)),
         note_(std::move(note)) {}
 
-  google::rpc::Status ToRpc(const absl::Status& status) const;
+  // trace: of the call; empty where it does not say.
+  google::rpc::Status ToRpc(const absl::Status& status, std::string_view trace = {}) const;
   // The same as the status of a call, with its binary details.
-  grpc::Status ToGrpc(const absl::Status& status) const;
+  grpc::Status ToGrpc(const absl::Status& status, std::string_view trace = {}) const;
 
  private:
   const std::string boot_id_;

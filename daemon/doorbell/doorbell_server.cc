@@ -97,7 +97,7 @@ class DoorbellServer::Line {
     }
     if (!status.ok()) {
       answer.code = static_cast<int32_t>(status.code());
-      const std::string text = server_.status_->ToRpc(status).SerializeAsString();
+      const std::string text = server_.status_->ToRpc(status, caller_.trace()).SerializeAsString();
       // One that does not fit is told by its code alone.
       if (text.size() <= sizeof(memory_.text)) {
         std::memcpy(memory_.text, text.data(), text.size());

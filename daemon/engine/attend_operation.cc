@@ -175,7 +175,8 @@ void Engine::AttendOperation::NoteTimes(const Job& job) {
        .wait_seconds = std::chrono::duration<double>(begun_ - asked_).count(),
        .queue_seconds = job.queue_time_us / 1e6,
        .device_seconds = job.device_time_us / 1e6,
-       .stages = job.stages},
+       .stages = job.stages,
+       .trace = request_.trace},
       KindOf(job) == JobKind::kStep);
 }
 

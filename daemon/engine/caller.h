@@ -44,6 +44,13 @@ class Caller {
     return caller;
   }
 
+  // The same in a call that its client's tracing knows by that.
+  Caller InTrace(std::string trace) const {
+    Caller caller = *this;
+    caller.trace_ = std::move(trace);
+    return caller;
+  }
+
   // Empty where no tokens are asked for.
   std::string_view name_space() const {
     return grant_ == nullptr ? std::string_view() : grant_->name_space;
@@ -52,6 +59,8 @@ class Caller {
   bool is_tenant() const { return grant_ != nullptr; }
   // Null where it does not say.
   const std::shared_ptr<Presence>& client() const { return client_; }
+  // By what its client's tracing knows the call, for the log; empty where it does not say.
+  const std::string& trace() const { return trace_; }
   // The engine's id of what the caller calls so.
   std::string IdOf(std::string_view id) const {
     return grant_ == nullptr ? std::string(id)
@@ -67,6 +76,7 @@ class Caller {
  private:
   std::shared_ptr<const Grant> grant_;
   std::shared_ptr<Presence> client_;
+  std::string trace_;
 };
 
 }  // namespace spillway

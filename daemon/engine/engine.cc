@@ -283,7 +283,7 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
         why == Why::kIdle ? counters_.idle_expiry_count : counters_.abandoned_expiry_count;
     count.fetch_add(1, std::memory_order_relaxed);
     expired.push_back({why, sequence->name, sequence->model->name, sequence->snapshot().token_count,
-                       now - sequence->last_use_time()});
+                       now - sequence->last_use_time(), sequence->trace});
     RunInTurn(std::move(sequence), [](Sequence& sequence) { sequence.Clear(); });
   }
   return expired;

@@ -74,6 +74,7 @@ struct ExpiredSequence {
   std::string model_name;
   int64_t token_count = 0;
   absl::Duration idle;
+  std::string trace = {};  // of the call that made it; empty where it did not say
 };
 
 // Models, sequences and what is done to them. Operations on one sequence run

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -88,6 +89,8 @@ struct AttendRequest {
   bool share_rows = false;
   // The calling thread waits for the outcome (Job::waited_for).
   bool waited_for = false;
+  // By what its client's tracing knows the call; empty where it does not say.
+  std::string trace = {};
 };
 
 // One layer of a sequence, unaffected by what follows.

@@ -36,6 +36,7 @@ Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr
       ttl(ttl),
       named(origin.named),
       client(origin.client == nullptr ? "" : origin.client->id),
+      trace(origin.trace),
       create_time(create_time),
       grace_(grace),
       last_use_ns_(absl::ToUnixNanos(create_time)) {

@@ -35,6 +35,8 @@ struct Origin {
   bool named = true;
   // Who made it; null where that was not said.
   std::shared_ptr<Presence> client;
+  // By what its client's tracing knows the call (Caller::trace()); empty where it does not say.
+  std::string trace = {};
 };
 
 // The K/V of one context. Its contents (rows, device, generation) belong to
@@ -62,6 +64,7 @@ class Sequence {
   const absl::Duration ttl;  // infinite: never expires
   const bool named;          // as Origin::named
   const std::string client;  // the engine's id of who made it; empty where that was not said
+  const std::string trace;   // as Origin::trace
   const absl::Time create_time;
   WorkCounters work;
 

@@ -26,6 +26,7 @@ struct SlowAttend {
   double queue_seconds = 0;       // then in the device's queue
   double device_seconds = 0;      // then on the device
   std::vector<StageTime> stages;  // of these, where the device tells them
+  std::string trace;              // of the call (Caller::trace()); empty where it does not say
 };
 
 // Those that nobody has looked at yet, up to a few. Thread-safe; one that is not slow costs a look

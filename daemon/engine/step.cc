@@ -39,13 +39,13 @@ class Waiter {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Step>> Step::Create(Engine* engine, std::vector<Part> parts,
-                                                   int64_t token_count) {
+                                                   int64_t token_count, std::string trace) {
   RETURN_IF_ERROR(CheckStep(parts.size(), token_count));
   OneModel together;
   for (size_t i = 0; i < parts.size(); ++i) {
     RETURN_IF_ERROR(together.Add(*parts[i].sequence, absl::StrCat("parts[", i, "].sequence")));
   }
-  return std::unique_ptr<Step>(new Step(engine, std::move(parts), token_count));
+  return std::unique_ptr<Step>(new Step(engine, std::move(parts), token_count, std::move(trace)));
 }
 
 absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tensors) {
@@ -72,6 +72,7 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tens
   AttendRequest request;
   request.layer = layer;
   request.waited_for = true;
+  request.trace = trace_;
   request.items.reserve(parts_.size());
   for (size_t i = 0; i < parts_.size(); ++i) {
     const Part& part = parts_[i];

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -25,8 +26,9 @@ class Step {
 
   // INVALID_ARGUMENT for no parts or too many, a sequence twice or of another
   // model, or token_count beyond [1, 16].
+  // trace: by what its client's tracing knows it; may be empty.
   static absl::StatusOr<std::unique_ptr<Step>> Create(Engine* engine, std::vector<Part> parts,
-                                                      int64_t token_count);
+                                                      int64_t token_count, std::string trace = {});
 
   const Model& model() const { return *parts_.front().sequence->model; }
   int part_count() const { return static_cast<int>(parts_.size()); }
@@ -44,14 +46,18 @@ class Step {
   const Job* last() const { return outcome_.job.get(); }
 
  private:
-  Step(Engine* engine, std::vector<Part> parts, int64_t token_count)
-      : engine_(engine), parts_(std::move(parts)), token_count_(token_count) {}
+  Step(Engine* engine, std::vector<Part> parts, int64_t token_count, std::string trace)
+      : engine_(engine),
+        parts_(std::move(parts)),
+        token_count_(token_count),
+        trace_(std::move(trace)) {}
 
   absl::StatusOr<AttendRequest> RequestOf(int layer, const StepTensors& tensors);
 
   Engine* const engine_;
   const std::vector<Part> parts_;
   const int64_t token_count_;
+  const std::string trace_;
   std::vector<std::byte> q_;  // queries in C order, where they are not
   AttendOutcome outcome_;
 };

@@ -11,6 +11,12 @@ namespace {
 // Lines of one kind between two calls of Flush.
 constexpr int64_t kLineCountMax = 5;
 
+// And the call's trace, where it has one.
+std::vector<LogField> WithTrace(std::vector<LogField> fields, std::string_view trace) {
+  if (!trace.empty()) fields.push_back({"trace", std::string(trace)});
+  return fields;
+}
+
 }  // namespace
 
 void EventLog::Admit(LogLevel level, const std::string& event, const std::string& kind,
@@ -24,7 +30,8 @@ void EventLog::Admit(LogLevel level, const std::string& event, const std::string
   Log(level, event, fields);
 }
 
-void EventLog::Refused(const absl::Status& status, const std::string& reason) {
+void EventLog::Refused(const absl::Status& status, const std::string& reason,
+                       std::string_view trace) {
   std::string event = "refused";
   LogLevel level = LogLevel::kInfo;
   switch (status.code()) {
@@ -44,20 +51,22 @@ void EventLog::Refused(const absl::Status& status, const std::string& reason) {
       break;
   }
   Admit(level, event, reason,
-        {{"code", absl::StatusCodeToString(status.code())},
-         {"reason", reason},
-         {"error", std::string(status.message())}});
+        WithTrace({{"code", absl::StatusCodeToString(status.code())},
+                   {"reason", reason},
+                   {"error", std::string(status.message())}},
+                  trace));
 }
 
 void EventLog::Expired(const ExpiredSequence& sequence) {
   const bool abandoned = sequence.why == ExpiredSequence::Why::kAbandoned;
   const std::string why = abandoned ? "its client is gone" : "nobody used it for its ttl";
   Admit(LogLevel::kInfo, "expired", why,
-        {{"sequence", sequence.name},
-         {"why", why},
-         {"model", sequence.model_name},
-         {"tokens", absl::StrCat(sequence.token_count)},
-         {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}});
+        WithTrace({{"sequence", sequence.name},
+                   {"why", why},
+                   {"model", sequence.model_name},
+                   {"tokens", absl::StrCat(sequence.token_count)},
+                   {"idle_seconds", absl::StrFormat("%.1f", absl::ToDoubleSeconds(sequence.idle))}},
+                  sequence.trace));
 }
 
 void EventLog::Slow(const SlowAttends::Taken& taken) {
@@ -81,7 +90,7 @@ void EventLog::LogSlow(LogLevel level, const std::string& event, const SlowAtten
     for (const StageTime& stage : attend.stages) {
       fields.push_back({absl::StrCat(stage.name, "_ms"), milliseconds(stage.us / 1e6)});
     }
-    Admit(level, event, "", fields);
+    Admit(level, event, "", WithTrace(std::move(fields), attend.trace));
   }
   if (some.more_count == 0) return;
   const MutexLock lock(mutex_);

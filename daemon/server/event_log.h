@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -22,7 +23,8 @@ class EventLog {
   // device is at fault, "refused" at level warning where memory or another
   // quota is, and at level info where the request is. What the client
   // cancelled, and what a daemon that ends refuses, is no news.
-  void Refused(const absl::Status& status, const std::string& reason);
+  // trace: of the call (Caller::trace()); empty where it does not say.
+  void Refused(const absl::Status& status, const std::string& reason, std::string_view trace = {});
   // A sequence that expired: "expired" at level info.
   void Expired(const ExpiredSequence& sequence);
   // Requests to attend that took long: "slow_step" at level warning where they were of decoding,

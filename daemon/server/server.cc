@@ -91,10 +91,11 @@ struct Server::Impl {
               // The largest may be another's.
               return tokens == nullptr ? NameHolders(error, engine) : error;
             },
-            [this, &engine](const absl::Status& error, const std::string& reason) {
+            [this, &engine](const absl::Status& error, const std::string& reason,
+                            std::string_view trace) {
               // Before it is answered: who is not answered asks the daemon's successor.
               if (absl::IsInternal(error)) engine.CheckDevices();
-              events.Refused(error, reason);
+              events.Refused(error, reason, trace);
             }),
         limits(LimitsOf(config)),
         streams(config.open_stream_count_max),

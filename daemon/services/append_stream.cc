@@ -19,7 +19,7 @@ AppendStream::AppendStream(const ServiceContext& services,
       cancel_(MakeCancelToken(context)),
       idle_(services.limits.stream_idle_max()) {
   if (absl::Status status = services_.streams.Add(this); !status.ok()) {
-    Finish(services_.status.ToGrpc(status));
+    Finish(services_.status.ToGrpc(status, caller_.trace()));
   } else {
     StartRead(&read_);
   }
@@ -110,7 +110,7 @@ void AppendStream::Do(Step step) {
       const MutexLock lock(mutex_);
       status = status_.ok() && !refused_.ok() ? WithProgress(refused_) : status_;
     }
-    return Finish(services_.status.ToGrpc(status));
+    return Finish(services_.status.ToGrpc(status, caller_.trace()));
   }
   StartRead(&read_);
   const absl::Status parsed = ParseMessage(current_, request_);

@@ -23,6 +23,7 @@ class AttendCall final : public UnaryCall {
     AttendRequest work;
     work.layer = request_.layer();
     work.cancel = cancel();
+    work.trace = caller_.trace();
     if (absl::Status status = Parse(work); !status.ok()) return End(status);
     services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
       if (outcome.ok()) Fill(*outcome);
@@ -78,7 +79,7 @@ class AttendCall final : public UnaryCall {
       if (status.ok()) {
         status = FillResult(*outcome.job, item, sequences_[i]->model->spec, places_[i], result);
       }
-      if (!status.ok()) *result.mutable_status() = services_.status.ToRpc(status);
+      if (!status.ok()) *result.mutable_status() = services_.status.ToRpc(status, caller_.trace());
     }
   }
 
@@ -103,6 +104,7 @@ class SelectCall final : public UnaryCall {
     AttendRequest work;
     work.layer = request.layer();
     work.cancel = cancel();
+    work.trace = caller.trace();
     work.select_only = true;
     work.items.push_back(*std::move(item));
     services_.engine.Attend(

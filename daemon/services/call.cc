@@ -6,6 +6,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "daemon/convert/trace.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
 
@@ -48,6 +49,9 @@ absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
                                  one ? std::string_view(first->second.data(), first->second.size())
                                      : std::string_view()));
   }
+  if (std::string trace = TraceOf(context); !trace.empty()) {
+    caller = caller.InTrace(std::move(trace));
+  }
   if (services.own_client != nullptr) return caller.With(services.own_client);
   const auto said = metadata.find(kClientMetadata);
   if (said == metadata.end()) return caller;
@@ -55,6 +59,17 @@ absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
                    ClientOf(services, caller, {said->second.data(), said->second.size()},
                             absl::StrCat("metadata ", kClientMetadata)));
   return caller.With(std::move(client));
+}
+
+std::string TraceOf(const grpc::CallbackServerContext& context) {
+  const auto& metadata = context.client_metadata();
+  const auto only = [&](const char* key) {
+    const auto [first, last] = metadata.equal_range(key);
+    const bool one = first != last && std::next(first) == last;
+    return one ? std::string_view(first->second.data(), first->second.size()) : std::string_view();
+  };
+  std::string trace = TraceIdOf(only(kTraceparentMetadata));
+  return trace.empty() ? RequestIdOf(only(kRequestIdMetadata)) : trace;
 }
 
 absl::StatusOr<std::shared_ptr<Presence>> ClientOf(const ServiceContext& services,
@@ -75,6 +90,7 @@ std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& 
 
 UnaryCall::UnaryCall(const ServiceContext& services, grpc::CallbackServerContext& context)
     : services_(services),
+      context_(context),
       reactor_(context.DefaultReactor()),
       cancel_(std::make_shared<CallCancelToken>(context)) {}
 

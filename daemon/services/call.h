@@ -22,6 +22,10 @@ inline constexpr char kClientMetadata[] = "spillway-client";
 absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
                                 const grpc::CallbackServerContext& context);
 
+// By what the client's tracing knows the call: the id of the trace that its `traceparent` names, or
+// else its `x-request-id`; empty where it has neither, or none that is valid, or several.
+std::string TraceOf(const grpc::CallbackServerContext& context);
+
 // The client that the caller says it is. INVALID_ARGUMENT names the field.
 absl::StatusOr<std::shared_ptr<Presence>> ClientOf(const ServiceContext& services,
                                                    const Caller& caller, std::string_view id,
@@ -44,13 +48,16 @@ class UnaryCall {
   // Stops with the call and its deadline; not to be looked at after End.
   const std::shared_ptr<CancelToken>& cancel() const { return cancel_; }
   // Answers, and deletes this. Called once, from any thread.
-  void End(const absl::Status& status) { End(services_.status.ToGrpc(status)); }
+  void End(const absl::Status& status) {
+    End(services_.status.ToGrpc(status, status.ok() ? std::string() : TraceOf(context_)));
+  }
   void End(const grpc::Status& status);
 
  protected:
   const ServiceContext& services_;
 
  private:
+  const grpc::CallbackServerContext& context_;
   grpc::ServerUnaryReactor* const reactor_;
   const std::shared_ptr<CancelToken> cancel_;
 };
@@ -60,7 +67,7 @@ inline grpc::ServerUnaryReactor* Answer(const ServiceContext& services,
                                         grpc::CallbackServerContext* context,
                                         const absl::Status& status) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(services.status.ToGrpc(status));
+  reactor->Finish(services.status.ToGrpc(status, status.ok() ? std::string() : TraceOf(*context)));
   return reactor;
 }
 

@@ -28,7 +28,7 @@ void ConnectStream::CheckIdle(Clock::time_point /*now*/) {
 void ConnectStream::OnCancel() { End(absl::CancelledError("the client has gone")); }
 
 void ConnectStream::End(const absl::Status& status) {
-  if (!ended_.exchange(true)) Finish(services_.status.ToGrpc(status));
+  if (!ended_.exchange(true)) Finish(services_.status.ToGrpc(status, caller_.trace()));
 }
 
 void ConnectStream::OnDone() {

@@ -112,7 +112,7 @@ void DecodeStream::Do(const Step& step) {
   }
   if (!step.finish) return;
   timer_.End(static_cast<int>(step.status.code()));
-  Finish(services_.status.ToGrpc(step.status));
+  Finish(services_.status.ToGrpc(step.status, caller_.trace()));
 }
 
 absl::Status DecodeStream::Open(Message& message, absl::Status& refusal) {
@@ -252,6 +252,7 @@ void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
                       ? message->request.layer()
                       : 0;
   request.cancel = cancel_;
+  request.trace = caller_.trace();
   item->gate = [this, message, problem = std::move(problem)](int64_t layer_token_count) {
     return Admit(*message, problem, layer_token_count);
   };
@@ -282,7 +283,8 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
 }
 
 void DecodeStream::Fail(Message& message, const absl::Status& status) {
-  *message.response.mutable_result()->mutable_status() = services_.status.ToRpc(status);
+  *message.response.mutable_result()->mutable_status() =
+      services_.status.ToRpc(status, caller_.trace());
 }
 
 void DecodeStream::Block(const Message& message) {

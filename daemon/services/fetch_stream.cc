@@ -37,7 +37,7 @@ FetchStream::FetchStream(const ServiceContext& services, grpc::CallbackServerCon
       idle_(services.limits.stream_idle_max()) {
   absl::Status status = services_.streams.Add(this);
   if (status.ok()) status = request.ok() ? Start(**request) : request.status();
-  if (!status.ok()) Finish(services_.status.ToGrpc(status));
+  if (!status.ok()) Finish(services_.status.ToGrpc(status, caller_.trace()));
 }
 
 void FetchStream::OnDone() {
@@ -65,13 +65,14 @@ absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
   AttendRequest work;
   work.layer = request.layer();
   work.cancel = cancel_;
+  work.trace = caller_.trace();
   work.select_only = true;
   work.share_rows = true;
   work.items.push_back(std::move(item));
   services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
-    if (!outcome.ok()) return Finish(services_.status.ToGrpc(outcome.status()));
+    if (!outcome.ok()) return Finish(services_.status.ToGrpc(outcome.status(), caller_.trace()));
     JobItem& chosen = outcome->job->items.front();
-    if (!chosen.status.ok()) return Finish(services_.status.ToGrpc(chosen.status));
+    if (!chosen.status.ok()) return Finish(services_.status.ToGrpc(chosen.status, caller_.trace()));
     weighted_ = true;
     choice_.lists = std::move(chosen.result.selections);
     rows_ = std::move(outcome->rows.front());
@@ -95,7 +96,7 @@ absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
         if (status.ok() && k_.has_value() && k_->region->gpu() != nullptr) {
           status = CheckHome(*k_->region->gpu(), *shared->device, *sequence, "k");
         }
-        if (!status.ok()) return Finish(services_.status.ToGrpc(status));
+        if (!status.ok()) return Finish(services_.status.ToGrpc(status, caller_.trace()));
         if (k_.has_value()) return CopyRows(*std::move(shared));
         rows_ = std::move(shared->rows);
         WriteNext();
@@ -147,7 +148,7 @@ void FetchStream::CopyRows(SharedRows shared) {
   Device& device = work_->on_gpu ? *shared.device : services_.engine.device();
   device.Fetch(*work_, [this](absl::Status status) {
     work_.reset();
-    Finish(services_.status.ToGrpc(status));
+    Finish(services_.status.ToGrpc(status, caller_.trace()));
   });
 }
 
@@ -158,7 +159,7 @@ void FetchStream::WriteNext() {
     row_ = 0;
   }
   if (absl::Status status = cancel_->Check(); !status.ok()) {
-    return Finish(services_.status.ToGrpc(status));
+    return Finish(services_.status.ToGrpc(status, caller_.trace()));
   }
   if (head_ == heads) return Finish(grpc::Status::OK);
   const int64_t row_bytes = rows_->row_bytes();
@@ -218,7 +219,7 @@ void FetchStream::CheckIdle(Clock::time_point now) {
     const absl::Status status = writing_ ? idle_.CheckReader(now) : absl::OkStatus();
     if (status.ok()) return;
     writing_ = false;
-    cut_off_ = services_.status.ToGrpc(status);
+    cut_off_ = services_.status.ToGrpc(status, caller_.trace());
     message = cut_off_.error_message();
     // While a write is under way nobody else looks at them. It may last: a process that is stopped
     // does not even take the status, and what is in its connection waits for it.

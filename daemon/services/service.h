@@ -53,7 +53,8 @@ class Service : public grpc::Service {
                         grpc::CallbackServerContext* context,
                         const Received<Request>* received) -> grpc::ServerWriteReactor<Response>* {
           const absl::StatusOr<Caller> caller = LetIn(*context);
-          if (!caller.ok()) return Refuse<grpc::ServerWriteReactor<Response>>(caller.status());
+          if (!caller.ok())
+            return Refuse<grpc::ServerWriteReactor<Response>>(*context, caller.status());
           return open(context, *caller, Open(received));
         }));
   }
@@ -68,7 +69,7 @@ class Service : public grpc::Service {
         new Handler([this, open = std::move(open)](grpc::CallbackServerContext* context,
                                                    Response* response) -> Reactor* {
           const absl::StatusOr<Caller> caller = LetIn(*context);
-          if (!caller.ok()) return Refuse<Reactor>(caller.status());
+          if (!caller.ok()) return Refuse<Reactor>(*context, caller.status());
           return open(context, *caller, response);
         }));
   }
@@ -84,7 +85,7 @@ class Service : public grpc::Service {
         new Handler(
             [this, open = std::move(open)](grpc::CallbackServerContext* context) -> Reactor* {
               const absl::StatusOr<Caller> caller = LetIn(*context);
-              if (!caller.ok()) return Refuse<Reactor>(caller.status());
+              if (!caller.ok()) return Refuse<Reactor>(*context, caller.status());
               return open(context, *caller);
             }));
   }
@@ -102,13 +103,13 @@ class Service : public grpc::Service {
 
   // A stream that ends as it begins.
   template <typename Reactor>
-  Reactor* Refuse(const absl::Status& status) {
+  Reactor* Refuse(const grpc::CallbackServerContext& context, const absl::Status& status) {
     class Refused final : public Reactor {
      public:
       explicit Refused(const grpc::Status& status) { this->Finish(status); }
       void OnDone() override { delete this; }
     };
-    return new Refused(services_.status.ToGrpc(status));
+    return new Refused(services_.status.ToGrpc(status, TraceOf(context)));
   }
 
   // gRPC lets handlers see a request only as const; it is theirs alone.

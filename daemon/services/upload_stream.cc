@@ -145,7 +145,7 @@ void UploadStream::End(const absl::Status& status) {
   file_ = {};
   reservation_.Release();
   if (owns_upload_) model_->uploading.clear(std::memory_order_release);
-  Finish(services_.status.ToGrpc(status));
+  Finish(services_.status.ToGrpc(status, caller_.trace()));
 }
 
 }  // namespace spillway

@@ -183,7 +183,7 @@ class DoorbellDecoderTest : public EngineTest {
   SharedToy gpu{"cuda:0", "GPU-a"};
   RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
   const StatusConverter status{"boot", "", [](const absl::Status& error) { return error; },
-                               [](const absl::Status&, const std::string&) {}};
+                               [](const absl::Status&, const std::string&, std::string_view) {}};
   const std::string session = regions.OpenSession();
   std::optional<Engine> gpu_engine;
   std::shared_ptr<Model> gpu_model;

@@ -13,6 +13,7 @@ namespace {
 
 using ::testing::Each;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::IsEmpty;
 
 // Lines "level message" that an EventLog writes.
@@ -52,6 +53,18 @@ TEST_F(EventLogTest, LevelsSayWhoseFaultItIs) {
           "error failed code=INTERNAL reason=INTERNAL error=\"an attend on the GPU: out of order\"",
           "warning refused code=RESOURCE_EXHAUSTED reason=MEMORY_EXHAUSTED error=full",
           "info refused code=INVALID_ARGUMENT reason=INVALID_FIELD error=\"layer: 9\""));
+}
+
+TEST_F(EventLogTest, ACallsTraceIsNamed) {
+  events.Refused(absl::InvalidArgumentError("layer: 9"), "INVALID_FIELD", "0af7");
+  events.Expired(
+      {ExpiredSequence::Why::kIdle, "sequences/a", "models/m", 77, absl::Seconds(2), "0af8"});
+  SlowAttends::Taken slow;
+  slow.steps.attends.emplace_back().trace = "0af9";
+  events.Slow(slow);
+  EXPECT_THAT(Lines(), ElementsAre(EndsWith(" error=\"layer: 9\" trace=0af7"),
+                                   EndsWith(" idle_seconds=2.0 trace=0af8"),
+                                   EndsWith(" device_ms=0.000 trace=0af9")));
 }
 
 TEST_F(EventLogTest, WhatTheClientGaveUpIsNoNews) {
@@ -98,7 +111,8 @@ TEST_F(EventLogTest, ASlowAttendSaysWhereItsTimeWent) {
                           .wait_seconds = 1.2,
                           .queue_seconds = 0.05,
                           .device_seconds = 0.0021,
-                          .stages = {{"score", 1300}, {"fold", 800}}};
+                          .stages = {{"score", 1300}, {"fold", 800}},
+                          .trace = ""};
   SlowAttends::Taken taken;
   taken.steps = {{attend}, 0};
   taken.others = {std::vector<SlowAttend>(SlowAttends::Some::kCountMax, attend), 3};

@@ -21,6 +21,7 @@ class SlowAttendsTest : public EngineTest {
   // One query of each.
   void Attend(const std::vector<std::shared_ptr<Sequence>>& of, bool select_only = false) {
     AttendRequest request;
+    request.trace = "0af7";
     request.layer = 1;
     request.select_only = select_only;
     for (const auto& sequence : of) request.items.push_back(Item(sequence));
@@ -54,6 +55,7 @@ TEST_F(SlowAttendsTest, TheLongestSequenceIsNamed) {
   EXPECT_EQ(slow.sequence_count, 2);
   EXPECT_EQ(slow.model, "models/m");
   EXPECT_EQ(slow.layer, 1);
+  EXPECT_EQ(slow.trace, "0af7");
   EXPECT_EQ(slow.token_count, 70);
   EXPECT_EQ(slow.query_count, 1);
   EXPECT_EQ(slow.queue_seconds, 250e-6);

@@ -9,7 +9,7 @@ namespace {
 
 StatusConverter Converter() {
   return {"b00t", "", [](const absl::Status& status) { return status; },
-          [](const absl::Status&, const std::string&) {}};
+          [](const absl::Status&, const std::string&, std::string_view) {}};
 }
 
 TEST(StatusConverter, CutsLongTexts) {

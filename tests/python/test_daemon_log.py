@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import spillway
 from daemon_process import running_daemon
+from spillway._proto import attention_service_pb2, sequence_service_pb2
 
 # Written at the start and at the end.
 FACTS = {
@@ -125,6 +127,54 @@ def test_sequences_that_expire_are_named(tmp_path: Path) -> None:
     assert 1 <= float(expired["idle_seconds"]) < 20
 
 
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
+
+def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--log-format", "json", "--ttl", "1") as target,
+        spillway.connect(target, native=False) as client,
+    ):
+        model = new_model(client)
+        with spillway.traced(TRACEPARENT):
+            with pytest.raises(spillway.NotFound):
+                client.get_sequence("sequences/none")
+            client.create_sequence(model)
+            decode = attention_service_pb2.DecodeRequest(sequence="sequences/none")
+            stub = client._stubs.attention.Decode
+            assert next(stub(iter([decode]), metadata=client._metadata)).result.status.code
+        with spillway.traced(request_id="job-7/3"), pytest.raises(spillway.InvalidArgument):
+            client.get_sequence("sequences/NO NAME")
+        brought = [
+            (("x-request-id", "6"), ("x-request-id", "7")),
+            (("traceparent", TRACEPARENT.upper()), ("x-request-id", 'a"b')),
+            (("traceparent", "00-what-01"), ("x-request-id", "8")),
+        ]
+        request = sequence_service_pb2.GetSequenceRequest(name="sequences/none")
+        for metadata in brought:
+            with pytest.raises(grpc.RpcError):
+                client._stubs.sequences.GetSequence(request, metadata=metadata)
+        wait_for(lambda: any(entry["event"] == "expired" for entry in entries(tmp_path)))
+    said = entries(tmp_path)
+    refused = [entry for entry in said if entry["event"] == "refused"]
+    (expired,) = [entry for entry in said if entry["event"] == "expired"]
+    assert [entry.get("trace") for entry in refused] == [TRACE, TRACE, "job-7/3", None, None, "8"]
+    assert expired["trace"] == TRACE
+
+
+def test_a_trace_that_is_none_is_refused_before_it_is_sent() -> None:
+    zeros = "0" * 32
+    for traceparent in (TRACE, TRACEPARENT.upper(), f"00-{zeros}-b7ad6b7169203331-01"):
+        with pytest.raises(ValueError, match="traceparent"), spillway.traced(traceparent):
+            pass
+    for request_id in ("two words", "a" * 129, "a\n"):
+        with pytest.raises(ValueError, match="request_id"), spillway.traced(request_id=request_id):
+            pass
+    with pytest.raises(ValueError, match="neither"), spillway.traced():
+        pass
+
+
 def test_a_slow_attend_says_where_its_time_went(tmp_path: Path) -> None:
     flags = ("--log-format", "json", "--slow-attend-ms", "0.000001")
     with (
@@ -134,12 +184,14 @@ def test_a_slow_attend_says_where_its_time_went(tmp_path: Path) -> None:
         sequence = client.create_sequence(new_model(client))
         rows = np.random.default_rng(1).standard_normal((1, 4, 4000, 64), np.float32)
         sequence.append(0, 0, rows, rows)
-        sequence.attend(0, rows[0, :, :1].transpose(1, 0, 2))
+        with spillway.traced(TRACEPARENT):
+            sequence.attend(0, rows[0, :, :1].transpose(1, 0, 2))
         wait_for(lambda: bool(entries(tmp_path)))
     (slow,) = entries(tmp_path)
     assert (slow["level"], slow["event"]) == ("warning", "slow_step")
     assert (slow["sequence"], slow["sequences"]) == (sequence.name, "1")
     assert (slow["layer"], slow["tokens"], slow["queries"]) == ("0", "4000", "1")
+    assert slow["trace"] == TRACE
     times = {name: float(value) for name, value in slow.items() if name.endswith("ms")}
     stages = {"score_ms", "cut_ms", "sample_ms", "fold_ms"}
     assert times.keys() == stages | {"ms", "wait_ms", "queue_ms", "device_ms"}

@@ -42,6 +42,7 @@ from spillway.server import AuditStatistics, HeadAudit, ServerInfo, Statistics, 
 from spillway.step import DecodeStep
 from spillway.target import default_target
 from spillway.tensors import BFloat16
+from spillway.tracing import traced
 
 __version__ = "0.1.0"
 
@@ -92,4 +93,5 @@ __all__ = [
     "VersionMismatch",
     "connect",
     "default_target",
+    "traced",
 ]

@@ -61,6 +61,7 @@ from spillway.tensors import (
     dtype_number,
     dtype_of,
 )
+from spillway.tracing import Metadata, trace_metadata
 
 if TYPE_CHECKING:
     from spillway.stream import StreamDecoder
@@ -133,7 +134,6 @@ class Client:
                 self._native = NativeChannel(
                     library, target, settings, access, self._presence.client_id
                 )
-        self._metadata = None if self._presence is None else self._presence.metadata
         self._regions = Regions(self)
         self._restarts = Restarts(self, resume_seconds)
         try:
@@ -247,6 +247,11 @@ class Client:
                 "Client.attach_region"
             )
         return Transport(steps, "regions", mps, "; ".join(reasons))
+
+    @property
+    def _metadata(self) -> Metadata | None:
+        """What a call says of this client, and of the trace that it is part of."""
+        return None if self._presence is None else self._presence.metadata + trace_metadata()
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response; raises SpillwayError.

@@ -1,0 +1,56 @@
+"""By what a program's own tracing finds its calls in the daemon's log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Metadata = tuple[tuple[str, str], ...]
+
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:=+/-]{1,128}")
+_said: ContextVar[Metadata] = ContextVar("spillway_traced", default=())
+
+
+@contextmanager
+def traced(traceparent: str = "", *, request_id: str = "") -> Iterator[None]:
+    """Has the calls that are made inside name a trace, or a request, to the daemon.
+
+    What the daemon logs of them (refusals, slow attends, sequences made here that expire) has
+    the trace's id, or the request's, as `trace`. Holds for this thread, or this asyncio task.
+    Decode streams, steps and decoders that go through libspillway, and an engine in this
+    process, say nothing of it.
+
+    Args:
+        traceparent: W3C Trace Context's, such as OpenTelemetry's propagator injects:
+            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01". It wins over request_id.
+        request_id: What stands for it where there is no tracing, sent as `x-request-id`: 1 to
+            128 characters of [A-Za-z0-9._:=+/-].
+
+    Raises:
+        ValueError: One of them is none, or neither is given.
+    """
+    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
+        raise ValueError(f"traceparent {traceparent[:200]!r} is not version-trace-parent-flags")
+    if request_id and not _REQUEST_ID.fullmatch(request_id):
+        raise ValueError(
+            f"request_id {request_id[:200]!r} is not 1 to 128 characters of [A-Za-z0-9._:=+/-]"
+        )
+    given = (("traceparent", traceparent), ("x-request-id", request_id))
+    said = tuple((key, value) for key, value in given if value)
+    if not said:
+        raise ValueError("neither a traceparent nor a request_id is given")
+    token = _said.set(said)
+    try:
+        yield
+    finally:
+        _said.reset(token)
+
+
+def trace_metadata() -> Metadata:
+    """What calls of this thread, or task, say of their trace."""
+    return _said.get()
