@@ -49,10 +49,9 @@ def new_model(client: spillway.Client) -> spillway.Model:
 
 
 def test_calls_that_succeed_leave_nothing(tmp_path: Path) -> None:
-    with (
-        running_daemon(tmp_path, "--log-format", "json") as target,
-        spillway.connect(target) as client,
-    ):
+    # However slow the machine is.
+    flags = ("--log-format", "json", "--slow-attend-ms", "0")
+    with running_daemon(tmp_path, *flags) as target, spillway.connect(target) as client:
         sequence = client.create_sequence(new_model(client))
         rows = np.ones((1, 4, 100, 64), np.float32)
         sequence.append(0, 0, rows, rows)
