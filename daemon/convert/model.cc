@@ -113,6 +113,8 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
   spec.query_head_count = model.query_head_count();
   spec.kv_head_count = model.kv_head_count();
   spec.head_dim = model.head_dim();
+  spec.first_layer = model.first_layer();
+  spec.first_kv_head = model.first_kv_head();
   if (const std::optional<DType> dtype = FromProto(model.dtype())) {
     spec.dtype = *dtype;
   } else {
@@ -158,6 +160,8 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_head_dim(spec.head_dim);
   out.set_dtype(ToProto(spec.dtype));
   out.set_softmax_scale(spec.softmax_scale);
+  out.set_first_layer(spec.first_layer);
+  out.set_first_kv_head(spec.first_kv_head);
   out.set_resident_sample_fraction(spec.resident_sample_fraction);
   *out.mutable_default_policy() = ToProto(model.policy);
   if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);

@@ -51,6 +51,8 @@ std::string DescribeModel(const std::string& name, const ModelSpec& spec) {
                      {"head_dim", spec.head_dim},
                      {"dtype", std::string(DTypeName(spec.dtype))},
                      {"softmax_scale", spec.softmax_scale},
+                     {"first_layer", spec.first_layer},
+                     {"first_kv_head", spec.first_kv_head},
                      {"hash_weights", Describe(spec.hash)},
                      {"key_indices",
                       {{"int4_keys", indices.int4_keys},
@@ -69,7 +71,10 @@ std::string FirstDifference(const std::string& saved, const std::string& there) 
   const Json b = Json::parse(there);
   for (const auto& [name, value] : b.items()) {
     if (name == "name") continue;
-    const std::string was = a.contains(name) ? a[name].dump() : "nothing";
+    // What older builds did not save was 0.
+    const std::string was = a.contains(name)            ? a[name].dump()
+                            : value.is_number_integer() ? "0"
+                                                        : "nothing";
     if (was != value.dump()) {
       return absl::StrCat(name, " is ", value.dump(), ", saved was ", was);
     }

@@ -59,6 +59,10 @@ class Writer {
       json_[name] = value;
     }
   }
+  template <typename T>
+  void Added(const char* name, const T& value) {
+    Member(name, value);
+  }
   Json& json() { return json_; }
 
  private:
@@ -83,6 +87,11 @@ class Reader {
       member.get_to(value);
     }
   }
+  // What older builds did not write stays as it is.
+  template <typename T>
+  void Added(const char* name, T& value) const {
+    if (json_.contains(name)) Member(name, value);
+  }
 
  private:
   const Json& json_;
@@ -96,6 +105,8 @@ void SpecMembers(Archive& archive, S& spec) {
   archive.Member("head_dim", spec.head_dim);
   archive.Member("dtype", spec.dtype);
   archive.Member("softmax_scale", spec.softmax_scale);
+  archive.Added("first_layer", spec.first_layer);
+  archive.Added("first_kv_head", spec.first_kv_head);
   archive.Member("hash.kind", spec.hash.kind);
   archive.Member("hash.raw_keys", spec.hash.raw_keys);
   archive.Member("hash.bits_per_dim", spec.hash.bits_per_dim);

@@ -13,7 +13,7 @@ namespace {
 
 std::vector<float> TransposedRotation(const ModelSpec& spec, int layer) {
   const int d = spec.head_dim;
-  const std::vector<float> p = MakeRotation(d, spec.hash.seed, layer);
+  const std::vector<float> p = MakeRotation(d, spec.hash.seed, spec.first_layer + layer);
   std::vector<float> transposed(p.size());
   for (int i = 0; i < d; ++i) {
     for (int j = 0; j < d; ++j) transposed[i * d + j] = p[j * d + i];

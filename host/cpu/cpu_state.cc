@@ -70,7 +70,7 @@ absl::Status CpuModel::MakeRotations(const CancelToken* cancel) {
   rotations_transposed_.resize(spec_.layer_count);
   ParallelFor(0, spec_.layer_count, [&](int layer) {
     if (cancel != nullptr && !cancel->Check().ok()) return;
-    rotations_[layer] = MakeRotation(d, spec_.hash.seed, layer);
+    rotations_[layer] = MakeRotation(d, spec_.hash.seed, spec_.first_layer + layer);
     std::vector<float>& transposed = rotations_transposed_[layer];
     transposed.resize(rotations_[layer].size());
     for (int i = 0; i < d; ++i) {

@@ -162,7 +162,8 @@ absl::Status SparseAttend::SampleTail() {
     draw_.threshold[h] = SampleThreshold(draw_.wanted[h], count);
   }
   TailSampler sampler(scores_, strata_,
-                      MakeSampleOrder(policy_.seed, c_.layer, kv_head_, n_,
+                      MakeSampleOrder(policy_.seed, c_.spec().first_layer + c_.layer,
+                                      c_.spec().first_kv_head + kv_head_, n_,
                                       c_.spec().ResidentSample(policy_.seed)));
   RETURN_IF_ERROR(Draw(sampler, JudgePilot));
   if (draw_.given_up) return absl::OkStatus();

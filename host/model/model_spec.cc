@@ -106,6 +106,8 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
   FieldChecks checks;
   checks.InRange("layer_count", spec.layer_count, 1, kLayerCountMax);
   const bool heads_ok = CheckHeads(spec, checks);
+  checks.InRange("first_layer", spec.first_layer, 0, kLayerCountMax - 1);
+  checks.InRange("first_kv_head", spec.first_kv_head, 0, kQueryHeadCountMax - 1);
   const bool dim_ok = checks.MultipleInRange("head_dim", spec.head_dim, kHeadDimStep, kHeadDimMax);
   if (spec.dtype > DType::kBF16) {
     checks.Add("dtype", absl::StrCat("value ", static_cast<int>(spec.dtype), " is unknown"));

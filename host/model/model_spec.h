@@ -58,6 +58,10 @@ struct ModelSpec {
   int head_dim = 0;
   DType dtype = DType::kBF16;
   double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
+  // Where this is a part of a larger model: the layers and KV heads of that before these. What
+  // is random goes by the place in the larger model, so that parts answer as the whole.
+  int first_layer = 0;
+  int first_kv_head = 0;
   HashSpec hash;
   KeyIndexSpec indices;
   // Share of the tokens whose rows a device may keep close for sampling, in

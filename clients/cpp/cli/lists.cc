@@ -31,6 +31,8 @@ Json ModelJson(const v1::Model& model) {
           {"softmax_scale", model.softmax_scale()},
           {"hash", HashName(model.hash_weights())},
           {"resident_sample_fraction", model.resident_sample_fraction()},
+          {"first_layer", model.first_layer()},
+          {"first_kv_head", model.first_kv_head()},
           {"ready", model.ready()},
           {"row_bytes_per_token", model.row_bytes_per_token()},
           {"index_bytes_per_token", model.index_bytes_per_token()},

@@ -297,6 +297,8 @@ class Client:
         hash_weights: HashWeights | None = RotationHash(),
         resident_sample_fraction: float | None = None,
         key_indices: KeyIndices | None = None,
+        first_layer: int = 0,
+        first_kv_head: int = 0,
     ) -> Model:
         """Creates a model: the shapes and codes that sequences are made from.
 
@@ -315,6 +317,10 @@ class Client:
             resident_sample_fraction: Share of the tokens that samples begin with
                 and whose rows a GPU keeps, [0, 0.0625]; None is 0.01.
             key_indices: What else is kept of every key; None: nothing.
+            first_layer: Of a part of a larger model, which several daemons hold: its
+                layers before these.
+            first_kv_head: Likewise, its KV heads before these. The parts answer as one
+                daemon with the whole model would, bit for bit.
 
         Raises:
             AlreadyExists: The id is taken.
@@ -331,6 +337,8 @@ class Client:
             default_policy=None if policy is None else policy.to_proto(),
             hash_weights=hash_to_proto(hash_weights),
             key_indices=None if key_indices is None else key_indices.to_proto(),
+            first_layer=first_layer,
+            first_kv_head=first_kv_head,
         )
         response = self._call(
             self._stubs.models.CreateModel,

@@ -40,6 +40,8 @@ class Model:
         key_indices: What else is kept of every key.
         resident_sample_fraction: Share of the tokens that samples begin with and
             whose rows a GPU keeps.
+        first_layer: Of a part of a larger model: that one's layers before these.
+        first_kv_head: Likewise, KV heads.
         ready: Whether sequences can be created; False while an upload is
             awaited.
         row_bytes_per_token: Bytes of K and V of one token over all layers.
@@ -57,6 +59,8 @@ class Model:
     hash_weights: HashWeights | None
     key_indices: KeyIndices
     resident_sample_fraction: float
+    first_layer: int
+    first_kv_head: int
     ready: bool
     row_bytes_per_token: int
     index_bytes_per_token: int
@@ -76,6 +80,8 @@ class Model:
             hash_weights=hash_from_proto(message.hash_weights),
             key_indices=KeyIndices.from_proto(message.key_indices),
             resident_sample_fraction=message.resident_sample_fraction,
+            first_layer=message.first_layer,
+            first_kv_head=message.first_kv_head,
             ready=message.ready,
             row_bytes_per_token=message.row_bytes_per_token,
             index_bytes_per_token=message.index_bytes_per_token,

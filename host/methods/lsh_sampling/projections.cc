@@ -9,7 +9,8 @@ std::vector<float> MakeProjections(const ModelSpec& spec, int layer) {
   const KeyIndexSpec& indices = spec.indices;
   const size_t count =
       static_cast<size_t>(spec.head_dim) * indices.lsh_table_count * indices.lsh_bits;
-  const std::vector<double> g = Gaussians(count, indices.lsh_seed, layer, kProjectionDomain);
+  const std::vector<double> g =
+      Gaussians(count, indices.lsh_seed, spec.first_layer + layer, kProjectionDomain);
   return {g.begin(), g.end()};
 }
 
