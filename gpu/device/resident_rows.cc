@@ -32,10 +32,10 @@ ResidentRowsOfLayer::ResidentRowsOfLayer(const ModelSpec& spec, PagePool* pool, 
       layer_(layer),
       sample_limit_(spec.ResidentSample(spec.resident_sample_seed)) {
   for (int h = 0; pool != nullptr && h < spec.kv_head_count; ++h) {
-    heads_.push_back({MakeSampleKey(spec.resident_sample_seed, spec.first_layer + layer,
-                                    spec.first_kv_head + h),
-                      {},
-                      PageTable(pool, kResidentPageRows)});
+    heads_.push_back(
+        {MakeSampleKey(spec.resident_sample_seed, spec.first_layer + layer, spec.first_kv_head + h),
+         {},
+         PageTable(pool, kResidentPageRows)});
   }
 }
 

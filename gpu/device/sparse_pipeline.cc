@@ -241,8 +241,8 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
   }
   const uint64_t seed = context_->attend(unit.item).policy.seed;
   const uint32_t resident = r.terms.tail == Tail::kNone ? 0 : spec().ResidentSample(seed);
-  r.order = MakeSampleOrder(seed, spec().first_layer + layer, spec().first_kv_head + unit.kv_head, r.n,
-                            resident);
+  r.order = MakeSampleOrder(seed, spec().first_layer + layer, spec().first_kv_head + unit.kv_head,
+                            r.n, resident);
 }
 
 void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
