@@ -200,6 +200,7 @@ class Engine {
   class SimpleOperation;
   class HoldOperation;
   class RebuildOperation;
+  class ShareCodesOperation;
   class Rebuilder;
   friend class StreamDecoder;
 

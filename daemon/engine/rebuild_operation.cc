@@ -23,10 +23,14 @@ absl::Status Stopping(const Sequence& sequence) {
 
 }  // namespace
 
+void Engine::Rebuilder::Expect(int64_t count) {
+  const MutexLock lock(mutex_);
+  progress_.sequence_count += count;
+}
+
 void Engine::Rebuilder::Add(RebuildOperation* operation) {
   {
     const MutexLock lock(mutex_);
-    ++progress_.sequence_count;
     if (running_ >= kSequencesAtOnce) {
       waiting_.push_back(operation);
       return;
@@ -46,7 +50,9 @@ void Engine::Rebuilder::Ended(bool ok) {
       waiting_.pop_front();
     } else {
       --running_;
-      // Under the lock: who waits may be gone as soon as it is released.
+    }
+    // Under the lock: who waits may be gone as soon as it is released.
+    if (progress_.done_count + progress_.failed_count == progress_.sequence_count) {
       ended_.NotifyAll();
     }
   }
@@ -67,7 +73,9 @@ void Engine::Rebuilder::Stop() {
   MutexLock lock(mutex_);
   // Those that wait run and find that they shall not.
   stopping_ = true;
-  while (running_ > 0) ended_.Wait(mutex_);
+  while (progress_.done_count + progress_.failed_count < progress_.sequence_count) {
+    ended_.Wait(mutex_);
+  }
 }
 
 RebuildProgress Engine::Rebuilder::progress() const {
@@ -79,21 +87,37 @@ RebuildProgress Engine::rebuild_progress() const { return rebuilder_->progress()
 
 void Engine::StopRebuilding() { rebuilder_->Stop(); }
 
+void Engine::ShareCodesOperation::Start() {
+  if (source_->failure.ok()) {
+    absl::StatusOr<std::unique_ptr<DeviceSequence>> copy =
+        engine_->device_->ForkSequence(*sequence_->model->device(), *source_->device, token_count_);
+    if (copy.ok()) {
+      sequence_->device = *std::move(copy);
+      for (LayerRows& layer : sequence_->rows) layer.Commit(token_count_);
+    }
+  }
+  engine_->queues_.Finish(*this);
+}
+
 void Engine::RebuildOperation::Start() { engine_->rebuilder_->Add(this); }
 
 absl::Status Engine::RebuildOperation::Prepare() {
   Sequence& sequence = *sequence_;
   for (const int layer : layers_) {
-    RETURN_IF_ERROR(engine_->device_->PrepareAppend(*sequence.model->device(), *sequence.device,
-                                                    layer, 0,
-                                                    sequence.record->layer(layer).token_count()));
+    const int64_t start = sequence.rows[layer].token_count();
+    RETURN_IF_ERROR(
+        engine_->device_->PrepareAppend(*sequence.model->device(), *sequence.device, layer, start,
+                                        sequence.record->layer(layer).token_count() - start));
   }
   return sequence.ReserveTables(*engine_->budget_);
 }
 
 void Engine::RebuildOperation::Run() {
   for (int layer = 0; layer < sequence_->record->layer_count(); ++layer) {
-    if (sequence_->record->layer(layer).token_count() > 0) layers_.push_back(layer);
+    // The codes of its first rows may be another's.
+    if (sequence_->record->layer(layer).token_count() > sequence_->rows[layer].token_count()) {
+      layers_.push_back(layer);
+    }
   }
   if (engine_->rebuilder_->stopping()) return End(Stopping(*sequence_));
   if (absl::Status status = Prepare(); !status.ok()) return End(std::move(status));

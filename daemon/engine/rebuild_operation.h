@@ -43,16 +43,39 @@ class Engine::RebuildOperation : public OrderedQueues::Operation {
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
+// Takes over the codes of a beginning that two such sequences have in common, in the turns of
+// both: once those of `source` are made, and before the sequence's own are.
+class Engine::ShareCodesOperation : public OrderedQueues::Operation {
+ public:
+  ShareCodesOperation(Engine* engine, std::shared_ptr<Sequence> source,
+                      std::shared_ptr<Sequence> sequence, int64_t token_count)
+      : engine_(engine),
+        source_(std::move(source)),
+        sequence_(std::move(sequence)),
+        token_count_(token_count) {}
+
+  // Where they cannot be taken over they are made anew.
+  void Start() override;
+
+ private:
+  Engine* const engine_;
+  const std::shared_ptr<Sequence> source_;
+  const std::shared_ptr<Sequence> sequence_;
+  const int64_t token_count_;
+};
+
 // Lets a few sequences be rebuilt at a time. Thread-safe.
 class Engine::Rebuilder {
  public:
+  // So many will be added, when their turn comes.
+  void Expect(int64_t count) ABSL_LOCKS_EXCLUDED(mutex_);
   // Runs it, now or when another has ended.
   void Add(RebuildOperation* operation) ABSL_LOCKS_EXCLUDED(mutex_);
   // One that ran has ended.
   void Ended(bool ok) ABSL_LOCKS_EXCLUDED(mutex_);
   void CountRows(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   bool stopping() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Fails those that wait and returns when none runs.
+  // Fails those that wait, or are still to be added, and returns when none runs.
   void Stop() ABSL_LOCKS_EXCLUDED(mutex_);
   RebuildProgress progress() const ABSL_LOCKS_EXCLUDED(mutex_);
 

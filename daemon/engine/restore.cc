@@ -1,5 +1,7 @@
 // Models and sequences that a process before this one left in the store.
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -8,6 +10,7 @@
 #include "daemon/engine/engine.h"
 #include "daemon/engine/errors.h"
 #include "daemon/engine/rebuild_operation.h"
+#include "daemon/engine/shared_prefix.h"
 #include "host/base/limits.h"
 #include "host/base/status_macros.h"
 
@@ -218,8 +221,22 @@ absl::StatusOr<RestoreReport> Engine::Restore(
     report.row_bytes += snapshot.row_bytes;
     sequences.push_back(std::move(sequence));
   }
+  // Looked for before the first of them changes its record.
+  std::vector<std::optional<SharedPrefixes::Prefix>> prefixes;
+  SharedPrefixes known;
   for (const std::shared_ptr<Sequence>& sequence : sequences) {
+    prefixes.push_back(known.Add(*sequence->model, *sequence->record));
+  }
+  rebuilder_->Expect(static_cast<int64_t>(sequences.size()));
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const std::shared_ptr<Sequence>& sequence = sequences[i];
     OrderedQueues::Queue* const queue = &sequence->queue;
+    if (prefixes[i]) {
+      const std::shared_ptr<Sequence>& source = sequences[prefixes[i]->source];
+      const std::array<OrderedQueues::Queue*, 2> both = {&source->queue, queue};
+      queues_.Enqueue(both, std::make_shared<ShareCodesOperation>(this, source, sequence,
+                                                                  prefixes[i]->token_count));
+    }
     queues_.Enqueue({&queue, 1}, std::make_shared<RebuildOperation>(this, sequence, rebuilt));
   }
   return report;
