@@ -75,20 +75,23 @@ def fork(target: str, name: str, tokens: list[int], say: Connection) -> int:
 
 
 def main(target: str, name: str, cut_count: int, token_count: int, seed: int) -> None:
-    """Kills runners at random layers, and prints the tokens that they came to."""
+    """Kills so many runners at random layers, and prints the tokens that they came to.
+
+    Those are `token_count` at least, and as many as the runners decode until they are killed.
+    """
     import multiprocessing  # noqa: PLC0415
     import random  # noqa: PLC0415
     import signal  # noqa: PLC0415
 
     draw = random.Random(seed)
     tokens = [1]
-    while len(tokens) <= token_count:
+    while len(tokens) <= token_count or cut_count > 0:
         listen, say = multiprocessing.Pipe(duplex=False)
         process = fork(target, name, list(tokens), say)
         say.close()
-        # Cut before so many layers, or where all tokens are there.
+        # Cut before so many layers; the last one where all tokens are there.
         left = draw.randrange(1, 4 * LAYERS) if cut_count > 0 else sys.maxsize
-        while left > 0 and len(tokens) <= token_count:
+        while left > 0 and (cut_count > 0 or len(tokens) <= token_count):
             what, value = listen.recv()
             if what == "token":
                 tokens.append(value)
@@ -105,7 +108,7 @@ def main(target: str, name: str, cut_count: int, token_count: int, seed: int) ->
             if what == "token":
                 tokens.append(value)
         cut_count -= 1
-    print(*tokens[: token_count + 1], cut_count)
+    print(*tokens)
 
 
 if __name__ == "__main__":
