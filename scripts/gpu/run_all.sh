@@ -108,7 +108,7 @@ done
 
 # Python as a checkout has it; what torch and transformers bring is there.
 in_tree=(env -u LD_LIBRARY_PATH -C tree 
-  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab:$PWD/tree/clients/vllm"
+  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab:$PWD/tree/clients/vllm:$PWD/tree/clients/cluster"
   SPILLWAY_LIBRARY="$PWD/lib/libspillway.so.1"
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 SPILLWAY_TEST_DEVICE="$device")
 pytest=(python3 -m pytest -q -p no:cacheprovider --durations=10)
@@ -129,7 +129,7 @@ python_steps() {
     failures=$((failures + 1))
     return
   }
-  step python 1200 "${in_tree[@]}" "${pytest[@]}" tests/python --junitxml "$results/python.xml"
+  step python 1200 "${in_tree[@]}" "${pytest[@]}" tests/python tests/cluster --junitxml "$results/python.xml"
   if wanted model || wanted demo; then
     model_steps
   fi

@@ -66,8 +66,9 @@ stage_tree() {
   [[ -f clients/python/spillway/_proto/__init__.py ]] ||
     (cd clients/python && "../../$python" setup.py --quiet build_proto)
   cp -r --parents README.md clients/python/spillway clients/python/examples \
-    clients/lab/spillway_lab clients/vllm/spillway_vllm clients/cpp/examples scripts/demo.py scripts/demonstration \
-    tests/python tests/model bench/arena.py bench/gpu/*.py bench/rpc/*.py \
+    clients/lab/spillway_lab clients/vllm/spillway_vllm clients/cluster/spillway_cluster \
+    clients/cpp/examples scripts/demo.py scripts/demonstration \
+    tests/python tests/cluster tests/model bench/arena.py bench/gpu/*.py bench/rpc/*.py \
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
   stage_wrapper daemon/spillwayd ../../../..
