@@ -9,8 +9,8 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,26 +112,38 @@ def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
     # The sequence is busy; then what waits for it, each with three MiB that nobody knows.
     busy = attention.AttendRequest(items=[attend_item(sequence.name, 128)]).SerializeToString()
     padding = b"\xfa\x7f" + b"\x80\x80\xc0\x01" + bytes(3 * MIB)
-    wait = sequences.TruncateSequenceRequest(name=sequence.name, token_count=0)
+    wait = sequences.TruncateSequenceRequest(name=sequence.name, token_count=32768)
+
+    def arrived(call: Any, held: int) -> bool:
+        memory = client.statistics().memory
+        return call.done() or memory.other_bytes >= held + 3 * MIB
+
     with grpc.insecure_channel(target) as channel:
         attend: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
         truncate: Any = channel.unary_unary(SERVICE + "SequenceService/TruncateSequence")
-        attends = [attend.future(busy, timeout=120) for _ in range(4)]
-        waiting = []
-        for _ in range(60):
+        attends: list[Any] = []
+        waiting: list[Any] = []
+
+        def refused_calls() -> list[Any]:
+            return [call for call in waiting if call.done() and call.exception() is not None]
+
+        while len(refused_calls()) < 3 and len(waiting) < 200:
+            # Four are always there, however slowly the others are sent.
+            while sum(not call.done() for call in attends) < 4:
+                attends.append(attend.future(busy, timeout=120))
+            held = client.statistics().memory.other_bytes
             waiting.append(truncate.future(wait.SerializeToString() + padding, timeout=120))
             # Those that are on their way at once are gRPC's to bound, which closes connections.
-            time.sleep(0.05)
-        errors = [call.exception(timeout=120) for call in waiting]
-        refusals = [error_from_rpc(error) for error in errors if error is not None]
+            settles(partial(arrived, waiting[-1], held))
         # Messages have 32 MiB.
-        assert len(refusals) >= 20
+        assert sum(not call.done() for call in waiting) <= 10
+        refusals = [error_from_rpc(call.exception()) for call in refused_calls()]
+        assert len(refusals) >= 3
         for refusal in refusals:
             assert refusal.code == "RESOURCE_EXHAUSTED"
             assert "that messages have" in refusal.message
-        assert len(refusals) < 60
-        for call in attends:
-            assert call.exception(timeout=120) is None
+        assert any(call.exception(timeout=120) is None for call in waiting)
+        assert any(call.exception(timeout=120) is None for call in attends)
     delete_model(client, model)
 
 
