@@ -89,13 +89,13 @@ format: setup venv ## format everything in place
 proto: venv ## what differs between the API and its frozen descriptor; nothing may
 	@$(PYTHON) scripts/check_proto.py
 
-asan: setup ## C++ tests under AddressSanitizer and UBSan
+asan: setup ## C++ tests under AddressSanitizer and UBSan, but for the long ones of statistics
 	$(call configure,asan)
 	cmake --build --preset asan --parallel $(JOBS)
 	ASAN_OPTIONS=strict_string_checks=1:detect_stack_use_after_return=1 \
 	  LSAN_OPTIONS=suppressions=$(CURDIR)/tests/lsan.supp:print_suppressions=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 \
-	  ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
+	  ctest --test-dir build/asan --output-on-failure --parallel $(JOBS) --label-exclude statistics
 
 chaos: build venv ## kills, shortages and mutated messages, minutes; SEED=; MUTATED=, a daemon for those, such as one of make asan
 	PYTHONPATH=tests:tests/python $(PYTHON) -m chaos $(call option,seed,SEED) $(call option,mutated,MUTATED) --output build/chaos.json

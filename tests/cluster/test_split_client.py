@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import spillway
 import torch
+from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
 from spillway.transformers import SpillwayCache
 from spillway_cluster import SplitClient
@@ -48,7 +49,7 @@ class Pair:
     """The same sequence, on one daemon and split."""
 
     def __init__(self, one: spillway.Client, many: SplitClient) -> None:
-        self.clients = (one, many)
+        self.clients: list[Any] = [one, many]
         self.models = [client.create_model(**SHAPES, policy=POLICY) for client in self.clients]
         self.one, self.many = (
             client.create_sequence(model)
@@ -62,6 +63,15 @@ class Pair:
             sequence.delete()
         for client, model in zip(self.clients, self.models, strict=True):
             client.delete_model(model)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Of three daemons: what is split lies on two or three of them, its whole on one."""
+    with ExitStack() as stack:
+        folders = [tmp_path_factory.mktemp(f"daemon{number}") for number in range(3)]
+        flags = ("--memory-limit", "512MiB")
+        yield [stack.enter_context(running_daemon(folder, *flags)) for folder in folders]
 
 
 # Two daemons share the heads as 2 + 1; or two groups of layers, each of one daemon.
@@ -151,7 +161,7 @@ def test_steps_streams_and_truncation(pair: Pair) -> None:
     k, v = rows(7, LAYERS, 1, KV_HEADS, 2, DIM), rows(8, LAYERS, 1, KV_HEADS, 2, DIM)
     answers: list[list[Any]] = [[], []]
     for i, (client, fork) in enumerate(zip(pair.clients, forks, strict=True)):
-        with client.begin_step([fork], token_count=2) as step:  # type: ignore[list-item]
+        with client.begin_step([fork], token_count=2) as step:
             for layer in range(LAYERS):
                 out, lse = step.attend(layer, Q[None], k[layer], v[layer])
                 (result,) = step.results()
@@ -163,7 +173,7 @@ def test_steps_streams_and_truncation(pair: Pair) -> None:
                 sent = [
                     stream.send(
                         fork, layer, Q[:1], k[layer, 0, :, t : t + 1], v[layer, 0, :, t : t + 1]
-                    )  # type: ignore[arg-type]  # noqa: E501
+                    )
                     for t in range(2)
                 ]
                 for number in sent:
@@ -220,7 +230,7 @@ def test_a_step_that_failed_on_one_daemon_may_be_repeated(pair: Pair) -> None:
     whole = pair.one.fork()
     outs = []
     for client, sequence in zip(pair.clients, (whole, fork), strict=True):
-        with client.begin_step([sequence]) as step:  # type: ignore[list-item]
+        with client.begin_step([sequence]) as step:
             outs.append(step.attend(0, Q[None, :1], k, v)[0])
         sequence.delete()
     assert np.array_equal(*outs)
