@@ -164,7 +164,7 @@ class SplitClient:
                     layer_count=len(share.layers),
                     kv_head_count=len(share.kv_heads),
                     query_head_count=len(share.kv_heads) * query_heads // kv_head_count,
-                    policy=None if policy is None else local_policy(policy, share),
+                    policy=local_policy(policy, share),
                     first_layer=share.layers.start,
                     first_kv_head=share.kv_heads.start,
                     **options,
@@ -278,21 +278,16 @@ class SplitClient:
                 call has created.
         """
         name = model if isinstance(model, str) else model.name
-        whole, shares = self.described(name)
+        _, shares = self.described(name)
 
         def create(number: int) -> spillway.Sequence:
-            share = shares[number]
-            local = None if policy is None else local_policy(policy, share)
-            return self.clients[number].create_sequence(name, sequence_id, policy=local, ttl=ttl)
+            return self.clients[number].create_sequence(
+                name, sequence_id, policy=local_policy(policy, shares[number]), ttl=ttl
+            )
 
-        return self.opened(whole, shares, create)
+        return self.opened(create)
 
-    def opened(
-        self,
-        model: Model,
-        shares: SequenceABC[Share],
-        make: Callable[[int], spillway.Sequence],
-    ) -> SplitSequence:
+    def opened(self, make: Callable[[int], spillway.Sequence]) -> SplitSequence:
         """The sequence of the parts that calls make; where one fails the others are deleted."""
         made: dict[int, spillway.Sequence] = {}
 
@@ -300,13 +295,18 @@ class SplitClient:
             made[number] = make(number)
 
         try:
-            self.each(one, range(len(shares)))
+            self.each(one, range(len(self.clients)))
+            return self._sequence([made[number] for number in range(len(self.clients))])
         except BaseException:
             for part in made.values():
                 part.delete()
             raise
-        pieces = [Piece(share, made[number]) for number, share in enumerate(shares)]
-        return SplitSequence(self, model, pieces)
+
+    def _sequence(self, parts: SequenceABC[spillway.Sequence]) -> SplitSequence:
+        """The sequence of parts, one of each daemon."""
+        whole, shares = self.described(parts[0].model)
+        pieces = [Piece(share, part) for share, part in zip(shares, parts, strict=True)]
+        return SplitSequence(self, whole, pieces)
 
     def get_sequence(self, name: str) -> SplitSequence:
         """Returns a handle of a sequence that was named when it was created.
@@ -314,10 +314,7 @@ class SplitClient:
         Raises:
             NotFound: A daemon has no part of it.
         """
-        parts = self.each(lambda client: client.get_sequence(name), self.clients)
-        whole, shares = self.described(parts[0].model)
-        pieces = [Piece(share, part) for share, part in zip(shares, parts, strict=True)]
-        return SplitSequence(self, whole, pieces)
+        return self._sequence(self.each(lambda client: client.get_sequence(name), self.clients))
 
     def load_sequence(
         self, folder: str | Path, sequence_id: str = "", **options: Any
@@ -326,24 +323,15 @@ class SplitClient:
 
         Arguments and errors as of `Client.load_sequence`.
         """
-        policy: Policy | None = options.pop("policy", None)
-        made: dict[int, spillway.Sequence] = {}
         data: dict[int, bytes] = {}
 
-        def load(number: int) -> None:
-            made[number], data[number] = self.clients[number].load_sequence(
-                part_folder(folder, number), sequence_id, policy=policy, **options
+        def load(number: int) -> spillway.Sequence:
+            part, data[number] = self.clients[number].load_sequence(
+                part_folder(folder, number), sequence_id, **options
             )
+            return part
 
-        try:
-            self.each(load, range(len(self.clients)))
-            whole, shares = self.described(made[0].model)
-        except BaseException:
-            for part in made.values():
-                part.delete()
-            raise
-        pieces = [Piece(share, made[number]) for number, share in enumerate(shares)]
-        return SplitSequence(self, whole, pieces), data[0]
+        return self.opened(load), data[0]
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
         """Yields the sequences that lie on all the daemons under one name, by name.
@@ -389,9 +377,9 @@ class SplitClient:
             heads = share.query_heads(sequences[0].group)
             client = self.clients[number]
             return client.attend(
-                layer - share.layers.start,
+                share.local(layer),
                 {part: heads_of(queries[s], heads, 1) for s, part in parts.items()},
-                None if policy is None else local_policy(policy, share),
+                local_policy(policy, share),
                 None if visible is None else {parts[s]: seen for s, seen in visible.items()},
                 out_dtype=out_dtype,
                 timeout=timeout,

@@ -42,12 +42,11 @@ class Piece(NamedTuple):
     sequence: spillway.Sequence
 
 
-def local_policy(policy: Policy, share: Share) -> Policy:
+def local_policy(policy: Policy | None, share: Share) -> Policy | None:
     """A policy as the daemon with a share numbers layers."""
-    if policy.dense_layers is None:
+    if policy is None or policy.dense_layers is None:
         return policy
-    begin = share.layers.start
-    dense = [layer - begin for layer in policy.dense_layers if layer in share.layers]
+    dense = [share.local(layer) for layer in policy.dense_layers if layer in share.layers]
     return dataclasses.replace(policy, dense_layers=dense)
 
 
@@ -149,12 +148,11 @@ class SplitSequence:
             share = piece.share
             begin = max(layers.start, share.layers.start)
             rows = slice(begin - layer, min(layers.stop, share.layers.stop) - layer)
-            heads = slice(share.kv_heads.start, share.kv_heads.stop)
             return piece.sequence.append(
-                begin - share.layers.start,
+                share.local(begin),
                 first,
-                heads_of(k[rows], heads, 1),
-                heads_of(v[rows], heads, 1),
+                heads_of(k[rows], share.heads, 1),
+                heads_of(v[rows], share.heads, 1),
                 timeout=timeout,
             )
 
@@ -206,9 +204,9 @@ class SplitSequence:
         def ask(piece: Piece) -> Selection:
             heads = piece.share.query_heads(self.group)
             return piece.sequence.select(
-                layer - piece.share.layers.start,
+                piece.share.local(layer),
                 heads_of(q, heads, 1),
-                None if policy is None else local_policy(policy, piece.share),
+                local_policy(policy, piece.share),
                 visible,
                 timeout=timeout,
             )
@@ -232,9 +230,9 @@ class SplitSequence:
         for number in self.pieces_of(layer):
             share, part = self.pieces[number]
             pages = part.fetch_pages(
-                layer - share.layers.start,
+                share.local(layer),
                 None if q is None else heads_of(q, share.query_heads(self.group), 1),
-                None if policy is None else local_policy(policy, share),
+                local_policy(policy, share),
                 visible,
                 selection=None if selection is None else selection_of(selection, share.kv_heads),
                 like=like,
@@ -272,13 +270,13 @@ class SplitSequence:
         def get(piece: Piece) -> None:
             heads = piece.share.kv_heads
             if selection is None:
-                place, chosen = slice(heads.start, heads.stop), None
+                place, chosen = piece.share.heads, None
             else:
                 chosen = selection_of(selection, heads)
                 begin = int(selection.offsets[heads.start])
                 place = slice(begin, begin + int(chosen.offsets[-1]))
             piece.sequence.fetch(
-                layer - piece.share.layers.start,
+                piece.share.local(layer),
                 start,
                 end,
                 selection=chosen,
@@ -292,11 +290,7 @@ class SplitSequence:
 
     def fork(self, sequence_id: str = "") -> SplitSequence:
         """Copies the sequence on each daemon; as `spillway.Sequence.fork`."""
-        return self._client.opened(
-            self._whole,
-            [piece.share for piece in self.pieces],
-            lambda number: self.pieces[number].sequence.fork(sequence_id),
-        )
+        return self._client.opened(lambda number: self.pieces[number].sequence.fork(sequence_id))
 
     def truncate(self, token_count: int) -> SequenceInfo:
         """Drops the newest tokens; as `spillway.Sequence.truncate`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +16,15 @@ class Share:
 
     layers: range
     kv_heads: range
+
+    def local(self, layer: int) -> int:
+        """What the daemon calls a layer of the whole model."""
+        return layer - self.layers.start
+
+    @property
+    def heads(self) -> slice:
+        """Its KV heads, of an array that has all of them."""
+        return slice(self.kv_heads.start, self.kv_heads.stop)
 
     def query_heads(self, group: int) -> slice:
         """The query heads that read its KV heads, `group` each."""
@@ -64,15 +72,3 @@ def deal(
         for layers in even_ranges(layer_count, layer_groups)
         for heads in even_ranges(kv_head_count, head_parts)
     ]
-
-
-def check_whole(shares: Sequence[Share], layer_count: int, kv_head_count: int) -> None:
-    """Checks that shares make up a model, each of its heads once.
-
-    Raises:
-        ValueError: A layer's head is on no daemon or on two.
-    """
-    for layer in range(layer_count):
-        heads = sorted(h for share in shares if layer in share.layers for h in share.kv_heads)
-        if heads != list(range(kv_head_count)):
-            raise ValueError(f"layer {layer} has KV heads {heads}, not 0 to {kv_head_count - 1}")

@@ -49,7 +49,7 @@ class SplitStep:
                     daemon.begin_step(
                         [sequence.pieces[number].sequence for sequence in sequences],
                         token_count=token_count,
-                        policy=None if policy is None else local_policy(policy, share),
+                        policy=local_policy(policy, share),
                     )
                 )
         except BaseException:
@@ -81,12 +81,11 @@ class SplitStep:
 
         def ask(number: int) -> tuple[Any, Any]:
             share = first.pieces[number].share
-            heads = slice(share.kv_heads.start, share.kv_heads.stop)
             return self._steps[number].attend(
-                layer - share.layers.start,
+                share.local(layer),
                 heads_of(q, share.query_heads(first.group), 2),
-                heads_of(k, heads, 1),
-                heads_of(v, heads, 1),
+                heads_of(k, share.heads, 1),
+                heads_of(v, share.heads, 1),
                 out_dtype=out_dtype,
             )
 

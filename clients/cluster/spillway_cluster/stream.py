@@ -72,16 +72,15 @@ class SplitStream:
         self._next_id += 1
         for number in numbers:
             share, part = sequence.pieces[number]
-            heads = slice(share.kv_heads.start, share.kv_heads.stop)
             sent = self._streams[number].send(
                 part,
-                layer - share.layers.start,
+                share.local(layer),
                 heads_of(q, share.query_heads(sequence.group), 1),
-                None if k is None else heads_of(k, heads, 0),
-                None if v is None else heads_of(v, heads, 0),
+                None if k is None else heads_of(k, share.heads, 0),
+                None if v is None else heads_of(v, share.heads, 0),
                 start=start,
                 visible=visible,
-                policy=None if policy is None else local_policy(policy, share),
+                policy=local_policy(policy, share),
                 out_dtype=out_dtype,
             )
             self._ids[number][sent] = number_of_step
