@@ -201,6 +201,7 @@ v1::Sequence ToProto(const Sequence& sequence) {
   }
   out.set_named(sequence.named);
   out.set_abandoned(sequence.abandoned());
+  out.set_sealed(snapshot.sealed);
   out.set_token_count(snapshot.token_count);
   out.mutable_layer_token_counts()->Add(snapshot.layer_token_counts.begin(),
                                         snapshot.layer_token_counts.end());

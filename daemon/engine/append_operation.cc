@@ -27,7 +27,7 @@ void Engine::Append(AppendRequest request, Done<AppendOutcome> done) {
 absl::Status Engine::AppendOperation::Check() {
   Sequence& sequence = *request_.sequence;
   const Chunk& chunk = request_.chunk;
-  RETURN_IF_ERROR(sequence.Check());
+  RETURN_IF_ERROR(sequence.CheckOpen());
   if (request_.cancel != nullptr) {
     RETURN_IF_ERROR(request_.cancel->Check());
   }

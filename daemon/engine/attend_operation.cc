@@ -33,7 +33,7 @@ void Engine::Attend(AttendRequest request, Done<AttendOutcome> done) {
 
 absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
   Sequence& sequence = *item.sequence;
-  RETURN_IF_ERROR(sequence.Check());
+  RETURN_IF_ERROR(item.append ? sequence.CheckOpen() : sequence.Check());
   const LayerRows& rows = RowsOf(item);
   int64_t length = rows.token_count();
   if (item.gate != nullptr) {

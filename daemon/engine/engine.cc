@@ -241,7 +241,7 @@ void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                       std::function<void(absl::Status)> done) {
   if (sequence->held) return done(SequenceHeld(sequence->name));
   RunInTurn(std::move(sequence), [this, token_count, done = std::move(done)](Sequence& sequence) {
-    if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
+    if (absl::Status status = sequence.CheckOpen(); !status.ok()) return done(std::move(status));
     const int64_t length = sequence.token_count();
     if (token_count < 0 || token_count > length) {
       return done(WithReason(
@@ -261,6 +261,17 @@ void Engine::Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
   });
 }
 
+void Engine::Seal(std::shared_ptr<Sequence> sequence, bool sealed,
+                  std::function<void(absl::Status)> done) {
+  if (sequence->held) return done(SequenceHeld(sequence->name));
+  RunInTurn(std::move(sequence), [sealed, done = std::move(done)](Sequence& sequence) {
+    if (absl::Status status = sequence.Check(); !status.ok()) return done(std::move(status));
+    sequence.sealed = sealed;
+    sequence.Publish();
+    done(absl::OkStatus());
+  });
+}
+
 void Engine::Delete(std::string_view id, std::function<void(absl::Status)> done) {
   absl::StatusOr<std::shared_ptr<Sequence>> sequence = registry_.FindSequence(id);
   if (sequence.ok() && (*sequence)->held) return done(SequenceHeld((*sequence)->name));
@@ -269,6 +280,20 @@ void Engine::Delete(std::string_view id, std::function<void(absl::Status)> done)
   RunInTurn(*std::move(sequence), [done = std::move(done)](Sequence& sequence) {
     sequence.Clear();
     done(absl::OkStatus());
+  });
+}
+
+void Engine::DeleteSealed(std::string_view id, std::function<void(absl::Status)> done) {
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence = registry_.FindSequence(id);
+  if (!sequence.ok()) return done(sequence.status());
+  if ((*sequence)->held) return done(SequenceHeld((*sequence)->name));
+  // It is listed until its turn comes: one that turns out to be open stays.
+  RunInTurn(*std::move(sequence), [this, done = std::move(done)](Sequence& sequence) {
+    if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
+    if (!sequence.sealed) return done(SequenceNotSealed(sequence.name));
+    absl::Status taken = registry_.TakeSequence(sequence.id, &sequence).status();
+    if (taken.ok()) sequence.Clear();
+    done(std::move(taken));
   });
 }
 

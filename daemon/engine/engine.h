@@ -177,8 +177,14 @@ class Engine {
   // OUT_OF_RANGE if token_count is above the sequence's.
   void Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                 std::function<void(absl::Status)> done);
+  // From then on no rows are appended or truncated, or they are again. Not recorded in the store.
+  void Seal(std::shared_ptr<Sequence> sequence, bool sealed,
+            std::function<void(absl::Status)> done);
   // Gone from the list at once; its memory is free when done is called.
   void Delete(std::string_view id, std::function<void(absl::Status)> done);
+  // The same in its turn, of one that is sealed then; else FAILED_PRECONDITION, reason
+  // SEQUENCE_NOT_SEALED.
+  void DeleteSealed(std::string_view id, std::function<void(absl::Status)> done);
   // Deletes what has expired, and tells what that was.
   std::vector<ExpiredSequence> SweepExpired();
 

@@ -85,6 +85,23 @@ absl::Status SequenceHeld(std::string_view name) {
                     "SEQUENCE_HELD", {{"name", std::string(name)}});
 }
 
+absl::Status SequenceSealed(std::string_view name) {
+  return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                        View(name),
+                        " is sealed: nothing is appended to it and no token dropped until "
+                        "SealSequence opens it again")),
+                    "SEQUENCE_SEALED", {{"name", std::string(name)}});
+}
+
+absl::Status SequenceNotSealed(std::string_view name) {
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat(
+          View(name),
+          " is not sealed, and shall be deleted only if it is: it may have been opened "
+          "again, or the daemon has restarted since")),
+      "SEQUENCE_NOT_SEALED", {{"name", std::string(name)}});
+}
+
 ErrorDetails DetailsOf(const absl::Status& status) {
   ErrorDetails details;
   std::vector<std::pair<std::string, FieldError>> fields;

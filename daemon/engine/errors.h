@@ -40,6 +40,9 @@ absl::Status SequenceNotFound(std::string_view name);
 // FAILED_PRECONDITION, reason SEQUENCE_HELD, of a request for a sequence that a
 // decoder on a stream holds.
 absl::Status SequenceHeld(std::string_view name);
+// FAILED_PRECONDITION, reasons SEQUENCE_SEALED and SEQUENCE_NOT_SEALED.
+absl::Status SequenceSealed(std::string_view name);
+absl::Status SequenceNotSealed(std::string_view name);
 
 ErrorDetails DetailsOf(const absl::Status& status);
 

@@ -191,10 +191,12 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::Find(std::string_view id,
   return it->second;
 }
 
-absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_view id) {
+absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_view id,
+                                                                 const Sequence* only) {
   const MutexLock lock(mutex_);
   const auto it = sequences_.find(id);
-  if (it == sequences_.end() || it->second->expire_time() <= clock_()) {
+  if (it == sequences_.end() || it->second->expire_time() <= clock_() ||
+      (only != nullptr && it->second.get() != only)) {
     return SequenceNotFound(SequenceName(id));
   }
   std::shared_ptr<Sequence> sequence = std::move(it->second);

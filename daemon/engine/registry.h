@@ -63,8 +63,10 @@ class Registry {
   // The same for a client that uses it (Sequence::Use), which renews its ttl.
   absl::StatusOr<std::shared_ptr<Sequence>> UseSequence(
       std::string_view id, const std::shared_ptr<Presence>& client) const;
-  // Takes it out of the list and returns it. NOT_FOUND.
-  absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id);
+  // Takes it out of the list and returns it. NOT_FOUND, also where `only` is not null and another
+  // sequence has the id.
+  absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id,
+                                                         const Sequence* only = nullptr);
   // Takes out all that expired and have nothing running by `is_idle`.
   std::vector<std::shared_ptr<Sequence>> TakeExpired(
       const std::function<bool(const Sequence&)>& is_idle);

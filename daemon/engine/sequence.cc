@@ -127,6 +127,11 @@ void Sequence::Clear() {
 
 absl::Status Sequence::Check() const { return deleted() ? SequenceNotFound(name) : failure; }
 
+absl::Status Sequence::CheckOpen() const {
+  RETURN_IF_ERROR(Check());
+  return sealed ? SequenceSealed(name) : absl::OkStatus();
+}
+
 void Sequence::PublishRecord() {
   SequenceSnapshot now;
   now.token_count = std::numeric_limits<int64_t>::max();
@@ -150,6 +155,7 @@ void Sequence::Publish() {
   now.generation = generation;
   now.row_bytes = RowBytes(rows);
   now.index_bytes = device == nullptr ? 0 : device->index_bytes();
+  now.sealed = sealed;
   Settle(now.row_bytes + now.index_bytes);
   const MutexLock lock(mutex_);
   snapshot_ = std::move(now);

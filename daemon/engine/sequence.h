@@ -27,6 +27,7 @@ struct SequenceSnapshot {
   int64_t generation = 0;
   int64_t row_bytes = 0;
   int64_t index_bytes = 0;
+  bool sealed = false;
 };
 
 // Where a sequence comes from, which decides how long it stays without its clients.
@@ -98,6 +99,8 @@ class Sequence {
   std::vector<LayerRows> rows;  // per layer; empty once deleted
   std::unique_ptr<DeviceSequence> device;
   int64_t generation = 0;
+  // Whether its rows stay as they are, see CheckOpen().
+  bool sealed = false;
 
   // Why it cannot be served, of one that an earlier process left.
   absl::Status failure;
@@ -105,6 +108,8 @@ class Sequence {
   bool deleted() const { return rows.empty(); }
   // NOT_FOUND once deleted, or its failure.
   absl::Status Check() const;
+  // The same for what appends or truncates: also FAILED_PRECONDITION, reason SEQUENCE_SEALED.
+  absl::Status CheckOpen() const;
   // The shortest layer's length.
   int64_t token_count() const;
   // Charges what the page tables have grown by. RESOURCE_EXHAUSTED.

@@ -39,7 +39,7 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
   options.token_count = token_count;
   options.token_count_max = token_count_max;
   for (const Part& part : decoder->parts_) {
-    RETURN_IF_ERROR(part.sequence->Check());
+    RETURN_IF_ERROR(part.sequence->CheckOpen());
     RETURN_IF_ERROR(CheckGeneration(part.generation, *part.sequence));
     if (const int64_t length = part.sequence->token_count(); part.start != length) {
       return absl::OutOfRangeError(absl::StrCat(part.sequence->name, " has ", length,

@@ -26,8 +26,8 @@ class StreamDecoder {
   // sequence may come to, for which memory is made. Waits for what was asked of
   // the sequences before. INVALID_ARGUMENT for no parts or too many, a sequence
   // twice or of another model, or counts out of range; OUT_OF_RANGE or ABORTED for a
-  // sequence that is not as its part says; FAILED_PRECONDITION for one that is held;
-  // UNIMPLEMENTED as Device::CreateStreamStep.
+  // sequence that is not as its part says; FAILED_PRECONDITION for one that is held or
+  // sealed; UNIMPLEMENTED as Device::CreateStreamStep.
   static absl::StatusOr<std::unique_ptr<StreamDecoder>> Create(Engine* engine,
                                                                std::vector<Part> parts,
                                                                int64_t token_count,

@@ -19,6 +19,7 @@ SequenceService::SequenceService(const ServiceContext& services) : Service(servi
   Unary("/spillway.v1.SequenceService/ListSequences", &SequenceService::ListSequences);
   Unary("/spillway.v1.SequenceService/ForkSequence", &SequenceService::ForkSequence);
   Unary("/spillway.v1.SequenceService/TruncateSequence", &SequenceService::TruncateSequence);
+  Unary("/spillway.v1.SequenceService/SealSequence", &SequenceService::SealSequence);
   Unary("/spillway.v1.SequenceService/DeleteSequence", &SequenceService::DeleteSequence);
   Unary("/spillway.v1.SequenceService/SaveSequence", &SequenceService::SaveSequence);
   Unary("/spillway.v1.SequenceService/LoadSequence", &SequenceService::LoadSequence);
@@ -120,6 +121,23 @@ grpc::ServerUnaryReactor* SequenceService::TruncateSequence(
   return reactor;
 }
 
+grpc::ServerUnaryReactor* SequenceService::SealSequence(grpc::CallbackServerContext* context,
+                                                        const Caller& caller,
+                                                        const v1::SealSequenceRequest* request,
+                                                        v1::SealSequenceResponse* response) {
+  absl::StatusOr<std::shared_ptr<Sequence>> sequence =
+      FindSequence(services_.engine, caller, request->name(), "name");
+  if (!sequence.ok()) return Answer(services_, context, sequence.status());
+  auto* call = new UnaryCall(services_, *context);
+  grpc::ServerUnaryReactor* const reactor = call->reactor();
+  services_.engine.Seal(*sequence, request->sealed(),
+                        [call, response, sequence = *sequence](const absl::Status& status) {
+                          if (status.ok()) *response->mutable_sequence() = ToProto(*sequence);
+                          call->End(status);
+                        });
+  return reactor;
+}
+
 grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerContext* context,
                                                           const Caller& caller,
                                                           const v1::DeleteSequenceRequest* request,
@@ -128,8 +146,12 @@ grpc::ServerUnaryReactor* SequenceService::DeleteSequence(grpc::CallbackServerCo
   if (!id.ok()) return Answer(services_, context, id.status());
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  services_.engine.Delete(caller.IdOf(*id),
-                          [call](const absl::Status& status) { call->End(status); });
+  const auto done = [call](const absl::Status& status) { call->End(status); };
+  if (request->if_sealed()) {
+    services_.engine.DeleteSealed(caller.IdOf(*id), done);
+  } else {
+    services_.engine.Delete(caller.IdOf(*id), done);
+  }
   return reactor;
 }
 

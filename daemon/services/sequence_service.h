@@ -28,6 +28,9 @@ class SequenceService final : public Service {
                                              const Caller& caller,
                                              const v1::TruncateSequenceRequest* request,
                                              v1::TruncateSequenceResponse* response);
+  grpc::ServerUnaryReactor* SealSequence(grpc::CallbackServerContext* context, const Caller& caller,
+                                         const v1::SealSequenceRequest* request,
+                                         v1::SealSequenceResponse* response);
   grpc::ServerUnaryReactor* DeleteSequence(grpc::CallbackServerContext* context,
                                            const Caller& caller,
                                            const v1::DeleteSequenceRequest* request,

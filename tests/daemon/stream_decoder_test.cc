@@ -204,6 +204,10 @@ TEST_F(StreamDecoderTest, HoldsItsSequences) {
   expect_held(status);
   engine->Delete("held", into);
   expect_held(status);
+  engine->DeleteSealed("held", into);
+  expect_held(status);
+  engine->Seal(held, true, into);
+  expect_held(status);
   EXPECT_TRUE(engine->registry().FindSequence("held").ok());
   std::optional<absl::StatusOr<SharedRows>> shared;
   engine->ShareRows(held, 0, Into(&shared));

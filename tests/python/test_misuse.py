@@ -374,7 +374,11 @@ def test_unknown_sequence(scene: Scene, name: str) -> None:
         lambda: stubs.sequences.GetSequence(sequences.GetSequenceRequest(name=name)),
         lambda: stubs.sequences.ForkSequence(sequences.ForkSequenceRequest(name=name)),
         lambda: stubs.sequences.TruncateSequence(sequences.TruncateSequenceRequest(name=name)),
+        lambda: stubs.sequences.SealSequence(sequences.SealSequenceRequest(name=name)),
         lambda: stubs.sequences.DeleteSequence(sequences.DeleteSequenceRequest(name=name)),
+        lambda: stubs.sequences.DeleteSequence(
+            sequences.DeleteSequenceRequest(name=name, if_sealed=True)
+        ),
         lambda: stubs.attention.Append(iter([attention.AppendRequest(chunk=chunk)])),
         lambda: stubs.attention.Attend(attention.AttendRequest(items=[item])),
         lambda: stubs.attention.Attend(attention.AttendRequest(items=[good, item])),

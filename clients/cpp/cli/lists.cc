@@ -49,7 +49,8 @@ Json SequenceJson(const v1::Sequence& sequence) {
           {"create_time", TimeJson(sequence.has_create_time(), sequence.create_time())},
           {"expire_time", TimeJson(sequence.has_expire_time(), sequence.expire_time())},
           {"named", sequence.named()},
-          {"abandoned", sequence.abandoned()}};
+          {"abandoned", sequence.abandoned()},
+          {"sealed", sequence.sealed()}};
 }
 
 // What it stays for until its ttl; "nobody" where it goes before.

@@ -266,9 +266,29 @@ absl::StatusOr<v1::LoadSequenceResponse> Client::LoadSequence(const std::string&
               absl::InfiniteDuration(), options);
 }
 
+absl::StatusOr<v1::Sequence> Client::SealSequence(const std::string& name, bool sealed,
+                                                  const CallOptions& options) {
+  v1::SealSequenceRequest request;
+  request.set_name(name);
+  request.set_sealed(sealed);
+  auto response = Call(presence_, *sequences_, &v1::SequenceService::Stub::SealSequence, request,
+                       options_.call_timeout, options);
+  if (!response.ok()) return response.status();
+  return std::move(*response->mutable_sequence());
+}
+
 absl::Status Client::DeleteSequence(const std::string& name, const CallOptions& options) {
   v1::DeleteSequenceRequest request;
   request.set_name(name);
+  return Call(presence_, *sequences_, &v1::SequenceService::Stub::DeleteSequence, request,
+              options_.call_timeout, options)
+      .status();
+}
+
+absl::Status Client::DeleteSealedSequence(const std::string& name, const CallOptions& options) {
+  v1::DeleteSequenceRequest request;
+  request.set_name(name);
+  request.set_if_sealed(true);
   return Call(presence_, *sequences_, &v1::SequenceService::Stub::DeleteSequence, request,
               options_.call_timeout, options)
       .status();

@@ -120,7 +120,12 @@ class Client {
   // Keeps the first `token_count` tokens of every layer.
   absl::StatusOr<v1::Sequence> TruncateSequence(const std::string& name, int64_t token_count,
                                                 const CallOptions& options = {});
+  // Ends appends to it and truncations, or lets them go on; see SequenceService.SealSequence.
+  absl::StatusOr<v1::Sequence> SealSequence(const std::string& name, bool sealed,
+                                            const CallOptions& options = {});
   absl::Status DeleteSequence(const std::string& name, const CallOptions& options = {});
+  // FAILED_PRECONDITION, reason SEQUENCE_NOT_SEALED, for one that is not sealed, which stays.
+  absl::Status DeleteSealedSequence(const std::string& name, const CallOptions& options = {});
   // Saves it to a folder of the daemon's host, by default without a deadline; see
   // SequenceService.SaveSequence for the folder's name and for client_data.
   absl::StatusOr<v1::SaveSequenceResponse> SaveSequence(const std::string& name,

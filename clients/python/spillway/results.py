@@ -104,6 +104,7 @@ class SequenceInfo:
         expire_time: When it goes if nothing renews it, None for never.
         named: Whether a client chose its id; then it stays until its ttl.
         abandoned: Whether it is not named and every client that used it is gone.
+        sealed: Whether nothing can be appended to it, nor truncated (`Sequence.seal`).
     """
 
     name: str
@@ -117,6 +118,7 @@ class SequenceInfo:
     expire_time: datetime.datetime | None
     named: bool
     abandoned: bool
+    sealed: bool
 
     @classmethod
     def from_proto(cls, message: sequence_service_pb2.Sequence) -> SequenceInfo:
@@ -136,6 +138,7 @@ class SequenceInfo:
             expire_time=expires,
             named=message.named,
             abandoned=message.abandoned,
+            sealed=message.sealed,
         )
 
 

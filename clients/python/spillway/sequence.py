@@ -631,15 +631,51 @@ class Sequence:
         self._learn(response.sequence)
         return SequenceInfo.from_proto(response.sequence)
 
-    def delete(self) -> None:
+    def seal(self) -> SequenceInfo:
+        """Ends appends to the sequence, so that it can be copied elsewhere.
+
+        When it returns no append is in progress and none begins; each layer keeps the length
+        that it has. Appends, steps with new tokens and truncations, of all clients, fail with
+        `FailedPrecondition` (SEQUENCE_SEALED) and change nothing; attends without new tokens,
+        fetches and forks go on, and the forks are not sealed. Sealing it twice is no error. A
+        seal ends with `unseal`, or with the daemon's process, also where rows outlive that.
+
+        Raises:
+            FailedPrecondition: A decoder holds the sequence (SEQUENCE_HELD).
+        """
+        return self._seal(True)
+
+    def unseal(self) -> SequenceInfo:
+        """Lets rows be appended again; no error where they can be already.
+
+        Raises:
+            FailedPrecondition: A decoder holds the sequence (SEQUENCE_HELD).
+        """
+        return self._seal(False)
+
+    def _seal(self, sealed: bool) -> SequenceInfo:
+        response = self._call(
+            self._client._stubs.sequences.SealSequence,
+            sequence_service_pb2.SealSequenceRequest(name=self.name, sealed=sealed),
+        )
+        self._learn(response.sequence)
+        return SequenceInfo.from_proto(response.sequence)
+
+    def delete(self, if_sealed: bool = False) -> None:
         """Deletes the sequence; its memory is free when the call returns.
+
+        Args:
+            if_sealed: Only if it is sealed still: by nobody opened again, nor by a restart of
+                the daemon.
 
         Raises:
             NotFound: It was deleted or has expired.
+            FailedPrecondition: It shall be sealed, and is not (SEQUENCE_NOT_SEALED); or a decoder
+                holds it (SEQUENCE_HELD).
         """
         self._call(
             self._client._stubs.sequences.DeleteSequence,
-            sequence_service_pb2.DeleteSequenceRequest(name=self.name),
+            sequence_service_pb2.DeleteSequenceRequest(name=self.name, if_sealed=if_sealed),
         )
 
     def save(
