@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from spillway import restart
-from spillway.errors import Cancelled, Unavailable
+from spillway.errors import Cancelled, DataLoss, SpillwayError, Unavailable
 from spillway.restart import Restarts
 
 
@@ -19,7 +19,7 @@ class FakeClient:
         self.server_info: Any = self._infos[0]
         self._regions = SimpleNamespace(forget=lambda: None)
 
-    def get_server_info(self) -> Any:
+    def get_server_info(self, *, timeout: float | None = None) -> Any:
         return self._infos.pop(0) if len(self._infos) > 1 else self._infos[0]
 
 
@@ -85,3 +85,112 @@ def test_without_a_store_nothing_is_tried_again(store_id: str, seconds: float) -
     with pytest.raises(Unavailable, match="gone"):
         Restarts(client, seconds).again(call)
     assert call.count == 1
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(restart, "time", clock)
+    return clock
+
+
+class DeadClient(FakeClient):
+    """A daemon that does not answer, or only after a while."""
+
+    def __init__(self, *, silent: int = 10**6, store_id: str = "s") -> None:
+        super().__init__("b", store_id=store_id)
+        self.silent = silent
+        self.timeouts: list[float | None] = []
+
+    def get_server_info(self, *, timeout: float | None = None) -> Any:
+        self.timeouts.append(timeout)
+        if len(self.timeouts) <= self.silent:
+            raise Unavailable("nobody is there")
+        return super().get_server_info()
+
+
+class Judge:
+    """Gives a daemon up when it is asked for the n-th time; never: None."""
+
+    def __init__(self, at: int | None) -> None:
+        self._at = at
+        self.count = 0
+
+    def __call__(self) -> SpillwayError | None:
+        self.count += 1
+        return DataLoss("the node is gone") if self.count == self._at else None
+
+
+def judged(client: Any, seconds: float, at: int | None) -> tuple[Restarts, Judge]:
+    restarts, judge = Restarts(client, seconds), Judge(at)
+    restarts.given_up = judge
+    return restarts, judge
+
+
+def test_one_that_is_given_up_is_not_waited_for(clock: Clock) -> None:
+    client = DeadClient()
+    restarts, judge = judged(client, 3600, 3)
+    call = Call(10**6, Unavailable("gone"))
+    with pytest.raises(DataLoss, match="the node is gone"):
+        restarts.again(call)
+    assert (call.count, judge.count) == (1, 3)
+    # At once, and then about once a second.
+    assert 102 <= clock.now <= 103
+    # Whoever says nothing at all does not keep it from being asked.
+    assert set(client.timeouts) == {1.0}
+
+
+def test_it_is_asked_more_seldom_than_the_daemon(clock: Clock) -> None:
+    client = DeadClient(silent=3)
+    restarts, judge = judged(client, 60, None)
+    assert restarts.again(Call(1, Unavailable("gone"))) == "answer"
+    assert (len(client.timeouts), judge.count) == (4, 1)
+
+
+@pytest.mark.parametrize(("at", "error"), [(None, Unavailable), (2, DataLoss)])
+def test_it_is_asked_last_of_all(clock: Clock, at: int | None, error: type[SpillwayError]) -> None:
+    restarts, judge = judged(DeadClient(), 0.5, at)
+    with pytest.raises(error):
+        restarts.again(Call(1, Unavailable("gone")))
+    assert judge.count == 2
+
+
+@pytest.mark.parametrize(
+    ("store_id", "seconds"), [("", 60), ("s", 0)], ids=["no store", "no resume"]
+)
+@pytest.mark.parametrize(("at", "error"), [(None, Unavailable), (1, DataLoss)])
+def test_who_does_not_wait_learns_it_too(
+    store_id: str, seconds: float, at: int | None, error: type[SpillwayError]
+) -> None:
+    restarts, judge = judged(DeadClient(store_id=store_id), seconds, at)
+    with pytest.raises(error):
+        restarts.again(Call(1, Unavailable("gone")))
+    assert judge.count == 1
+
+
+def test_of_a_daemon_that_answers_nobody_is_asked() -> None:
+    restarts, judge = judged(FakeClient("a", "b"), 60, 1)
+    assert restarts.again(Call(3, Unavailable("gone"))) == "answer"
+    assert judge.count == 0
+
+
+def test_one_that_took_another_store_may_be_given_up() -> None:
+    client: Any = FakeClient("a")
+    client.server_info = SimpleNamespace(store_id="before", boot_id="a")
+    restarts, judge = judged(client, 60, 1)
+    with pytest.raises(DataLoss, match="the node is gone"):
+        restarts.again(Call(1, Unavailable("gone")))
+    assert judge.count == 1

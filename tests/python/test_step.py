@@ -68,6 +68,39 @@ def test_gives_what_single_steps_give(
         assert sequence.token_count == sequence.refresh().token_count == length + 2 * tokens
 
 
+def test_a_step_of_which_some_layers_are_there_is_said_again(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequences = filled(client, model, rng)
+    layers = [tensors(rng, 2) for _ in range(LAYERS)]
+    with client.begin_step(sequences, token_count=2) as step:
+        starts = step.starts
+        first = step.attend(1, *layers[1])
+    for _ in range(2):
+        with client.begin_step(sequences, token_count=2, starts=starts) as step:
+            assert step.starts == starts == LENGTHS
+            for wanted, again in zip(first, step.attend(1, *layers[1]), strict=True):
+                np.testing.assert_array_equal(wanted, again)
+            step.attend(0, *layers[0])
+            assert step.results()[0].certificate is not None
+    assert [s.refresh().layer_token_counts for s in sequences] == [(n + 2, n + 2) for n in LENGTHS]
+    with client.begin_step(sequences, token_count=2, starts=starts) as step:
+        q, k, v = layers[0]
+        with pytest.raises(spillway.AlreadyExists):
+            step.attend(0, q, k + 1, v)
+    with client.begin_step(sequences[:1], starts=[LENGTHS[0] + 4]) as step:
+        with pytest.raises(spillway.OutOfRange):
+            step.attend(0, *tensors(rng, count=1))
+
+
+def test_bad_starts(client: Client, model: Model, rng: np.random.Generator) -> None:
+    sequences = filled(client, model, rng)
+    with pytest.raises(ValueError, match="2 starts are not one for each of 3"):
+        client.begin_step(sequences, starts=[1, 2])
+    with pytest.raises(ValueError, match=f"start -1 of {sequences[1].name} is not at least 0"):
+        client.begin_step(sequences, starts=[0, -1, 0])
+
+
 def test_equals_attention_computed_here(
     client: Client, model: Model, rng: np.random.Generator
 ) -> None:

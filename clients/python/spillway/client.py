@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
 MESSAGE_BYTES_MAX = 4 << 20
 UPLOAD_CHUNK_BYTES = 2 << 20
 API_MAJOR = 0
+# What targets of several daemons begin with.
+_CLUSTER = "ray:"
 
 
 class _Stubs:
@@ -675,23 +678,27 @@ class Client:
         *,
         token_count: int = 1,
         policy: Policy | None = None,
+        starts: SequenceABC[int] | None = None,
     ) -> DecodeStep:
         """Announces a decode step of several sequences of one model.
 
-        Its new tokens follow what each sequence has in every layer.
+        A step that failed in the middle of its layers may be said again, with the `starts` that
+        it had: a layer that has its tokens with equal bytes, as its last ones, attends as before.
 
         Args:
             sequences: 1 to 256, none twice.
             token_count: New tokens of each, [1, 16], which are its queries too.
             policy: Overrides every sequence's policy for this step.
+            starts: Position of each one's first new token, at least 0; None is after what each
+                has in every layer. One that a layer does not take is refused when that attends.
 
         Raises:
             ValueError: The sequences are not of one model, one is named twice, or
-                a count is out of range.
+                a count or a start is out of range.
             NotFound: One was deleted or has expired; at the latest the first
                 attend says so.
         """
-        return DecodeStep(self, sequences, token_count, policy)
+        return DecodeStep(self, sequences, token_count, policy, starts)
 
     def open_decoder(
         self,
@@ -766,10 +773,15 @@ class Client:
 
     # The daemon.
 
-    def get_server_info(self) -> ServerInfo:
-        """Asks the daemon what it is."""
+    def get_server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Asks the daemon what it is.
+
+        Args:
+            timeout: Seconds; None is the client's.
+        """
         request = admin_service_pb2.GetServerInfoRequest()
-        return ServerInfo.from_proto(self._call(self._stubs.admin.GetServerInfo, request))
+        get = self._stubs.admin.GetServerInfo
+        return ServerInfo.from_proto(self._call(get, request, timeout=timeout))
 
     def statistics(self, model: Model | str = "") -> Statistics:
         """Returns memory and work of the daemon.
@@ -831,6 +843,22 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
     )
 
 
+def _cluster_connect(target: str) -> Callable[..., Any]:
+    """What connects to several daemons, a package of its own."""
+    name = "spillway_cluster"
+    try:
+        package = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(
+            f"{target} is a cluster, whose client is in a package of its own: "
+            "pip install spillway-cluster"
+        ) from None
+    made: Callable[..., Any] = package.connect
+    return made
+
+
 def connect(
     target: str | None = None,
     *,
@@ -849,9 +877,12 @@ def connect(
     libspillway, until the client is closed. Each such client has an engine of
     its own, which nobody else reaches. Do not fork a process that has one.
 
+    A target that begins with `ray:` is a cluster of daemons: `spillway_cluster.connect` gets it
+    with the other arguments, and what it returns has the calls of a `Client`.
+
     Args:
         target: gRPC target of a daemon (`unix:/path`, `localhost:50051`), the
-            path of a unix socket, `tls:host:port`, or `embedded:`; None is
+            path of a unix socket, `tls:host:port`, `embedded:`, or `ray:...`; None is
             `SPILLWAY_TARGET`, else the daemon's default socket of this user.
         timeout: Seconds that a call may take unless it names its own.
         settings: Of an embedded engine, by the names that the daemon's settings
@@ -882,8 +913,23 @@ def connect(
             be loaded.
         ValueError: Settings for a daemon, which has its own; or an embedded
             engine without libspillway; or files of TLS for a target without.
+        ImportError: `ray:` without the package `spillway-cluster`.
     """
     asked = default_target() if target is None else target
+    if asked.startswith(_CLUSTER):
+        if settings:
+            raise ValueError(f"settings are for {_native.EMBEDDED}, not for the daemons of {asked}")
+        made = _cluster_connect(asked)(
+            asked,
+            timeout=timeout,
+            native=native,
+            ca=ca,
+            cert=cert,
+            key=key,
+            token=token,
+            resume_seconds=resume_seconds,
+        )
+        return cast("Client", made)
     named = normalize_target(asked)
     if named == _native.EMBEDDED:
         if native is False:

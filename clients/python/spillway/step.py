@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 import weakref
 from collections.abc import Sequence as SequenceABC
@@ -297,13 +298,25 @@ class DecodeStep(_Together):
         sequences: SequenceABC[Sequence],
         token_count: int,
         policy: Policy | None,
+        starts: SequenceABC[int] | None = None,
     ) -> None:
         super().__init__(client, sequences, token_count)
         self._client, self._policy = client, policy
-        self.starts = tuple(sequence.token_count for sequence in sequences)
+        self.starts = self._checked(starts)
         # None: it is to be begun again.
         self._kind: _NativeStep | _StreamStep | None = client._restarts.again(self._begun)
         self._last: tuple[Any, Any] = (None, None)
+
+    def _checked(self, starts: SequenceABC[int] | None) -> tuple[int, ...]:
+        """Where the sequences' new tokens begin."""
+        if starts is None:
+            return tuple(sequence.token_count for sequence in self.sequences)
+        if len(starts) != len(self.sequences):
+            raise ValueError(f"{len(starts)} starts are not one for each of {len(self.sequences)}")
+        for sequence, start in zip(self.sequences, starts, strict=True):
+            if start < 0:
+                raise ValueError(f"start {start} of {sequence.name} is not at least 0")
+        return tuple(map(operator.index, starts))
 
     def _begun(self) -> _NativeStep | _StreamStep:
         client = self._client
