@@ -1,4 +1,4 @@
-"""A client of several daemons, each with a share of every model's layers and KV heads."""
+"""A client of several daemons: each sequence lies on one of them, or in parts on several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceABC
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import spillway
 from spillway.errors import Cancelled, NotFound, SpillwayError, Unavailable
@@ -19,66 +19,48 @@ from spillway.results import AttendResult, Model, SequenceInfo
 from spillway.server import ServerInfo
 from spillway.tensors import Array, OutDType
 
+from spillway_cluster.groups import ask_by_daemon
 from spillway_cluster.merging import heads_of, merged_info, merged_results
-from spillway_cluster.sequence import Piece, SplitSequence, local_policy, part_folder
+from spillway_cluster.part import Part
+from spillway_cluster.placement import Dealt, FixedPlacement, Placement, named, part_name
+from spillway_cluster.sequence import ClusterSequence, local_policy, part_folder
 from spillway_cluster.shares import Share, deal
-from spillway_cluster.step import SplitStep
-from spillway_cluster.stream import SplitStream
+from spillway_cluster.step import ClusterStep
+from spillway_cluster.stream import ClusterStream
 
 T = TypeVar("T")
 X = TypeVar("X")
+C = TypeVar("C", bound="ClusterClient")
+
+# Calls to daemons that one client has under way.
+_THREADS_MAX = 64
 
 
-class SplitClient:
-    """What `spillway.Client` is for one daemon, for several that hold a part of each model.
+class ClusterClient:
+    """What `spillway.Client` is for one daemon, for several.
 
-    The KV heads of a layer, or its layers too, are dealt to the daemons; tokens never are. What
-    is asked goes to all of them at once. Outputs, sets and certificates are those of one daemon
-    with the whole model, bit for bit, while no daemon's audit has raised an inflation. Thread-safe.
+    A sequence lies whole on one of them, or its layers' KV heads, or its layers too, are dealt
+    to several; tokens never are. What concerns several daemons is asked of all of them at once.
+    Outputs, sets and certificates are those of one daemon with the whole model, bit for bit,
+    while no daemon's audit has raised an inflation. Thread-safe.
 
     Attributes:
-        clients: One for each daemon, in the order of the heads.
-        server_info: The first daemon's, with the devices and the smallest limits of all.
+        placement: Which daemons there are, and what lies where.
+        server_info: A daemon's, with the devices and the smallest limits of all that there were
+            when the client was made.
     """
 
-    def __init__(self, clients: SequenceABC[spillway.Client], layer_groups: int = 1) -> None:
-        """Takes the clients over: closing this one closes them.
+    def __init__(self, placement: Placement, target: str) -> None:
+        """Takes the placement over: closing the client closes it."""
+        self.placement = placement
+        self.target = target
+        self._threads = ThreadPoolExecutor(_THREADS_MAX, "spillway-cluster")
+        self._models: dict[str, Dealt] = {}
+        # Parts of models that are known to be on a daemon.
+        self._there: set[tuple[str, str]] = set()
+        self.server_info = self.get_server_info()
 
-        Args:
-            clients: One for each daemon, of one version.
-            layer_groups: Groups of consecutive layers, each dealt to as many daemons.
-
-        Raises:
-            ValueError: There is no client, a daemon is named twice, or their number is no
-                multiple of `layer_groups`.
-            VersionMismatch: A daemon has another version than the first.
-        """
-        if not clients:
-            raise ValueError("no daemons are named")
-        if layer_groups < 1 or len(clients) % layer_groups:
-            raise ValueError(
-                f"{len(clients)} daemons cannot be dealt to {layer_groups} groups of layers evenly"
-            )
-        seen: dict[str, str] = {}
-        first = clients[0].server_info
-        for client in clients:
-            info = client.server_info
-            if info.boot_id in seen:
-                raise ValueError(f"{client.target} is the daemon that {seen[info.boot_id]} is too")
-            seen[info.boot_id] = client.target
-            if info.version != first.version:
-                raise spillway.VersionMismatch(
-                    f"the daemon at {client.target} has version {info.version}, "
-                    f"{clients[0].target} has {first.version}"
-                )
-        self.clients = tuple(clients)
-        self.target = ",".join(client.target for client in clients)
-        self._layer_groups = layer_groups
-        self._threads = ThreadPoolExecutor(max(1, len(clients) - 1), "spillway-split")
-        self._models: dict[str, tuple[Model, list[Share]]] = {}
-        self.server_info = _whole_info([client.server_info for client in clients])
-
-    def __enter__(self) -> SplitClient:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(
@@ -90,23 +72,27 @@ class SplitClient:
         self.close()
 
     def __repr__(self) -> str:
-        return f"SplitClient({self.target!r})"
+        return f"{type(self).__name__}({self.target!r})"
 
     def close(self) -> None:
         """Closes the connections, as `Client.close` does."""
-        for client in self.clients:
-            client.close()
+        self.placement.close()
         self._threads.shutdown()
 
     @property
+    def clients(self) -> tuple[spillway.Client, ...]:
+        """One for each daemon that serves now."""
+        return tuple(self.placement.client(daemon) for daemon in self.placement.daemons())
+
+    @property
     def transport(self) -> str:
-        """`split`: several daemons."""
-        return "split"
+        """`cluster`: several daemons, each reached as well as it can be."""
+        return "cluster"
 
     @property
     def step_transport(self) -> str:
         """Likewise; each daemon's client has its own."""
-        return "split"
+        return "cluster"
 
     def each(self, call: Callable[[X], T], of: Iterable[X]) -> list[T]:
         """Calls for several daemons at once, and waits for all of them.
@@ -135,46 +121,69 @@ class SplitClient:
     # Models.
 
     def create_model(
-        self, model_id: str = "", *, layer_count: int, kv_head_count: int, **options: Any
+        self,
+        model_id: str = "",
+        *,
+        layer_count: int,
+        kv_head_count: int,
+        part_count: int | None = None,
+        layer_groups: int | None = None,
+        **options: Any,
     ) -> Model:
-        """Creates a model: its part on each daemon. Arguments as of `Client.create_model`.
+        """Creates a model, on the daemons that would get its next sequence; later on others.
+
+        Args:
+            model_id: As of `Client.create_model`.
+            layer_count: Likewise.
+            kv_head_count: Likewise.
+            part_count: Daemons that share each sequence; None: as `connect` was told, 1 by
+                default.
+            layer_groups: Groups of consecutive layers, each of `part_count / layer_groups`
+                daemons, which share its KV heads; None: likewise.
+            **options: All else of `Client.create_model`.
 
         Raises:
             ValueError: The model has fewer KV heads, or layers, than there are parts.
             SpillwayError: As of `Client.create_model`. No daemon has a part then that this
                 call has created.
         """
-        shares = deal(layer_count, kv_head_count, len(self.clients), self._layer_groups)
+        if part_count is None:
+            part_count = self.placement.part_count
+        if layer_groups is None:
+            layer_groups = self.placement.layer_groups
+        shares = deal(layer_count, kv_head_count, part_count, layer_groups)
         for name in ("first_layer", "first_kv_head"):
             if options.pop(name, 0):
-                raise ValueError(f"{name}: the model that is split is a whole one")
-        query_heads = options.pop("query_head_count")
+                raise ValueError(f"{name}: a model that is dealt is a whole one")
+        query_heads = options["query_head_count"]
         if query_heads % kv_head_count:
             raise spillway.InvalidArgument(
                 f"query_head_count {query_heads} is no multiple of kv_head_count {kv_head_count}"
             )
-        policy: Policy | None = options.pop("policy", None)
         # The parts have one name.
-        model_id = model_id or f"split-{secrets.token_hex(8)}"
+        model_id = model_id or f"model-{secrets.token_hex(8)}"
+        name = f"models/{model_id}"
+        if self.placement.dealt(name) is not None:
+            raise spillway.AlreadyExists(f"{name} exists")
         created: list[tuple[spillway.Client, Model]] = []
+        daemons = self.placement.choose(part_count, "")
         try:
-            for client, share in zip(self.clients, shares, strict=True):
-                part = client.create_model(
-                    model_id,
-                    layer_count=len(share.layers),
-                    kv_head_count=len(share.kv_heads),
-                    query_head_count=len(share.kv_heads) * query_heads // kv_head_count,
-                    policy=local_policy(policy, share),
-                    first_layer=share.layers.start,
-                    first_kv_head=share.kv_heads.start,
-                    **options,
+            for number, (daemon, share) in enumerate(zip(daemons, shares, strict=True)):
+                client = self.placement.client(daemon)
+                part = _created_part(
+                    client, part_name(model_id, number, part_count), share, kv_head_count, options
                 )
                 created.append((client, part))
+            whole = _whole_model(name, [part for _, part in created], shares)
+            dealt = Dealt(whole, part_count, layer_groups, options)
+            self.placement.add_model(dealt)
         except BaseException:
             for client, part in created:
                 client.delete_model(part)
             raise
-        return self._whole([part for _, part in created])
+        self._models[name] = dealt
+        self._there |= {(d, part.name) for d, (_, part) in zip(daemons, created, strict=True)}
+        return whole
 
     def get_model(self, name: str) -> Model:
         """Returns a model by its resource name.
@@ -184,10 +193,28 @@ class SplitClient:
             ValueError: The parts do not make up a model, or are dealt otherwise than this
                 client deals.
         """
-        return self._whole(self.each(lambda client: client.get_model(name), self.clients))
+        dealt = self.placement.dealt(name)
+        if dealt is None and self.placement.in_order:
+            dealt = self._found_model(name)
+        if dealt is None:
+            raise NotFound(f"there is no {name}")
+        self._models[name] = dealt
+        return dealt.model
 
-    def _whole(self, parts: SequenceABC[Model]) -> Model:
-        """The model that parts make up."""
+    def _found_model(self, name: str) -> Dealt:
+        """The model whose parts lie on the daemons in order."""
+        count, groups = self.placement.part_count, self.placement.layer_groups
+        numbered = list(enumerate(self.placement.daemons()))
+
+        def get(one: tuple[int, str]) -> Model:
+            number, daemon = one
+            return self.placement.client(daemon).get_model(part_name(name, number, count))
+
+        try:
+            parts = self.each(get, numbered)
+        except NotFound:
+            self._check_order(name, numbered)
+            raise
         shares = [
             Share(
                 range(part.first_layer, part.first_layer + part.layer_count),
@@ -197,41 +224,59 @@ class SplitClient:
         ]
         layer_count = max(share.layers.stop for share in shares)
         kv_head_count = max(share.kv_heads.stop for share in shares)
-        if shares != deal(layer_count, kv_head_count, len(shares), self._layer_groups):
+        if shares != deal(layer_count, kv_head_count, count, groups):
             held = ", ".join(
-                f"{client.target} has layers {share.layers.start} to {share.layers.stop - 1} and "
+                f"{daemon} has layers {share.layers.start} to {share.layers.stop - 1} and "
                 f"KV heads {share.kv_heads.start} to {share.kv_heads.stop - 1}"
-                for client, share in zip(self.clients, shares, strict=True)
+                for (_, daemon), share in zip(numbered, shares, strict=True)
             )
-            raise ValueError(f"{parts[0].name} is not dealt to these daemons in order: {held}")
-        first = parts[0]
-        whole = dataclasses.replace(
-            first,
-            layer_count=layer_count,
-            kv_head_count=kv_head_count,
-            query_head_count=kv_head_count * first.query_head_count // first.kv_head_count,
-            first_layer=0,
-            first_kv_head=0,
-            ready=all(part.ready for part in parts),
-            row_bytes_per_token=sum(part.row_bytes_per_token for part in parts),
-            index_bytes_per_token=sum(part.index_bytes_per_token for part in parts),
-        )
-        self._models[whole.name] = whole, shares
-        return whole
+            raise ValueError(f"{name} is not dealt to these daemons in order: {held}")
+        self._there |= {(d, part.name) for (_, d), part in zip(numbered, parts, strict=True)}
+        return Dealt(_whole_model(name, parts, shares), count, groups)
 
-    def described(self, model: str) -> tuple[Model, list[Share]]:
-        """A model, and what each daemon holds of it; asks for it once."""
+    def _check_order(self, name: str, numbered: SequenceABC[tuple[int, str]]) -> None:
+        """Raises ValueError where a daemon has another part of a model than its own."""
+        for number, daemon in numbered:
+            there = {model.name for model in self.placement.client(daemon).list_models()}
+            for other in range(len(numbered)):
+                if other != number and part_name(name, other, len(numbered)) in there:
+                    raise ValueError(
+                        f"{name} is not dealt to these daemons in order: {daemon} has part {other} "
+                        f"of it, not {number}"
+                    ) from None
+
+    def described(self, model: str) -> Dealt:
+        """A model and how it is dealt; asks for it once."""
         if model not in self._models:
             self.get_model(model)
         return self._models[model]
 
+    def _ensure(self, dealt: Dealt, number: int, daemon: str) -> str:
+        """Sees to it that a daemon has a part of a model; returns the part's name."""
+        name = part_name(dealt.model.name, number, dealt.part_count)
+        if (daemon, name) not in self._there and dealt.options is not None:
+            ensure_part(self.placement.client(daemon), dealt, number)
+        self._there.add((daemon, name))
+        return name
+
     def list_models(self) -> Iterator[Model]:
-        """Yields every model that lies on all the daemons, by name."""
-        names = {model.name for model in self.clients[-1].list_models()}
-        for model in self.clients[0].list_models():
-            if model.name in names:
+        """Yields every model of which each part lies on some daemon, by name."""
+        count = self.placement.part_count
+        listed = self.each(
+            lambda daemon: [each.name for each in self.placement.client(daemon).list_models()],
+            self.placement.daemons(),
+        )
+        names = {name for each in listed for name in each}
+        wholes = names | {name.rpartition(".")[0] for name in names}
+        for name in sorted(wholes):
+            dealt = self.placement.dealt(name)
+            if dealt is not None:
+                yield dealt.model
+            elif self.placement.in_order and all(
+                part_name(name, number, count) in names for number in range(count)
+            ):
                 try:
-                    yield self.get_model(model.name)
+                    yield self.get_model(name)
                 except (NotFound, ValueError):
                     continue
 
@@ -243,8 +288,16 @@ class SplitClient:
             FailedPrecondition: It has sequences.
         """
         name = model if isinstance(model, str) else model.name
-        self.gone(lambda client: client.delete_model(name), self.clients)
+        count = self.described(name).part_count
+        parts = [
+            (daemon, part_name(name, number, count))
+            for daemon in self.placement.daemons()
+            for number in range(count)
+        ]
+        self.gone(lambda part: self.placement.client(part[0]).delete_model(part[1]), parts)
+        self.placement.drop_model(name)
         self._models.pop(name, None)
+        self._there.difference_update(parts)
 
     def gone(self, delete: Callable[[X], None], of: Iterable[X]) -> None:
         """Deletes parts; that some are gone already is no error."""
@@ -270,161 +323,239 @@ class SplitClient:
         *,
         policy: Policy | None = None,
         ttl: datetime.timedelta | float | None = None,
-    ) -> SplitSequence:
-        """Creates an empty sequence: its part on each daemon. As `Client.create_sequence`.
+    ) -> ClusterSequence:
+        """Creates an empty sequence, where there is most room. As `Client.create_sequence`.
 
         Raises:
             SpillwayError: As of `Client.create_sequence`. No daemon has a part then that this
                 call has created.
         """
-        name = model if isinstance(model, str) else model.name
-        _, shares = self.described(name)
+        dealt = self.described(model if isinstance(model, str) else model.name)
+        shares = dealt.shares
 
-        def create(number: int) -> spillway.Sequence:
-            return self.clients[number].create_sequence(
-                name, sequence_id, policy=local_policy(policy, shares[number]), ttl=ttl
+        def create(number: int, daemon: str) -> spillway.Sequence:
+            return self.placement.client(daemon).create_sequence(
+                self._ensure(dealt, number, daemon),
+                part_name(sequence_id, number, dealt.part_count),
+                policy=local_policy(policy, shares[number]),
+                ttl=ttl,
             )
 
-        return self.opened(create)
+        return self._placed(dealt, sequence_id, create)
 
-    def opened(self, make: Callable[[int], spillway.Sequence]) -> SplitSequence:
-        """The sequence of the parts that calls make; where one fails the others are deleted."""
-        made: dict[int, spillway.Sequence] = {}
+    def _placed(
+        self, dealt: Dealt, sequence_id: str, make: Callable[[int, str], spillway.Sequence]
+    ) -> ClusterSequence:
+        """A new sequence, of parts that calls make where there is room."""
+        name = f"sequences/{sequence_id}" if sequence_id else ""
+        daemons = self.placement.choose(dealt.part_count, name)
+
+        def part(number: int) -> Part:
+            daemon = daemons[number]
+            return Part(self.placement, dealt.shares[number], daemon, make(number, daemon))
+
+        with named(self.placement, name):
+            parts = self.all_or_none(part, range(dealt.part_count))
+        return ClusterSequence(self, dealt, name or parts[0].sequence.name, parts)
+
+    def all_or_none(self, make: Callable[[int], Part], numbers: Iterable[int]) -> list[Part]:
+        """The parts that calls make; where one fails the others are deleted."""
+        made: dict[int, Part] = {}
 
         def one(number: int) -> None:
             made[number] = make(number)
 
         try:
-            self.each(one, range(len(self.clients)))
-            return self._sequence([made[number] for number in range(len(self.clients))])
+            self.each(one, numbers)
         except BaseException:
             for part in made.values():
-                part.delete()
+                part.sequence.delete()
             raise
+        return [made[number] for number in sorted(made)]
 
-    def _sequence(self, parts: SequenceABC[spillway.Sequence]) -> SplitSequence:
-        """The sequence of parts, one of each daemon."""
-        whole, shares = self.described(parts[0].model)
-        pieces = [Piece(share, part) for share, part in zip(shares, parts, strict=True)]
-        return SplitSequence(self, whole, pieces)
-
-    def get_sequence(self, name: str) -> SplitSequence:
+    def get_sequence(self, name: str) -> ClusterSequence:
         """Returns a handle of a sequence that was named when it was created.
 
         Raises:
-            NotFound: A daemon has no part of it.
+            NotFound: There is none of that name, or a daemon has no part of it.
         """
-        return self._sequence(self.each(lambda client: client.get_sequence(name), self.clients))
+        daemons = self.placement.find(name)
+        if daemons is None:
+            raise NotFound(f"there is no {name}")
+        handles: dict[int, tuple[str, spillway.Sequence]] = {}
+
+        def get(number: int) -> None:
+            part, daemon = part_name(name, number, len(daemons)), daemons[number]
+            for gone in (False, True):
+                moved = self.placement.moved(part, daemon, gone=gone)
+                if moved is not None:
+                    daemon = moved.daemon
+                try:
+                    handles[number] = daemon, self.placement.client(daemon).get_sequence(part)
+                    return
+                except NotFound:
+                    if gone:
+                        raise
+
+        try:
+            self.each(get, range(len(daemons)))
+        except NotFound:
+            # Its ttl has passed.
+            self.placement.drop(name)
+            raise
+        model = handles[0][1].model
+        dealt = self.described(model if len(daemons) == 1 else model.rpartition(".")[0])
+        parts = [
+            Part(self.placement, share, *handles[number])
+            for number, share in enumerate(dealt.shares)
+        ]
+        return ClusterSequence(self, dealt, name, parts)
 
     def load_sequence(
-        self, folder: str | Path, sequence_id: str = "", **options: Any
-    ) -> tuple[SplitSequence, bytes]:
-        """Makes a sequence of what `SplitSequence.save` has saved, of as many daemons.
+        self,
+        folder: str | Path,
+        sequence_id: str = "",
+        *,
+        model: Model | str,
+        policy: Policy | None = None,
+        **options: Any,
+    ) -> tuple[ClusterSequence, bytes]:
+        """Makes a sequence of what `ClusterSequence.save` has saved, of as many parts.
 
-        Arguments and errors as of `Client.load_sequence`.
+        Arguments and errors as of `Client.load_sequence`, but that the model must be named.
+        Each daemon reads the folder of its own host.
         """
+        dealt = self.described(model if isinstance(model, str) else model.name)
+        shares = dealt.shares
         data: dict[int, bytes] = {}
 
-        def load(number: int) -> spillway.Sequence:
-            part, data[number] = self.clients[number].load_sequence(
-                part_folder(folder, number), sequence_id, **options
+        def load(number: int, daemon: str) -> spillway.Sequence:
+            part, data[number] = self.placement.client(daemon).load_sequence(
+                part_folder(folder, number, dealt.part_count),
+                part_name(sequence_id, number, dealt.part_count),
+                model=self._ensure(dealt, number, daemon),
+                policy=local_policy(policy, shares[number]),
+                **options,
             )
             return part
 
-        return self.opened(load), data[0]
+        return self._placed(dealt, sequence_id, load), data[0]
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
-        """Yields the sequences that lie on all the daemons under one name, by name.
+        """Yields a model's sequences by name, or one model's after the other's.
 
-        Parts of a sequence that nobody has named have other names on each.
+        Of those in parts that nobody has named, which have other names on each daemon, none.
         """
+        if not model:
+            for every in list(self.list_models()):
+                yield from self.list_sequences(every)
+            return
         name = model if isinstance(model, str) else model.name
-        listed = self.each(
-            lambda client: {info.name: info for info in client.list_sequences(name)}, self.clients
-        )
-        for each in listed[0]:
-            parts = [infos.get(each) for infos in listed]
-            there = [part for part in parts if part is not None]
-            if len(there) == len(parts) and {part.model for part in there} == {there[0].model}:
+        dealt = self.described(name)
+        count, shares = dealt.part_count, dealt.shares
+
+        def infos(daemon: str) -> Iterator[tuple[int, SequenceInfo]]:
+            for number in range(count):
                 try:
-                    whole, shares = self.described(there[0].model)
-                except (NotFound, ValueError):
+                    part = part_name(name, number, count)
+                    for info in self.placement.client(daemon).list_sequences(part):
+                        yield number, info
+                except NotFound:
                     continue
-                yield merged_info(shares, there, whole.layer_count)
+
+        found: dict[str, dict[int, SequenceInfo]] = {}
+        for each in self.each(lambda daemon: list(infos(daemon)), self.placement.daemons()):
+            for number, info in each:
+                whole = info.name if count == 1 else info.name.rpartition(".")[0]
+                found.setdefault(whole, {})[number] = info
+        for whole in sorted(found):
+            parts = [found[whole].get(number) for number in range(count)]
+            there = [part for part in parts if part is not None]
+            if whole and len(there) == count:
+                info = merged_info(shares, there, dealt.model.layer_count)
+                yield dataclasses.replace(info, name=whole, model=name)
 
     # Attention.
 
     def attend(
         self,
         layer: int,
-        queries: Mapping[SplitSequence, Array],
+        queries: Mapping[ClusterSequence, Array],
         policy: Policy | None = None,
-        visible: Mapping[SplitSequence, SequenceABC[int]] | None = None,
+        visible: Mapping[ClusterSequence, SequenceABC[int]] | None = None,
         *,
         out_dtype: OutDType | None = None,
         timeout: float | None = None,
         return_errors: bool = False,
     ) -> Any:
         """Attends at one layer for several sequences of one model; as `Client.attend`."""
-        sequences = list(queries)
-        if not sequences:
-            return {}
-        at = sequences[0].pieces_of(layer)
+        seen = visible or {}
+        owners = [(s, part) for s in queries for part in s.parts_of(layer)]
 
-        def ask(number: int) -> dict[spillway.Sequence, AttendResult | SpillwayError]:
-            share = sequences[0].pieces[number].share
-            parts = {sequence: sequence.pieces[number].sequence for sequence in sequences}
-            heads = share.query_heads(sequences[0].group)
-            client = self.clients[number]
-            return client.attend(
+        def ask(indices: SequenceABC[int]) -> list[AttendResult | SpillwayError]:
+            """For parts that lie on one daemon and have one share."""
+            share = owners[indices[0]][1].share
+            handles = {i: owners[i][1].sequence for i in indices}
+            heads = share.query_heads(owners[indices[0]][0].group)
+            mine = {h: heads_of(queries[owners[i][0]], heads, 1) for i, h in handles.items()}
+            answers = self.placement.client(owners[indices[0]][1].daemon).attend(
                 share.local(layer),
-                {part: heads_of(queries[s], heads, 1) for s, part in parts.items()},
+                mine,
                 local_policy(policy, share),
-                None if visible is None else {parts[s]: seen for s, seen in visible.items()},
+                {h: seen[owners[i][0]] for i, h in handles.items() if owners[i][0] in seen},
                 out_dtype=out_dtype,
                 timeout=timeout,
                 return_errors=True,
             )
+            return [answers[handle] for handle in handles.values()]
 
-        answers = self.each(ask, at)
-        results: dict[SplitSequence, AttendResult | SpillwayError] = {}
-        for sequence in sequences:
-            parts: list[AttendResult] = []
-            failed: SpillwayError | None = None
-            for number, answer in zip(at, answers, strict=True):
-                one = answer[sequence.pieces[number].sequence]
-                if isinstance(one, SpillwayError):
-                    failed = failed or one
-                else:
-                    parts.append(one)
+        answers = iter(ask_by_daemon(self, [part for _, part in owners], ask))
+        results: dict[ClusterSequence, AttendResult | SpillwayError] = {}
+        for sequence in queries:
+            parts = [next(answers) for _ in sequence.parts_of(layer)]
+            failed = next((part for part in parts if isinstance(part, SpillwayError)), None)
             if failed is not None:
                 if not return_errors:
                     raise failed
                 results[sequence] = failed
             else:
-                heads = [len(sequence.pieces[number].share.kv_heads) for number in at]
-                results[sequence] = merged_results(parts, heads)
+                good = [part for part in parts if isinstance(part, AttendResult)]
+                results[sequence] = merged_results(good, sequence.head_counts(layer))
         return results
 
     def begin_step(
         self,
-        sequences: SequenceABC[SplitSequence],
+        sequences: SequenceABC[ClusterSequence],
         *,
         token_count: int = 1,
         policy: Policy | None = None,
-    ) -> SplitStep:
+        starts: SequenceABC[int] | None = None,
+    ) -> ClusterStep:
         """Announces a decode step to all the daemons; as `Client.begin_step`."""
-        return SplitStep(self, sequences, token_count, policy)
+        return ClusterStep(self, sequences, token_count, policy, starts)
 
-    def decode(self, *, timeout: float | None = None) -> SplitStream:
-        """Opens a stream of decode steps to each daemon; as `Client.decode`."""
-        return SplitStream(self, timeout)
+    def decode(self, *, timeout: float | None = None) -> ClusterStream:
+        """Opens a stream of decode steps to each daemon that it comes to; as `Client.decode`."""
+        return ClusterStream(self, timeout)
+
+    def open_decoder(self, *_: Any, **__: Any) -> NoReturn:
+        """Decoders are of one daemon.
+
+        Raises:
+            SpillwayError: UNIMPLEMENTED.
+        """
+        raise SpillwayError("decoders are not served over several daemons", code="UNIMPLEMENTED")
 
     # The daemons.
 
     def get_server_info(self) -> ServerInfo:
         """Asks the daemons what they are."""
-        return _whole_info(self.each(lambda client: client.get_server_info(), self.clients))
+        return _whole_info(
+            self.each(
+                lambda daemon: self.placement.client(daemon).get_server_info(),
+                self.placement.daemons(),
+            )
+        )
 
     def statistics(self, model: Model | str = "") -> list[spillway.Statistics]:
         """Memory and work of each daemon, in their order."""
@@ -436,6 +567,89 @@ class SplitClient:
             return all(self.each(lambda client: client.health(), self.clients))
         except (Unavailable, Cancelled):
             return False
+
+
+class SplitClient(ClusterClient):
+    """Of daemons that are named once, each with a share of every model's layers and KV heads."""
+
+    def __init__(self, clients: SequenceABC[spillway.Client], layer_groups: int = 1) -> None:
+        """Takes the clients over: closing this one closes them.
+
+        Args:
+            clients: One for each daemon, of one version, in the order of the heads.
+            layer_groups: Groups of consecutive layers, each dealt to as many daemons.
+
+        Raises:
+            ValueError: There is no client, a daemon is named twice, or their number is no
+                multiple of `layer_groups`.
+            VersionMismatch: A daemon has another version than the first.
+        """
+        placement = FixedPlacement(clients, layer_groups)
+        super().__init__(placement, ",".join(client.target for client in clients))
+
+
+def ensure_part(client: spillway.Client, dealt: Dealt, number: int) -> str:
+    """Creates a part of a model where a daemon has none; returns its name.
+
+    Raises:
+        FailedPrecondition: How the model was created is not known.
+    """
+    name = part_name(dealt.model.name, number, dealt.part_count)
+    try:
+        client.get_model(name)
+    except NotFound:
+        if dealt.options is None:
+            raise spillway.FailedPrecondition(
+                f"{client.target} has no {name}, and how that was created is not known"
+            ) from None
+        try:
+            part_id = name.removeprefix("models/")
+            kv_heads = dealt.model.kv_head_count
+            _created_part(client, part_id, dealt.shares[number], kv_heads, dealt.options)
+        except spillway.AlreadyExists:
+            pass  # by another client meanwhile
+    return name
+
+
+def _created_part(
+    client: spillway.Client,
+    part_id: str,
+    share: Share,
+    kv_head_count: int,
+    options: Mapping[str, Any],
+) -> Model:
+    """Creates a daemon's part of a model."""
+    group = options["query_head_count"] // kv_head_count
+    return client.create_model(
+        part_id,
+        layer_count=len(share.layers),
+        kv_head_count=len(share.kv_heads),
+        first_layer=share.layers.start,
+        first_kv_head=share.kv_heads.start,
+        **{
+            **options,
+            "query_head_count": len(share.kv_heads) * group,
+            "policy": local_policy(options.get("policy"), share),
+        },
+    )
+
+
+def _whole_model(name: str, parts: SequenceABC[Model], shares: SequenceABC[Share]) -> Model:
+    """The model that parts make up."""
+    first = parts[0]
+    kv_head_count = max(share.kv_heads.stop for share in shares)
+    return dataclasses.replace(
+        first,
+        name=name,
+        layer_count=max(share.layers.stop for share in shares),
+        kv_head_count=kv_head_count,
+        query_head_count=kv_head_count * first.query_head_count // first.kv_head_count,
+        first_layer=0,
+        first_kv_head=0,
+        ready=all(part.ready for part in parts),
+        row_bytes_per_token=sum(part.row_bytes_per_token for part in parts),
+        index_bytes_per_token=sum(part.index_bytes_per_token for part in parts),
+    )
 
 
 def _whole_info(infos: SequenceABC[ServerInfo]) -> ServerInfo:

@@ -1,4 +1,4 @@
-"""A sequence whose layers and KV heads lie on several daemons."""
+"""A sequence of a cluster: whole on one daemon, or in parts on several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import spillway
@@ -14,7 +14,6 @@ from spillway.policy import Policy
 from spillway.results import (
     AppendResult,
     AttendResult,
-    Model,
     Pages,
     SavedSequence,
     Selection,
@@ -29,17 +28,12 @@ from spillway_cluster.merging import (
     merged_selections,
     selection_of,
 )
+from spillway_cluster.part import Part
+from spillway_cluster.placement import Dealt, named, part_name
 from spillway_cluster.shares import Share
 
 if TYPE_CHECKING:
-    from spillway_cluster.client import SplitClient
-
-
-class Piece(NamedTuple):
-    """A daemon's part of a sequence."""
-
-    share: Share
-    sequence: spillway.Sequence
+    from spillway_cluster.client import ClusterClient
 
 
 def local_policy(policy: Policy | None, share: Share) -> Policy | None:
@@ -50,83 +44,103 @@ def local_policy(policy: Policy | None, share: Share) -> Policy | None:
     return dataclasses.replace(policy, dense_layers=dense)
 
 
-def part_folder(folder: str | Path, number: int) -> str:
+def part_folder(folder: str | Path, number: int, part_count: int) -> str:
     """Where a daemon saves its part of a sequence."""
-    return f"{folder}/part{number}"
+    return str(folder) if part_count == 1 else f"{folder}/part{number}"
 
 
-class SplitSequence:
-    """What `spillway.Sequence` is on one daemon, on the daemons of a `SplitClient`.
+class ClusterSequence:
+    """What `spillway.Sequence` is on one daemon, on those of a `ClusterClient`.
 
     After an error some of the parts may have what was appended. Their lengths then differ
     in that layer, and the same call may be repeated: what is there is accepted. Not thread-safe,
     as `spillway.Sequence`.
 
     Attributes:
-        pieces: The daemons' parts, in the order of the client's daemons.
+        parts: One of each daemon, by layers and then by heads.
         name: Resource name. Without a name of its own each part has another one, and this is the
             first one's.
-        model: `models/{id}`, the same on all.
+        model: `models/{id}`, of the whole.
     """
 
-    def __init__(self, client: SplitClient, model: Model, pieces: SequenceABC[Piece]) -> None:
+    def __init__(
+        self, client: ClusterClient, dealt: Dealt, name: str, parts: SequenceABC[Part]
+    ) -> None:
         self._client = client
-        self._whole = model
-        self.pieces = tuple(pieces)
-        self.name = pieces[0].sequence.name
-        self.model = pieces[0].sequence.model
+        self._dealt = dealt
+        self._whole = dealt.model
+        self.parts = tuple(parts)
+        self.name = name
+        self.model = dealt.model.name
         # Query heads of a KV head.
-        self.group = model.query_head_count // model.kv_head_count
+        self.group = self._whole.query_head_count // self._whole.kv_head_count
 
     def __repr__(self) -> str:
-        return f"SplitSequence({self.name!r}, model={self.model!r})"
+        return f"ClusterSequence({self.name!r}, model={self.model!r})"
 
-    def pieces_of(self, layer: int) -> list[int]:
+    def parts_of(self, layer: int) -> list[Part]:
         """The parts that hold a layer, in the heads' order."""
-        found = [i for i, piece in enumerate(self.pieces) if layer in piece.share.layers]
+        found = [part for part in self.parts if layer in part.share.layers]
         if not found:
             raise spillway.InvalidArgument(
                 f"layer: value {layer} is not in [0, {self._whole.layer_count - 1}]"
             )
         return found
 
+    def head_counts(self, layer: int) -> list[int]:
+        """KV heads of each of those."""
+        return [len(part.share.kv_heads) for part in self.parts_of(layer)]
+
+    @property
+    def first_layers(self) -> list[int]:
+        """With which layers a group of layers begins."""
+        return sorted({part.share.layers.start for part in self.parts})
+
+    @property
+    def daemons(self) -> list[str]:
+        """Names of the daemons that the parts are on, as last heard."""
+        return [part.daemon for part in self.parts]
+
     def _forget(self) -> None:
         """Makes the next use of a length ask the daemons; for `spillway.transformers`."""
-        for piece in self.pieces:
-            piece.sequence._forget()
+        for part in self.parts:
+            part.sequence._forget()
 
     def _takes_from_gpu(self, array: Array) -> bool:
         """Whether appends read the tensor's rows in its GPU's memory: all the daemons'."""
-        return all(piece.sequence._takes_from_gpu(array) for piece in self.pieces)
+        return all(part.sequence._takes_from_gpu(array) for part in self.parts)
 
     @property
     def generation(self) -> int:
         """Of the first part, as last heard."""
-        return self.pieces[0].sequence.generation
+        return self.parts[0].sequence.generation
 
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
         """Tokens of each layer that all its parts have, as last heard."""
-        shares = [piece.share for piece in self.pieces]
-        counts = [piece.sequence.layer_token_counts for piece in self.pieces]
+        shares = [part.share for part in self.parts]
+        counts = [part.call(lambda s: s.layer_token_counts) for part in self.parts]
         return merged_counts(shares, counts, self._whole.layer_count)
 
     @property
     def token_count(self) -> int:
         """Tokens in every layer, as last heard."""
-        return min(piece.sequence.token_count for piece in self.pieces)
+        return min(part.call(lambda s: s.token_count) for part in self.parts)
 
     def refresh(self) -> SequenceInfo:
         """Asks the daemons what the sequence is now."""
-        return self._info(self._client.each(lambda piece: piece.sequence.refresh(), self.pieces))
+        return self._info(
+            self._client.each(lambda part: part.call(lambda s: s.refresh()), self.parts)
+        )
 
     def keep(self) -> SequenceInfo:
         """As `spillway.Sequence.keep`, for each part."""
-        return self._info(self._client.each(lambda piece: piece.sequence.keep(), self.pieces))
+        return self._info(self._client.each(lambda part: part.call(lambda s: s.keep()), self.parts))
 
-    def _info(self, parts: SequenceABC[SequenceInfo]) -> SequenceInfo:
-        shares = [piece.share for piece in self.pieces]
-        return merged_info(shares, parts, self._whole.layer_count)
+    def _info(self, infos: SequenceABC[SequenceInfo]) -> SequenceInfo:
+        shares = [part.share for part in self.parts]
+        info = merged_info(shares, infos, self._whole.layer_count)
+        return dataclasses.replace(info, name=self.name, model=self.model)
 
     def append(
         self, layer: int, start: int | None, k: Array, v: Array, *, timeout: float | None = None
@@ -141,30 +155,25 @@ class SplitSequence:
             )
         layers = range(layer, layer + k.shape[0])
         for each in layers:
-            self.pieces_of(each)
+            self.parts_of(each)
         first = self.layer_token_counts[layer] if start is None else start
 
-        def put(piece: Piece) -> AppendResult:
-            share = piece.share
+        def put(part: Part) -> AppendResult:
+            share = part.share
             begin = max(layers.start, share.layers.start)
             rows = slice(begin - layer, min(layers.stop, share.layers.stop) - layer)
-            return piece.sequence.append(
-                share.local(begin),
-                first,
-                heads_of(k[rows], share.heads, 1),
-                heads_of(v[rows], share.heads, 1),
-                timeout=timeout,
-            )
+            mine = heads_of(k[rows], share.heads, 1), heads_of(v[rows], share.heads, 1)
+            return part.call(lambda s: s.append(share.local(begin), first, *mine, timeout=timeout))
 
         concerned = [
-            piece
-            for piece in self.pieces
-            if piece.share.layers.start < layers.stop and layers.start < piece.share.layers.stop
+            part
+            for part in self.parts
+            if part.share.layers.start < layers.stop and layers.start < part.share.layers.stop
         ]
-        parts = self._client.each(put, concerned)
+        results = self._client.each(put, concerned)
         return AppendResult(
-            sum(part.appended_chunk_count for part in parts),
-            sum(part.already_present_chunk_count for part in parts),
+            sum(result.appended_chunk_count for result in results),
+            sum(result.already_present_chunk_count for result in results),
             self.layer_token_counts,
         )
 
@@ -201,19 +210,13 @@ class SplitSequence:
     ) -> Selection:
         """Chooses the rows of an attend; as `spillway.Sequence.select`."""
 
-        def ask(piece: Piece) -> Selection:
-            heads = piece.share.query_heads(self.group)
-            return piece.sequence.select(
-                piece.share.local(layer),
-                heads_of(q, heads, 1),
-                local_policy(policy, piece.share),
-                visible,
-                timeout=timeout,
-            )
+        def ask(part: Part) -> Selection:
+            share = part.share
+            mine = heads_of(q, share.query_heads(self.group), 1)
+            local = share.local(layer), mine, local_policy(policy, share), visible
+            return part.call(lambda s: s.select(*local, timeout=timeout))
 
-        concerned = [self.pieces[number] for number in self.pieces_of(layer)]
-        parts = self._client.each(ask, concerned)
-        return merged_selections(parts, q.shape[1])
+        return merged_selections(self._client.each(ask, self.parts_of(layer)), q.shape[1])
 
     def fetch_pages(
         self,
@@ -226,10 +229,13 @@ class SplitSequence:
         like: Array | None = None,
         timeout: float | None = None,
     ) -> Iterator[Pages]:
-        """Streams rows, one daemon's after the other's; as `spillway.Sequence.fetch_pages`."""
-        for number in self.pieces_of(layer):
-            share, part = self.pieces[number]
-            pages = part.fetch_pages(
+        """Streams rows, one daemon's after the other's; as `spillway.Sequence.fetch_pages`.
+
+        A part that moves meanwhile ends the stream with an error.
+        """
+        for part in self.parts_of(layer):
+            share = part.share
+            pages = part.sequence.fetch_pages(
                 share.local(layer),
                 None if q is None else heads_of(q, share.query_heads(self.group), 1),
                 local_policy(policy, share),
@@ -267,30 +273,41 @@ class SplitSequence:
             into = empty_like(like, shape, model.dtype), empty_like(like, shape, model.dtype)
         k, v = into
 
-        def get(piece: Piece) -> None:
-            heads = piece.share.kv_heads
+        def get(part: Part) -> None:
+            heads = part.share.kv_heads
             if selection is None:
-                place, chosen = piece.share.heads, None
+                place, chosen = part.share.heads, None
             else:
                 chosen = selection_of(selection, heads)
                 begin = int(selection.offsets[heads.start])
                 place = slice(begin, begin + int(chosen.offsets[-1]))
-            piece.sequence.fetch(
-                piece.share.local(layer),
-                start,
-                end,
-                selection=chosen,
-                into=(k[place], v[place]),
-                timeout=timeout,
+            local, mine = part.share.local(layer), (k[place], v[place])
+            part.call(
+                lambda s: s.fetch(local, start, end, selection=chosen, into=mine, timeout=timeout)
             )
 
-        concerned = [self.pieces[number] for number in self.pieces_of(layer)]
-        self._client.each(get, concerned)
+        self._client.each(get, self.parts_of(layer))
         return k, v
 
-    def fork(self, sequence_id: str = "") -> SplitSequence:
+    def fork(self, sequence_id: str = "") -> ClusterSequence:
         """Copies the sequence on each daemon; as `spillway.Sequence.fork`."""
-        return self._client.opened(lambda number: self.pieces[number].sequence.fork(sequence_id))
+        count = len(self.parts)
+        name = f"sequences/{sequence_id}" if sequence_id else ""
+
+        def fork(number: int) -> Part:
+            return self.parts[number].fork(part_name(sequence_id, number, count))
+
+        placement = self._client.placement
+        put = self.daemons
+        if name:
+            placement.put(name, put)
+        with named(placement, name):
+            parts = self._client.all_or_none(fork, range(count))
+            daemons = [part.daemon for part in parts]
+            if name and daemons != put:
+                placement.drop(name)
+                placement.put(name, daemons)
+        return ClusterSequence(self._client, self._dealt, name or parts[0].sequence.name, parts)
 
     def truncate(self, token_count: int) -> SequenceInfo:
         """Drops the newest tokens; as `spillway.Sequence.truncate`.
@@ -304,7 +321,7 @@ class SplitSequence:
                 f"token_count {token_count} is not in [0, {self.token_count}]"
             )
         return self._info(
-            self._client.each(lambda piece: piece.sequence.truncate(token_count), self.pieces)
+            self._client.each(lambda part: part.call(lambda s: s.truncate(token_count)), self.parts)
         )
 
     def delete(self) -> None:
@@ -313,7 +330,8 @@ class SplitSequence:
         Raises:
             NotFound: It was deleted or has expired on all of them.
         """
-        self._client.gone(lambda piece: piece.sequence.delete(), self.pieces)
+        self._client.gone(lambda part: part.call(lambda s: s.delete()), self.parts)
+        self._client.placement.drop(self.name)
 
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
@@ -325,10 +343,12 @@ class SplitSequence:
         """
 
         def put(number: int) -> SavedSequence:
-            part = self.pieces[number].sequence
-            return part.save(part_folder(folder, number), client_data=client_data, timeout=timeout)
+            mine = part_folder(folder, number, len(self.parts))
+            return self.parts[number].call(
+                lambda s: s.save(mine, client_data=client_data, timeout=timeout)
+            )
 
-        parts = self._client.each(put, range(len(self.pieces)))
+        parts = self._client.each(put, range(len(self.parts)))
         return SavedSequence(
             min(part.token_count for part in parts),
             parts[0].generation,

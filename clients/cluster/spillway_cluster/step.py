@@ -1,25 +1,94 @@
-"""Decode steps of sequences whose heads lie on several daemons."""
+"""Decode steps of sequences on several daemons."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import spillway
+from spillway.errors import SpillwayError
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.tensors import Array, OutDType
 
+from spillway_cluster.groups import groups_of
 from spillway_cluster.merging import heads_of, joined, merged_results
-from spillway_cluster.sequence import SplitSequence, local_policy
+from spillway_cluster.part import MOVES_MAX, Part
+from spillway_cluster.sequence import ClusterSequence, local_policy
 
 if TYPE_CHECKING:
-    from spillway_cluster.client import SplitClient
+    from spillway_cluster.client import ClusterClient
 
 
-class SplitStep:
-    """As `spillway.DecodeStep`; `SplitClient.begin_step` makes it. Not thread-safe.
+class _Owned(NamedTuple):
+    """A part, and which of the step's sequences it is of."""
+
+    number: int
+    part: Part
+
+
+def _followed(
+    owned: SequenceABC[_Owned], handles: SequenceABC[spillway.Sequence], error: SpillwayError
+) -> bool:
+    """Whether one of the parts has moved, which is why a call for these handles failed."""
+    pairs = zip(owned, handles, strict=True)
+    # All of them are looked for, not only up to the first.
+    moved = [each.part.follow(error, handle) for each, handle in pairs]
+    return any(moved)
+
+
+def _moved_too_often() -> SpillwayError:
+    return spillway.Aborted(f"a sequence of the step has moved {MOVES_MAX} times")
+
+
+class _Group:
+    """The parts that one daemon has under one share, and their step there."""
+
+    def __init__(self, step: ClusterStep, owned: SequenceABC[_Owned]) -> None:
+        self.owned = list(owned)
+        self.share = owned[0].part.share
+        self.daemon = owned[0].part.daemon
+        self.handles = [each.part.sequence for each in owned]
+        self._numbers = [each.number for each in owned]
+        self._step = step._client.placement.client(self.daemon).begin_step(
+            self.handles,
+            token_count=step.token_count,
+            policy=local_policy(step._policy, self.share),
+            starts=[step.starts[number] for number in self._numbers],
+        )
+
+    def attend(
+        self, layer: int, group: int, q: Array, k: Array, v: Array, out_dtype: OutDType | None
+    ) -> tuple[Any, Any]:
+        heads, query_heads = self.share.heads, self.share.query_heads(group)
+        q, k, v = (self._mine(array) for array in (q, k, v))
+        return self._step.attend(
+            self.share.local(layer),
+            heads_of(q, query_heads, 2),
+            heads_of(k, heads, 1),
+            heads_of(v, heads, 1),
+            out_dtype=out_dtype,
+        )
+
+    def _mine(self, array: Any) -> Any:
+        """Of an array of all the step's sequences, those of the group."""
+        if len(self._numbers) == len(array):
+            return array
+        first, last = self._numbers[0], self._numbers[-1]
+        if last - first + 1 == len(self._numbers):
+            return array[first : last + 1]
+        return array[self._numbers]
+
+    def results(self) -> dict[int, AttendResult]:
+        return dict(zip(self._numbers, self._step.results(), strict=True))
+
+    def close(self) -> None:
+        self._step.close()
+
+
+class ClusterStep:
+    """As `spillway.DecodeStep`; `ClusterClient.begin_step` makes it. Not thread-safe.
 
     Attributes:
         sequences: The sequences, in the order of the arrays.
@@ -29,35 +98,42 @@ class SplitStep:
 
     def __init__(
         self,
-        client: SplitClient,
-        sequences: SequenceABC[SplitSequence],
+        client: ClusterClient,
+        sequences: SequenceABC[ClusterSequence],
         token_count: int,
         policy: Policy | None,
+        starts: SequenceABC[int] | None = None,
     ) -> None:
         if not sequences:
             raise ValueError("a step needs a sequence")
+        for sequence in sequences:
+            if sequence.model != sequences[0].model:
+                raise ValueError(
+                    f"{sequence.name} is of {sequence.model}, {sequences[0].name} of "
+                    f"{sequences[0].model}"
+                )
+        if starts is not None and len(starts) != len(sequences):
+            raise ValueError(f"{len(starts)} starts are named for {len(sequences)} sequences")
         self._client = client
+        self._policy = policy
         self.sequences = tuple(sequences)
         self.token_count = token_count
-        self.starts = tuple(sequence.token_count for sequence in sequences)
-        first = sequences[0]
-        self._steps: list[spillway.DecodeStep] = []
+        self.starts = (
+            tuple(sequence.token_count for sequence in sequences)
+            if starts is None
+            else tuple(starts)
+        )
+        # By the layers that a group of layers begins with.
+        self._groups: dict[int, list[_Group]] = {}
+        self._last: list[_Group] = []
         try:
-            for number, daemon in enumerate(client.clients):
-                share = first.pieces[number].share
-                self._steps.append(
-                    daemon.begin_step(
-                        [sequence.pieces[number].sequence for sequence in sequences],
-                        token_count=token_count,
-                        policy=local_policy(policy, share),
-                    )
-                )
+            for layer in sequences[0].first_layers:
+                self._groups_of(layer)
         except BaseException:
             self.close()
             raise
-        self._last: list[int] = []
 
-    def __enter__(self) -> SplitStep:
+    def __enter__(self) -> ClusterStep:
         return self
 
     def __exit__(
@@ -68,6 +144,59 @@ class SplitStep:
     ) -> None:
         self.close()
 
+    def _owned(self, layer: int) -> list[_Owned]:
+        return [
+            _Owned(number, part)
+            for number, sequence in enumerate(self.sequences)
+            for part in sequence.parts_of(layer)
+        ]
+
+    def _groups_of(self, layer: int) -> list[_Group]:
+        """The daemons' steps that serve a layer, where the parts are now."""
+        owned = self._owned(layer)
+        first = owned[0].part.share.layers.start
+        known = self._groups.get(first, [])
+        if known and all(
+            each.part.sequence is handle
+            for group in known
+            for each, handle in zip(group.owned, group.handles, strict=True)
+        ):
+            return known
+        for _ in range(MOVES_MAX):
+            begun = self._regrouped(owned, known)
+            if begun is not None:
+                self._groups[first] = begun
+                return begun
+        raise _moved_too_often()
+
+    def _regrouped(
+        self, owned: SequenceABC[_Owned], known: SequenceABC[_Group]
+    ) -> list[_Group] | None:
+        """Steps of the daemons that the parts are on; None where one moved meanwhile."""
+        # Those that are as they were go on.
+        kept = {tuple(map(id, group.handles)): group for group in known}
+        groups: list[_Group] = []
+        begun: list[_Group] = []
+        for indices in groups_of([each.part for each in owned], range(len(owned))):
+            mine = [owned[index] for index in indices]
+            handles = [each.part.sequence for each in mine]
+            group = kept.get(tuple(map(id, handles)))
+            if group is None:
+                try:
+                    group = _Group(self, mine)
+                except BaseException as error:
+                    for other in begun:
+                        other.close()
+                    if not isinstance(error, SpillwayError) or not _followed(mine, handles, error):
+                        raise
+                    return None
+                begun.append(group)
+            groups.append(group)
+        for group in known:
+            if group not in groups:
+                group.close()
+        return groups
+
     def attend(
         self, layer: int, q: Array, k: Array, v: Array, *, out_dtype: OutDType | None = None
     ) -> tuple[Any, Any]:
@@ -76,32 +205,65 @@ class SplitStep:
         Arguments, results and errors as of `spillway.DecodeStep.attend`. After an error some
         daemons may have the new tokens; the same call may be repeated.
         """
-        first = self.sequences[0]
-        numbers = first.pieces_of(layer)
+        query_group = self.sequences[0].group
+        done: dict[int, tuple[_Group, tuple[Any, Any]]] = {}
+        for _ in range(MOVES_MAX):
+            groups = self._groups_of(layer)
+            waiting = [group for group in groups if id(group) not in done]
 
-        def ask(number: int) -> tuple[Any, Any]:
-            share = first.pieces[number].share
-            return self._steps[number].attend(
-                share.local(layer),
-                heads_of(q, share.query_heads(first.group), 2),
-                heads_of(k, share.heads, 1),
-                heads_of(v, share.heads, 1),
-                out_dtype=out_dtype,
-            )
+            def ask(group: _Group) -> tuple[Any, Any] | None:
+                try:
+                    return group.attend(layer, query_group, q, k, v, out_dtype)
+                except SpillwayError as error:
+                    if not _followed(group.owned, group.handles, error):
+                        raise
+                    return None
 
-        answers = self._client.each(ask, numbers)
-        self._last = numbers
-        return joined([out for out, _ in answers], 2), joined([lse for _, lse in answers], 2)
+            answers = self._client.each(ask, waiting)
+            for group, answer in zip(waiting, answers, strict=True):
+                if answer is not None:
+                    done[id(group)] = group, answer
+            if all(id(group) in done for group in groups) and groups is self._groups_of(layer):
+                self._last = groups
+                return self._joined(layer, [done[id(group)] for group in groups], q)
+        raise _moved_too_often()
+
+    def _joined(
+        self, layer: int, answers: SequenceABC[tuple[_Group, tuple[Any, Any]]], q: Array
+    ) -> tuple[Any, Any]:
+        """All heads of all sequences, in order."""
+        count = len(self.sequences)
+        if all(len(group.owned) == count for group, _ in answers):
+            ordered = sorted(answers, key=lambda each: each[0].share.kv_heads.start)
+            return tuple(joined([answer[i] for _, answer in ordered], 2) for i in (0, 1))
+        # [sequence][first head] of each part.
+        rows: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(count)]
+        for group, answer in answers:
+            for place, owned in enumerate(group.owned):
+                one = slice(place, place + 1)
+                rows[owned.number][group.share.kv_heads.start] = answer[0][one], answer[1][one]
+        return tuple(
+            joined([joined([row[head][i] for head in sorted(row)], 2) for row in rows], 0)
+            for i in (0, 1)
+        )
 
     def results(self) -> list[AttendResult]:
         """Returns all of the last attend, one for each sequence: certificate and counts too."""
         if not self._last:
             raise ValueError("the step's last layer was not attended")
-        parts = [self._steps[number].results() for number in self._last]
-        heads = [len(self.sequences[0].pieces[number].share.kv_heads) for number in self._last]
-        return [merged_results(list(each), heads) for each in zip(*parts, strict=True)]
+        parts: list[list[tuple[int, int, AttendResult]]] = [[] for _ in self.sequences]
+        for group in self._last:
+            heads = group.share.kv_heads
+            for number, result in group.results().items():
+                parts[number].append((heads.start, len(heads), result))
+        merged = []
+        for each in parts:
+            each.sort(key=lambda part: part[0])
+            merged.append(merged_results([r for _, _, r in each], [count for _, count, _ in each]))
+        return merged
 
     def close(self) -> None:
         """Ends the step."""
-        for step in self._steps:
-            step.close()
+        for groups in self._groups.values():
+            for group in groups:
+                group.close()

@@ -3,44 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import spillway
 from spillway.errors import SpillwayError
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.tensors import Array, OutDType
 
 from spillway_cluster.merging import heads_of, merged_results
-from spillway_cluster.sequence import SplitSequence, local_policy
+from spillway_cluster.part import MOVES_MAX, Part
+from spillway_cluster.sequence import ClusterSequence, local_policy
 
 if TYPE_CHECKING:
-    from spillway_cluster.client import SplitClient
+    from spillway_cluster.client import ClusterClient
 
 
 @dataclass
-class _Asked:
-    numbers: list[int]
-    head_counts: list[int]
-    answers: dict[int, AttendResult]
+class _Step:
+    """What was sent, so that it can be sent again where a part has moved."""
+
+    sequence: ClusterSequence
+    layer: int
+    rows: tuple[Array, Array | None, Array | None]
+    options: dict[str, Any]
+    policy: Policy | None
+    parts: list[Part]
+    # Of each part: the handle that was used, the answer, and what failed.
+    handles: list[spillway.Sequence]
+    answers: dict[int, AttendResult] = field(default_factory=dict)
     failed: SpillwayError | None = None
+    # Parts that are in flight.
+    open_count: int = 0
+    moves: int = 0
 
 
-class SplitStream:
-    """As `spillway.DecodeStream`; `SplitClient.decode` makes it.
+class ClusterStream:
+    """As `spillway.DecodeStream`; `ClusterClient.decode` makes it.
 
     A step is sent to all its daemons before the first answer is waited for. Not thread-safe.
     """
 
-    def __init__(self, client: SplitClient, timeout: float | None) -> None:
-        self._streams = [each.decode(timeout=timeout) for each in client.clients]
+    def __init__(self, client: ClusterClient, timeout: float | None) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._streams: dict[str, spillway.DecodeStream] = {}
         self._next_id = 1
-        self._pending: dict[int, _Asked] = {}
-        # What each daemon's stream calls a step.
-        self._ids: list[dict[int, int]] = [{} for _ in client.clients]
+        self._pending: dict[int, _Step] = {}
+        # What each daemon's stream calls a part of a step.
+        self._sent: dict[tuple[str, int], tuple[int, int]] = {}
+        self._closed = False
 
-    def __enter__(self) -> SplitStream:
+    def __enter__(self) -> ClusterStream:
         return self
 
     def __exit__(
@@ -53,7 +69,7 @@ class SplitStream:
 
     def send(
         self,
-        sequence: SplitSequence,
+        sequence: ClusterSequence,
         layer: int,
         q: Array,
         k: Array | None = None,
@@ -65,59 +81,99 @@ class SplitStream:
         out_dtype: OutDType | None = None,
     ) -> int:
         """Sends one step without waiting for its answer; as `spillway.DecodeStream.send`."""
-        numbers = sequence.pieces_of(layer)
+        if self._closed:
+            raise ValueError("the stream is closed")
+        parts = sequence.parts_of(layer)
         if k is not None and start is None:
             start = sequence.layer_token_counts[layer]
-        number_of_step = self._next_id
+        options = {"start": start, "visible": visible, "out_dtype": out_dtype}
+        step = _Step(sequence, layer, (q, k, v), options, policy, parts, [])
+        step.handles = [part.sequence for part in parts]
+        number = self._next_id
+        for index in range(len(parts)):
+            self._send(number, step, index)
         self._next_id += 1
-        for number in numbers:
-            share, part = sequence.pieces[number]
-            sent = self._streams[number].send(
-                part,
-                share.local(layer),
-                heads_of(q, share.query_heads(sequence.group), 1),
-                None if k is None else heads_of(k, share.heads, 0),
-                None if v is None else heads_of(v, share.heads, 0),
-                start=start,
-                visible=visible,
-                policy=local_policy(policy, share),
-                out_dtype=out_dtype,
-            )
-            self._ids[number][sent] = number_of_step
-        counts = [len(sequence.pieces[number].share.kv_heads) for number in numbers]
-        self._pending[number_of_step] = _Asked(numbers, counts, {})
-        return number_of_step
+        self._pending[number] = step
+        return number
+
+    def _send(self, number: int, step: _Step, index: int) -> None:
+        """Sends a part of a step to where it is."""
+        part = step.parts[index]
+        share, daemon = part.share, part.daemon
+        step.handles[index] = part.sequence
+        q, k, v = step.rows
+        stream = self._streams.get(daemon)
+        if stream is None or stream.closed:
+            stream = self._client.placement.client(daemon).decode(timeout=self._timeout)
+            self._streams[daemon] = stream
+        sent = stream.send(
+            part.sequence,
+            share.local(step.layer),
+            heads_of(q, share.query_heads(step.sequence.group), 1),
+            None if k is None else heads_of(k, share.heads, 0),
+            None if v is None else heads_of(v, share.heads, 0),
+            policy=local_policy(step.policy, share),
+            **step.options,
+        )
+        self._sent[daemon, sent] = number, index
+        step.open_count += 1
 
     def recv(self) -> tuple[int, AttendResult]:
         """Waits for the answers to the oldest step; as `spillway.DecodeStream.recv`."""
         if not self._pending:
             raise ValueError("no step is in flight")
-        step, asked = next(iter(self._pending.items()))
-        for number in asked.numbers:
-            while step in self._ids[number].values():
-                self._take(number)
-        del self._pending[step]
-        if asked.failed is not None:
-            asked.failed.correlation_id = step
-            raise asked.failed
-        parts = [asked.answers[number] for number in asked.numbers]
-        return step, merged_results(parts, asked.head_counts)
+        number, step = next(iter(self._pending.items()))
+        while step.open_count:
+            daemon = next(d for (d, _), (n, _) in self._sent.items() if n == number)
+            self._take(daemon)
+        del self._pending[number]
+        if step.failed is not None:
+            step.failed.correlation_id = number
+            raise step.failed
+        parts = [step.answers[index] for index in range(len(step.parts))]
+        return number, merged_results(parts, step.sequence.head_counts(step.layer))
 
-    def _take(self, number: int) -> None:
+    def _take(self, daemon: str) -> None:
         """Takes one daemon's next answer."""
         try:
-            sent, result = self._streams[number].recv()
+            sent, result = self._streams[daemon].recv()
         except SpillwayError as error:
-            if error.correlation_id is None:
-                raise
-            step = self._ids[number].pop(error.correlation_id)
-            self._pending[step].failed = self._pending[step].failed or error
+            if error.correlation_id is not None:
+                self._failed(*self._answered(daemon, error.correlation_id), error)
+                return
+            # The stream broke, and with it everything on it.
+            broken = [key for key in self._sent if key[0] == daemon]
+            for _, each in broken:
+                self._failed(*self._answered(daemon, each), error)
             return
-        step = self._ids[number].pop(sent)
-        self._pending[step].answers[number] = result
+        number, index = self._answered(daemon, sent)
+        self._pending[number].answers[index] = result
+
+    def _answered(self, daemon: str, sent: int) -> tuple[int, int]:
+        number, index = self._sent.pop((daemon, sent))
+        self._pending[number].open_count -= 1
+        return number, index
+
+    def _failed(self, number: int, index: int, error: SpillwayError) -> None:
+        """Sends a part again where it has moved, or notes the error."""
+        step = self._pending[number]
+        try:
+            moved = step.moves < MOVES_MAX and step.parts[index].follow(error, step.handles[index])
+        except SpillwayError as lost:
+            error, moved = lost, False
+        if not moved:
+            step.failed = step.failed or error
+            return
+        step.moves += 1
+        q, k, _ = step.rows
+        if k is not None and step.options["visible"] is None:
+            # A later step's tokens may be there already.
+            start = step.options["start"]
+            step.options["visible"] = range(start + 1, start + q.shape[0] + 1)
+        self._send(number, step, index)
 
     def step(
-        self, sequence: SplitSequence, layer: int, q: Array, *rest: Any, **options: Any
+        self, sequence: ClusterSequence, layer: int, q: Array, *rest: Any, **options: Any
     ) -> Any:
         """Sends one step and waits for its answer; arguments as `send`."""
         if self._pending:
@@ -127,15 +183,16 @@ class SplitStream:
 
     @property
     def transport(self) -> str:
-        """`split`: several daemons."""
-        return "split"
+        """`cluster`: several daemons."""
+        return "cluster"
 
     @property
     def closed(self) -> bool:
-        """Whether a stream has ended, by `close` or by a failure."""
-        return any(stream.closed for stream in self._streams)
+        """Whether it was closed, or a daemon's stream has ended by a failure."""
+        return self._closed or any(stream.closed for stream in self._streams.values())
 
     def close(self) -> None:
         """Ends the streams; steps in flight are abandoned."""
-        for stream in self._streams:
+        self._closed = True
+        for stream in self._streams.values():
             stream.close()

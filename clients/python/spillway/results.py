@@ -101,6 +101,7 @@ class SequenceInfo:
         generation: Bumped by every truncation.
         row_bytes: Bytes of the pages that hold its rows.
         index_bytes: Bytes of the pages that hold its codes.
+        ttl: Idle time after which it goes; 0 is never.
         expire_time: When it goes if nothing renews it, None for never.
         named: Whether a client chose its id; then it stays until its ttl.
         abandoned: Whether it is not named and every client that used it is gone.
@@ -115,6 +116,7 @@ class SequenceInfo:
     generation: int
     row_bytes: int
     index_bytes: int
+    ttl: datetime.timedelta
     expire_time: datetime.datetime | None
     named: bool
     abandoned: bool
@@ -135,6 +137,7 @@ class SequenceInfo:
             generation=message.generation,
             row_bytes=message.row_bytes,
             index_bytes=message.index_bytes,
+            ttl=message.ttl.ToTimedelta(),
             expire_time=expires,
             named=message.named,
             abandoned=message.abandoned,

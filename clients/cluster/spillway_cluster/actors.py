@@ -1,0 +1,172 @@
+"""The Ray actors of a cluster: one directory, and one for each daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.experimental import internal_kv
+
+from spillway_cluster.directory import DaemonRecord, Directory, State
+from spillway_cluster.node import Drained, Node, host_id
+from spillway_cluster.placement import Dealt, Moved
+from spillway_cluster.process import DaemonProcess
+from spillway_cluster.ray_placement import DirectoryHandle, connected
+from spillway_cluster.settings import Settings
+
+# How long an answer about Ray's nodes is good.
+_NODES_SECONDS = 0.5
+_TABLE = b"spillway"
+
+
+class KvStore:
+    """Ray's own key-value store, which outlives actors and nodes but the head's."""
+
+    def __init__(self, namespace: str) -> None:
+        self._prefix = f"{namespace}/"
+
+    def put(self, key: str, value: bytes) -> None:
+        internal_kv._internal_kv_put(self._key(key), value, overwrite=True, namespace=_TABLE)
+
+    def delete(self, key: str) -> None:
+        internal_kv._internal_kv_del(self._key(key), namespace=_TABLE)
+
+    def items(self) -> Iterable[tuple[str, bytes]]:
+        for key in internal_kv._internal_kv_list(self._prefix, namespace=_TABLE):
+            value = internal_kv._internal_kv_get(key, namespace=_TABLE)
+            if value is not None:
+                yield key.decode().removeprefix(self._prefix), value
+
+    def clear(self) -> None:
+        """Forgets everything of the namespace."""
+        internal_kv._internal_kv_del(self._prefix, del_by_prefix=True, namespace=_TABLE)
+
+    def _key(self, key: str) -> bytes:
+        return (self._prefix + key).encode()
+
+
+class _Deaths:
+    """Which of Ray's nodes are dead."""
+
+    def __init__(self) -> None:
+        self._asked = 0.0
+        self._deaths: dict[str, str] = {}
+
+    def __call__(self, node: str) -> str:
+        if time.monotonic() - self._asked > _NODES_SECONDS:
+            self._deaths = {
+                each["NodeID"]: ""
+                if each["Alive"]
+                else str(each.get("DeathReasonMessage") or "it died")
+                for each in ray.nodes()
+            }
+            self._asked = time.monotonic()
+        return self._deaths.get(node, "Ray knows it no more")
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class DirectoryActor:
+    """Serves a `Directory`, one call at a time."""
+
+    def __init__(self, namespace: str) -> None:
+        self._directory = Directory(KvStore(namespace), _Deaths())
+
+    def call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Calls a public method of the directory."""
+        if method.startswith("_"):
+            raise ValueError(f"{method} is no method of the directory")
+        return getattr(self._directory, method)(*arguments, **named)
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+
+class _RemoteDirectory:
+    """What a node asks of the directory."""
+
+    def __init__(self, handle: DirectoryHandle) -> None:
+        self._handle = handle
+
+    def register(self, record: DaemonRecord) -> str:
+        name: str = self._handle.ask("register", record)
+        return name
+
+    def report(self, name: str, **told: int) -> None:
+        self._handle.ask("report", name, **told)
+
+    def set_state(self, name: str, state: State, reason: str = "") -> None:
+        self._handle.ask("set_state", name, state, reason)
+
+    def daemon(self, name: str) -> DaemonRecord:
+        record: DaemonRecord = self._handle.ask("daemon", name)
+        return record
+
+    def model(self, name: str) -> Dealt | None:
+        dealt: Dealt | None = self._handle.ask("model", name)
+        return dealt
+
+    def choose_target(self, source: str, part: str, byte_count: int) -> str:
+        target: str = self._handle.ask("choose_target", source, part, byte_count)
+        return target
+
+    def begin_move(self, part: str, source: str, moved: Moved) -> None:
+        self._handle.ask("begin_move", part, source, moved)
+
+    def end_move(self, part: str, *, done: bool) -> None:
+        self._handle.ask("end_move", part, done=done)
+
+
+@ray.remote(max_restarts=-1, max_task_retries=-1)
+class NodeActor:
+    """Serves a `Node`. Where Ray restarts it, it finds its daemon running, or starts it again."""
+
+    def __init__(self, namespace: str, slot: int, settings: Settings) -> None:
+        context = ray.get_runtime_context()
+        self._node_id = context.get_node_id()
+        address = ray.util.get_node_ip_address() if settings.listen == "tcp" else ""
+        folder = settings.folder(namespace, slot)
+        self._arena = settings.arena(namespace, slot)
+        process = DaemonProcess(folder, settings.command(namespace, slot), address)
+        local = process.target if process.target.startswith("unix:") else ""
+        record = DaemonRecord("", slot, self._node_id, host_id(), process.target, local)
+        self._node = Node(
+            process,
+            _RemoteDirectory(DirectoryHandle(namespace)),
+            record,
+            lambda other: connected(other, host_id(), settings.connect),
+        )
+        self._failure: Exception | None = None
+        try:
+            self._node.start()
+        except Exception as error:  # noqa: BLE001  (for `start` to tell)
+            self._failure = error
+
+    def start(self) -> str:
+        """Returns the daemon's name once it serves."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self._node.start()
+
+    def drain(self) -> Drained:
+        """As `Node.drain`."""
+        return self._node.drain()
+
+    def stop(self, keep_rows: bool) -> None:
+        """As `Node.stop`; rows that are not kept go from their arena."""
+        self._node.stop()
+        if self._arena is not None and not keep_rows:
+            shutil.rmtree(self._arena, ignore_errors=True)
+
+    def pids(self) -> tuple[int, int | None]:
+        """Of this process and of the daemon."""
+        return os.getpid(), self._node.pid
+
+    def node_id(self) -> str:
+        """Ray's id of the node that it is on."""
+        return str(self._node_id)

@@ -1,0 +1,183 @@
+"""The command `spillway-cluster`."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from spillway.errors import SpillwayError
+
+_NAMESPACE = "spillway"
+_GIB = 1 << 30
+
+app = typer.Typer(
+    help="Spillway's daemons on the nodes of a Ray cluster.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[str, typer.Option(help="Of the Ray cluster; auto: the one of this node.")]
+Namespace = Annotated[str, typer.Option(help="Ray's, one for each cluster of daemons.")]
+
+
+class Strategy(str, Enum):
+    """How daemons are put on nodes."""
+
+    spread = "spread"
+    strict_spread = "strict-spread"
+    pack = "pack"
+    strict_pack = "strict-pack"
+
+
+class Listen(str, Enum):
+    """Where daemons listen."""
+
+    tcp = "tcp"
+    unix = "unix"
+
+
+@app.command()
+def up(
+    daemons: Annotated[int, typer.Option(help="Daemons to start.")] = 1,
+    strategy: Annotated[
+        Strategy,
+        typer.Option(
+            help="spread: one a node where that goes; pack: on few nodes; the strict ones fail "
+            "where it does not go."
+        ),
+    ] = Strategy.spread,
+    cpus: Annotated[float, typer.Option(help="Cores of each; its worker threads are as many.")] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs of each; 0: it serves on the CPU.")] = 0,
+    memory_limit: Annotated[
+        str, typer.Option(help="Host memory of each, such as 64GiB; empty: three quarters.")
+    ] = "",
+    listen: Annotated[
+        Listen,
+        typer.Option(help="tcp: the node's address; unix: sockets, for clients on the same node."),
+    ] = Listen.tcp,
+    allow_remote: Annotated[
+        bool,
+        typer.Option(
+            "--allow-remote",
+            help="Let that address be other than loopback. Who reaches it may use the daemon, "
+            "unless --config asks for tokens or certificates.",
+        ),
+    ] = False,
+    config: Annotated[str, typer.Option(help="File of daemon settings, on every node.")] = "",
+    token_file: Annotated[
+        str, typer.Option(help="File, on every node, with the token that the daemons take.")
+    ] = "",
+    binary: Annotated[str, typer.Option(help="The daemon; empty: spillwayd.")] = "",
+    state_folder: Annotated[str, typer.Option(help="Where nodes keep logs and sockets.")] = "",
+    arena_folder: Annotated[
+        str, typer.Option(help="A tmpfs where rows outlive their daemon; empty: they do not.")
+    ] = "/dev/shm",
+    address: Address = "auto",
+    namespace: Namespace = _NAMESPACE,
+) -> None:
+    """Starts daemons on the nodes, and the directory of what lies where."""
+    from spillway_cluster import deploy  # noqa: PLC0415  (Ray takes a second)
+    from spillway_cluster.settings import Settings  # noqa: PLC0415
+
+    settings = Settings(
+        daemon_count=daemons,
+        strategy=strategy.name.upper(),  # type: ignore[arg-type]
+        cpus=cpus,
+        gpus=gpus,
+        memory_limit=memory_limit,
+        listen=listen.value,
+        allow_remote=allow_remote,
+        config=config,
+        token_file=token_file,
+        binary=binary,
+        state_folder=state_folder,
+        arena_folder=arena_folder,
+    )
+    deploy.join(address)
+    console = Console(stderr=True)
+    deploy.up(settings, namespace, told=console.print)
+    _show(deploy.status(namespace))
+    suffix = "" if namespace == _NAMESPACE else namespace
+    console.print(f'spillway.connect("ray:{suffix}") connects to them.')
+
+
+@app.command()
+def status(address: Address = "auto", namespace: Namespace = _NAMESPACE) -> None:
+    """Shows the daemons, and how full they are."""
+    from spillway_cluster import deploy  # noqa: PLC0415
+
+    deploy.join(address)
+    _show(deploy.status(namespace))
+
+
+@app.command()
+def drain(
+    daemon: Annotated[str, typer.Argument(help="Its name, or the id of its Ray node.")],
+    address: Address = "auto",
+    namespace: Namespace = _NAMESPACE,
+) -> None:
+    """Moves a daemon's sequences to the others while they are in use, and ends it."""
+    from spillway_cluster import deploy  # noqa: PLC0415
+
+    deploy.join(address)
+    drained = deploy.drain(daemon, namespace)
+    table = Table("sequence", "to", "tokens", "while sealed", "rounds")
+    for part, (target, copied) in sorted(drained.moves.items()):
+        table.add_row(
+            part,
+            target,
+            str(copied.token_count),
+            str(copied.sealed_token_count),
+            str(copied.rounds),
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"{len(drained.moves)} sequences moved, {len(drained.gone)} gone meanwhile")
+
+
+@app.command()
+def down(
+    keep_rows: Annotated[
+        bool, typer.Option("--keep-rows", help="Leave the rows in their arenas, for the next up.")
+    ] = False,
+    address: Address = "auto",
+    namespace: Namespace = _NAMESPACE,
+) -> None:
+    """Ends all daemons and the directory."""
+    from spillway_cluster import deploy  # noqa: PLC0415
+
+    deploy.join(address)
+    deploy.down(namespace, keep_rows=keep_rows)
+
+
+def _show(state: Any) -> None:
+    table = Table("daemon", "state", "node", "address", "memory, GiB", "sequences", "restarts")
+    for each in state.daemons:
+        table.add_row(
+            each.name,
+            each.state if not each.reason else f"{each.state}: {each.reason}",
+            each.node[:12],
+            each.target,
+            f"{each.memory_used_bytes / _GIB:.1f} of {each.memory_limit_bytes / _GIB:.1f}",
+            str(each.sequence_count),
+            str(each.restart_count),
+        )
+    console = Console()
+    console.print(table)
+    for dealt in state.models:
+        parts = f", {dealt.part_count} parts" if dealt.part_count > 1 else ""
+        console.print(f"{dealt.model.name}: {dealt.model.layer_count} layers{parts}")
+
+
+def main() -> None:
+    """Runs the command line; what fails is one line, without a traceback."""
+    try:
+        app()
+    except (SpillwayError, ValueError, OSError) as error:
+        print(f"spillway-cluster: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

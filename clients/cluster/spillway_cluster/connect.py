@@ -1,0 +1,73 @@
+"""Connects to a cluster's daemons by way of its directory: `spillway.connect("ray:")`."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+import spillway
+from spillway.errors import InvalidArgument
+
+from spillway_cluster.client import ClusterClient
+
+SCHEME = "ray:"
+_TARGET = re.compile(r"ray:([A-Za-z0-9_.-]*)(?:\?(.*))?")
+_COUNTS = ("parts", "layer_groups")
+
+
+def parse_target(target: str) -> tuple[str, dict[str, int]]:
+    """Reads `ray:[NAMESPACE][?parts=S&layer_groups=G]`.
+
+    Returns:
+        Ray's namespace, `spillway` where none is named, and the counts, 1 where not named.
+
+    Raises:
+        InvalidArgument: It is not of this form.
+    """
+    matched = _TARGET.fullmatch(target)
+    if matched is None:
+        raise InvalidArgument(f"{target} is not ray:[NAMESPACE][?parts=S&layer_groups=G]")
+    counts = dict.fromkeys(_COUNTS, 1)
+    for name, value in parse_qsl(matched[2] or "", keep_blank_values=True):
+        if name not in counts:
+            raise InvalidArgument(f"{target}: {name} is not one of {', '.join(_COUNTS)}")
+        if not value.isdigit() or int(value) < 1:
+            raise InvalidArgument(f"{target}: {name} {value!r} is not a number of 1 or more")
+        counts[name] = int(value)
+    return matched[1] or "spillway", counts
+
+
+def connect(target: str, **options: Any) -> ClusterClient:
+    """Connects to a cluster of a Ray cluster that this process is in, or can join.
+
+    Args:
+        target: `ray:`, Ray's namespace where that is not `spillway`, and by how many daemons the
+            sequences of models are shared that do not say so themselves: `ray:?parts=4`.
+        **options: As of `spillway.connect`, for the connections to the daemons.
+
+    Raises:
+        Unavailable: There is no Ray cluster, or no cluster of ours in it, or a daemon does
+            not answer.
+        InvalidArgument: The target is wrong.
+        ValueError: More parts are asked for than there are daemons.
+    """
+    namespace, counts = parse_target(target)
+    from spillway_cluster.deploy import join  # noqa: PLC0415  (imports Ray, which takes a second)
+    from spillway_cluster.ray_placement import RayPlacement  # noqa: PLC0415
+
+    join()
+    placement = RayPlacement(
+        namespace, counts["parts"], counts["layer_groups"], partial(spillway.connect, **options)
+    )
+    try:
+        serving = placement.daemons()
+        if counts["parts"] > len(serving):
+            raise ValueError(
+                f"parts {counts['parts']} is not in [1, {len(serving)}], the daemons that serve"
+            )
+        return ClusterClient(placement, target)
+    except BaseException:
+        placement.close()
+        raise

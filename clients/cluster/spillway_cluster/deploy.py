@@ -1,0 +1,252 @@
+"""Starts, looks at, drains and ends a cluster's daemons in a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import spillway
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from spillway_cluster.actors import DirectoryActor, KvStore, NodeActor
+from spillway_cluster.directory import DaemonRecord
+from spillway_cluster.node import Drained
+from spillway_cluster.placement import Dealt
+from spillway_cluster.ray_placement import DIRECTORY, DirectoryHandle
+from spillway_cluster.settings import Settings
+
+NAMESPACE = "spillway"
+
+_START_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """What there is of a cluster.
+
+    Attributes:
+        daemons: All that there have been, by slot.
+        models: Those that clients have created.
+        sequences: Where the named ones were put.
+    """
+
+    daemons: list[DaemonRecord]
+    models: list[Dealt]
+    sequences: dict[str, tuple[str, ...]]
+
+
+def join(address: str = "auto") -> None:
+    """Joins a Ray cluster, unless this process is in one.
+
+    Raises:
+        Unavailable: There is none at the address.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError) as error:
+        raise spillway.Unavailable(
+            f"no Ray cluster at {address!r} ({error}); ray start --head starts one"
+        ) from None
+
+
+def up(
+    settings: Settings,
+    namespace: str = NAMESPACE,
+    *,
+    timeout: float = _START_SECONDS,
+    told: Callable[[str], None] = lambda _: None,
+) -> list[str]:
+    """Starts the directory and the daemons. This process must be in a Ray cluster.
+
+    Args:
+        settings: Of the daemons.
+        namespace: Ray's, one for each cluster of ours.
+        timeout: Seconds that Ray may take to find room.
+        told: Is told what happens.
+
+    Returns:
+        The daemons' names.
+
+    Raises:
+        AlreadyExists: There is a cluster in the namespace.
+        ValueError: A setting is out of range.
+        ResourceExhausted: Ray has no room.
+        SpillwayError: A daemon does not start; the message has its log's end. Nothing is left then.
+    """
+    if settings.daemon_count < 1:
+        raise ValueError(f"daemon_count {settings.daemon_count} is not 1 or more")
+    if _named(DIRECTORY, namespace) is not None:
+        raise spillway.AlreadyExists(
+            f"there is a Spillway cluster in Ray's namespace {namespace!r}; "
+            "spillway-cluster down ends it"
+        )
+    KvStore(namespace).clear()
+    group = placement_group(
+        settings.bundles(), settings.strategy, name=_group_name(namespace), lifetime="detached"
+    )
+    told(f"waiting for Ray to find room for {settings.daemon_count} daemons")
+    if not group.wait(timeout):
+        remove_placement_group(group)
+        raise spillway.ResourceExhausted(
+            f"Ray has no room for {settings.daemon_count} daemons of {settings.bundles()[0]} "
+            f"({settings.strategy}) within {timeout:g} s; it has {ray.available_resources()}"
+        )
+    try:
+        return _started(settings, namespace, group, told)
+    except BaseException as error:
+        down(namespace)
+        if isinstance(error, RayTaskError):
+            raise spillway.Unavailable(str(error.cause)) from None
+        raise
+
+
+def _started(
+    settings: Settings, namespace: str, group: PlacementGroup, told: Callable[[str], None]
+) -> list[str]:
+    directory = DirectoryActor.options(  # type: ignore[attr-defined]
+        name=DIRECTORY, namespace=namespace, lifetime="detached"
+    ).remote(namespace)
+    ray.get(directory.pid.remote())
+    nodes = []
+    for slot in range(settings.daemon_count):
+        options = NodeActor.options(  # type: ignore[attr-defined]
+            name=_node_name(slot),
+            namespace=namespace,
+            lifetime="detached",
+            # Threads: one drains, the others answer meanwhile.
+            max_concurrency=4,
+            num_cpus=settings.cpus,
+            num_gpus=settings.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot),
+        )
+        nodes.append(options.remote(namespace, slot, settings))
+    names = []
+    for node in nodes:
+        names.append(ray.get(node.start.remote(), timeout=_START_SECONDS))
+        told(f"{names[-1]} serves")
+    return names
+
+
+def status(namespace: str = NAMESPACE) -> Status:
+    """What there is.
+
+    Raises:
+        Unavailable: There is no cluster in the namespace.
+    """
+    directory = DirectoryHandle(namespace)
+    return Status(
+        directory.ask("daemons"), directory.ask("models"), dict(directory.ask("sequences"))
+    )
+
+
+def node_of(daemon: str, namespace: str = NAMESPACE) -> Any:
+    """The actor that watches a daemon.
+
+    Raises:
+        NotFound: There is no such daemon.
+        Unavailable: There is no cluster in the namespace.
+    """
+    record: DaemonRecord = DirectoryHandle(namespace).ask("daemon", daemon)
+    actor = _named(_node_name(record.slot), namespace)
+    if actor is None or record.state in ("lost", "drained"):
+        raise spillway.NotFound(f"{daemon} is {record.state}")
+    return actor
+
+
+def drain(daemon: str, namespace: str = NAMESPACE) -> Drained:
+    """Moves everything that a daemon has to others, and ends it.
+
+    Args:
+        daemon: Its name, or the id of the Ray node that it is on.
+        namespace: Of the cluster.
+
+    Raises:
+        NotFound: There is no such daemon.
+        SpillwayError: As of `Node.drain`.
+    """
+    records = status(namespace).daemons
+    live = [each for each in records if each.state in ("up", "draining")]
+    names = [each.name for each in live if daemon in (each.name, each.node)]
+    if not names:
+        known = ", ".join(f"{each.name} on node {each.node}" for each in live)
+        raise spillway.NotFound(f"no daemon {daemon} serves; those that do: {known or 'none'}")
+    drained = Drained()
+    for name in names:
+        try:
+            one: Drained = ray.get(node_of(name, namespace).drain.remote())
+        except RayTaskError as error:
+            raise error.cause from None
+        drained.moves.update(one.moves)
+        drained.gone.extend(one.gone)
+    return drained
+
+
+def down(namespace: str = NAMESPACE, *, keep_rows: bool = False, timeout: float = 60.0) -> None:
+    """Ends all daemons and the directory. Said again it is no error.
+
+    Args:
+        namespace: Of the cluster.
+        keep_rows: Leaves the daemons' rows in their arenas, for the next `up` with as many
+            daemons on the same nodes.
+        timeout: Seconds for the daemons to end; nodes that do not answer are left alone.
+    """
+    slots = _slots(namespace)
+    stops = []
+    for slot in slots:
+        actor = _named(_node_name(slot), namespace)
+        if actor is not None:
+            stops.append((actor, actor.stop.remote(keep_rows)))
+    end = time.monotonic() + timeout
+    for actor, stopped in stops:
+        try:
+            ray.get(stopped, timeout=max(1.0, end - time.monotonic()))
+        except (RayError, GetTimeoutError):
+            pass
+        ray.kill(actor)
+    directory = _named(DIRECTORY, namespace)
+    if directory is not None:
+        ray.kill(directory)
+    KvStore(namespace).clear()
+    try:
+        remove_placement_group(ray.util.get_placement_group(_group_name(namespace)))
+    except ValueError:
+        pass
+
+
+def _slots(namespace: str) -> list[int]:
+    """Of the daemons that there may be."""
+    names = ray.util.list_named_actors(all_namespaces=True)
+    prefix = _node_name("")
+    return sorted(
+        int(each["name"].removeprefix(prefix))
+        for each in names
+        if each["namespace"] == namespace and each["name"].startswith(prefix)
+    )
+
+
+def _node_name(slot: int | str) -> str:
+    return f"spillway-node-{slot}"
+
+
+def _group_name(namespace: str) -> str:
+    return f"spillway-{namespace}"
+
+
+def _named(name: str, namespace: str) -> Any:
+    """An actor by its name; None: there is none."""
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError:
+        return None

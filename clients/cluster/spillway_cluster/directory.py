@@ -1,0 +1,406 @@
+"""The directory: which daemons there are, and what lies on which of them.
+
+Plain Python, without Ray: `actors.DirectoryActor` serves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import spillway
+
+from spillway_cluster.placement import Dealt, Moved
+
+State = Literal["up", "down", "draining", "drained", "lost"]
+
+# Moves that are remembered; who asks after an older one is told that there is none.
+_MOVES_MAX = 100_000
+
+
+@dataclass(frozen=True)
+class DaemonRecord:
+    """A daemon as its node last told.
+
+    Attributes:
+        name: Of this daemon; one that comes in its place with other rows has another name.
+        slot: Number of the placement group's bundle.
+        node: Ray's id of the node.
+        host: What tells this machine from others, the kernel's boot id.
+        local_target: Where clients on the same machine reach it; empty: as all others.
+        target: Where all others do.
+        version: Of the daemon.
+        store_id: Of its rows, which outlive it; empty: they do not.
+        state: up; down, until its node has started it again; draining and drained; lost, with
+            all it had.
+        reason: Why it is lost or down.
+        memory_limit_bytes: Everything it may hold.
+        memory_used_bytes: What it holds.
+        sequence_count: Sequences that it has.
+        restart_count: How often its node has started it again.
+    """
+
+    name: str
+    slot: int
+    node: str
+    host: str
+    target: str
+    local_target: str = ""
+    version: str = ""
+    store_id: str = ""
+    state: State = "up"
+    reason: str = ""
+    memory_limit_bytes: int = 0
+    memory_used_bytes: int = 0
+    sequence_count: int = 0
+    restart_count: int = 0
+
+
+@dataclass(frozen=True)
+class MoveUnderWay:
+    """A part that is being moved.
+
+    Attributes:
+        source: The daemon that has it.
+        moved: Where it will be.
+    """
+
+    source: str
+    moved: Moved
+
+
+class Store(Protocol):
+    """Where the directory's records outlive it."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def delete(self, key: str) -> None: ...
+
+    def items(self) -> Iterable[tuple[str, bytes]]: ...
+
+
+class MemoryStore:
+    """Outlives the directory, but not the process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
+    def items(self) -> Iterable[tuple[str, bytes]]:
+        return list(self.values.items())
+
+
+class Directory:
+    """What clients and nodes ask. Not thread-safe.
+
+    Every change is in the store before the call returns, so that a directory that is started
+    again goes on where the one before was killed. No step of a decode asks it.
+    """
+
+    def __init__(self, store: Store, death: Callable[[str], str] = lambda node: "") -> None:
+        """Takes up what is in the store.
+
+        Args:
+            store: Where the records are.
+            death: Why a node is dead, by its id; empty while it lives.
+        """
+        self._store = store
+        self._death = death
+        self._daemons: dict[str, DaemonRecord] = {}
+        self._models: dict[str, Dealt] = {}
+        # Of a named sequence: whose claim it is, and its parts' daemons.
+        self._sequences: dict[str, tuple[str, tuple[str, ...]]] = {}
+        # By part and the daemon that it was on.
+        self._moves: dict[tuple[str, str], Moved] = {}
+        self._under_way: dict[str, MoveUnderWay] = {}
+        # Sequences placed since a daemon last told how many it has.
+        self._placed: dict[str, int] = {}
+        tables = {
+            "daemon": self._daemons,
+            "model": self._models,
+            "sequence": self._sequences,
+            "move": self._moves,
+            "under-way": self._under_way,
+        }
+        for key, value in sorted(store.items()):
+            table, _, _ = key.partition("/")
+            name, record = pickle.loads(value)  # noqa: S301  (of this cluster's own)
+            tables[table][name] = record  # type: ignore[index]
+
+    def _put(self, table: str, name: object, record: object) -> None:
+        self._store.put(_key(table, name), pickle.dumps((name, record)))
+
+    def _delete(self, table: str, name: object) -> None:
+        self._store.delete(_key(table, name))
+
+    # Daemons, for their nodes.
+
+    def register(self, record: DaemonRecord) -> str:
+        """Notes a daemon that its node has started, or started again.
+
+        Args:
+            record: `name` is not looked at.
+
+        Returns:
+            Its name: the one that it had if it has the rows that it had.
+        """
+        before = [each for each in self._daemons.values() if each.slot == record.slot]
+        for each in before:
+            same = each.node == record.node and each.store_id == record.store_id
+            if same and each.state not in ("lost", "drained"):
+                state: State = "draining" if each.state == "draining" else "up"
+                self._note(dataclasses.replace(record, name=each.name, state=state))
+                return each.name
+        name = f"daemon-{record.slot}" + (f".{len(before)}" if before else "")
+        for each in before:
+            if each.state not in ("lost", "drained"):
+                self._lose(each, f"{name} has come in its place, without its rows")
+        self._note(dataclasses.replace(record, name=name))
+        return name
+
+    def report(self, name: str, **told: int) -> None:
+        """Notes how full a daemon is: fields of its record."""
+        if name in self._daemons:
+            # Not in the store: the next one is told again.
+            self._daemons[name] = dataclasses.replace(self._daemons[name], **told)  # type: ignore[arg-type]
+            self._placed[name] = 0
+
+    def set_state(self, name: str, state: State, reason: str = "") -> None:
+        """Notes what has become of a daemon."""
+        self._note(dataclasses.replace(self._daemon(name), state=state, reason=reason))
+
+    def _note(self, record: DaemonRecord) -> None:
+        self._put("daemon", record.name, record)
+        self._daemons[record.name] = record
+
+    def _daemon(self, name: str) -> DaemonRecord:
+        if name not in self._daemons:
+            raise spillway.NotFound(f"there is no {name} in the cluster")
+        return self._daemons[name]
+
+    def _lose(self, record: DaemonRecord, reason: str) -> None:
+        self._note(dataclasses.replace(record, state="lost", reason=reason))
+        # What was about to be deleted there is whole where it was copied to.
+        for part, under_way in list(self._under_way.items()):
+            if under_way.source == record.name:
+                self.end_move(part, done=True)
+
+    # Daemons, for clients.
+
+    def daemons(self) -> list[DaemonRecord]:
+        """All that there have been since `up`, by slot."""
+        for record in list(self._daemons.values()):
+            self.loss(record.name)
+        return sorted(self._daemons.values(), key=lambda each: (each.slot, each.name))
+
+    def daemon(self, name: str) -> DaemonRecord:
+        """One of them.
+
+        Raises:
+            NotFound: There is none of that name.
+        """
+        return self._daemon(name)
+
+    def loss(self, name: str) -> str:
+        """Why a daemon will not come back with its rows; empty while it may."""
+        record = self._daemon(name)
+        if record.state in ("up", "down", "draining"):
+            death = self._death(record.node)
+            if not death:
+                return ""
+            self._lose(record, f"its node {record.node} is gone: {death}")
+            record = self._daemon(name)
+        if record.state == "drained":
+            return f"{name} was drained and has ended"
+        return f"{name} is lost with all sequences that it had: {record.reason}"
+
+    # Models.
+
+    def add_model(self, dealt: Dealt) -> None:
+        """As `Placement.add_model`. The same may be said twice."""
+        name = dealt.model.name
+        if self._models.get(name, dealt) != dealt:
+            raise spillway.AlreadyExists(f"{name} exists")
+        self._put("model", name, dealt)
+        self._models[name] = dealt
+
+    def model(self, name: str) -> Dealt | None:
+        """As `Placement.dealt`."""
+        return self._models.get(name)
+
+    def models(self) -> list[Dealt]:
+        """All of them, by name."""
+        return [self._models[name] for name in sorted(self._models)]
+
+    def drop_model(self, name: str) -> None:
+        """As `Placement.drop_model`."""
+        self._models.pop(name, None)
+        self._delete("model", name)
+
+    # Sequences.
+
+    def choose(self, count: int, sequence: str, claim: str) -> list[str]:
+        """As `Placement.choose`: the daemons with most room, and fewest sequences among alike.
+
+        Args:
+            count: Daemons.
+            sequence: Name to take; empty: none.
+            claim: Of this call alone, so that it may be said twice.
+
+        Raises:
+            ValueError: `count` is below 1.
+            VersionMismatch: Several that are to work together are not of one version.
+        """
+        if count < 1:
+            raise ValueError(f"part_count {count} is not in [1, the number of daemons]")
+        if sequence and self._is_claimed(sequence, claim):
+            return list(self._sequences[sequence][1])
+        usable = [record for record in self.daemons() if record.state == "up"]
+        if len(usable) < count:
+            states = ", ".join(f"{each.name} is {each.state}" for each in self.daemons())
+            raise spillway.Unavailable(
+                f"{count} daemons are needed, and {len(usable)} take sequences: "
+                f"{states or 'there are none'}"
+            )
+        usable.sort(key=self._fullness)
+        chosen = usable[:count]
+        for record in chosen:
+            if record.version != chosen[0].version:
+                raise spillway.VersionMismatch(
+                    f"{record.name} has version {record.version}, {chosen[0].name} has "
+                    f"{chosen[0].version}"
+                )
+        names = [record.name for record in chosen]
+        for name in names:
+            self._placed[name] = self._placed.get(name, 0) + 1
+        if sequence:
+            self.put(sequence, names, claim)
+        return names
+
+    def choose_target(self, source: str, part: str, byte_count: int) -> str:
+        """Chooses where a part shall go that its daemon gives up.
+
+        Args:
+            source: That daemon.
+            part: What the daemons call it.
+            byte_count: Of its rows.
+
+        Raises:
+            Unavailable: No other daemon takes sequences.
+            ResourceExhausted: None of them has so much room.
+        """
+        others = [each for each in self.daemons() if each.state == "up" and each.name != source]
+        if not others:
+            raise spillway.Unavailable(f"no other daemon than {source} takes sequences")
+        # Copies that are on their way are not in what the daemons last told.
+        free = {each.name: each.memory_limit_bytes - each.memory_used_bytes for each in others}
+        roomy = [each for each in others if free[each.name] >= byte_count]
+        if not roomy:
+            most = max(free.values())
+            raise spillway.ResourceExhausted(
+                f"{part} has {byte_count} bytes of rows, and the most that another daemon than "
+                f"{source} has free is {most}"
+            )
+        chosen = min(roomy, key=self._fullness).name
+        self._placed[chosen] = self._placed.get(chosen, 0) + 1
+        return chosen
+
+    def _fullness(self, record: DaemonRecord) -> tuple[int, int, int]:
+        """Tenths of its memory that are full, then sequences."""
+        tenths = 10 * record.memory_used_bytes // max(record.memory_limit_bytes, 1)
+        return tenths, record.sequence_count + self._placed.get(record.name, 0), record.slot
+
+    def put(self, sequence: str, daemons: SequenceABC[str], claim: str) -> None:
+        """As `Placement.put`; `claim` as of `choose`."""
+        if self._is_claimed(sequence, claim):
+            return
+        record = claim, tuple(daemons)
+        self._put("sequence", sequence, record)
+        self._sequences[sequence] = record
+
+    def _is_claimed(self, sequence: str, claim: str) -> bool:
+        """Whether the name is this call's already; raises AlreadyExists if it is another's."""
+        if sequence not in self._sequences:
+            return False
+        if self._sequences[sequence][0] != claim:
+            raise spillway.AlreadyExists(f"{sequence} exists")
+        return True
+
+    def find(self, sequence: str) -> list[str] | None:
+        """As `Placement.find`."""
+        _, daemons = self._sequences.get(sequence, ("", None))
+        return None if daemons is None else list(daemons)
+
+    def drop(self, sequence: str) -> None:
+        """As `Placement.drop`."""
+        if self._sequences.pop(sequence, None) is not None:
+            self._delete("sequence", sequence)
+
+    def sequences(self) -> Mapping[str, tuple[str, ...]]:
+        """Where named sequences were put."""
+        return {name: daemons for name, (_, daemons) in self._sequences.items()}
+
+    # Moves.
+
+    def begin_move(self, part: str, source: str, moved: Moved) -> None:
+        """Notes that a part is about to go: it has, once `source` has it no more."""
+        under_way = MoveUnderWay(source, moved)
+        self._put("under-way", part, under_way)
+        self._under_way[part] = under_way
+
+    def end_move(self, part: str, *, done: bool) -> None:
+        """Notes that it has gone, or that it stays. Saying it twice is no error."""
+        under_way = self._under_way.get(part)
+        if under_way is None:
+            return
+        if done:
+            key = part, under_way.source
+            self._put("move", key, under_way.moved)
+            self._moves[key] = under_way.moved
+            while len(self._moves) > _MOVES_MAX:
+                oldest = next(iter(self._moves))
+                del self._moves[oldest]
+                self._delete("move", oldest)
+        del self._under_way[part]
+        self._delete("under-way", part)
+
+    def move_under_way(self, part: str) -> MoveUnderWay | None:
+        """The move of a part that has begun and not ended."""
+        return self._under_way.get(part)
+
+    def moved(self, part: str, daemon: str, gone: bool) -> Moved | None:
+        """As `Placement.moved`.
+
+        Args:
+            part: What the daemons call it.
+            daemon: Where it was last.
+            gone: It is not there any more, so a move that is under way has come so far.
+        """
+        under_way = self._under_way.get(part)
+        if gone and under_way is not None and under_way.source == daemon:
+            self.end_move(part, done=True)
+        first = last = self._moves.get((part, daemon))
+        if first is None or last is None:
+            return None
+        unbroken, seen = True, {daemon}
+        while last.daemon not in seen:
+            seen.add(last.daemon)
+            following = self._moves.get((part, last.daemon))
+            if following is None:
+                break
+            unbroken = unbroken and following.generation == last.new_generation
+            last = following
+        return Moved(last.daemon, first.generation if unbroken else -1, last.new_generation)
+
+
+def _key(table: str, name: object) -> str:
+    return f"{table}/{'/'.join(name) if isinstance(name, tuple) else name}"

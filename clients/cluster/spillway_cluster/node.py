@@ -1,0 +1,240 @@
+"""What one node does: it starts, watches, restarts and drains its daemon.
+
+Plain Python, without Ray: `actors.NodeActor` serves it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import spillway
+
+from spillway_cluster.client import ensure_part
+from spillway_cluster.directory import DaemonRecord, State
+from spillway_cluster.moving import Copied, Ledger, move
+from spillway_cluster.placement import Dealt
+from spillway_cluster.process import DaemonProcess
+
+_log = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 30.0
+# Between two looks at how full the daemon is.
+_REPORT_SECONDS = 1.0
+# A daemon that ends at once is started ever more slowly.
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.05, 10.0
+_STEADY_SECONDS = 30.0
+
+
+class NodeDirectory(Ledger, Protocol):
+    """What a node asks of the directory; see `Directory`."""
+
+    def register(self, record: DaemonRecord) -> str: ...
+
+    def report(self, name: str, **told: int) -> None: ...
+
+    def set_state(self, name: str, state: State, reason: str = "") -> None: ...
+
+    def daemon(self, name: str) -> DaemonRecord: ...
+
+    def model(self, name: str) -> Dealt | None: ...
+
+    def choose_target(self, source: str, part: str, byte_count: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What a drain has come to.
+
+    Attributes:
+        moves: Of each part that was moved, where to and what was copied.
+        gone: Parts that were deleted or expired meanwhile.
+    """
+
+    moves: dict[str, tuple[str, Copied]] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+
+
+class Node:
+    """A daemon and the thread that watches it. Thread-safe."""
+
+    def __init__(
+        self,
+        process: DaemonProcess,
+        directory: NodeDirectory,
+        record: DaemonRecord,
+        connect: Callable[[DaemonRecord], spillway.Client],
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            process: The daemon's.
+            directory: Where it is registered.
+            record: What is known of it before it runs.
+            connect: Makes a client of a daemon.
+        """
+        self._process = process
+        self._directory = directory
+        self._record = record
+        self._connect = connect
+        self._stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._draining = threading.Lock()
+        self._client: spillway.Client | None = None
+        self._restart_count = 0
+        self.name = ""
+
+    def start(self) -> str:
+        """Returns the daemon's name once it serves. Said again it changes nothing.
+
+        Raises:
+            RuntimeError: It does not serve; the message has the log's end.
+        """
+        if self._watcher is None:
+            self._process.start(_START_SECONDS)
+            self._register()
+            self._watcher = threading.Thread(target=self._watch, name="spillway-node", daemon=True)
+            self._watcher.start()
+        return self.name
+
+    def _register(self) -> None:
+        if self._client is None:
+            self._client = self._connect(self._record)
+        info = self._client.get_server_info()
+        self.name = self._directory.register(
+            DaemonRecord(
+                name="",
+                slot=self._record.slot,
+                node=self._record.node,
+                host=self._record.host,
+                target=self._record.target,
+                local_target=self._record.local_target,
+                version=info.version,
+                store_id=info.store_id,
+                memory_limit_bytes=info.limits.memory_bytes_max,
+                restart_count=self._restart_count,
+            )
+        )
+
+    def _watch(self) -> None:
+        pause = _PAUSE_SECONDS_MIN
+        started = time.monotonic()
+        while not self._stopping.is_set():
+            try:
+                if not self._process.wait(_REPORT_SECONDS):
+                    self._report()
+                    continue
+                if self._stopping.is_set():
+                    return
+                if time.monotonic() - started > _STEADY_SECONDS:
+                    pause = _PAUSE_SECONDS_MIN
+                _log.warning("%s has ended; it is started again in %.2f s", self.name, pause)
+                self._stopping.wait(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+                started = time.monotonic()
+                self._restart_count += 1
+                self._process.start(_START_SECONDS)
+                self._register()
+            except Exception:
+                # The directory restarts too, and a daemon that cannot start may later.
+                _log.exception("%s", self.name)
+                self._stopping.wait(_REPORT_SECONDS)
+
+    def _report(self) -> None:
+        assert self._client is not None
+        statistics = self._client.statistics()
+        self._directory.report(
+            self.name,
+            memory_used_bytes=statistics.memory.used_bytes,
+            sequence_count=sum(model.sequence_count for model in statistics.models),
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the daemon; None while none runs."""
+        return self._process.pid
+
+    def drain(self) -> Drained:
+        """Moves all that the daemon has to others, and ends it.
+
+        New sequences are placed elsewhere from the beginning. Said again after a failure it goes
+        on where it was.
+
+        Raises:
+            Unavailable: No other daemon takes sequences.
+            SpillwayError: A part could not be moved; it and those after it stay, and the daemon
+                serves on, without new ones.
+        """
+        with self._draining:
+            drained = Drained()
+            self._directory.set_state(self.name, "draining")
+            assert self._client is not None
+            others: dict[str, spillway.Client] = {}
+            try:
+                while True:
+                    infos = list(self._client.list_sequences())
+                    if not infos:
+                        break
+                    # Large ones last: they take longest, and the others are safe by then.
+                    for info in sorted(infos, key=lambda each: each.row_bytes):
+                        self._move(info, others, drained)
+            finally:
+                for client in others.values():
+                    client.close()
+            self._stopping.set()
+            self._process.stop(_GRACE_SECONDS)
+            self._directory.set_state(self.name, "drained")
+            return drained
+
+    def _move(
+        self, info: spillway.SequenceInfo, others: dict[str, spillway.Client], drained: Drained
+    ) -> None:
+        target = self._directory.choose_target(self.name, info.name, info.row_bytes)
+        if target not in others:
+            others[target] = self._connect(self._directory.daemon(target))
+        assert self._client is not None
+        copied = move(
+            self._client,
+            others[target],
+            info.name,
+            self._directory,
+            source_name=self.name,
+            target_name=target,
+            ensure_model=lambda name: self._ensure_model(name, others[target]),
+        )
+        if copied is None:
+            drained.gone.append(info.name)
+        else:
+            drained.moves[info.name] = target, copied
+
+    def _ensure_model(self, name: str, client: spillway.Client) -> None:
+        """Creates a model, or a part of one, where a daemon has none of that name."""
+        dealt = self._directory.model(name)
+        number = 0
+        if dealt is None:
+            whole, _, text = name.rpartition(".")
+            dealt = self._directory.model(whole)
+            number = int(text) if text.isdigit() else 0
+        if dealt is None:
+            # Created by somebody who talked to the daemon itself.
+            client.get_model(name)
+        else:
+            ensure_part(client, dealt, number)
+
+    def stop(self) -> None:
+        """Ends the daemon. What it has stays in its arena, where it has one."""
+        self._stopping.set()
+        self._process.stop(_GRACE_SECONDS)
+        if self._client is not None:
+            self._client.close()
+
+
+def host_id() -> str:
+    """What tells this machine from others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,139 @@
+"""A part of a sequence, which lies on one daemon at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import spillway
+from spillway.errors import FailedPrecondition, NotFound, SpillwayError, Unavailable
+
+from spillway_cluster.placement import Placement
+from spillway_cluster.shares import Share
+
+T = TypeVar("T")
+
+# A move that takes longer from its seal on has failed, and so does the call that waits for it.
+_MOVE_SECONDS = 30.0
+_WAIT_SECONDS_MIN, _WAIT_SECONDS_MAX = 0.002, 0.05
+# Moves that one call survives.
+MOVES_MAX = 8
+
+
+class _Place(NamedTuple):
+    daemon: str
+    sequence: spillway.Sequence
+
+
+class Part:
+    """What one daemon holds of a sequence; it follows where that is moved to.
+
+    As thread-safe as `spillway.Sequence`.
+
+    Attributes:
+        share: Which layers and KV heads of the model.
+        daemon: Name of the daemon, as last heard.
+        sequence: The handle there.
+    """
+
+    def __init__(
+        self, placement: Placement, share: Share, daemon: str, sequence: spillway.Sequence
+    ) -> None:
+        self._placement = placement
+        self.share = share
+        self._place = _Place(daemon, sequence)
+
+    @property
+    def daemon(self) -> str:
+        return self._place.daemon
+
+    @property
+    def sequence(self) -> spillway.Sequence:
+        return self._place.sequence
+
+    def __repr__(self) -> str:
+        return f"Part({self.sequence.name!r}, {self.daemon!r})"
+
+    def call(self, use: Callable[[spillway.Sequence], T]) -> T:
+        """Calls with the handle, and again where the part was moved meanwhile."""
+        return self._call(lambda place: use(place.sequence))
+
+    def fork(self, sequence_id: str) -> Part:
+        """Copies the part, where it is."""
+
+        def copied(place: _Place) -> Part:
+            there = place.sequence.fork(sequence_id)
+            return Part(self._placement, self.share, place.daemon, there)
+
+        return self._call(copied)
+
+    def _call(self, use: Callable[[_Place], T]) -> T:
+        for _ in range(MOVES_MAX):
+            place = self._place
+            try:
+                return use(place)
+            except SpillwayError as error:
+                if not self.follow(error, place.sequence):
+                    raise
+        return use(self._place)
+
+    def follow(self, error: SpillwayError, used: spillway.Sequence) -> bool:
+        """Looks where the part is, after an error that a move may have caused.
+
+        Args:
+            error: What a call for the handle raised.
+            used: The handle.
+
+        Returns:
+            Whether the call may be made again, with `sequence` as it is now.
+
+        Raises:
+            Unavailable: The daemon is gone for good, with the part.
+            Aborted: Somebody else truncated the sequence before it was moved.
+        """
+        if self.sequence is not used:
+            return True  # by another call
+        sealed = isinstance(error, FailedPrecondition) and error.reason == "SEQUENCE_SEALED"
+        if sealed:
+            return error.metadata.get("name", used.name) == used.name and self._wait(used)
+        if isinstance(error, NotFound):
+            mine = error.metadata.get("name", used.name) == used.name
+            return mine and self._moved(used, gone=True)
+        if isinstance(error, Unavailable):
+            if self._moved(used):
+                return True
+            loss = self._placement.loss(self.daemon)
+            if loss is not None:
+                raise loss from None
+        return False
+
+    def _wait(self, used: spillway.Sequence) -> bool:
+        """Waits until a part that is sealed has moved, or is open again."""
+        end = time.monotonic() + _MOVE_SECONDS
+        pause = _WAIT_SECONDS_MIN
+        while time.monotonic() < end:
+            if self._moved(used):
+                return True
+            try:
+                if not used.refresh().sealed:
+                    return True
+            except NotFound:
+                return self._moved(used, gone=True)
+            time.sleep(pause)
+            pause = min(2 * pause, _WAIT_SECONDS_MAX)
+        return False
+
+    def _moved(self, used: spillway.Sequence, *, gone: bool = False) -> bool:
+        """Takes the handle of where the part has moved to, if it has."""
+        moved = self._placement.moved(used.name, self.daemon, gone=gone)
+        if moved is None or self.sequence is not used:
+            return self.sequence is not used
+        there = self._placement.client(moved.daemon).get_sequence(used.name)
+        if used.generation != moved.generation or there.generation != moved.new_generation:
+            raise spillway.Aborted(
+                f"{used.name} was truncated by somebody else before or after it moved to "
+                f"{moved.daemon}; get_sequence opens it as it is"
+            )
+        self._place = _Place(moved.daemon, there)
+        return True

@@ -1,0 +1,152 @@
+"""The process of one daemon, which outlives the actor that watches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+
+import spillway
+from spillway.errors import DeadlineExceeded, Unavailable
+
+_LINE_COUNT = 20  # of the log, for who is told that nothing serves
+_POLL_SECONDS = 0.05
+
+
+class DaemonProcess:
+    """A daemon with a folder of its own, started by a guard that ends it with its node.
+
+    Not thread-safe, but for `alive` and `wait`.
+
+    Attributes:
+        folder: Where its log, its address and its process id are.
+        target: Where clients reach it.
+    """
+
+    def __init__(self, folder: Path, command: SequenceABC[str], host: str) -> None:
+        """Starts nothing.
+
+        Args:
+            folder: Made, for this user alone, if it is not there.
+            command: The daemon and its options, apart from the address.
+            host: Address of this machine that it listens on; empty: a unix socket in the folder.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self._command = list(command)
+        self.target = self._address(host)
+
+    def _address(self, host: str) -> str:
+        """The address, the same as of the daemon before."""
+        if not host:
+            return f"unix:{self.folder}/spillwayd.sock"
+        noted = self.folder / "address"
+        if noted.exists() and noted.read_text().startswith(f"tcp:{host}:"):
+            return noted.read_text()
+        with socket.create_server((host, 0)) as free:
+            target = f"tcp:{host}:{free.getsockname()[1]}"
+        noted.write_text(target)
+        return target
+
+    @property
+    def log(self) -> Path:
+        """Where its output goes, after that of those before."""
+        return self.folder / "spillwayd.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the daemon that runs; None where none does."""
+        try:
+            pid = int((self.folder / "pid").read_text())
+            # Another process may have the number now.
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            return None
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return pid if self.target.encode() in command and state != "Z" else None
+
+    def start(self, timeout: float) -> bool:
+        """Returns when the daemon serves: the one that runs, or a new one.
+
+        Args:
+            timeout: Seconds until it must.
+
+        Returns:
+            Whether it is a new one.
+
+        Raises:
+            RuntimeError: It does not serve.
+        """
+        new = self.pid is None
+        guard: subprocess.Popen[bytes] | None = None
+        if new:
+            (self.folder / "pid").unlink(missing_ok=True)
+            with self.log.open("ab") as output:
+                guard = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "spillway_cluster.guard",
+                        str(os.getppid()),
+                        str(self.folder / "pid"),
+                        "--",
+                        *self._command,
+                        "--listen",
+                        self.target,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    # Ray ends its workers' process groups.
+                    start_new_session=True,
+                )
+        self._wait_until_serving(guard, timeout)
+        return new
+
+    def _wait_until_serving(self, guard: subprocess.Popen[bytes] | None, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(Unavailable, DeadlineExceeded):
+                with spillway.connect(self.target, timeout=5, native=False) as client:
+                    if client.health():
+                        return
+            ended = self.pid is None if guard is None else guard.poll() is not None
+            if ended or time.monotonic() > end:
+                last = self.log.read_text(errors="replace").splitlines()[-_LINE_COUNT:]
+                raise RuntimeError(
+                    f"spillwayd does not serve; {self.log} ends with\n" + "\n".join(last)
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until no daemon runs; returns whether that is so."""
+        pid = self.pid
+        if pid is None:
+            return True
+        try:
+            daemon = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        try:
+            ended, _, _ = select.select([daemon], [], [], seconds)
+        finally:
+            os.close(daemon)
+        return bool(ended)
+
+    def stop(self, grace: float) -> None:
+        """Ends the daemon in good order, and kills it where that takes longer than the grace."""
+        pid = self.pid
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            if not self.wait(grace):
+                os.kill(pid, signal.SIGKILL)
+                self.wait(grace)

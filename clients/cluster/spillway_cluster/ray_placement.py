@@ -1,0 +1,183 @@
+"""What the cluster's directory, a Ray actor, says to a client."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+import ray
+import spillway
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from spillway.errors import SpillwayError
+
+from spillway_cluster.directory import DaemonRecord
+from spillway_cluster.node import host_id
+from spillway_cluster.placement import Dealt, Moved
+
+DIRECTORY = "spillway-directory"
+
+# How long a directory that is killed may take to come back.
+_DIRECTORY_SECONDS = 30.0
+_ANSWER_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1
+
+
+class DirectoryHandle:
+    """Calls the directory, and again while Ray restarts it. Thread-safe."""
+
+    def __init__(self, namespace: str) -> None:
+        """Finds it.
+
+        Raises:
+            Unavailable: There is no cluster in the namespace.
+        """
+        self._namespace = namespace
+        self._actor = self._found()
+
+    def _found(self) -> Any:
+        try:
+            return ray.get_actor(DIRECTORY, self._namespace)
+        except ValueError:
+            raise spillway.Unavailable(
+                f"there is no Spillway cluster in Ray's namespace {self._namespace!r}; "
+                "spillway-cluster up starts one"
+            ) from None
+
+    def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Calls a method of `Directory`.
+
+        Raises:
+            SpillwayError: What it raised; UNAVAILABLE where it does not answer.
+        """
+        end = time.monotonic() + _DIRECTORY_SECONDS
+        while True:
+            try:
+                reference = self._actor.call.remote(method, arguments, named)
+                return ray.get(reference, timeout=_ANSWER_SECONDS)
+            except RayTaskError as error:
+                raise error.cause from None
+            except (RayActorError, GetTimeoutError) as error:
+                if time.monotonic() > end:
+                    raise spillway.Unavailable(
+                        f"the cluster's directory has not answered {method} for "
+                        f"{_DIRECTORY_SECONDS:g} s: {error}"
+                    ) from None
+            time.sleep(_PAUSE_SECONDS)
+
+
+class RayPlacement:
+    """Asks the directory, and connects to daemons straight. Thread-safe."""
+
+    in_order = False
+
+    def __init__(
+        self,
+        namespace: str,
+        part_count: int,
+        layer_groups: int,
+        connect: Callable[[str], spillway.Client],
+    ) -> None:
+        """Finds the directory.
+
+        Args:
+            namespace: Ray's, that the cluster is in.
+            part_count: As of `Placement`.
+            layer_groups: Likewise.
+            connect: Makes a client of a target.
+        """
+        self.part_count = part_count
+        self.layer_groups = layer_groups
+        self._directory = DirectoryHandle(namespace)
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._clients: dict[str, spillway.Client] = {}
+        self._host = host_id()
+
+    def records(self) -> list[DaemonRecord]:
+        """All daemons that there have been."""
+        records: list[DaemonRecord] = self._directory.ask("daemons")
+        return records
+
+    def daemons(self) -> list[str]:
+        return [each.name for each in self.records() if each.state in ("up", "draining")]
+
+    def client(self, daemon: str) -> spillway.Client:
+        with self._lock:
+            if daemon in self._clients:
+                return self._clients[daemon]
+        client = connected(self._directory.ask("daemon", daemon), self._host, self._connect)
+        client._restarts.given_up = lambda: self.loss(daemon)
+        with self._lock:
+            if daemon not in self._clients:
+                self._clients[daemon] = client
+                return client
+            known = self._clients[daemon]
+        client.close()
+        return known
+
+    def dealt(self, name: str) -> Dealt | None:
+        dealt: Dealt | None = self._directory.ask("model", name)
+        return dealt
+
+    def add_model(self, dealt: Dealt) -> None:
+        self._directory.ask("add_model", dealt)
+
+    def drop_model(self, name: str) -> None:
+        self._directory.ask("drop_model", name)
+
+    def choose(self, part_count: int, sequence: str) -> list[str]:
+        chosen: list[str] = self._directory.ask(
+            "choose", part_count, sequence, secrets.token_hex(8)
+        )
+        return chosen
+
+    def put(self, sequence: str, daemons: SequenceABC[str]) -> None:
+        self._directory.ask("put", sequence, list(daemons), secrets.token_hex(8))
+
+    def find(self, sequence: str) -> list[str] | None:
+        found: list[str] | None = self._directory.ask("find", sequence)
+        return found
+
+    def drop(self, sequence: str) -> None:
+        self._directory.ask("drop", sequence)
+
+    def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
+        moved: Moved | None = self._directory.ask("moved", part, daemon, gone)
+        return moved
+
+    def loss(self, daemon: str) -> SpillwayError | None:
+        try:
+            reason = self._directory.ask("loss", daemon)
+        except SpillwayError:
+            return None  # nobody knows
+        return spillway.Unavailable(reason, reason="DAEMON_LOST") if reason else None
+
+    def close(self) -> None:
+        with self._lock:
+            clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.close()
+
+
+def connected(
+    record: DaemonRecord, host: str, connect: Callable[[str], spillway.Client]
+) -> spillway.Client:
+    """A client of a daemon, by the socket that they share where they are on one machine.
+
+    Raises:
+        Unavailable: It is gone for good, or does not answer.
+    """
+    if record.state in ("lost", "drained"):
+        raise spillway.Unavailable(
+            f"{record.name} is {record.state}: {record.reason}", reason="DAEMON_LOST"
+        )
+    if record.local_target and record.host == host:
+        path = record.local_target.removeprefix("unix:")
+        if os.access(path, os.W_OK):
+            return connect(record.local_target)
+    return connect(record.target)

@@ -1,0 +1,102 @@
+"""What a cluster's daemons are started with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import spillway
+
+Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
+Listen = Literal["tcp", "unix"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of every daemon alike.
+
+    Attributes:
+        daemon_count: Daemons.
+        strategy: How Ray puts them on nodes: spread, one a node where that goes; or packed on
+            few. The strict ones fail where it does not go.
+        cpus: Cores of each, which Ray keeps for it; worker threads are as many.
+        gpus: GPUs of each: it serves on those that Ray gives it, and without any on the CPU.
+        memory_limit: Host memory of each, such as "64GiB"; empty: three quarters of its machine's.
+        listen: tcp, on the node's address, for clients on other machines; unix, sockets in
+            `state_folder`, for clients on the same one.
+        allow_remote: That the node's address may be other than loopback: whoever reaches it may
+            use the daemon, unless `config` asks for certificates or a token.
+        config: File of daemon settings on every node; empty: none.
+        binary: The daemon; empty: as the nodes find spillwayd.
+        state_folder: Where each node keeps logs and sockets; empty: one of this user's in /tmp.
+        arena_folder: A folder of tmpfs, below which each daemon keeps its rows through a
+            restart; empty: rows go with their daemon.
+        token_file: File on every node with the bearer token that daemons take, where they take
+            one.
+        resume_seconds: How long a daemon may take to come back.
+    """
+
+    daemon_count: int = 1
+    strategy: Strategy = "SPREAD"
+    cpus: float = 1.0
+    gpus: float = 0.0
+    memory_limit: str = ""
+    listen: Listen = "tcp"
+    allow_remote: bool = False
+    config: str = ""
+    binary: str = ""
+    state_folder: str = ""
+    arena_folder: str = "/dev/shm"
+    token_file: str = ""
+    resume_seconds: float = 60.0
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray keeps for each daemon."""
+        one = {"CPU": self.cpus}
+        if self.gpus:
+            one["GPU"] = self.gpus
+        return [dict(one) for _ in range(self.daemon_count)]
+
+    def folder(self, namespace: str, slot: int) -> Path:
+        """Where a daemon's log and socket are."""
+        base = self.state_folder or f"/tmp/spillway-cluster-{os.getuid()}"
+        return Path(base) / namespace / str(slot)
+
+    def arena(self, namespace: str, slot: int) -> Path | None:
+        """Where its rows are."""
+        if not self.arena_folder:
+            return None
+        return Path(self.arena_folder) / f"spillway-cluster-{os.getuid()}-{namespace}-{slot}"
+
+    def command(self, namespace: str, slot: int) -> list[str]:
+        """Its command line, apart from its address.
+
+        Raises:
+            FileNotFoundError: There is no daemon to start.
+        """
+        binary = self.binary or os.environ.get("SPILLWAYD") or shutil.which("spillwayd")
+        if not binary or not os.access(binary, os.X_OK):
+            raise FileNotFoundError(
+                f"no daemon at {binary or 'PATH'}: install spillwayd, or name it by --binary"
+            )
+        command = [binary, "--device", "auto" if self.gpus else "cpu"]
+        command += ["--threads", str(max(1, int(self.cpus)))]
+        if self.config:
+            command += ["--config", self.config]
+        if self.memory_limit:
+            command += ["--memory-limit", self.memory_limit]
+        arena = self.arena(namespace, slot)
+        if arena is not None:
+            arena.mkdir(mode=0o700, parents=True, exist_ok=True)
+            command += ["--arena-directory", str(arena)]
+        if self.allow_remote:
+            command += ["--allow-remote"]
+        return command
+
+    def connect(self, target: str) -> spillway.Client:
+        """A client of one of the daemons."""
+        token = Path(self.token_file).read_text().strip() if self.token_file else None
+        return spillway.connect(target, token=token, resume_seconds=self.resume_seconds)

@@ -1,0 +1,261 @@
+"""Sequences move from one daemon to another while they are in use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import running_daemon
+from spillway_cluster.directory import Directory, MemoryStore
+from spillway_cluster.moving import Copied, move
+
+LAYERS, KV_HEADS, DIM, TOKENS = 4, 2, 64, 3000
+SHAPES: dict[str, Any] = {
+    "layer_count": LAYERS,
+    "query_head_count": 2 * KV_HEADS,
+    "kv_head_count": KV_HEADS,
+    "head_dim": DIM,
+    "dtype": "float32",
+}
+
+
+def rows(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype("f4")
+
+
+K, V = rows(1, LAYERS, KV_HEADS, 2 * TOKENS, DIM), rows(2, LAYERS, KV_HEADS, 2 * TOKENS, DIM)
+Q = rows(3, 1, 2 * KV_HEADS, DIM)
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[spillway.Client]]:
+    with ExitStack() as stack:
+        folders = [tmp_path_factory.mktemp(f"daemon{number}") for number in range(2)]
+        targets = [
+            stack.enter_context(running_daemon(folder, "--memory-limit", "512MiB"))
+            for folder in folders
+        ]
+        yield [stack.enter_context(spillway.connect(target)) for target in targets]
+
+
+def moved(
+    clients: list[spillway.Client], part: str, directory: Directory | None = None
+) -> Copied | None:
+    return move(
+        *clients,
+        part,
+        directory or Directory(MemoryStore()),
+        source_name="a",
+        target_name="b",
+        ensure_model=lambda name: None,
+    )
+
+
+@pytest.fixture
+def model(clients: list[spillway.Client]) -> Iterator[spillway.Model]:
+    models = [client.create_model("m", **SHAPES) for client in clients]
+    yield models[0]
+    for client in clients:
+        for info in list(client.list_sequences()):
+            client.get_sequence(info.name).delete()
+        client.delete_model("models/m")
+
+
+def test_a_move_keeps_rows_policy_ttl_and_answers(
+    clients: list[spillway.Client], model: spillway.Model
+) -> None:
+    policy = spillway.Policy(dense_token_count=1024, epsilon=0.2)
+    old = clients[0].create_sequence(model, policy=policy, ttl=600)
+    old.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+    before = [old.attend(layer, Q) for layer in range(LAYERS)]
+    directory = Directory(MemoryStore())
+    copied = moved(clients, old.name, directory)
+    assert copied is not None
+    assert copied.token_count == TOKENS
+    assert copied.sealed_token_count == 0
+    with pytest.raises(spillway.NotFound):
+        old.refresh()
+    new = clients[1].get_sequence(old.name)
+    assert new.layer_token_counts == (TOKENS,) * LAYERS
+    info = new.refresh()
+    assert (info.policy.epsilon, info.ttl.total_seconds()) == (0.2, 600)
+    for layer in range(LAYERS):
+        after = new.attend(layer, Q)
+        assert np.array_equal(before[layer].out, after.out)
+        assert np.array_equal(before[layer].lse, after.lse)
+    there = directory.moved(old.name, "a", gone=False)
+    assert there is not None
+    assert there.daemon == "b"
+
+
+def test_a_layer_in_the_middle_of_a_step_keeps_its_length(
+    clients: list[spillway.Client], model: spillway.Model
+) -> None:
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :100], V[:, :, :100])
+    old.append(0, 100, K[:3, :, 100:101], V[:3, :, 100:101])
+    assert moved(clients, old.name) is not None
+    assert clients[1].get_sequence(old.name).layer_token_counts == (101, 101, 101, 100)
+
+
+def test_nothing_that_is_appended_meanwhile_is_lost(
+    clients: list[spillway.Client], model: spillway.Model
+) -> None:
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+    acknowledged = TOKENS
+    refused: list[spillway.SpillwayError] = []
+
+    def append() -> None:
+        nonlocal acknowledged
+        while acknowledged < 2 * TOKENS:
+            at = slice(acknowledged, acknowledged + 1)
+            try:
+                old.append(0, acknowledged, K[:, :, at], V[:, :, at])
+            except spillway.SpillwayError as error:
+                refused.append(error)
+                return
+            acknowledged += 1
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    assert moved(clients, old.name) is not None
+    thread.join()
+    assert refused, "the move was over before an append was refused"
+    gone = isinstance(refused[0], spillway.NotFound)
+    assert gone or refused[0].reason == "SEQUENCE_SEALED"
+    new = clients[1].get_sequence(old.name)
+    assert new.layer_token_counts == (acknowledged,) * LAYERS
+    assert acknowledged > TOKENS
+    for layer in range(LAYERS):
+        k, v = new.fetch(layer)
+        assert np.array_equal(k, K[layer, :, :acknowledged])
+        assert np.array_equal(v, V[layer, :, :acknowledged])
+
+
+def test_what_is_truncated_meanwhile_is_copied_anew(
+    clients: list[spillway.Client], model: spillway.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :500], V[:, :, :500])
+    seal, calls = spillway.Sequence.seal, []
+
+    def truncate_first(sequence: spillway.Sequence) -> spillway.SequenceInfo:
+        if not calls:
+            old.truncate(400)
+            old.append(0, 400, V[:, :, :100], K[:, :, :100])
+        calls.append(sequence)
+        return seal(sequence)
+
+    monkeypatch.setattr(spillway.Sequence, "seal", truncate_first)
+    directory = Directory(MemoryStore())
+    assert moved(clients, old.name, directory) is not None
+    assert len(calls) == 2
+    new = clients[1].get_sequence(old.name)
+    k, _ = new.fetch(0)
+    assert np.array_equal(k[:, :400], K[0, :, :400])
+    assert np.array_equal(k[:, 400:], V[0, :, :100])
+    there = directory.moved(old.name, "a", gone=False)
+    assert there is not None
+    assert (there.generation, there.new_generation) == (1, 0)
+
+
+class Broken(Exception):
+    """What happens to a mover."""
+
+
+def test_a_move_that_fails_leaves_the_sequence_as_it_was(
+    clients: list[spillway.Client], model: spillway.Model
+) -> None:
+    class Ledger(Directory):
+        def begin_move(self, *_: Any) -> None:
+            raise Broken
+
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :500], V[:, :, :500])
+    directory = Ledger(MemoryStore())
+    with pytest.raises(Broken):
+        moved(clients, old.name, directory)
+    with pytest.raises(spillway.NotFound):
+        clients[1].get_sequence(old.name)
+    # It is open.
+    old.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
+    assert directory.moved(old.name, "a", gone=False) is None
+
+
+def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
+    clients: list[spillway.Client], model: spillway.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :500], V[:, :, :500])
+    directory = Directory(MemoryStore())
+
+    def die(*_: Any, **__: Any) -> None:
+        raise spillway.Unavailable("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spillway.Sequence, "delete", die)
+        with pytest.raises(spillway.Unavailable):
+            moved(clients, old.name, directory)
+    # Noted and sealed, but not gone: clients wait.
+    assert old.refresh().sealed
+    assert directory.moved(old.name, "a", gone=False) is None
+    assert moved(clients, old.name, directory) is not None
+    assert clients[1].get_sequence(old.name).token_count == 500
+    assert directory.moved(old.name, "a", gone=False) is not None
+
+
+def test_a_mover_that_dies_after_the_delete_has_moved_it(
+    clients: list[spillway.Client], model: spillway.Model
+) -> None:
+    class Ledger(Directory):
+        def end_move(self, part: str, *, done: bool) -> None:
+            if done:
+                raise Broken
+
+    store = MemoryStore()
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :500], V[:, :, :500])
+    with pytest.raises(Broken):
+        moved(clients, old.name, Ledger(store))
+    # What another process of the directory reads.
+    directory = Directory(store)
+    assert directory.moved(old.name, "a", gone=False) is None
+    there = directory.moved(old.name, "a", gone=True)
+    assert there is not None
+    assert there.daemon == "b"
+    assert clients[1].get_sequence(old.name).token_count == 500
+
+
+def test_a_daemon_that_opened_it_again_keeps_it(
+    clients: list[spillway.Client], model: spillway.Model
+) -> None:
+    """As after its restart: what a client appends there then is not lost."""
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :500], V[:, :, :500])
+
+    class Ledger(Directory):
+        def begin_move(self, *arguments: Any) -> None:
+            super().begin_move(*arguments)
+            other = clients[0].get_sequence(old.name)
+            other.unseal()
+            other.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
+
+    directory = Ledger(MemoryStore())
+    with pytest.raises(spillway.FailedPrecondition, match="SEQUENCE_NOT_SEALED"):
+        moved(clients, old.name, directory)
+    assert old.refresh().token_count == 501
+    assert directory.moved(old.name, "a", gone=False) is None
+    with pytest.raises(spillway.NotFound):
+        clients[1].get_sequence(old.name)
+
+
+def test_what_is_gone_is_not_moved(clients: list[spillway.Client], model: spillway.Model) -> None:
+    old = clients[0].create_sequence(model)
+    old.delete()
+    assert moved(clients, old.name) is None
