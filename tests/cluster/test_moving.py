@@ -47,7 +47,8 @@ def moved(
     clients: list[spillway.Client], part: str, directory: Directory | None = None
 ) -> Copied | None:
     return move(
-        *clients,
+        clients[0],
+        clients[1],
         part,
         directory or Directory(MemoryStore()),
         source_name="a",
@@ -143,7 +144,8 @@ def test_what_is_truncated_meanwhile_is_copied_anew(
 ) -> None:
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
-    seal, calls = spillway.Sequence.seal, []
+    seal = spillway.Sequence.seal
+    calls: list[spillway.Sequence] = []
 
     def truncate_first(sequence: spillway.Sequence) -> spillway.SequenceInfo:
         if not calls:

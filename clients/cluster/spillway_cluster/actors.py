@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -125,13 +124,17 @@ class _RemoteDirectory:
 class NodeActor:
     """Serves a `Node`. Where Ray restarts it, it finds its daemon running, or starts it again."""
 
-    def __init__(self, namespace: str, slot: int, settings: Settings) -> None:
-        context = ray.get_runtime_context()
-        self._node_id = context.get_node_id()
+    def __init__(self, namespace: str, cluster: str, slot: int, settings: Settings) -> None:
+        self._node_id = ray.get_runtime_context().get_node_id()
         address = ray.util.get_node_ip_address() if settings.listen == "tcp" else ""
         folder = settings.folder(namespace, slot)
-        self._arena = settings.arena(namespace, slot)
-        process = DaemonProcess(folder, settings.command(namespace, slot), address)
+        process = DaemonProcess(
+            folder,
+            settings.command(),
+            address,
+            cluster=cluster,
+            arena=settings.arena(namespace, slot),
+        )
         local = process.target if process.target.startswith("unix:") else ""
         record = DaemonRecord("", slot, self._node_id, host_id(), process.target, local)
         self._node = Node(
@@ -157,11 +160,9 @@ class NodeActor:
         """As `Node.drain`."""
         return self._node.drain()
 
-    def stop(self, keep_rows: bool) -> None:
-        """As `Node.stop`; rows that are not kept go from their arena."""
+    def stop(self) -> None:
+        """As `Node.stop`."""
         self._node.stop()
-        if self._arena is not None and not keep_rows:
-            shutil.rmtree(self._arena, ignore_errors=True)
 
     def pids(self) -> tuple[int, int | None]:
         """Of this process and of the daemon."""

@@ -141,18 +141,12 @@ def drain(
 
 
 @app.command()
-def down(
-    keep_rows: Annotated[
-        bool, typer.Option("--keep-rows", help="Leave the rows in their arenas, for the next up.")
-    ] = False,
-    address: Address = "auto",
-    namespace: Namespace = _NAMESPACE,
-) -> None:
-    """Ends all daemons and the directory."""
+def down(address: Address = "auto", namespace: Namespace = _NAMESPACE) -> None:
+    """Ends all daemons and the directory; their rows go."""
     from spillway_cluster import deploy  # noqa: PLC0415
 
     deploy.join(address)
-    deploy.down(namespace, keep_rows=keep_rows)
+    deploy.down(namespace)
 
 
 def _show(state: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,8 @@ def _started(
         name=DIRECTORY, namespace=namespace, lifetime="detached"
     ).remote(namespace)
     ray.get(directory.pid.remote())
+    # What an earlier cluster has left is not this one's.
+    cluster = secrets.token_hex(8)
     nodes = []
     for slot in range(settings.daemon_count):
         options = NodeActor.options(  # type: ignore[attr-defined]
@@ -131,7 +134,7 @@ def _started(
             num_gpus=settings.gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot),
         )
-        nodes.append(options.remote(namespace, slot, settings))
+        nodes.append(options.remote(namespace, cluster, slot, settings))
     names = []
     for node in nodes:
         names.append(ray.get(node.start.remote(), timeout=_START_SECONDS))
@@ -193,13 +196,11 @@ def drain(daemon: str, namespace: str = NAMESPACE) -> Drained:
     return drained
 
 
-def down(namespace: str = NAMESPACE, *, keep_rows: bool = False, timeout: float = 60.0) -> None:
-    """Ends all daemons and the directory. Said again it is no error.
+def down(namespace: str = NAMESPACE, *, timeout: float = 60.0) -> None:
+    """Ends all daemons and the directory; rows go. Said again it is no error.
 
     Args:
         namespace: Of the cluster.
-        keep_rows: Leaves the daemons' rows in their arenas, for the next `up` with as many
-            daemons on the same nodes.
         timeout: Seconds for the daemons to end; nodes that do not answer are left alone.
     """
     slots = _slots(namespace)
@@ -207,7 +208,7 @@ def down(namespace: str = NAMESPACE, *, keep_rows: bool = False, timeout: float 
     for slot in slots:
         actor = _named(_node_name(slot), namespace)
         if actor is not None:
-            stops.append((actor, actor.stop.remote(keep_rows)))
+            stops.append((actor, actor.stop.remote()))
     end = time.monotonic() + timeout
     for actor, stopped in stops:
         try:

@@ -188,7 +188,7 @@ class Node:
                 for client in others.values():
                     client.close()
             self._stopping.set()
-            self._process.stop(_GRACE_SECONDS)
+            self.stop()
             self._directory.set_state(self.name, "drained")
             return drained
 
@@ -228,9 +228,10 @@ class Node:
             ensure_part(client, dealt, number)
 
     def stop(self) -> None:
-        """Ends the daemon. What it has stays in its arena, where it has one."""
+        """Ends the daemon; its rows go."""
         self._stopping.set()
         self._process.stop(_GRACE_SECONDS)
+        self._process.clear()
         if self._client is not None:
             self._client.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from spillway.errors import DeadlineExceeded, Unavailable
 
 _LINE_COUNT = 20  # of the log, for who is told that nothing serves
 _POLL_SECONDS = 0.05
+# For a daemon that another cluster has left behind.
+_OTHERS_GRACE_SECONDS = 10.0
 
 
 class DaemonProcess:
@@ -30,18 +33,36 @@ class DaemonProcess:
         target: Where clients reach it.
     """
 
-    def __init__(self, folder: Path, command: SequenceABC[str], host: str) -> None:
-        """Starts nothing.
+    def __init__(
+        self,
+        folder: Path,
+        command: SequenceABC[str],
+        host: str,
+        *,
+        cluster: str,
+        arena: Path | None = None,
+    ) -> None:
+        """Starts nothing, and ends what another cluster has left in the folder.
 
         Args:
             folder: Made, for this user alone, if it is not there.
-            command: The daemon and its options, apart from the address.
+            command: The daemon and its options, apart from the address and the arena.
             host: Address of this machine that it listens on; empty: a unix socket in the folder.
+            cluster: Which one it is of: what is there of the same one is gone on with.
+            arena: Folder of tmpfs where its rows outlive it; None: they do not.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
+        self._arena = arena
         self._command = list(command)
+        if arena is not None:
+            self._command += ["--arena-directory", str(arena)]
         self.target = self._address(host)
+        noted = folder / "cluster"
+        if not noted.exists() or noted.read_text() != cluster:
+            self.stop(_OTHERS_GRACE_SECONDS)
+            self.clear()
+            noted.write_text(cluster)
 
     def _address(self, host: str) -> str:
         """The address, the same as of the daemon before."""
@@ -84,6 +105,8 @@ class DaemonProcess:
         Raises:
             RuntimeError: It does not serve.
         """
+        if self._arena is not None:
+            self._arena.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = self.pid is None
         guard: subprocess.Popen[bytes] | None = None
         if new:
@@ -139,6 +162,11 @@ class DaemonProcess:
         finally:
             os.close(daemon)
         return bool(ended)
+
+    def clear(self) -> None:
+        """Removes the rows that a daemon has left in its arena. None may run."""
+        if self._arena is not None:
+            shutil.rmtree(self._arena, ignore_errors=True)
 
     def stop(self, grace: float) -> None:
         """Ends the daemon in good order, and kills it where that takes longer than the grace."""

@@ -71,8 +71,8 @@ class Settings:
             return None
         return Path(self.arena_folder) / f"spillway-cluster-{os.getuid()}-{namespace}-{slot}"
 
-    def command(self, namespace: str, slot: int) -> list[str]:
-        """Its command line, apart from its address.
+    def command(self) -> list[str]:
+        """Its command line, apart from its address and arena.
 
         Raises:
             FileNotFoundError: There is no daemon to start.
@@ -88,10 +88,6 @@ class Settings:
             command += ["--config", self.config]
         if self.memory_limit:
             command += ["--memory-limit", self.memory_limit]
-        arena = self.arena(namespace, slot)
-        if arena is not None:
-            arena.mkdir(mode=0o700, parents=True, exist_ok=True)
-            command += ["--arena-directory", str(arena)]
         if self.allow_remote:
             command += ["--allow-remote"]
         return command
