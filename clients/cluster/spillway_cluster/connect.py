@@ -55,11 +55,15 @@ def connect(target: str, **options: Any) -> ClusterClient:
     """
     namespace, counts = parse_target(target)
     from spillway_cluster.deploy import join  # noqa: PLC0415  (imports Ray, which takes a second)
-    from spillway_cluster.ray_placement import RayPlacement  # noqa: PLC0415
+    from spillway_cluster.directory_placement import DirectoryPlacement  # noqa: PLC0415
+    from spillway_cluster.handle import DirectoryHandle  # noqa: PLC0415
 
     join()
-    placement = RayPlacement(
-        namespace, counts["parts"], counts["layer_groups"], partial(spillway.connect, **options)
+    placement = DirectoryPlacement(
+        DirectoryHandle(namespace),
+        counts["parts"],
+        counts["layer_groups"],
+        partial(spillway.connect, **options),
     )
     try:
         serving = placement.daemons()

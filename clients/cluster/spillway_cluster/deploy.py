@@ -21,9 +21,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spillway_cluster.actors import DirectoryActor, KvStore, NodeActor
 from spillway_cluster.directory import DaemonRecord
+from spillway_cluster.handle import DIRECTORY, DirectoryHandle
 from spillway_cluster.node import Drained
 from spillway_cluster.placement import Dealt
-from spillway_cluster.ray_placement import DIRECTORY, DirectoryHandle
 from spillway_cluster.settings import Settings
 
 NAMESPACE = "spillway"

@@ -1,52 +1,24 @@
-"""What the cluster's directory, a Ray actor, says to a client."""
+"""What a directory says to a client, which then talks to the daemons itself."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from typing import Any
+from typing import Any, Protocol
 
-import ray
 import spillway
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from spillway.errors import SpillwayError
 
 from spillway_cluster.directory import DaemonRecord
 from spillway_cluster.node import host_id
 from spillway_cluster.placement import Dealt, Moved
 
-DIRECTORY = "spillway-directory"
 
-# How long a directory that is killed may take to come back.
-_DIRECTORY_SECONDS = 30.0
-_ANSWER_SECONDS = 5.0
-_PAUSE_SECONDS = 0.1
-
-
-class DirectoryHandle:
-    """Calls the directory, and again while Ray restarts it. Thread-safe."""
-
-    def __init__(self, namespace: str) -> None:
-        """Finds it.
-
-        Raises:
-            Unavailable: There is no cluster in the namespace.
-        """
-        self._namespace = namespace
-        self._actor = self._found()
-
-    def _found(self) -> Any:
-        try:
-            return ray.get_actor(DIRECTORY, self._namespace)
-        except ValueError:
-            raise spillway.Unavailable(
-                f"there is no Spillway cluster in Ray's namespace {self._namespace!r}; "
-                "spillway-cluster up starts one"
-            ) from None
+class Asked(Protocol):
+    """A directory, wherever it is. Thread-safe."""
 
     def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Calls a method of `Directory`.
@@ -54,45 +26,31 @@ class DirectoryHandle:
         Raises:
             SpillwayError: What it raised; UNAVAILABLE where it does not answer.
         """
-        end = time.monotonic() + _DIRECTORY_SECONDS
-        while True:
-            try:
-                reference = self._actor.call.remote(method, arguments, named)
-                return ray.get(reference, timeout=_ANSWER_SECONDS)
-            except RayTaskError as error:
-                raise error.cause from None
-            except (RayActorError, GetTimeoutError) as error:
-                if time.monotonic() > end:
-                    raise spillway.Unavailable(
-                        f"the cluster's directory has not answered {method} for "
-                        f"{_DIRECTORY_SECONDS:g} s: {error}"
-                    ) from None
-            time.sleep(_PAUSE_SECONDS)
 
 
-class RayPlacement:
+class DirectoryPlacement:
     """Asks the directory, and connects to daemons straight. Thread-safe."""
 
     in_order = False
 
     def __init__(
         self,
-        namespace: str,
+        directory: Asked,
         part_count: int,
         layer_groups: int,
         connect: Callable[[str], spillway.Client],
     ) -> None:
-        """Finds the directory.
+        """Asks nothing yet.
 
         Args:
-            namespace: Ray's, that the cluster is in.
+            directory: Of the cluster.
             part_count: As of `Placement`.
             layer_groups: Likewise.
             connect: Makes a client of a target.
         """
         self.part_count = part_count
         self.layer_groups = layer_groups
-        self._directory = DirectoryHandle(namespace)
+        self._directory = directory
         self._connect = connect
         self._lock = threading.Lock()
         self._clients: dict[str, spillway.Client] = {}

@@ -1,0 +1,118 @@
+"""Daemons under a directory in this process: a cluster without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import spillway
+from daemon_process import running_daemon
+from spillway_cluster import ClusterClient
+from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.directory_placement import DirectoryPlacement, connected
+from spillway_cluster.node import Node, host_id
+from spillway_cluster.process import DaemonProcess
+
+
+class LocalDirectory:
+    """A directory that is asked one thing at a time, as the actor is; it may be killed."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.dead_nodes: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Another one goes on with what is in the store."""
+        with self._lock:
+            self._directory = Directory(self.store, lambda node: self.dead_nodes.get(node, ""))
+
+    def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        with self._lock:
+            return getattr(self._directory, method)(*arguments, **named)
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(self.ask, method)
+
+
+class LocalCluster:
+    """Daemons and their nodes.
+
+    Attributes:
+        directory: Of them.
+        nodes: By the daemons' names.
+    """
+
+    def __init__(self, directory: LocalDirectory) -> None:
+        self.directory = directory
+        self.nodes: dict[str, Node] = {}
+
+    def connect(self, part_count: int = 1, layer_groups: int = 1) -> ClusterClient:
+        placement = DirectoryPlacement(self.directory, part_count, layer_groups, spillway.connect)
+        return ClusterClient(placement, "local")
+
+
+def record(slot: int, target: str) -> DaemonRecord:
+    """A daemon of a node of its own."""
+    return DaemonRecord("", slot, f"node-{slot}", host_id(), target, target)
+
+
+class Served:
+    """The process of a daemon that the test itself starts and ends."""
+
+    def wait(self, seconds: float) -> bool:
+        return threading.Event().wait(seconds)
+
+    def start(self, timeout: float) -> bool:
+        return False
+
+    def stop(self, grace: float) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    pid = None
+
+
+@contextmanager
+def local_cluster(
+    folder: Path, count: int, *flags: str, command: list[str] | None = None
+) -> Iterator[LocalCluster]:
+    """Daemons, each as if on a node of its own.
+
+    Args:
+        folder: Where they are.
+        count: Daemons.
+        flags: Of each.
+        command: How a node starts its daemon, by which it is watched and restarted; None: it is
+            neither.
+    """
+    cluster = LocalCluster(LocalDirectory())
+    with ExitStack() as stack:
+        for slot in range(count):
+            own = folder / str(slot)
+            own.mkdir()
+            process: Any
+            if command is None:
+                target = stack.enter_context(running_daemon(own, *flags))
+                process = Served()
+            else:
+                process = DaemonProcess(
+                    own, [*command, *flags], "", cluster="c", arena=Path(f"/dev/shm/{own.name}")
+                )
+                target = process.target
+            node = Node(
+                process,
+                cluster.directory,  # type: ignore[arg-type]
+                record(slot, target),
+                lambda other: connected(other, host_id(), spillway.connect),
+            )
+            cluster.nodes[node.start()] = node
+            stack.callback(node.stop)
+        yield cluster
