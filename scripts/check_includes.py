@@ -71,6 +71,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "host/device/step_tensors.h",
         "gpu/client/client_gpu.h",
         "daemon/convert/tensor.h",
+        "daemon/convert/trace.h",
         "daemon/doorbell/doorbell_memory.h",
         "daemon/engine/step.h",
         "daemon/engine/stream_decoder.h",

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "clients/c/deadline.h"
+#include "daemon/convert/trace.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "grpcpp/completion_queue.h"
@@ -25,9 +26,11 @@ struct spillway_call {
   using Clock = std::chrono::system_clock;
 
   // client_id: of the client whose call it is; empty: the process's, for an engine in it.
+  // trace_id: for the daemon's log; empty: none.
   spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
-                double timeout_seconds, const std::string& client_id)
+                double timeout_seconds, const std::string& client_id, const std::string& trace_id)
       : stub_(channel) {
+    if (!trace_id.empty()) context_.AddMetadata(spillway::kRequestIdMetadata, trace_id);
     if (!client_id.empty()) context_.AddMetadata(spillway::kClientMetadata, client_id);
     if (timeout_seconds > 0) context_.set_deadline(spillway::After<Clock>(timeout_seconds));
     call_ = stub_.PrepareCall(&context_, method, &queue_);

@@ -18,8 +18,8 @@ namespace spillway {
 // A step of an engine in this process.
 class EmbeddedStep final : public ClientStep {
  public:
-  EmbeddedStep(std::shared_ptr<Embedded> engine, std::unique_ptr<Step> step)
-      : engine_(std::move(engine)), step_(std::move(step)) {}
+  EmbeddedStep(std::shared_ptr<Embedded> engine, std::unique_ptr<Step> step, std::string trace)
+      : engine_(std::move(engine)), step_(std::move(step)), trace_(std::move(trace)) {}
 
   std::optional<absl::Status> Attend(int layer, const StepTensors& tensors,
                                      BellWaiter::Clock::time_point) override {
@@ -30,20 +30,22 @@ class EmbeddedStep final : public ClientStep {
   }
   absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
   std::string DetailsOf(const absl::Status& status) const override {
-    return engine_->DetailsOf(status);
+    return engine_->DetailsOf(status, trace_);
   }
 
  private:
   // First: it goes last.
   const std::shared_ptr<Embedded> engine_;
   const std::unique_ptr<Step> step_;
+  const std::string trace_;
 };
 
 // A decoder of an engine in this process.
 class EmbeddedDecoder final : public ClientDecoder {
  public:
-  EmbeddedDecoder(std::shared_ptr<Embedded> engine, std::unique_ptr<StreamDecoder> decoder)
-      : engine_(std::move(engine)), decoder_(std::move(decoder)) {}
+  EmbeddedDecoder(std::shared_ptr<Embedded> engine, std::unique_ptr<StreamDecoder> decoder,
+                  std::string trace)
+      : engine_(std::move(engine)), decoder_(std::move(decoder)), trace_(std::move(trace)) {}
 
   absl::Status Next(void* stream) override { return decoder_->Next(stream); }
   uint64_t version() const override { return decoder_->version(); }
@@ -57,13 +59,14 @@ class EmbeddedDecoder final : public ClientDecoder {
   absl::StatusOr<AttendSums> Sums(int layer) override { return decoder_->sums(layer); }
   int gpu() const override { return -1; }
   std::string DetailsOf(const absl::Status& status) const override {
-    return engine_->DetailsOf(status);
+    return engine_->DetailsOf(status, trace_);
   }
 
  private:
   // First: it goes last.
   const std::shared_ptr<Embedded> engine_;
   const std::unique_ptr<StreamDecoder> decoder_;
+  const std::string trace_;
 };
 
 }  // namespace spillway

@@ -5,6 +5,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "clients/c/embedded_steps.h"
 #include "clients/c/gpu.h"
 #include "clients/c/step.h"
+#include "daemon/convert/trace.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
@@ -41,10 +43,12 @@ int SetError(const absl::Status& status, std::string details) {
   return static_cast<int>(status.code());
 }
 
-// The same of an error that `engine`, or a daemon, knows the details of.
-int SetError(const absl::Status& status, const spillway::Embedded* engine = nullptr) {
-  return SetError(status,
-                  engine != nullptr ? engine->DetailsOf(status) : spillway::DaemonDetails(status));
+// The same of an error that `engine`, or a daemon, knows the details of. trace: what an engine's
+// log names.
+int SetError(const absl::Status& status, const spillway::Embedded* engine = nullptr,
+             std::string_view trace = {}) {
+  return SetError(status, engine != nullptr ? engine->DetailsOf(status, trace)
+                                            : spillway::DaemonDetails(status));
 }
 
 // What f returns, a status with or without a value; one where it throws.
@@ -59,12 +63,12 @@ auto Caught(F f) -> decltype(f()) {
   }
 }
 
-// What f makes; nullptr, and the error kept, where it does not.
+// What f makes; nullptr, and the error kept, where it does not. trace: that f finds out.
 template <typename T, typename F>
-T* OrNull(F f, const spillway::Embedded* engine = nullptr) {
+T* OrNull(F f, const spillway::Embedded* engine = nullptr, const std::string& trace = {}) {
   const absl::StatusOr<T*> made = Caught([&]() -> absl::StatusOr<T*> { return f(); });
   if (made.ok()) return *made;
-  SetError(made.status(), engine);
+  SetError(made.status(), engine, trace);
   return nullptr;
 }
 
@@ -208,8 +212,15 @@ void spillway_channel_close(spillway_channel* channel) { delete channel; }
 
 spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                   double timeout_seconds) {
-  return OrNull<spillway_call>([&] {
-    return new spillway_call(channel->channel, method, timeout_seconds, channel->client_id);
+  return spillway_call_open_traced(channel, method, timeout_seconds, nullptr);
+}
+
+spillway_call* spillway_call_open_traced(spillway_channel* channel, const char* method,
+                                         double timeout_seconds, const char* trace_id) {
+  return OrNull<spillway_call>([&]() -> absl::StatusOr<spillway_call*> {
+    const std::string trace = trace_id == nullptr ? "" : trace_id;
+    RETURN_IF_ERROR(spillway::CheckTraceId(trace));
+    return new spillway_call(channel->channel, method, timeout_seconds, channel->client_id, trace);
   });
 }
 
@@ -239,19 +250,21 @@ void spillway_call_close(spillway_call* call) { delete call; }
 spillway_step* spillway_step_begin(spillway_channel* channel, const void* description,
                                    size_t size) {
   spillway::Embedded* const engine = channel->embedded.get();
+  std::string trace;
   return OrNull<spillway_step>(
       [&]() -> absl::StatusOr<spillway_step*> {
         const std::string_view text(static_cast<const char*>(description), size);
         std::unique_ptr<spillway::ClientStep> step;
         if (engine != nullptr) {
-          ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun, engine->BeginStep(text));
-          step = std::make_unique<spillway::EmbeddedStep>(channel->embedded, std::move(begun));
+          ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun, engine->BeginStep(text, trace));
+          step =
+              std::make_unique<spillway::EmbeddedStep>(channel->embedded, std::move(begun), trace);
         } else {
           ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel->session, text));
         }
         return new spillway_step{std::move(step), ""};
       },
-      engine);
+      engine, trace);
 }
 
 int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
@@ -304,22 +317,23 @@ void spillway_gpu_region_unmap(spillway_gpu_region* region) { delete region; }
 spillway_decoder* spillway_decoder_open(spillway_channel* channel, const void* description,
                                         size_t size, int64_t token_count_max) {
   spillway::Embedded* const engine = channel->embedded.get();
+  std::string trace;
   return OrNull<spillway_decoder>(
       [&]() -> absl::StatusOr<spillway_decoder*> {
         const std::string_view text(static_cast<const char*>(description), size);
         std::unique_ptr<spillway::ClientDecoder> decoder;
         if (engine != nullptr) {
           ASSIGN_OR_RETURN(std::unique_ptr<spillway::StreamDecoder> opened,
-                           engine->OpenDecoder(text, token_count_max));
-          decoder =
-              std::make_unique<spillway::EmbeddedDecoder>(channel->embedded, std::move(opened));
+                           engine->OpenDecoder(text, token_count_max, trace));
+          decoder = std::make_unique<spillway::EmbeddedDecoder>(channel->embedded,
+                                                                std::move(opened), trace);
         } else {
           ASSIGN_OR_RETURN(
               decoder, spillway::DoorbellDecoder::Open(channel->session, text, token_count_max));
         }
         return new spillway_decoder{std::move(decoder), ""};
       },
-      engine);
+      engine, trace);
 }
 
 int spillway_decoder_gpu(const spillway_decoder* decoder) { return decoder->decoder->gpu(); }

@@ -97,6 +97,15 @@ typedef struct spillway_call spillway_call;
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                                   double timeout_seconds);
 
+/* The same of a call that the program's own tracing knows, and finds in the daemon's log, by
+ * an id: a W3C trace's or a request's, 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or
+ * empty: none.
+ *
+ * NULL also where the id has other characters, or more (INVALID_ARGUMENT). */
+SPILLWAY_EXPORT spillway_call* spillway_call_open_traced(spillway_channel* channel,
+                                                         const char* method, double timeout_seconds,
+                                                         const char* trace_id);
+
 /* Sends a copy of a message, in order, without waiting. What cannot be written
  * yet is kept, without a bound, and goes out while a later function sends or
  * receives. Returns 0, or -1 when the call is known to have ended: receive tells

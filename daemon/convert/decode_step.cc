@@ -7,6 +7,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/convert/lookup.h"
 #include "daemon/convert/policy.h"
+#include "daemon/convert/trace.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
 
@@ -16,6 +17,7 @@ namespace {
 
 absl::StatusOr<std::vector<Step::Part>> PartsFromProto(Engine& engine, const Caller& caller,
                                                        const v1::DecodeStep& step) {
+  RETURN_IF_ERROR(CheckTraceId(step.trace_id()));
   std::vector<Step::Part> parts;
   for (int i = 0; i < step.parts_size() && i <= kAttendItemCountMax; ++i) {
     const std::string path = absl::StrCat("parts[", i, "].");
@@ -45,10 +47,15 @@ absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description) {
   return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
 }
 
+std::string TraceOf(const Caller& caller, const v1::DecodeStep& step) {
+  std::string trace = RequestIdOf(step.trace_id());
+  return trace.empty() ? caller.trace() : trace;
+}
+
 absl::StatusOr<std::unique_ptr<Step>> StepFromProto(Engine& engine, const Caller& caller,
                                                     const v1::DecodeStep& step) {
   ASSIGN_OR_RETURN(std::vector<Step::Part> parts, PartsFromProto(engine, caller, step));
-  return Step::Create(&engine, std::move(parts), step.token_count(), caller.trace());
+  return Step::Create(&engine, std::move(parts), step.token_count(), TraceOf(caller, step));
 }
 
 absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,

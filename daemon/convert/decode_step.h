@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "absl/status/statusor.h"
@@ -14,6 +15,10 @@ namespace spillway {
 
 // A serialised v1::DecodeStep. INVALID_ARGUMENT.
 absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description);
+
+// By what the log names the step: its own trace, or else its caller's. Also of a step that is
+// refused.
+std::string TraceOf(const Caller& caller, const v1::DecodeStep& step);
 
 // A step as a client describes it. INVALID_ARGUMENT names the field, NOT_FOUND
 // the sequence.

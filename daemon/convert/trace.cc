@@ -4,6 +4,9 @@
 #include <cstddef>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/engine/errors.h"
 
 namespace spillway {
 namespace {
@@ -39,6 +42,15 @@ std::string RequestIdOf(std::string_view text) {
            std::string_view("._:=+/-").find(static_cast<char>(c)) != std::string_view::npos;
   });
   return fits ? std::string(text) : "";
+}
+
+absl::Status CheckTraceId(std::string_view text) {
+  if (text.empty() || !RequestIdOf(text).empty()) return absl::OkStatus();
+  return InvalidField(
+      "trace_id",
+      absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kRequestIdCharsMax))), "\", ",
+                   text.size(), " characters, is not 1 to ", kRequestIdCharsMax,
+                   " characters of [A-Za-z0-9._:=+/-]"));
 }
 
 }  // namespace spillway

@@ -4,6 +4,8 @@
 #include <string>
 #include <string_view>
 
+#include "absl/status/status.h"
+
 namespace spillway {
 
 // Metadata of calls: W3C Trace Context's, and what proxies and clients without it say.
@@ -17,5 +19,8 @@ std::string TraceIdOf(std::string_view traceparent);
 // The id as it is. Empty: it is none that goes into a log, of 1 to 128 characters of
 // [A-Za-z0-9._:=+/-].
 std::string RequestIdOf(std::string_view request_id);
+
+// Of a message's field of that name: empty, or as RequestIdOf() asks. INVALID_ARGUMENT.
+absl::Status CheckTraceId(std::string_view trace_id);
 
 }  // namespace spillway

@@ -97,7 +97,7 @@ class DoorbellServer::Line {
     }
     if (!status.ok()) {
       answer.code = static_cast<int32_t>(status.code());
-      const std::string text = server_.status_->ToRpc(status, caller_.trace()).SerializeAsString();
+      const std::string text = server_.status_->ToRpc(status, trace_).SerializeAsString();
       // One that does not fit is told by its code alone.
       if (text.size() <= sizeof(memory_.text)) {
         std::memcpy(memory_.text, text.data(), text.size());
@@ -167,8 +167,9 @@ class DoorbellServer::Line {
                         absl::StrCat("value ", static_cast<uint32_t>(call.kind), " is no call"));
   }
 
-  // The description that lies in the data.
-  absl::StatusOr<v1::DecodeStep> DescriptionOf(const DoorbellCall& call) const {
+  // The description that lies in the data: what follows is of its trace.
+  absl::StatusOr<v1::DecodeStep> DescriptionOf(const DoorbellCall& call) {
+    trace_ = caller_.trace();
     const auto capacity = static_cast<int64_t>(data_.size());
     if (call.byte_count < 0 || call.byte_count > capacity) {
       return InvalidField(
@@ -176,7 +177,9 @@ class DoorbellServer::Line {
     }
     const std::string description(reinterpret_cast<const char*>(data_.data()),
                                   static_cast<size_t>(call.byte_count));
-    return ParseDecodeStep(description);
+    absl::StatusOr<v1::DecodeStep> step = ParseDecodeStep(description);
+    if (step.ok()) trace_ = TraceOf(caller_, *step);
+    return step;
   }
 
   // Of a step or a decoder.
@@ -314,6 +317,7 @@ class DoorbellServer::Line {
   std::atomic<bool> ended_ = false;
   // The thread's alone.
   BellWaiter waiter_;
+  std::string trace_ = caller_.trace();  // of the step, or the decoder, that was described last
   std::unique_ptr<Step> step_;
   StepShape shape_ = {};  // of the step, or the decoder
   std::unique_ptr<DeviceExchange> exchange_;

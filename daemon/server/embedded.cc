@@ -27,14 +27,18 @@ absl::StatusOr<std::unique_ptr<Embedded>> Embedded::Open(
 Embedded::Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server)
     : home_(std::move(home)), server_(std::move(server)), channel_(server_->InProcessChannel()) {}
 
-absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(std::string_view description) {
+absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(std::string_view description,
+                                                          std::string& trace) {
   ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
+  trace = TraceOf(server_->own_caller(), step);
   return StepFromProto(home_->engine(), server_->own_caller(), step);
 }
 
 absl::StatusOr<std::unique_ptr<StreamDecoder>> Embedded::OpenDecoder(std::string_view description,
-                                                                     int64_t token_count_max) {
+                                                                     int64_t token_count_max,
+                                                                     std::string& trace) {
   ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
+  trace = TraceOf(server_->own_caller(), step);
   return DecoderFromProto(home_->engine(), server_->own_caller(), step, token_count_max);
 }
 
@@ -42,8 +46,8 @@ std::string Embedded::ResultsOf(const Job* job) const {
   return spillway::ResultsOf(job, server_->status()).SerializeAsString();
 }
 
-std::string Embedded::DetailsOf(const absl::Status& status) const {
-  return server_->status().ToRpc(status).SerializeAsString();
+std::string Embedded::DetailsOf(const absl::Status& status, std::string_view trace) const {
+  return server_->status().ToRpc(status, trace).SerializeAsString();
 }
 
 Embedded::~Embedded() {

@@ -36,16 +36,17 @@ class Embedded {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
   // A decode step that skips messages: a serialised v1::DecodeStep announces it.
-  // It goes before this.
-  absl::StatusOr<std::unique_ptr<Step>> BeginStep(std::string_view description);
+  // It goes before this. trace: gets what the log names it by, also where it is refused.
+  absl::StatusOr<std::unique_ptr<Step>> BeginStep(std::string_view description, std::string& trace);
   // A decoder of the sequences that a serialised v1::DecodeStep describes, on streams of
-  // the caller's. It goes before this.
+  // the caller's. It goes before this. trace: as of BeginStep().
   absl::StatusOr<std::unique_ptr<StreamDecoder>> OpenDecoder(std::string_view description,
-                                                             int64_t token_count_max);
+                                                             int64_t token_count_max,
+                                                             std::string& trace);
   // A serialised v1::AttendResponse without tensors, of a step's attend; empty of null.
   std::string ResultsOf(const Job* job) const;
-  // A serialised google.rpc.Status.
-  std::string DetailsOf(const absl::Status& status) const;
+  // A serialised google.rpc.Status; the error is logged. trace: what the line names.
+  std::string DetailsOf(const absl::Status& status, std::string_view trace) const;
 
  private:
   Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server);

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
 #include "daemon/convert/lookup.h"
+#include "daemon/convert/trace.h"
 #include "daemon/engine/errors.h"
 #include "daemon/services/attend_call.h"
 #include "host/base/status_macros.h"
@@ -25,6 +26,7 @@ void DecodeStream::Message::Clear() {
   request_reservation.Release();
   result_reservation.Release();
   places = ResultPlaces();
+  trace.clear();
   answered = false;
 }
 
@@ -183,6 +185,7 @@ void DecodeStream::OnWriteDone(bool ok) {
 absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   const v1::DecodeRequest& request = message.request;
   const ModelSpec& spec = item.sequence->model->spec;
+  RETURN_IF_ERROR(CheckTraceId(request.trace_id()));
   RETURN_IF_ERROR(CheckLayer(request.layer(), spec));
   if (request.has_append()) {
     ASSIGN_OR_RETURN(item.append, ChunkFromProto(request.append(), request.layer(), spec,
@@ -237,6 +240,9 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
 
 void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
   absl::Status problem = refusal;
+  if (!message->request.trace_id().empty()) {
+    message->trace = RequestIdOf(message->request.trace_id());
+  }
   absl::StatusOr<AttendItem> item = Parse(*message, problem);
   if (!item.ok()) {
     // No layer to block: there is no such sequence.
@@ -252,7 +258,7 @@ void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
                       ? message->request.layer()
                       : 0;
   request.cancel = cancel_;
-  request.trace = caller_.trace();
+  request.trace = TraceOf(*message);
   item->gate = [this, message, problem = std::move(problem)](int64_t layer_token_count) {
     return Admit(*message, problem, layer_token_count);
   };
@@ -284,7 +290,7 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
 
 void DecodeStream::Fail(Message& message, const absl::Status& status) {
   *message.response.mutable_result()->mutable_status() =
-      services_.status.ToRpc(status, caller_.trace());
+      services_.status.ToRpc(status, TraceOf(message));
 }
 
 void DecodeStream::Block(const Message& message) {

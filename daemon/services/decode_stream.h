@@ -42,6 +42,7 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
     MemoryReservation request_reservation;
     MemoryReservation result_reservation;
     ResultPlaces places;
+    std::string trace;  // its own; empty: the stream's
     bool answered = false;
   };
 
@@ -65,6 +66,10 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
   void OnAttended(Message* message, const Sequence& sequence,
                   absl::StatusOr<AttendOutcome> outcome);
   void Fail(Message& message, const absl::Status& status);
+  // By what the log names it.
+  const std::string& TraceOf(const Message& message) const {
+    return message.trace.empty() ? caller_.trace() : message.trace;
+  }
   // Blocks the message's layer until one starts at its length. Ends the stream where there is no
   // memory left to know that.
   void Block(const Message& message) ABSL_LOCKS_EXCLUDED(mutex_);

@@ -251,6 +251,25 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   spillway_call_close(left);
 }
 
+TEST(EmbedInCTest, ACallHasATraceThatGoesIntoALogOrIsNotOpened) {
+  const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
+  spillway_channel* const channel = spillway_channel_embed(settings, 3);
+  ASSERT_NE(channel, nullptr);
+  const char* const method = "/spillway.v1.AdminService/GetServerInfo";
+  for (const char* const trace : {static_cast<const char*>(nullptr), "", "job-7/3"}) {
+    spillway_call* const call = spillway_call_open_traced(channel, method, kNoLimit, trace);
+    EXPECT_NE(call, nullptr);
+    spillway_call_close(call);
+  }
+  EXPECT_EQ(spillway_call_open_traced(channel, method, kNoLimit, "two words"), nullptr);
+  const char* message = nullptr;
+  const void* details = nullptr;
+  size_t size = 0;
+  EXPECT_EQ(spillway_error(&message, &details, &size), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_NE(std::string(message).find("trace_id: \"two words\", 9 characters"), std::string::npos);
+  spillway_channel_close(channel);
+}
+
 TEST(GpuRegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
   const std::string handle(64, '\0');
   for (const auto& [size, code] : {std::pair(size_t{5}, grpc::StatusCode::INVALID_ARGUMENT),

@@ -51,5 +51,15 @@ TEST(Trace, ARequestsIdIsTakenAsItIs) {
   }
 }
 
+TEST(Trace, AFieldThatIsNoIdIsRefusedWithItsValueAndTheLimit) {
+  EXPECT_TRUE(CheckTraceId("").ok());
+  EXPECT_TRUE(CheckTraceId(kTrace).ok());
+  EXPECT_EQ(CheckTraceId("a\nb").message(),
+            "trace_id: \"a\\nb\", 3 characters, is not 1 to 128 characters of [A-Za-z0-9._:=+/-]");
+  EXPECT_EQ(CheckTraceId(std::string(5000, 'a')).message(),
+            absl::StrCat("trace_id: \"", std::string(128, 'a'),
+                         "\", 5000 characters, is not 1 to 128 characters of [A-Za-z0-9._:=+/-]"));
+}
+
 }  // namespace
 }  // namespace spillway

@@ -16,6 +16,7 @@ from google.rpc import status_pb2
 
 from spillway.access import Access
 from spillway.errors import SpillwayError, error_from_status
+from spillway.tracing import trace_id
 
 _ENVIRONMENT = "SPILLWAY_LIBRARY"
 _INTERFACE = 1
@@ -120,7 +121,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("channel_open_as", pointer, (text, pointer, text)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
-        ("call_open", pointer, (pointer, text, seconds)),
+        ("call_open_traced", pointer, (pointer, text, seconds, text)),
         ("call_send", number, (pointer, text, size)),
         ("call_send_end", None, (pointer,)),
         ("call_receive", number, (pointer, seconds, pointer, pointer)),
@@ -219,7 +220,9 @@ class NativeChannel:
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
         with self._lock:
             self._check_open()
-            handle = self.library.spillway_call_open(self._handle, method.encode(), seconds)
+            handle = self.library.spillway_call_open_traced(
+                self._handle, method.encode(), seconds, trace_id().encode()
+            )
         return NativeCall(self.library, self._checked(handle))
 
     def begin_step(self, description: bytes) -> int:

@@ -24,6 +24,7 @@ from spillway.restart import BROKEN
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
 from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_number, fill
+from spillway.tracing import trace_id
 
 if TYPE_CHECKING:
     from spillway.client import Client
@@ -111,6 +112,8 @@ class DecodeStream:
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
         self._closed = False
+        # What messages are of; None: the trace in which each is sent.
+        self._trace: str | None = None
 
     def _opened(self) -> _GrpcioStream | _NativeStream:
         client = self._client
@@ -181,6 +184,8 @@ class DecodeStream:
         if (k is None) != (v is None):
             raise ValueError("k and v come together")
         request = attention_service_pb2.DecodeRequest(correlation_id=self._next_id, layer=layer)
+        if trace := trace_id() if self._trace is None else self._trace:
+            request.trace_id = trace
         sequence._fill_item(request, q, policy, visible)
         if out_dtype is not None:
             request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]

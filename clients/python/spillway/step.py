@@ -32,6 +32,7 @@ from spillway.tensors import (
     on_gpu,
     wait_for_stream,
 )
+from spillway.tracing import trace_id
 
 if TYPE_CHECKING:
     from spillway.client import Client
@@ -177,8 +178,10 @@ class _StreamStep:
         sequences: SequenceABC[Sequence],
         starts: SequenceABC[int],
         policy: Policy | None,
+        trace: str,
     ) -> None:
         self._stream = client.decode()
+        self._stream._trace = trace
         self._sequences, self._starts, self._policy = sequences, starts, policy
         self._last: list[AttendResult] = []
         self.end = self._stream.close
@@ -252,11 +255,16 @@ class _Together:
         self.token_count = token_count
         self._model = self.sequences[0]._described()
 
+        # The trace that this is begun in.
+        self._trace = trace_id()
+
     def _description(
         self, starts: SequenceABC[int], policy: Policy | None
     ) -> attention_service_pb2.DecodeStep:
         message = attention_service_pb2.DecodeStep(
-            token_count=self.token_count, policy=None if policy is None else policy.to_proto()
+            token_count=self.token_count,
+            policy=None if policy is None else policy.to_proto(),
+            trace_id=self._trace,
         )
         for sequence, start in zip(self.sequences, starts, strict=True):
             message.parts.add(
@@ -332,7 +340,7 @@ class DecodeStep(_Together):
                     raise
                 # Statistics.transport tells.
                 client._no_doorbell = error.message
-        return _StreamStep(client, self.sequences, self.starts, self._policy)
+        return _StreamStep(client, self.sequences, self.starts, self._policy, self._trace)
 
     def _attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
         self._kind = self._kind or self._begun()

@@ -22,8 +22,8 @@ def traced(traceparent: str = "", *, request_id: str = "") -> Iterator[None]:
 
     What the daemon logs of them (refusals, slow attends, sequences made here that expire) has
     the trace's id, or the request's, as `trace`. Holds for this thread, or this asyncio task.
-    Decode streams, steps and decoders that go through libspillway, and an engine in this
-    process, say nothing of it.
+    A message of a decode stream is of the trace in which it is sent, a decode step of the one
+    in which it was begun, and a decoder of the one in which it was opened.
 
     Args:
         traceparent: W3C Trace Context's, such as OpenTelemetry's propagator injects:
@@ -49,6 +49,14 @@ def traced(traceparent: str = "", *, request_id: str = "") -> Iterator[None]:
         yield
     finally:
         _said.reset(token)
+
+
+def trace_id() -> str:
+    """The id of the trace, or the request, that this thread or task is in; empty: none."""
+    if not (said := _said.get()):
+        return ""
+    key, value = said[0]
+    return value.split("-")[1] if key == "traceparent" else value
 
 
 def trace_metadata() -> Metadata:

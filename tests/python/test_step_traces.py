@@ -1,0 +1,182 @@
+"""The trace that the log names where decode steps are slow, or refused, however they are sent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import binary, running_daemon
+from spillway import Client, Sequence
+from spillway._proto import attention_service_pb2
+from spillway_lab import serving
+
+# Every attend is slow.
+FLAGS = ("--log-format", "json", "--slow-attend-ms", "0.000001", "--device", "cpu")
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+ROWS = np.ones((2, 1, 16), np.float32)
+Q = np.ones((1, 2, 16), np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Any:
+    with running_daemon(folder, *FLAGS) as target:
+        yield target
+
+
+def traces(folder: Path, event: str, sequence: str) -> list[str | None]:
+    """What lines of an event that name the sequence say of their traces."""
+    said = [json.loads(line) for line in (folder / "spillwayd.log").read_text().splitlines()]
+    named = [x for x in said if sequence in x.get("sequence", x.get("error", ""))]
+    return [x.get("trace") for x in named if x["event"] == event]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def new_sequence(client: Client) -> Sequence:
+    model = client.create_model(
+        layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
+    )
+    return client.create_sequence(model)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
+def test_a_message_of_a_stream_is_of_the_trace_it_is_sent_in(
+    folder: Path, target: str, native: bool
+) -> None:
+    with spillway.connect(target, native=native) as client:
+        sequence = new_sequence(client)
+        with spillway.traced(request_id="opened"):
+            stream = client.decode()
+        with stream:
+            with spillway.traced(TRACEPARENT):
+                stream.step(sequence, 0, Q, ROWS, ROWS)
+            stream.step(sequence, 0, Q, ROWS, ROWS)
+            with spillway.traced(request_id="job-7/3"):
+                stream.step(sequence, 0, Q, ROWS, ROWS)
+        wait_for(lambda: len(traces(folder, "slow_step", sequence.name)) == 3)
+    assert traces(folder, "slow_step", sequence.name) == [TRACE, "opened", "job-7/3"]
+
+
+@pytest.mark.parametrize("transport", ["grpcio", "doorbell"])
+def test_a_step_is_of_the_trace_it_was_begun_in(folder: Path, target: str, transport: str) -> None:
+    with spillway.connect(target, native=transport != "grpcio") as client:
+        sequence = new_sequence(client)
+        with spillway.traced(TRACEPARENT):
+            step = client.begin_step([sequence])
+        with step:
+            assert client.step_transport == transport
+            step.attend(0, Q[None], ROWS[None], ROWS[None])
+        with client.begin_step([sequence]) as step, spillway.traced(request_id="later"):
+            step.attend(0, Q[None], ROWS[None], ROWS[None])
+        wait_for(lambda: len(traces(folder, "slow_step", sequence.name)) == 2)
+    assert traces(folder, "slow_step", sequence.name) == [TRACE, None]
+
+
+def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> None:
+    with spillway.connect(target) as client:
+        sequence = new_sequence(client)
+        sequence.delete()
+        with spillway.traced(TRACEPARENT), pytest.raises(spillway.NotFound):
+            client.begin_step([sequence])
+        with client.decode() as stream, spillway.traced(request_id="job-8"):
+            with pytest.raises(spillway.NotFound):
+                stream.step(sequence, 0, Q, ROWS, ROWS, start=0)
+    wait_for(lambda: len(traces(folder, "refused", sequence.name)) == 2)
+    assert traces(folder, "refused", sequence.name) == [TRACE, "job-8"]
+
+
+@pytest.mark.parametrize("trace_id", ["a" * 129, "two words", "line\n", "nul\0"])
+def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
+    with spillway.connect(target) as client:
+        sequence = new_sequence(client)
+        request = attention_service_pb2.DecodeRequest(sequence=sequence.name, trace_id=trace_id)
+        (answer,) = client._stubs.attention.Decode(iter([request]))
+        asked = "is not 1 to 128 characters of [A-Za-z0-9._:=+/-]"
+        assert "trace_id: " in answer.result.status.message
+        assert f"{len(trace_id)} characters, {asked}" in answer.result.status.message
+        step = attention_service_pb2.DecodeStep(token_count=1, trace_id=trace_id)
+        step.parts.add(sequence=sequence.name)
+        assert client._native is not None
+        with pytest.raises(spillway.InvalidArgument, match="trace_id") as caught:
+            client._native.begin_step(step.SerializeToString())
+        assert [violation.field for violation in caught.value.fields] == ["trace_id"]
+        assert sequence.token_count == 0
+
+
+EMBEDDED = """
+import numpy as np, spillway
+rows, q = np.ones((2, 1, 16), np.float32), np.ones((1, 2, 16), np.float32)
+settings = {
+    "device.name": "cpu", "memory.limit": "256MiB", "log.format": "json", "log.level": "info",
+    "log.slow_attend_ms": "0.000001",
+}
+with spillway.connect("embedded:", settings=settings) as client:
+    model = client.create_model(
+        layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    with spillway.traced("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+        step = client.begin_step([sequence])
+    step.attend(0, q[None], rows[None], rows[None])
+    with client.decode() as stream, spillway.traced(request_id="message"):
+        stream.step(sequence, 0, q, rows, rows)
+    with spillway.traced(request_id="call"):
+        try:
+            client.get_sequence("sequences/none")
+        except spillway.NotFound:
+            pass
+    sequence.delete()
+    with spillway.traced(request_id="begin"):
+        try:
+            client.begin_step([sequence])
+        except spillway.NotFound:
+            pass
+    input()
+"""
+
+
+def test_an_embedded_engine_says_it_on_standard_error(tmp_path: Path) -> None:
+    serving.prefer_library(binary())
+    log = tmp_path / "stderr"
+
+    def named() -> list[tuple[str, str]]:
+        said = [json.loads(x) for x in log.read_text().splitlines() if x.startswith("{")]
+        return sorted((x["event"], x["trace"]) for x in said if "trace" in x)
+
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-c", EMBEDDED], stdin=subprocess.PIPE, stderr=stderr
+        ) as program,
+    ):
+        try:
+            wait_for(lambda: len(named()) == 4 or program.poll() is not None)
+            program.communicate(b"\n", timeout=20)
+        finally:
+            program.kill()
+    assert program.returncode == 0
+    assert named() == [
+        ("refused", "begin"),
+        ("refused", "call"),
+        ("slow_step", TRACE),
+        ("slow_step", "message"),
+    ]
