@@ -66,7 +66,7 @@ class Served:
     """The process of a daemon that the test itself starts and ends."""
 
     def wait(self, seconds: float) -> bool:
-        return threading.Event().wait(seconds)
+        return threading.Event().wait(0.1)
 
     def start(self, timeout: float) -> bool:
         return False

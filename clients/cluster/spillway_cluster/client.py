@@ -32,6 +32,8 @@ T = TypeVar("T")
 X = TypeVar("X")
 C = TypeVar("C", bound="ClusterClient")
 
+# Between taking a name and making its sequence.
+_CLAIM_SECONDS = 30.0
 # Calls to daemons that one client has under way.
 _THREADS_MAX = 64
 
@@ -348,7 +350,7 @@ class ClusterClient:
     ) -> ClusterSequence:
         """A new sequence, of parts that calls make where there is room."""
         name = f"sequences/{sequence_id}" if sequence_id else ""
-        daemons = self.placement.choose(dealt.part_count, name)
+        daemons = self.claimed(name, lambda: self.placement.choose(dealt.part_count, name))
 
         def part(number: int) -> Part:
             daemon = daemons[number]
@@ -357,6 +359,21 @@ class ClusterClient:
         with named(self.placement, name):
             parts = self.all_or_none(part, range(dealt.part_count))
         return ClusterSequence(self, dealt, name or parts[0].sequence.name, parts)
+
+    def claimed(self, name: str, claim: Callable[[], T]) -> T:
+        """Takes a name, also from a sequence that is gone by its ttl.
+
+        Raises:
+            AlreadyExists: There is a sequence of that name.
+        """
+        try:
+            return claim()
+        except spillway.AlreadyExists:
+            try:
+                self.get_sequence(name)
+            except NotFound:
+                return claim()
+            raise
 
     def all_or_none(self, make: Callable[[int], Part], numbers: Iterable[int]) -> list[Part]:
         """The parts that calls make; where one fails the others are deleted."""
@@ -374,14 +391,12 @@ class ClusterClient:
         return [made[number] for number in sorted(made)]
 
     def get_sequence(self, name: str) -> ClusterSequence:
-        """Returns a handle of a sequence that was named when it was created.
+        """Returns a handle of a sequence, if it is in parts of one that was named.
 
         Raises:
             NotFound: There is none of that name, or a daemon has no part of it.
         """
-        daemons = self.placement.find(name)
-        if daemons is None:
-            raise NotFound(f"there is no {name}")
+        daemons = self.placement.find(name) or self._holders(name)
         handles: dict[int, tuple[str, spillway.Sequence]] = {}
 
         def get(number: int) -> None:
@@ -400,8 +415,8 @@ class ClusterClient:
         try:
             self.each(get, range(len(daemons)))
         except NotFound:
-            # Its ttl has passed.
-            self.placement.drop(name)
+            # Its ttl has passed, unless somebody is about to make it.
+            self.placement.drop(name, older_than=_CLAIM_SECONDS)
             raise
         model = handles[0][1].model
         dealt = self.described(model if len(daemons) == 1 else model.rpartition(".")[0])
@@ -410,6 +425,22 @@ class ClusterClient:
             for number, share in enumerate(dealt.shares)
         ]
         return ClusterSequence(self, dealt, name, parts)
+
+    def _holders(self, name: str) -> list[str]:
+        """The daemon that has a whole sequence which nobody has named."""
+
+        def has(daemon: str) -> bool:
+            try:
+                self.placement.client(daemon).get_sequence(name)
+            except NotFound:
+                return False
+            return True
+
+        daemons = self.placement.daemons()
+        for daemon, found in zip(daemons, self.each(has, daemons), strict=True):
+            if found:
+                return [daemon]
+        raise NotFound(f"there is no {name}")
 
     def load_sequence(
         self,

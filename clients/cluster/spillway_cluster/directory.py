@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import spillway
 
@@ -73,6 +74,14 @@ class MoveUnderWay:
     moved: Moved
 
 
+class _Named(NamedTuple):
+    """A named sequence: whose claim it is, its parts' daemons, and when it was noted."""
+
+    claim: str
+    daemons: tuple[str, ...]
+    noted: float
+
+
 class Store(Protocol):
     """Where the directory's records outlive it."""
 
@@ -117,8 +126,7 @@ class Directory:
         self._death = death
         self._daemons: dict[str, DaemonRecord] = {}
         self._models: dict[str, Dealt] = {}
-        # Of a named sequence: whose claim it is, and its parts' daemons.
-        self._sequences: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._sequences: dict[str, _Named] = {}
         # By part and the daemon that it was on.
         self._moves: dict[tuple[str, str], Moved] = {}
         self._under_way: dict[str, MoveUnderWay] = {}
@@ -263,7 +271,7 @@ class Directory:
         if count < 1:
             raise ValueError(f"part_count {count} is not in [1, the number of daemons]")
         if sequence and self._is_claimed(sequence, claim):
-            return list(self._sequences[sequence][1])
+            return list(self._sequences[sequence].daemons)
         usable = [record for record in self.daemons() if record.state == "up"]
         if len(usable) < count:
             states = ", ".join(f"{each.name} is {each.state}" for each in self.daemons())
@@ -323,7 +331,7 @@ class Directory:
         """As `Placement.put`; `claim` as of `choose`."""
         if self._is_claimed(sequence, claim):
             return
-        record = claim, tuple(daemons)
+        record = _Named(claim, tuple(daemons), time.time())
         self._put("sequence", sequence, record)
         self._sequences[sequence] = record
 
@@ -331,23 +339,26 @@ class Directory:
         """Whether the name is this call's already; raises AlreadyExists if it is another's."""
         if sequence not in self._sequences:
             return False
-        if self._sequences[sequence][0] != claim:
+        if self._sequences[sequence].claim != claim:
             raise spillway.AlreadyExists(f"{sequence} exists")
         return True
 
     def find(self, sequence: str) -> list[str] | None:
         """As `Placement.find`."""
-        _, daemons = self._sequences.get(sequence, ("", None))
-        return None if daemons is None else list(daemons)
+        found = self._sequences.get(sequence)
+        return None if found is None else list(found.daemons)
 
-    def drop(self, sequence: str) -> None:
+    def drop(self, sequence: str, older_than: float = 0.0) -> None:
         """As `Placement.drop`."""
+        found = self._sequences.get(sequence)
+        if found is not None and time.time() - found.noted < older_than:
+            return
         if self._sequences.pop(sequence, None) is not None:
             self._delete("sequence", sequence)
 
     def sequences(self) -> Mapping[str, tuple[str, ...]]:
         """Where named sequences were put."""
-        return {name: daemons for name, (_, daemons) in self._sequences.items()}
+        return {name: found.daemons for name, found in self._sequences.items()}
 
     # Moves.
 
@@ -366,6 +377,9 @@ class Directory:
             key = part, under_way.source
             self._put("move", key, under_way.moved)
             self._moves[key] = under_way.moved
+            here = part, under_way.moved.daemon
+            if self._moves.pop(here, None) is not None:
+                self._delete("move", here)  # it has come back
             while len(self._moves) > _MOVES_MAX:
                 oldest = next(iter(self._moves))
                 del self._moves[oldest]
@@ -391,12 +405,9 @@ class Directory:
         first = last = self._moves.get((part, daemon))
         if first is None or last is None:
             return None
-        unbroken, seen = True, {daemon}
-        while last.daemon not in seen:
-            seen.add(last.daemon)
-            following = self._moves.get((part, last.daemon))
-            if following is None:
-                break
+        unbroken = True
+        # No place comes twice: where the part is, no move begins.
+        while (following := self._moves.get((part, last.daemon))) is not None:
             unbroken = unbroken and following.generation == last.new_generation
             last = following
         return Moved(last.daemon, first.generation if unbroken else -1, last.new_generation)

@@ -101,8 +101,8 @@ class DirectoryPlacement:
         found: list[str] | None = self._directory.ask("find", sequence)
         return found
 
-    def drop(self, sequence: str) -> None:
-        self._directory.ask("drop", sequence)
+    def drop(self, sequence: str, older_than: float = 0.0) -> None:
+        self._directory.ask("drop", sequence, older_than)
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
         moved: Moved | None = self._directory.ask("moved", part, daemon, gone)

@@ -142,6 +142,8 @@ class Node:
                 self._process.start(_START_SECONDS)
                 self._register()
             except Exception:
+                if self._stopping.is_set():
+                    return
                 # The directory restarts too, and a daemon that cannot start may later.
                 _log.exception("%s", self.name)
                 self._stopping.wait(_REPORT_SECONDS)
@@ -188,8 +190,9 @@ class Node:
                 for client in others.values():
                     client.close()
             self._stopping.set()
-            self.stop()
+            # Before it ends, so that nobody waits for it to come back.
             self._directory.set_state(self.name, "drained")
+            self.stop()
             return drained
 
     def _move(
@@ -231,6 +234,8 @@ class Node:
         """Ends the daemon; its rows go."""
         self._stopping.set()
         self._process.stop(_GRACE_SECONDS)
+        if self._watcher is not None:
+            self._watcher.join()
         self._process.clear()
         if self._client is not None:
             self._client.close()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import spillway
-from spillway.errors import FailedPrecondition, NotFound, SpillwayError, Unavailable
+from spillway.errors import FailedPrecondition, NotFound, SpillwayError
+from spillway.restart import BROKEN
 
 from spillway_cluster.placement import Placement
 from spillway_cluster.shares import Share
@@ -100,7 +101,7 @@ class Part:
         if isinstance(error, NotFound):
             mine = error.metadata.get("name", used.name) == used.name
             return mine and self._moved(used, gone=True)
-        if isinstance(error, Unavailable):
+        if isinstance(error, BROKEN):
             if self._moved(used):
                 return True
             loss = self._placement.loss(self.daemon)

@@ -99,8 +99,8 @@ class Placement(Protocol):
     def find(self, sequence: str) -> list[str] | None:
         """Where a named sequence's parts were put; None: there is none."""
 
-    def drop(self, sequence: str) -> None:
-        """Gives a name up."""
+    def drop(self, sequence: str, older_than: float = 0.0) -> None:
+        """Gives a name up, if it has been taken for so many seconds."""
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
         """Where a part is that was on a daemon: None where it did not move.
@@ -187,7 +187,7 @@ class FixedPlacement:
     def find(self, sequence: str) -> list[str] | None:
         return self.daemons()
 
-    def drop(self, sequence: str) -> None:
+    def drop(self, sequence: str, older_than: float = 0.0) -> None:
         pass
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:

@@ -300,7 +300,7 @@ class ClusterSequence:
         placement = self._client.placement
         put = self.daemons
         if name:
-            placement.put(name, put)
+            self._client.claimed(name, lambda: placement.put(name, put))
         with named(placement, name):
             parts = self._client.all_or_none(fork, range(count))
             daemons = [part.daemon for part in parts]

@@ -1,0 +1,374 @@
+"""A client of daemons under a directory: placing, moving, losing; without Ray."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spillway
+from daemon_process import binary, device_flags
+from local_cluster import LocalCluster, local_cluster
+from random_llama import generate, llama, prompt
+from spillway.transformers import SpillwayCache
+from spillway_cluster import ClusterClient, ClusterSequence
+
+LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
+SHAPES: dict[str, Any] = {
+    "layer_count": LAYERS,
+    "query_head_count": KV_HEADS * GROUP,
+    "kv_head_count": KV_HEADS,
+    "head_dim": DIM,
+    "dtype": "float32",
+}
+POLICY = spillway.Policy(dense_token_count=1024)
+STEPS = 60
+# A daemon gives idle clients six seconds of its grace to notice that it ends.
+FLAGS = ("--memory-limit", "512MiB", "--grace", "1")
+
+
+def rows(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype("f4")
+
+
+K, V = (rows(seed, LAYERS, KV_HEADS, TOKENS + STEPS, DIM) for seed in (1, 2))
+Q = rows(3, STEPS, 1, KV_HEADS * GROUP, DIM)
+
+
+@contextmanager
+def fresh(folder: Path, count: int, **options: Any) -> Iterator[LocalCluster]:
+    with local_cluster(folder, count, *FLAGS, **options) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Three daemons, none of which is drained or lost."""
+    with fresh(tmp_path_factory.mktemp("cluster"), 3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: LocalCluster) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """What one daemon with the whole sequence answers, by step and layer."""
+    record = cluster.directory.daemon("daemon-0")
+    answers: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    with spillway.connect(record.target) as client:
+        model = client.create_model("alone", **SHAPES, policy=POLICY)
+        sequence = client.create_sequence(model)
+        sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+        for number in range(STEPS):
+            with client.begin_step([sequence]) as step:
+                answers.append([step.attend(layer, *new_rows(number, layer)) for layer in LAYER])
+        sequence.delete()
+        client.delete_model(model)
+    return answers
+
+
+LAYER = range(LAYERS)
+
+
+def new_rows(number: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Q, K and V of a step of one sequence, as `begin_step` takes them."""
+    at = slice(TOKENS + number, TOKENS + number + 1)
+    return Q[number][None], K[None, layer, :, at], V[None, layer, :, at]
+
+
+def by_step(
+    client: ClusterClient, sequence: ClusterSequence, number: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    with client.begin_step([sequence]) as step:
+        return [step.attend(layer, *new_rows(number, layer)) for layer in LAYER]
+
+
+def by_stream(
+    client: ClusterClient, sequence: ClusterSequence, number: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    made = []
+    with client.decode() as stream:
+        for layer in LAYER:
+            q, k, v = new_rows(number, layer)
+            result = stream.step(sequence, layer, q[0], k[0], v[0])
+            made.append((result.out[None], result.lse[None]))
+    return made
+
+
+def by_append(
+    client: ClusterClient, sequence: ClusterSequence, number: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    made = []
+    for layer in LAYER:
+        q, k, v = new_rows(number, layer)
+        sequence.append(layer, TOKENS + number, k[0], v[0])
+        result = client.attend(layer, {sequence: q[0]})[sequence]
+        made.append((result.out[None], result.lse[None]))
+    return made
+
+
+WAYS = {"step": by_step, "stream": by_stream, "append": by_append}
+Way = Callable[[ClusterClient, ClusterSequence, int], list[tuple[np.ndarray, np.ndarray]]]
+
+
+Answers = list[tuple[np.ndarray, np.ndarray]]
+
+
+def same(a: Answers, b: Answers) -> bool:
+    pairs = [(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+def filled(client: ClusterClient, name: str = "", **options: Any) -> ClusterSequence:
+    sequence = client.create_sequence("models/m", name, **options)
+    sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+    return sequence
+
+
+@contextmanager
+def client_of(cluster: LocalCluster, part_count: int = 1) -> Iterator[ClusterClient]:
+    """A client with a model, and nothing left after it."""
+    with cluster.connect(part_count) as client:
+        client.create_model("m", **SHAPES, policy=POLICY)
+        yield client
+        for info in list(client.list_sequences()):
+            client.get_sequence(info.name).delete()
+        for each in client.clients:
+            for info in list(each.list_sequences()):
+                each.get_sequence(info.name).delete()
+        client.delete_model("models/m")
+
+
+def test_sequences_are_spread_and_work_together(
+    cluster: LocalCluster, expected: list[list[tuple[np.ndarray, np.ndarray]]]
+) -> None:
+    with client_of(cluster) as client:
+        sequences = [filled(client) for _ in range(5)]
+        assert len({sequence.daemons[0] for sequence in sequences}) == 3
+        for number in range(2):
+            with client.begin_step(sequences) as step:
+                for layer in LAYER:
+                    arrays = [np.concatenate([x] * 5) for x in new_rows(number, layer)]
+                    out, lse = step.attend(layer, *arrays)
+                    one_out, one_lse = expected[number][layer]
+                    for i, result in enumerate(step.results()):
+                        assert np.array_equal(out[i], one_out[0])
+                        assert np.array_equal(lse[i], one_lse[0])
+                        assert np.array_equal(result.out, one_out[0])
+        answers = client.attend(0, dict.fromkeys(sequences, Q[1]))
+        assert list(answers) == sequences
+        for result in answers.values():
+            assert np.array_equal(result.out, expected[1][0][0][0])
+        # One of them fails by itself.
+        sequences[2].delete()
+        failed = client.attend(0, dict.fromkeys(sequences, Q[1]), return_errors=True)
+        assert isinstance(failed.pop(sequences[2]), spillway.NotFound)
+        assert all(np.array_equal(r.out, expected[1][0][0][0]) for r in failed.values())
+        with pytest.raises(spillway.NotFound):
+            client.attend(0, dict.fromkeys(sequences, Q[1]))
+
+
+@pytest.mark.parametrize("part_count", [1, 2])
+def test_names(cluster: LocalCluster, part_count: int) -> None:
+    with client_of(cluster, part_count) as client, cluster.connect(part_count) as other:
+        named = filled(client, "mine")
+        with pytest.raises(spillway.AlreadyExists, match="sequences/mine exists"):
+            other.create_sequence("models/m", "mine")
+        found = other.get_sequence("sequences/mine")
+        assert found.daemons == named.daemons
+        assert np.array_equal(found.attend(0, Q[0]).out, named.attend(0, Q[0]).out)
+        fork = found.fork("copy")
+        assert fork.daemons == named.daemons
+        assert [info.name for info in other.list_sequences()] == [
+            "sequences/copy",
+            "sequences/mine",
+        ]
+        with pytest.raises(spillway.AlreadyExists):
+            named.fork("copy")
+        named.delete()
+        with pytest.raises(spillway.NotFound, match="no .*sequences/mine"):
+            other.get_sequence("sequences/mine")
+        filled(client, "mine").delete()
+        with pytest.raises(spillway.AlreadyExists, match="models/m exists"):
+            other.create_model("m", **SHAPES)
+        with pytest.raises(spillway.NotFound, match="there is no models/other"):
+            other.get_model("models/other")
+        assert [model.name for model in other.list_models()] == ["models/m"]
+
+
+def test_a_name_whose_sequence_is_gone_is_free_again(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(cluster) as client:
+        sequence = client.create_sequence("models/m", "short")
+        # As its ttl does: nobody tells the directory.
+        sequence.parts[0].sequence.delete()
+        with pytest.raises(spillway.AlreadyExists):
+            client.create_sequence("models/m", "short")
+        monkeypatch.setattr("spillway_cluster.client._CLAIM_SECONDS", 0.0)
+        client.create_sequence("models/m", "short")
+
+
+def test_splits_that_do_not_go_are_refused(cluster: LocalCluster) -> None:
+    with cluster.connect() as client:
+        with pytest.raises(ValueError, match="3 daemons cannot share 2 KV heads: at most one each"):
+            client.create_model("n", **SHAPES, part_count=3)
+        with pytest.raises(spillway.Unavailable, match="4 daemons are needed, and 3"):
+            client.create_model(
+                "n", **{**SHAPES, "kv_head_count": 4, "query_head_count": 8}, part_count=4
+            )
+        assert not list(client.list_models())
+
+
+@pytest.mark.parametrize("part_count", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_drain_in_the_middle_of_decoding(
+    tmp_path: Path,
+    expected: list[list[tuple[np.ndarray, np.ndarray]]],
+    part_count: int,
+    way: str,
+) -> None:
+    with fresh(tmp_path, part_count + 1) as cluster, client_of(cluster, part_count) as client:
+        sequences = [filled(client, name) for name in ("", "named")]
+        source = sequences[0].daemons[0]
+        drained: list[Any] = []
+
+        def drain() -> None:
+            drained.append(cluster.nodes[source].drain())
+
+        thread = threading.Thread(target=drain)
+        answers: list[list[list[tuple[np.ndarray, np.ndarray]]]] = [[], []]
+        for number in range(STEPS):
+            if number == 5:
+                thread.start()
+            for made, sequence in zip(answers, sequences, strict=True):
+                made.append(WAYS[way](client, sequence, number))
+        thread.join()
+        assert drained, "the drain failed"
+        for made in answers:
+            assert all(same(a, b) for a, b in zip(made, expected, strict=True))
+        for sequence in sequences:
+            assert source not in sequence.daemons
+            assert sequence.refresh().layer_token_counts == (TOKENS + STEPS,) * LAYERS
+            for layer in LAYER:
+                k, v = sequence.fetch(layer)
+                assert np.array_equal(k, K[layer])
+                assert np.array_equal(v, V[layer])
+        assert client.get_sequence("sequences/named").token_count == TOKENS + STEPS
+        state = {each.name: each.state for each in cluster.directory.daemons()}
+        assert state[source] == "drained"
+        # New ones go elsewhere, also of a model that the others may not have had.
+        assert source not in filled(client).daemons
+
+
+def test_a_step_goes_on_where_its_sequence_was_moved_to(
+    tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
+) -> None:
+    with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
+        sequence = filled(client)
+        source = sequence.daemons[0]
+        with client.begin_step([sequence]) as step:
+            first = [step.attend(layer, *new_rows(0, layer)) for layer in (0, 1)]
+            cluster.nodes[source].drain()
+            last = step.attend(2, *new_rows(0, 2))
+            assert np.array_equal(step.results()[0].out, last[0][0])
+        assert same([*first, last], expected[0])
+        assert sequence.layer_token_counts == (TOKENS + 1,) * LAYERS
+        assert sequence.daemons != [source]
+
+
+def test_a_step_of_several_goes_on_when_one_of_them_moves(
+    tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
+) -> None:
+    with fresh(tmp_path, 3) as cluster, client_of(cluster) as client:
+        sequences = [filled(client) for _ in range(5)]
+        with client.begin_step(sequences) as step:
+            for layer in LAYER:
+                if layer == 1:
+                    cluster.nodes[sequences[0].daemons[0]].drain()
+                out, lse = step.attend(
+                    layer, *[np.concatenate([x] * 5) for x in new_rows(0, layer)]
+                )
+                for i in range(5):
+                    assert np.array_equal(out[i], expected[0][layer][0][0])
+                    assert np.array_equal(lse[i], expected[0][layer][1][0])
+
+
+def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -> None:
+    with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
+        sequences = [filled(client) for _ in range(2)]
+        lost = sequences[0].daemons[0]
+        cluster.directory.dead_nodes["node-" + lost[-1]] = "its machine is off"
+        # As a connection sees it.
+        client.placement.client(lost)._channel.close()
+        broken = client.placement.client(lost)
+
+        def unreachable(*_: Any, **__: Any) -> None:
+            raise spillway.Unavailable("no route to host")
+
+        broken._call = unreachable  # type: ignore[method-assign]
+        started = time.monotonic()
+        with pytest.raises(spillway.Unavailable, match="its machine is off") as raised:
+            sequences[0].refresh()
+        assert raised.value.reason == "DAEMON_LOST"
+        assert time.monotonic() - started < 30  # not for as long as a restart may take
+        assert sequences[1].refresh().token_count == TOKENS
+        assert filled(client).daemons == sequences[1].daemons
+
+
+def test_a_directory_that_restarts_is_not_missed(cluster: LocalCluster) -> None:
+    with client_of(cluster) as client:
+        sequence = filled(client, "kept")
+        cluster.directory.restart()
+        assert sequence.refresh().token_count == TOKENS
+        assert client.get_sequence("sequences/kept").daemons == sequence.daemons
+        assert client.create_sequence("models/m").token_count == 0
+
+
+def test_a_daemon_that_is_killed_is_started_again(
+    tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
+) -> None:
+    command = [str(binary()), *device_flags()]
+    with fresh(tmp_path, 2, command=command) as cluster, client_of(cluster, 2) as client:
+        sequence = filled(client)
+        made = []
+        for number in range(10):
+            if number == 3:
+                pid = cluster.nodes["daemon-1"].pid
+                assert pid is not None
+                os.kill(pid, 9)
+            made.append(by_step(client, sequence, number))
+        assert all(same(a, b) for a, b in zip(made, expected, strict=False))
+        assert cluster.directory.daemon("daemon-1").restart_count == 1
+        assert cluster.directory.daemon("daemon-1").state == "up"
+
+
+def test_transformers(cluster: LocalCluster) -> None:
+    dense, spilled = llama(), llama()
+    spilled.set_attn_implementation("spillway")
+    ids = prompt(3, 40)
+    expected = generate(dense, ids)
+    with (
+        cluster.connect() as client,
+        SpillwayCache(spilled.config, client) as cache,  # type: ignore[arg-type]
+    ):
+        assert (generate(spilled, ids, cache) == expected).all()
+
+
+def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
+    with client_of(cluster, 2) as client, ExitStack() as stack:
+        taken = client.placement.client("daemon-1")
+        client._ensure(client.described("models/m"), 1, "daemon-1")
+        blocker = taken.create_sequence("models/m.1", "blocked.1")
+        stack.callback(blocker.delete)
+        for _ in range(3):  # whichever daemons are chosen
+            try:
+                client.create_sequence("models/m", "blocked").delete()
+            except spillway.AlreadyExists:
+                assert client.placement.find("sequences/blocked") is None
+        listed = [i.name for each in client.clients for i in each.list_sequences()]
+        assert listed == [blocker.name]

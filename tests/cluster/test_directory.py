@@ -1,0 +1,247 @@
+"""The directory, by what it answers and what another one finds in its store."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import spillway
+from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.placement import Dealt, Moved
+
+GIB = 1 << 30
+
+
+def record(slot: int, **more: Any) -> DaemonRecord:
+    made = DaemonRecord(
+        "", slot, f"node-{slot}", "host", f"tcp:10.0.0.{slot}:1", version="0.1.0", store_id="s"
+    )
+    return dataclasses.replace(made, **{"memory_limit_bytes": 100 * GIB, **more})
+
+
+class Cluster:
+    """A directory over a store, whose nodes may die."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.store = MemoryStore()
+        self.deaths: dict[str, str] = {}
+        self.again()
+        for slot in range(count):
+            assert self.directory.register(record(slot)) == f"daemon-{slot}"
+
+    def again(self) -> None:
+        self.directory = Directory(self.store, lambda node: self.deaths.get(node, ""))
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def test_sequences_go_where_there_are_fewest(cluster: Cluster) -> None:
+    chosen = [cluster.directory.choose(1, "", "c")[0] for _ in range(6)]
+    assert sorted(chosen) == [
+        "daemon-0",
+        "daemon-0",
+        "daemon-1",
+        "daemon-1",
+        "daemon-2",
+        "daemon-2",
+    ]
+    cluster.directory.report("daemon-0", sequence_count=5)
+    cluster.directory.report("daemon-1", sequence_count=1)
+    cluster.directory.report("daemon-2", sequence_count=9)
+    chosen = [cluster.directory.choose(1, "", "c")[0] for _ in range(4)]
+    assert chosen == ["daemon-1"] * 4
+    # As many as on the one before, which has the smaller slot.
+    assert cluster.directory.choose(1, "", "c") == ["daemon-0"]
+
+
+def test_memory_counts_before_sequences(cluster: Cluster) -> None:
+    cluster.directory.report("daemon-0", memory_used_bytes=80 * GIB, sequence_count=1)
+    cluster.directory.report("daemon-1", memory_used_bytes=30 * GIB, sequence_count=50)
+    cluster.directory.report("daemon-2", memory_used_bytes=95 * GIB, sequence_count=0)
+    assert cluster.directory.choose(1, "", "c") == ["daemon-1"]
+    assert cluster.directory.choose(2, "", "c") == ["daemon-1", "daemon-0"]
+
+
+def test_a_name_is_taken_once(cluster: Cluster) -> None:
+    daemons = cluster.directory.choose(1, "sequences/a", "mine")
+    # The same call, whose answer was lost.
+    assert cluster.directory.choose(1, "sequences/a", "mine") == daemons
+    with pytest.raises(spillway.AlreadyExists, match="sequences/a exists"):
+        cluster.directory.choose(1, "sequences/a", "another")
+    cluster.again()
+    assert cluster.directory.find("sequences/a") == daemons
+    with pytest.raises(spillway.AlreadyExists):
+        cluster.directory.put("sequences/a", ["daemon-0"], "another")
+    cluster.directory.drop("sequences/a")
+    assert cluster.directory.find("sequences/a") is None
+    cluster.again()
+    assert cluster.directory.find("sequences/a") is None
+
+
+def test_what_cannot_be_placed_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(ValueError, match="part_count 0 is not in"):
+        cluster.directory.choose(0, "", "c")
+    cluster.directory.set_state("daemon-1", "draining")
+    with pytest.raises(spillway.Unavailable, match="3 daemons are needed, and 2 take sequences"):
+        cluster.directory.choose(3, "", "c")
+    cluster.directory.register(record(0, version="0.2.0"))
+    assert cluster.directory.choose(1, "", "c")
+    with pytest.raises(
+        spillway.VersionMismatch, match=r"daemon-\d has version 0.[12].0, daemon-\d has 0.[12].0"
+    ):
+        cluster.directory.choose(2, "", "c")
+
+
+def test_a_daemon_that_comes_back_with_its_rows_is_the_same(cluster: Cluster) -> None:
+    cluster.directory.set_state("daemon-1", "down", "killed")
+    assert [each.state for each in cluster.directory.daemons()] == ["up", "down", "up"]
+    assert cluster.directory.register(record(1, restart_count=1)) == "daemon-1"
+    assert cluster.directory.daemon("daemon-1").state == "up"
+    assert cluster.directory.daemon("daemon-1").restart_count == 1
+    assert cluster.directory.loss("daemon-1") == ""
+
+
+def test_a_daemon_that_comes_back_without_them_is_another(cluster: Cluster) -> None:
+    assert cluster.directory.register(record(1, store_id="other")) == "daemon-1.1"
+    assert cluster.directory.daemon("daemon-1").state == "lost"
+    assert "daemon-1.1 has come in its place" in cluster.directory.loss("daemon-1")
+    cluster.again()
+    assert cluster.directory.daemon("daemon-1").state == "lost"
+    assert cluster.directory.register(record(1, store_id="third")) == "daemon-1.2"
+
+
+def test_a_dead_node_loses_its_daemon(cluster: Cluster) -> None:
+    cluster.deaths["node-2"] = "no heartbeat"
+    assert cluster.directory.loss("daemon-2") == (
+        "daemon-2 is lost with all sequences that it had: its node node-2 is gone: no heartbeat"
+    )
+    assert cluster.directory.loss("daemon-1") == ""
+    assert {name for _ in range(6) for name in cluster.directory.choose(1, "", "c")} == {
+        "daemon-0",
+        "daemon-1",
+    }
+
+
+def test_a_drained_daemon_takes_nothing(cluster: Cluster) -> None:
+    cluster.directory.set_state("daemon-0", "draining")
+    assert "daemon-0" not in cluster.directory.choose(2, "", "c")
+    # It restarts meanwhile.
+    assert cluster.directory.register(record(0)) == "daemon-0"
+    assert cluster.directory.daemon("daemon-0").state == "draining"
+    cluster.directory.set_state("daemon-0", "drained")
+    assert cluster.directory.loss("daemon-0") == "daemon-0 was drained and has ended"
+
+
+def test_moves_are_followed_to_their_end(cluster: Cluster) -> None:
+    directory = cluster.directory
+    directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 3, 0))
+    # It is not gone yet.
+    assert directory.moved("sequences/a", "daemon-0", gone=False) is None
+    directory.end_move("sequences/a", done=True)
+    directory.end_move("sequences/a", done=True)
+    assert directory.moved("sequences/a", "daemon-0", gone=False) == Moved("daemon-1", 3, 0)
+    directory.begin_move("sequences/a", "daemon-1", Moved("daemon-2", 0, 0))
+    directory.end_move("sequences/a", done=True)
+    cluster.again()
+    directory = cluster.directory
+    assert directory.moved("sequences/a", "daemon-0", gone=False) == Moved("daemon-2", 3, 0)
+    assert directory.moved("sequences/a", "daemon-1", gone=False) == Moved("daemon-2", 0, 0)
+    assert directory.moved("sequences/a", "daemon-2", gone=False) is None
+    assert directory.moved("sequences/b", "daemon-0", gone=False) is None
+
+
+def test_a_truncation_between_two_moves_is_seen(cluster: Cluster) -> None:
+    directory = cluster.directory
+    for source, moved in (
+        ("daemon-0", Moved("daemon-1", 3, 0)),
+        ("daemon-1", Moved("daemon-2", 1, 0)),
+    ):
+        directory.begin_move("sequences/a", source, moved)
+        directory.end_move("sequences/a", done=True)
+    found = directory.moved("sequences/a", "daemon-0", gone=False)
+    assert found is not None
+    assert (found.daemon, found.generation) == ("daemon-2", -1)
+
+
+def test_a_move_that_came_back_ends(cluster: Cluster) -> None:
+    directory = cluster.directory
+    for source, target in (("daemon-0", "daemon-1"), ("daemon-1", "daemon-0")):
+        directory.begin_move("sequences/a", source, Moved(target, 0, 0))
+        directory.end_move("sequences/a", done=True)
+    assert directory.moved("sequences/a", "daemon-1", gone=False) == Moved("daemon-0", 0, 0)
+    assert directory.moved("sequences/a", "daemon-0", gone=False) is None
+
+
+def test_a_move_that_stays_is_none(cluster: Cluster) -> None:
+    cluster.directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 0, 0))
+    cluster.directory.end_move("sequences/a", done=False)
+    assert cluster.directory.moved("sequences/a", "daemon-0", gone=True) is None
+
+
+def test_a_move_under_way_is_done_where_the_source_has_it_no_more(cluster: Cluster) -> None:
+    cluster.directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 0, 0))
+    cluster.again()
+    found = cluster.directory.moved("sequences/a", "daemon-0", gone=True)
+    assert found == Moved("daemon-1", 0, 0)
+    cluster.again()
+    assert cluster.directory.moved("sequences/a", "daemon-0", gone=False) == found
+
+
+def test_a_move_under_way_is_done_where_the_source_is_lost(cluster: Cluster) -> None:
+    cluster.directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 0, 0))
+    cluster.deaths["node-0"] = "no heartbeat"
+    assert cluster.directory.loss("daemon-0")
+    assert cluster.directory.moved("sequences/a", "daemon-0", gone=False) == Moved("daemon-1", 0, 0)
+
+
+def test_a_target_has_room(cluster: Cluster) -> None:
+    cluster.directory.report("daemon-1", memory_used_bytes=99 * GIB)
+    assert cluster.directory.choose_target("daemon-0", "sequences/a", 2 * GIB) == "daemon-2"
+    cluster.directory.report("daemon-2", memory_used_bytes=95 * GIB)
+    with pytest.raises(
+        spillway.ResourceExhausted, match=f"has {8 * GIB} bytes .* free is {5 * GIB}"
+    ):
+        cluster.directory.choose_target("daemon-0", "sequences/a", 8 * GIB)
+    for name in ("daemon-1", "daemon-2"):
+        cluster.directory.set_state(name, "draining")
+    with pytest.raises(spillway.Unavailable, match="no other daemon than daemon-0"):
+        cluster.directory.choose_target("daemon-0", "sequences/a", 1)
+
+
+def test_models_are_kept(cluster: Cluster) -> None:
+    one, other = (Dealt(spillway_model("models/m", heads), 1) for heads in (2, 4))
+    cluster.directory.add_model(one)
+    cluster.directory.add_model(one)
+    with pytest.raises(spillway.AlreadyExists):
+        cluster.directory.add_model(other)
+    cluster.again()
+    assert cluster.directory.model("models/m") == one
+    assert cluster.directory.models() == [one]
+    cluster.directory.drop_model("models/m")
+    cluster.again()
+    assert cluster.directory.model("models/m") is None
+
+
+def spillway_model(name: str, kv_heads: int) -> spillway.Model:
+    return spillway.Model(
+        name=name,
+        layer_count=1,
+        query_head_count=kv_heads,
+        kv_head_count=kv_heads,
+        head_dim=64,
+        dtype="float32",
+        softmax_scale=1.0,
+        policy=spillway.Policy(),
+        hash_weights=None,
+        key_indices=spillway.KeyIndices(),
+        resident_sample_fraction=0.01,
+        first_layer=0,
+        first_kv_head=0,
+        ready=True,
+        row_bytes_per_token=1,
+        index_bytes_per_token=1,
+    )
