@@ -109,7 +109,7 @@ def local_cluster(
                 target = process.target
             node = Node(
                 process,
-                cluster.directory,  # type: ignore[arg-type]
+                cluster.directory,
                 record(slot, target),
                 lambda other: connected(other, host_id(), spillway.connect),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import spillway
 from spillway.errors import SpillwayError
 
 from spillway_cluster.part import MOVES_MAX, Part
@@ -45,29 +46,35 @@ def ask_by_daemon(
 
     def one(group: list[int]) -> list[int]:
         """Notes the group's answers; returns whom to ask again."""
-        used = [parts[index].sequence for index in group]
+        used = {index: parts[index].sequence for index in group}
+        failed: SpillwayError | None = None
         try:
-            got = ask(group)
+            answers.update(zip(group, ask(group), strict=True))
         except SpillwayError as error:
-            got = [error] * len(group)
+            failed = error
+            # One that is named may have failed the call for all: the others are asked again.
+            name = error.metadata.get("name")
+            named = [index for index in group if used[index].name == name]
+            answers.update(dict.fromkeys(named or group, error))
         again = []
-        for index, handle, answer in zip(group, used, got, strict=True):
-            answers[index] = answer
-            if isinstance(answer, SpillwayError):
+        for index in group:
+            answer = answers.get(index)
+            if failed is not None and answer is not failed:
+                again.append(index)
+            elif isinstance(answer, SpillwayError):
                 try:
-                    if parts[index].follow(answer, handle):
+                    if parts[index].follow(answer, used[index]):
                         again.append(index)
                 except SpillwayError as error:
                     answers[index] = error
-        if again and len(again) < len(group) and all(a is got[0] for a in got):
-            # One that moved has failed the call for all.
-            again = group
         return again
 
     waiting = list(range(len(parts)))
-    for _ in range(MOVES_MAX):
+    # Each of them may move, and fail the others' calls.
+    for _ in range(MOVES_MAX + len(parts)):
         if not waiting:
             break
         again = client.each(one, groups_of(parts, waiting))
         waiting = [index for group in again for index in group]
-    return [answers[index] for index in range(len(parts))]
+    too_often = spillway.Aborted(f"a sequence has moved {MOVES_MAX} times")
+    return [answers.get(index, too_often) for index in range(len(parts))]
