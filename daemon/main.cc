@@ -6,7 +6,6 @@
 #include <iostream>
 
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "daemon/config/config.h"
 #include "daemon/server/daemon.h"
 #include "daemon/server/library_messages.h"
@@ -19,9 +18,6 @@
 #endif
 
 namespace {
-
-// How long the last lines of the log may take to be written.
-constexpr absl::Duration kLastLines = absl::Seconds(1);
 
 // A standard descriptor that is closed would be the next file's or socket's, and
 // the log would go there.
@@ -93,6 +89,6 @@ int main(int argc, char** argv) {
     };
   }
   const int exit_code = spillway::RunDaemon(line->config, *topology, signals, read);
-  spillway::WaitUntilLogged(kLastLines);
+  spillway::WaitUntilLogged();
   return exit_code;
 }

@@ -311,10 +311,10 @@ const std::vector<Setting>& Settings() {
                    &Config::model_count_max, 1, std::numeric_limits<int32_t>::max())),
       Live(Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",
                    &Config::ttl_seconds, 365.0 * 86400)),
-      Seconds("sequences.unnamed_grace_seconds", "--unnamed-grace",
-              "seconds that a sequence which no client has named stays once its clients are gone, "
-              "0: until its ttl",
-              &Config::unnamed_grace_seconds, 365.0 * 86400),
+      Live(Seconds("sequences.unnamed_grace_seconds", "--unnamed-grace",
+                   "seconds that a sequence which no client has named stays once its clients are "
+                   "gone, 0: until its ttl",
+                   &Config::unnamed_grace_seconds, 365.0 * 86400)),
       Live(Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
                    &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max())),
       {"snapshots.folder", "--snapshot-folder",

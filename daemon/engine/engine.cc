@@ -139,7 +139,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string
                       "MODEL_NOT_READY", {{"name", model->name}});
   }
   auto sequence = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), policy, ttl,
-                                             options_.clock(), origin, options_.unnamed_grace);
+                                             options_.clock(), origin, unnamed_grace_);
   RETURN_IF_ERROR(sequence->ReserveTables(*budget_));
   ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
   sequence->rows.reserve(model->spec.layer_count);
@@ -214,9 +214,8 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
                                                           const Origin& origin) {
   const std::shared_ptr<Model>& model = source.model;
   const int64_t length = source.token_count();
-  auto copy =
-      std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
-                                 source.ttl, options_.clock(), origin, options_.unnamed_grace);
+  auto copy = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
+                                         source.ttl, options_.clock(), origin, unnamed_grace_);
   ASSIGN_OR_RETURN(copy->device, device_->ForkSequence(*model->device(), *source.device, length));
   copy->rows.reserve(source.rows.size());
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));

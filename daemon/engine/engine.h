@@ -123,7 +123,8 @@ class Engine {
   }
   // A connection of the client's has ended.
   void ClientGoes(Presence& client) { clients_.Go(client, options_.clock()); }
-  absl::Duration unnamed_grace() const { return options_.unnamed_grace; }
+  // As EngineOptions::unnamed_grace, also of sequences that are there.
+  void SetUnnamedGrace(absl::Duration time) { unnamed_grace_->Set(time); }
   // By the namespace of ids.
   AccountTable& accounts() { return accounts_; }
   const WorkCounters& work() const { return work_; }
@@ -243,6 +244,8 @@ class Engine {
   Arena* const arena_;
   MemoryBudget* const budget_;
   const EngineOptions options_;
+  const std::shared_ptr<UnnamedGrace> unnamed_grace_ =
+      std::make_shared<UnnamedGrace>(options_.unnamed_grace);
   OrderedQueues queues_;
   WorkCounters work_;
   EngineCounters counters_;

@@ -38,6 +38,25 @@ class Presence {
   std::atomic<int64_t> gone_ns_;
 };
 
+// How long a sequence that no client has named stays once all that used it are gone; it may change
+// while sequences are there. Thread-safe.
+class UnnamedGrace {
+ public:
+  // time: infinite: until the sequence's ttl.
+  explicit UnnamedGrace(absl::Duration time) { Set(time); }
+  void Set(absl::Duration time) {
+    // An infinite one is the most there is.
+    ns_.store(absl::ToInt64Nanoseconds(time), std::memory_order_relaxed);
+  }
+  absl::Duration time() const {
+    const int64_t ns = ns_.load(std::memory_order_relaxed);
+    return ns == INT64_MAX ? absl::InfiniteDuration() : absl::Nanoseconds(ns);
+  }
+
+ private:
+  std::atomic<int64_t> ns_;
+};
+
 // The clients that are there, and those whose going matters to a sequence. A client that comes
 // again under its id is the one that it was. Thread-safe.
 class PresenceTable {

@@ -147,7 +147,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence descripti
   if (!description.client.empty()) origin.client = ClientOf(description.client);
   auto sequence = std::make_shared<Sequence>(
       description.id, model, accounts_.Of(NamespaceOf(description.id)), description.policy,
-      description.ttl, description.create_time, origin, options_.unnamed_grace);
+      description.ttl, description.create_time, origin, unnamed_grace_);
   if (record->marked()) sequence->Use(nullptr);
   sequence->record = std::move(record);
   sequence->generation = sequence->record->generation();

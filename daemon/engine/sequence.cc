@@ -27,7 +27,7 @@ int64_t RowBytes(const std::vector<LayerRows>& rows) {
 
 Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
                    const Policy& policy, absl::Duration ttl, absl::Time create_time,
-                   const Origin& origin, absl::Duration grace)
+                   const Origin& origin, std::shared_ptr<const UnnamedGrace> grace)
     : id(std::move(id)),
       name("sequences/" + std::string(ClientIdOf(this->id))),
       model(std::move(model)),
@@ -38,7 +38,7 @@ Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr
       client(origin.client == nullptr ? "" : origin.client->id),
       trace(origin.trace),
       create_time(create_time),
-      grace_(grace),
+      grace_(std::move(grace)),
       last_use_ns_(absl::ToUnixNanos(create_time)) {
   users_.Note(origin.client);
   this->model->sequence_count.fetch_add(1, std::memory_order_relaxed);
@@ -66,14 +66,16 @@ bool Sequence::abandoned() const {
 }
 
 absl::Time Sequence::grace_end() const {
-  if (named || grace_ == absl::InfiniteDuration()) return absl::InfiniteFuture();
+  if (named) return absl::InfiniteFuture();
+  const absl::Duration grace = grace_->time();
+  if (grace == absl::InfiniteDuration()) return absl::InfiniteFuture();
   absl::Time gone;
   {
     const MutexLock lock(mutex_);
     gone = users_.gone_time();
   }
   // Of a client that does not keep a connection each call counts.
-  return std::max(gone, last_use_time()) + grace_;
+  return std::max(gone, last_use_time()) + grace;
 }
 
 SequenceSnapshot Sequence::snapshot() const {

@@ -45,11 +45,11 @@ struct Origin {
 // at any time.
 class Sequence {
  public:
-  // account: charged with what it holds. grace: how long it stays, unless it is named, once none
-  // of its clients is there. REQUIRES: a ready model.
+  // account: charged with what it holds. grace: of those that are not named.
+  // REQUIRES: a ready model.
   Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
-           const Policy& policy, absl::Duration ttl, absl::Time create_time,
-           const Origin& origin = {}, absl::Duration grace = absl::InfiniteDuration());
+           const Policy& policy, absl::Duration ttl, absl::Time create_time, const Origin& origin,
+           std::shared_ptr<const UnnamedGrace> grace);
   ~Sequence();
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
@@ -129,7 +129,7 @@ class Sequence {
   std::vector<MemoryReservation> table_reservations_;
   int64_t charged_bytes_ = 0;  // to the account
   bool counted_ = true;        // in model->sequence_count
-  const absl::Duration grace_;
+  const std::shared_ptr<const UnnamedGrace> grace_;
   std::atomic<int64_t> last_use_ns_;
   mutable Mutex mutex_;
   SequenceUsers users_ ABSL_GUARDED_BY(mutex_);

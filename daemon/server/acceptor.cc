@@ -112,6 +112,7 @@ bool Acceptor::Accept(int listener) {
   if (!connection.valid()) {
     return errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS;
   }
+  bool is_shed = false;
   {
     const MutexLock lock(mutex_);
     // An older entry of the same number is closed.
@@ -120,10 +121,11 @@ bool Acceptor::Accept(int listener) {
     if (static_cast<int64_t>(sockets_.size()) > connection_count_max_) {
       sockets_.erase(connection.get());
       ++shed_connection_count_;
-      connection = Descriptor();
+      is_shed = true;
     }
   }
-  if (!connection.valid()) {
+  if (is_shed) {
+    // Before it is closed: who sees that finds the reason in the log.
     events_.Warning("connection_shed",
                     {{"connection_count_max", absl::StrCat(connection_count_max_.load())}});
     return true;

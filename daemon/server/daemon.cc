@@ -88,11 +88,6 @@ void Apply(const Config& config, Server& server) {
   server.Apply(config);
 }
 
-int Fail(const absl::Status& status) {
-  Log(LogLevel::kError, "cannot_start", {{"error", std::string(status.message())}});
-  return 1;
-}
-
 // What a daemon serves from; what comes later goes first.
 struct Base {
   std::unique_ptr<MpsSystem> system;
@@ -143,21 +138,21 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
     }
     base = Open(config, topology, device_lost);
   }
-  if (!base.ok()) return Fail(base.status());
+  if (!base.ok()) return CannotStart(base.status());
   // After MPS, for its programs keep the limit that they inherit.
   const int64_t descriptor_limit = RaiseDescriptorLimit();
   int signal = 0;
   {
     absl::StatusOr<std::unique_ptr<Server>> server =
         Server::Start(config, base->home->engine(), losses.past());
-    if (!server.ok()) return Fail(server.status());
+    if (!server.ok()) return CannotStart(server.status());
     LogInfo("serving", {{"address", (*server)->address()},
                         {"boot_id", (*server)->boot_id()},
                         {"descriptor_limit", absl::StrCat(descriptor_limit)}});
     std::unique_ptr<HttpServer> http;
     if (!config.http_listen.empty()) {
       absl::StatusOr<std::unique_ptr<HttpServer>> started = StartHttp(config, **server);
-      if (!started.ok()) return Fail(started.status());
+      if (!started.ok()) return CannotStart(started.status());
       http = *std::move(started);
       LogInfo("serving_http", {{"address", http->address()}});
     }
@@ -184,7 +179,7 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
   if (signal == SIGUSR2) {
     LogInfo("relaunching", {{"signal", "SIGUSR2"}});
     base->mps.reset();
-    return Fail(losses.TakePlace());
+    return CannotStart(losses.TakePlace());
   }
   LogInfo("stopped");
   return 0;

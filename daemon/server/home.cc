@@ -16,6 +16,11 @@ constexpr int64_t kAttendShare = 32;
 
 }  // namespace
 
+absl::Duration UnnamedGraceOf(const Config& config) {
+  return config.unnamed_grace_seconds == 0 ? absl::InfiniteDuration()
+                                           : absl::Seconds(config.unnamed_grace_seconds);
+}
+
 Home::Home(const Config& config, const std::string& limit_name)
     : budget_(config.memory_limit_bytes, MemoryBudget::MessageShare(config.memory_limit_bytes),
               limit_name) {}
@@ -59,17 +64,15 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
   ASSIGN_OR_RETURN(device, OpenDevice(config, home->arena_.get(), &home->budget_));
   home->auditor_ = std::make_unique<Auditor>(
       AuditOptions{.share = config.audit_share, .cpu_share = config.audit_cpu_share});
-  home->engine_ = std::make_unique<Engine>(
-      device.get(), home->arena_.get(), &home->budget_,
-      EngineOptions{.sequence_count_max = config.sequence_count_max,
-                    .model_count_max = config.model_count_max,
-                    .slow_attend_seconds = config.slow_attend_ms / 1e3,
-                    .auditor = home->auditor_.get(),
-                    .unnamed_grace = config.unnamed_grace_seconds == 0
-                                         ? absl::InfiniteDuration()
-                                         : absl::Seconds(config.unnamed_grace_seconds),
-                    .store = home->store_.get(),
-                    .device_lost = std::move(device_lost)});
+  home->engine_ =
+      std::make_unique<Engine>(device.get(), home->arena_.get(), &home->budget_,
+                               EngineOptions{.sequence_count_max = config.sequence_count_max,
+                                             .model_count_max = config.model_count_max,
+                                             .slow_attend_seconds = config.slow_attend_ms / 1e3,
+                                             .auditor = home->auditor_.get(),
+                                             .unnamed_grace = UnnamedGraceOf(config),
+                                             .store = home->store_.get(),
+                                             .device_lost = std::move(device_lost)});
   if (home->store_ != nullptr) {
     // Lengths lie there, which devices write.
     RETURN_IF_ERROR(home->store_->records().Observe({observer.committed, observer.released}));

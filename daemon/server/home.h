@@ -4,10 +4,14 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "daemon/config/config.h"
 #include "daemon/engine/engine.h"
 
 namespace spillway {
+
+// EngineOptions::unnamed_grace as the settings have it.
+absl::Duration UnnamedGraceOf(const Config& config);
 
 // An engine and what it stands on: memory, device, audit. The daemon has one,
 // and so has a program that runs the engine in its own process.

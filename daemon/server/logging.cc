@@ -102,4 +102,9 @@ void Log(LogLevel level, const std::string& event, const std::vector<LogField>& 
   spdlog::log(spdlog_level, spdlog::string_view_t(line));
 }
 
+int CannotStart(const absl::Status& why) {
+  Log(LogLevel::kError, "cannot_start", {{"error", std::string(why.message())}});
+  return 1;
+}
+
 }  // namespace spillway

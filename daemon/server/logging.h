@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "daemon/config/config.h"
 
@@ -21,8 +22,10 @@ void SetUpQueuedLogging(const Config& config);
 void SetLogLevel(const std::string& level);
 // Lines that were dropped since the start, for standard error was too slow or closed.
 int64_t DroppedLogLineCount();
+// How long the last lines of a process may take to be written.
+inline constexpr absl::Duration kLastLines = absl::Seconds(1);
 // Waits until what was logged before is written, so long at most. For the process's end.
-void WaitUntilLogged(absl::Duration time);
+void WaitUntilLogged(absl::Duration time = kLastLines);
 
 // A value of an event. What is longer than 4 KiB is cut, and ends in "...".
 struct LogField {
@@ -33,6 +36,8 @@ enum class LogLevel { kInfo, kWarning, kError };
 
 // Logs an event with its values. Thread-safe.
 void Log(LogLevel level, const std::string& event, const std::vector<LogField>& fields = {});
+// Logs why a daemon does not begin to serve. Returns its exit status.
+int CannotStart(const absl::Status& why);
 inline void LogInfo(const std::string& event, const std::vector<LogField>& fields = {}) {
   Log(LogLevel::kInfo, event, fields);
 }

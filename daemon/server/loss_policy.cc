@@ -17,8 +17,6 @@ namespace {
 constexpr int64_t kAttempts = 60;
 constexpr int64_t kAttemptsBeforeCpu = 10;
 constexpr timespec kAttemptPause = {.tv_sec = 1, .tv_nsec = 0};
-// How long the last lines of the log may take to be written.
-constexpr absl::Duration kLastLines = absl::Seconds(1);
 
 }  // namespace
 
@@ -51,32 +49,27 @@ void LossPolicy::Lost(const Config& config, const DeviceWatch::Loss& loss) const
 }
 
 std::optional<int> LossPolicy::WaitForGpu(Config& config, const absl::Status& status) const {
-  const std::string error(status.message());
   const bool may_go_on = config.when_lost == WhenLost::kCpu;
   if (relaunch_.attempt_count() >= (may_go_on ? kAttemptsBeforeCpu : kAttempts)) {
-    if (!may_go_on) {
-      Log(LogLevel::kError, "cannot_start", {{"error", error}});
-      return 1;
-    }
+    if (!may_go_on) return CannotStart(status);
+    const std::string error(status.message());
     Log(LogLevel::kWarning, "cpu_instead", {{"lost", relaunch_.reason()}, {"error", error}});
     config.devices = {"cpu"};
     config.mps = MpsMode::kOff;
     return std::nullopt;
   }
-  Log(LogLevel::kWarning, "device_not_back", {{"error", error}});
+  Log(LogLevel::kWarning, "device_not_back", {{"error", std::string(status.message())}});
   if (const int signal = sigtimedwait(&signals_, nullptr, &kAttemptPause); signal > 0) {
     LogInfo("stopped", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))}});
     return 0;
   }
   Relaunch relaunch = relaunch_;
   relaunch.NoteAttempt();
-  const absl::Status refused = TakePlace(relaunch);
-  Log(LogLevel::kError, "cannot_start", {{"error", std::string(refused.message())}});
-  return 1;
+  return CannotStart(TakePlace(relaunch));
 }
 
 absl::Status LossPolicy::TakePlace(const Relaunch& relaunch) const {
-  WaitUntilLogged(kLastLines);
+  WaitUntilLogged();
   return relaunch.Execute(signals_);
 }
 

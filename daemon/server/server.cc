@@ -19,6 +19,7 @@
 #include "daemon/server/acceptor.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/health_call.h"
+#include "daemon/server/home.h"
 #include "daemon/server/listeners.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/region_server.h"
@@ -306,6 +307,7 @@ const std::string& Server::boot_id() const { return impl_->boot_id; }
 void Server::Apply(const Config& config) {
   impl_->limits.Set(LimitsOf(config));
   impl_->context.engine.slow_attends().SetSeconds(config.slow_attend_ms / 1e3);
+  impl_->context.engine.SetUnnamedGrace(UnnamedGraceOf(config));
   impl_->streams.SetCountMax(config.open_stream_count_max);
   impl_->context.engine.registry().SetCountMax(config.model_count_max, config.sequence_count_max);
   if (impl_->acceptor) impl_->acceptor->SetConnectionCountMax(config.connection_count_max);

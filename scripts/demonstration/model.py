@@ -60,10 +60,20 @@ def _convert(source: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete: an interrupted conversion leaves nothing that
-    # looks like a model.
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / folder.name
         plain.save_pretrained(made)
         AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(made)
+        publish(made, folder)
+
+
+def publish(made: Path, folder: Path) -> None:
+    """Renames a folder that is complete: nobody sees less than a whole model under the name.
+
+    Of several processes that made one at the same time the first one's stays.
+    """
+    try:
         made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise

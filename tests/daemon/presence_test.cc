@@ -174,6 +174,19 @@ TEST_F(AbandonedTest, OfAClientThatDoesNotSayWhoItIsTheTtlCounts) {
   EXPECT_THAT(After(1), ElementsAre("sequences/s by its ttl", "sequences/t by its ttl"));
 }
 
+TEST_F(AbandonedTest, AGraceTimeThatChangesIsOfThoseTooThatAreThere) {
+  const auto client = Come("c");
+  const auto sequence = Make("s", client);
+  engine->ClientGoes(*client);
+  engine->SetUnnamedGrace(absl::InfiniteDuration());
+  EXPECT_EQ(sequence->expire_time(), sequence->create_time + absl::Hours(1));
+  EXPECT_THAT(After(70), IsEmpty());
+  engine->SetUnnamedGrace(absl::Seconds(90));
+  EXPECT_EQ(sequence->expire_time(), sequence->create_time + absl::Seconds(90));
+  engine->SetUnnamedGrace(absl::Milliseconds(1500));
+  EXPECT_THAT(After(0), ElementsAre("sequences/s"));
+}
+
 TEST_F(AbandonedTest, GoesByAnInfiniteTtlToo) {
   const auto client = Come("c");
   const auto sequence =

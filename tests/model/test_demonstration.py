@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from demonstration import report
+from demonstration import model, report
 from demonstration.observation import Observer, worst_head
 from rich.console import Console
 from spillway_lab.evaluation import intervals
@@ -124,3 +124,17 @@ def test_agreement_is_missed_where_the_tokens_rule_it_out(agreeing: int, met: bo
 def test_wilson_upper_end() -> None:
     assert intervals.wilson(240 / 256, 256)[1] == pytest.approx(0.9612, abs=1e-4)
     assert intervals.wilson(1.0, 256)[1] == pytest.approx(1.0)
+
+
+def test_of_two_that_convert_the_model_at_once_the_first_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    for name in ("first", "second"):
+        made = tmp_path / name / "model"
+        made.mkdir(parents=True)
+        (made / "config.json").write_text(name)
+        model.publish(made, folder)
+    assert (folder / "config.json").read_text() == "first"
+    # What is no model is in the way.
+    (folder / "config.json").rename(folder / "another")
+    with pytest.raises(OSError, match="model"):
+        model.publish(tmp_path / "second" / "model", folder)

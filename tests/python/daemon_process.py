@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,15 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
 def tail(log: Path, line_count: int = 40) -> str:
     """The log's last lines."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-line_count:])
+
+
+def wait_for_log(log: Path, text: str, count: int = 1) -> str:
+    """Returns what a log has once it has a text so often, within a minute."""
+    deadline = time.monotonic() + 60
+    while (said := log.read_text()).count(text) < count:
+        assert time.monotonic() < deadline, f"no {text!r} in\n{said}"
+        time.sleep(0.02)
+    return said
 
 
 def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client:

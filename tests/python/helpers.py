@@ -45,9 +45,9 @@ def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
     return error
 
 
-def settles(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within ten seconds."""
-    deadline = time.monotonic() + 10
+def settles(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    """Whether it comes true within a time."""
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -56,5 +56,5 @@ def settles(condition: Callable[[], bool]) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Asserts that it comes true within ten seconds."""
-    assert settles(condition)
+    """Asserts that it comes true within half a minute."""
+    assert settles(condition, 30)

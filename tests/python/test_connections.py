@@ -8,7 +8,7 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import spillway
 from daemon_process import binary
+from helpers import wait_for
 from spillway_lab import serving
 
 DESCRIPTOR_COUNT = 64
@@ -46,13 +47,6 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
     lines = (folder / "spillwayd.log").read_text().splitlines(keepends=True)
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return [entry for entry in entries if entry["event"] == name]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def cpu_ticks(pid: int) -> int:

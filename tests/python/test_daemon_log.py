@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import running_daemon
+from helpers import wait_for
 from spillway._proto import attention_service_pb2, sequence_service_pb2
 
 # Written at the start and at the end.
@@ -33,13 +33,6 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     """What the log says beside the facts of every run."""
     said = [json.loads(line) for line in (folder / "spillwayd.log").read_text().splitlines()]
     return [entry for entry in said if entry["event"] not in FACTS]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def new_model(client: spillway.Client) -> spillway.Model:

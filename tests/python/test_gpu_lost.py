@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import spillway
 from arena_folder import DIM, LAYERS, SHAPES, Writer, folder_in_memory, rows
-from daemon_process import ROOT, binary, device_flags, on_gpu
+from daemon_process import ROOT, binary, device_flags, on_gpu, wait_for_log
 from spillway_lab import serving
 
 FAULT = Path(
@@ -43,12 +43,6 @@ class Faulty:
         self.fault.touch()
         while self.fault.exists():
             time.sleep(0.001)
-
-    def wait_for(self, text: str, count: int = 1) -> None:
-        deadline = time.monotonic() + 60
-        while self.log.read_text().count(text) < count:
-            assert time.monotonic() < deadline, f"no {text!r} in\n{self.log.read_text()}"
-            time.sleep(0.02)
 
 
 @contextmanager
@@ -95,7 +89,7 @@ def test_an_idle_daemon_comes_back_with_its_rows(tmp_path: Path) -> None:
             for number in range(3):
                 each.lose()
                 # Nobody asks for anything.
-                each.wait_for("sequence_rebuilt", number + 1)
+                wait_for_log(each.log, "sequence_rebuilt", number + 1)
                 for one, other in zip(before, attended(sequence), strict=True):
                     np.testing.assert_array_equal(one, other)
             assert each.served.pid == pid
@@ -142,7 +136,7 @@ def test_nobody_who_works_notices(tmp_path: Path, native: bool) -> None:
             for number in range(4):
                 time.sleep(1)
                 each.lose()
-                each.wait_for("sequence_rebuilt", number + 1)
+                wait_for_log(each.log, "sequence_rebuilt", number + 1)
             stop.set()
             for thread in threads:
                 thread.join()
@@ -163,7 +157,7 @@ def test_without_it_the_daemon_says_so_and_gives_rows_back(tmp_path: Path, way: 
             Writer(1, "sequences/s").append(sequence, 3000)
             boot_id = client.get_server_info().boot_id
             each.lose()
-            each.wait_for("device_stays_lost")
+            wait_for_log(each.log, "device_stays_lost")
             with pytest.raises(spillway.SpillwayError, match="cudaErrorIllegalAddress"):
                 sequence.attend(0, QUERY)
             assert client.get_server_info().boot_id == boot_id
@@ -180,10 +174,10 @@ def test_a_device_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> No
             client.create_model("m", **SHAPES)
             for number in range(5):
                 each.lose()
-                each.wait_for("relaunched ", number + 1)
-                each.wait_for("serving ", number + 2)
+                wait_for_log(each.log, "relaunched ", number + 1)
+                wait_for_log(each.log, "serving ", number + 2)
             each.lose()
-            each.wait_for("not_relaunched")
+            wait_for_log(each.log, "not_relaunched")
             assert "6 times within 10m" in each.log.read_text()
 
 
@@ -267,6 +261,6 @@ def test_a_neighbours_fault_under_mps(tmp_path: Path, monkeypatch: pytest.Monkey
                 text=True,
             )
             assert done.returncode != 0, done.stderr
-            each.wait_for("sequence_rebuilt")
+            wait_for_log(each.log, "sequence_rebuilt")
             for one, other in zip(before, attended(sequence), strict=True):
                 np.testing.assert_array_equal(one, other)

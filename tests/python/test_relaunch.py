@@ -7,24 +7,14 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import spillway
 from arena_folder import SHAPES, Writer, daemon, folder_in_memory, rows
-from daemon_process import binary, device_flags, on_gpu
+from daemon_process import binary, device_flags, on_gpu, wait_for_log
 from spillway_lab import serving
-
-
-def wait_for(log: Path, text: str, count: int = 1) -> str:
-    """Returns what a log has once it has a text so often."""
-    deadline = time.monotonic() + 30
-    while log.read_text().count(text) < count:
-        assert time.monotonic() < deadline, f"no {text!r} in\n{log.read_text()}"
-        time.sleep(0.02)
-    return log.read_text()
 
 
 def test_a_signal_starts_it_anew_in_its_place(tmp_path: Path) -> None:
@@ -38,7 +28,7 @@ def test_a_signal_starts_it_anew_in_its_place(tmp_path: Path) -> None:
             # What is asked meanwhile waits, and is answered by the next process.
             os.kill(pid, signal.SIGUSR2)
             writer.append(sequence, 10)
-            wait_for(log, "signal=SIGUSR2", 2 * (number + 1))
+            wait_for_log(log, "signal=SIGUSR2", 2 * (number + 1))
             writer.append(sequence, 10)
         after = client.get_server_info()
         assert (before.store_id, before.start_time) != (after.store_id, after.start_time)
@@ -57,7 +47,7 @@ def test_without_an_arena_directory_the_signal_is_refused(tmp_path: Path) -> Non
         with spillway.connect(each.target) as client:
             before = client.get_server_info()
             os.kill(each.pid, signal.SIGUSR2)
-            wait_for(log, "not_relaunched")
+            wait_for_log(log, "not_relaunched")
             assert "memory.arena_directory keeps them" in log.read_text()
             assert client.get_server_info().boot_id == before.boot_id
 
@@ -89,7 +79,7 @@ def test_the_cpu_goes_on_where_that_is_allowed(tmp_path: Path) -> None:
         )
         each.start()
         try:
-            told = wait_for(tmp_path / "log", "serving_http")
+            told = wait_for_log(tmp_path / "log", "serving_http")
             with spillway.connect(each.target) as client:
                 assert [device.name for device in client.server_info.devices] == ["cpu:0"]
             # The ninth and the tenth time are waited for, each by a process of its own.
@@ -114,7 +104,7 @@ def test_a_daemon_that_waits_for_its_gpu_can_be_stopped(tmp_path: Path) -> None:
     log.touch()
     started = threading.Thread(target=lambda: pytest.raises(RuntimeError, each.start))
     started.start()
-    wait_for(log, "device_not_back")
+    wait_for_log(log, "device_not_back")
     os.kill(each.pid, signal.SIGTERM)
     started.join()
     assert "stopped signal=SIGTERM" in log.read_text()

@@ -8,14 +8,14 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import spillway
 from daemon_process import ROOT, binary, device_flags
+from helpers import wait_for
 from spillway._proto import sequence_service_pb2
 from spillway_lab import serving
 
@@ -32,6 +32,7 @@ LIVE = {
     "server.stream_idle_seconds",
     "server.decode_in_flight_max",
     "sequences.ttl_seconds",
+    "sequences.unnamed_grace_seconds",
     "sequences.count_max",
     "models.count_max",
     "log.level",
@@ -56,19 +57,20 @@ class Reloading:
 
     def reload(self, text: str, last: str = "reloaded") -> list[Event]:
         """What is logged about a new file, to the event that comes last."""
-        before = len(self._events())
+        before = len(self.events())
         self._file.write_text(text)
         os.kill(self.daemon.pid, signal.SIGHUP)
-        return self._wait(lambda said: bool(said) and said[-1]["event"] == last, before)
 
-    def _events(self) -> list[Event]:
-        return [json.loads(line) for line in self._log.read_text().splitlines()]
+        def said() -> list[Event]:
+            return self.events()[before:]
 
-    def _wait(self, enough: Callable[[list[Event]], bool], before: int) -> list[Event]:
-        deadline = time.monotonic() + 30
-        while not enough(said := self._events()[before:]):
-            assert time.monotonic() < deadline, said
-            time.sleep(0.01)
+        wait_for(lambda: last in [event["event"] for event in said()])
+        return said()
+
+    def events(self) -> list[Event]:
+        """What is logged, in whole lines, without times and levels."""
+        lines = self._log.read_text().splitlines(keepends=True)
+        said = [json.loads(line) for line in lines if line.endswith("\n")]
         return [{k: v for k, v in e.items() if k not in ("time", "level")} for e in said]
 
 
@@ -171,6 +173,23 @@ def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> N
         client.delete_model(model)
 
 
+def test_sequences_of_clients_that_are_gone_go_by_the_grace_of_now(reloading: Reloading) -> None:
+    reloading.reload("[sequences]\nunnamed_grace_seconds = 3600\n")
+    with spillway.connect(reloading.target) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+        )
+        with spillway.connect(reloading.target) as gone:
+            sequence = gone.create_sequence(model)
+        wait_for(lambda: [s.abandoned for s in client.list_sequences()] == [True])
+        # Not before the ttl, and at once: one that was there before.
+        reloading.reload("[sequences]\nunnamed_grace_seconds = 0\n")
+        assert [s.name for s in client.list_sequences()] == [sequence.name]
+        reloading.reload("[sequences]\nunnamed_grace_seconds = 0.01\n")
+        wait_for(lambda: not list(client.list_sequences()))
+        client.delete_model(model)
+
+
 def test_beyond_the_connections_that_are_allowed_then_new_ones_are_closed(
     reloading: Reloading,
 ) -> None:
@@ -188,7 +207,11 @@ def test_beyond_the_connections_that_are_allowed_then_new_ones_are_closed(
         reloading.reload("")
         assert served(first)
         reloading.reload("[server]\nconnection_count_max = 1\n")
+        told = len(reloading.events())
         assert not served(second)
+        # The reason was logged before the connection was closed; who writes lines may be behind.
+        shed = {"event": "connection_shed", "connection_count_max": "1"}
+        wait_for(lambda: shed in reloading.events()[told:])
         # Who was there stays.
         first.settimeout(0)
         with pytest.raises(BlockingIOError):

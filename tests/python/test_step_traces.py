@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import binary, running_daemon
+from helpers import wait_for
 from spillway import Client, Sequence
 from spillway._proto import attention_service_pb2
 from spillway_lab import serving
@@ -42,13 +41,6 @@ def traces(folder: Path, event: str, sequence: str) -> list[str | None]:
     said = [json.loads(line) for line in (folder / "spillwayd.log").read_text().splitlines()]
     named = [x for x in said if sequence in x.get("sequence", x.get("error", ""))]
     return [x.get("trace") for x in named if x["event"] == event]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def new_sequence(client: Client) -> Sequence:
