@@ -77,6 +77,7 @@ def up(
     arena_folder: Annotated[
         str, typer.Option(help="A tmpfs where rows outlive their daemon; empty: they do not.")
     ] = "/dev/shm",
+    timeout: Annotated[float, typer.Option(help="Seconds that Ray may take to find room.")] = 180,
     address: Address = "auto",
     namespace: Namespace = _NAMESPACE,
 ) -> None:
@@ -100,7 +101,7 @@ def up(
     )
     deploy.join(address)
     console = Console(stderr=True)
-    deploy.up(settings, namespace, told=console.print)
+    deploy.up(settings, namespace, timeout=timeout, told=console.print)
     _show(deploy.status(namespace))
     suffix = "" if namespace == _NAMESPACE else namespace
     console.print(f'spillway.connect("ray:{suffix}") connects to them.')
@@ -175,3 +176,7 @@ def main() -> None:
     except (SpillwayError, ValueError, OSError) as error:
         print(f"spillway-cluster: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

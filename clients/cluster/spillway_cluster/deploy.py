@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import secrets
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def up(
         AlreadyExists: There is a cluster in the namespace.
         ValueError: A setting is out of range.
         ResourceExhausted: Ray has no room.
-        SpillwayError: A daemon does not start; the message has its log's end. Nothing is left then.
+        SpillwayError: A daemon does not start; the message has its log's end. Nothing is left.
     """
     if settings.daemon_count < 1:
         raise ValueError(f"daemon_count {settings.daemon_count} is not 1 or more")
@@ -94,12 +95,12 @@ def up(
             "spillway-cluster down ends it"
         )
     KvStore(namespace).clear()
-    group = placement_group(
-        settings.bundles(), settings.strategy, name=_group_name(namespace), lifetime="detached"
-    )
+    group = placement_group(settings.bundles(), settings.strategy, lifetime="detached")
+    # Ray finds a group by its name in the namespace of the process that made it alone.
+    _group_store(namespace).put("group", pickle.dumps(group))
     told(f"waiting for Ray to find room for {settings.daemon_count} daemons")
     if not group.wait(timeout):
-        remove_placement_group(group)
+        _remove_group(namespace)
         raise spillway.ResourceExhausted(
             f"Ray has no room for {settings.daemon_count} daemons of {settings.bundles()[0]} "
             f"({settings.strategy}) within {timeout:g} s; it has {ray.available_resources()}"
@@ -220,10 +221,7 @@ def down(namespace: str = NAMESPACE, *, timeout: float = 60.0) -> None:
     if directory is not None:
         ray.kill(directory)
     KvStore(namespace).clear()
-    try:
-        remove_placement_group(ray.util.get_placement_group(_group_name(namespace)))
-    except ValueError:
-        pass
+    _remove_group(namespace)
 
 
 def _slots(namespace: str) -> list[int]:
@@ -241,8 +239,17 @@ def _node_name(slot: int | str) -> str:
     return f"spillway-node-{slot}"
 
 
-def _group_name(namespace: str) -> str:
-    return f"spillway-{namespace}"
+def _group_store(namespace: str) -> KvStore:
+    """Where the placement group of a cluster is noted, beside what its directory notes."""
+    return KvStore(f"{namespace}-group")
+
+
+def _remove_group(namespace: str) -> None:
+    """Gives back what Ray keeps for the daemons."""
+    store = _group_store(namespace)
+    for _, value in store.items():
+        remove_placement_group(pickle.loads(value))  # noqa: S301  (of this cluster's own)
+    store.clear()
 
 
 def _named(name: str, namespace: str) -> Any:

@@ -1,0 +1,65 @@
+"""Several nodes of Ray on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from daemon_process import binary
+from ray.cluster_utils import Cluster
+from spillway_cluster import deploy
+from spillway_cluster.settings import Settings
+from spillway_lab import serving
+
+
+class RayNodes:
+    """A head without cores and some nodes of one core each; this process is in the cluster.
+
+    Attributes:
+        address: Of the cluster.
+    """
+
+    def __init__(self, count: int) -> None:
+        serving.prefer_library(binary())
+        # Nodes have it from here.
+        os.environ["SPILLWAYD"] = str(binary())
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        self._nodes: list[Any] = [self._cluster.add_node(num_cpus=1) for _ in range(count)]
+        self.address: str = self._cluster.address
+        ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
+
+    def add(self) -> None:
+        """Adds one."""
+        self._nodes.append(self._cluster.add_node(num_cpus=1))
+
+    def remove(self, node_id: str) -> None:
+        """Ends one as a machine that is switched off does: at once."""
+        node = next(each for each in self._nodes if each.node_id == node_id)
+        self._nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        """Ends all."""
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def daemons(count: int, **options: Any) -> Iterator[list[str]]:
+    """Daemons on as many nodes, by their names; ends them."""
+    settings = Settings(
+        daemon_count=count,
+        strategy="STRICT_SPREAD",
+        memory_limit="512MiB",
+        **{"listen": "unix", **options},
+    )
+    try:
+        yield deploy.up(settings)
+    finally:
+        deploy.down()

@@ -1,0 +1,239 @@
+"""Daemons on the nodes of a Ray cluster, and what happens when something of it is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import spillway
+from ray_nodes import RayNodes, daemons
+from spillway_cluster import deploy
+from spillway_cluster.handle import DIRECTORY
+
+LAYERS, KV_HEADS, GROUP, DIM, TOKENS, STEPS = 3, 2, 2, 64, 2500, 40
+SHAPES: dict[str, Any] = {
+    "layer_count": LAYERS,
+    "query_head_count": KV_HEADS * GROUP,
+    "kv_head_count": KV_HEADS,
+    "head_dim": DIM,
+    "dtype": "float32",
+    "policy": spillway.Policy(dense_token_count=1024),
+}
+
+
+def rows(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype("f4")
+
+
+K, V = (rows(seed, LAYERS, KV_HEADS, TOKENS + STEPS, DIM) for seed in (1, 2))
+Q = rows(3, STEPS, 1, 1, KV_HEADS * GROUP, DIM)
+
+
+def filled(client: Any) -> Any:
+    sequence = client.create_sequence("models/m")
+    sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+    return sequence
+
+
+def decoded(client: Any, sequence: Any, number: int) -> np.ndarray:
+    """The outputs of a step, of all layers."""
+    at = slice(TOKENS + number, TOKENS + number + 1)
+    outs = []
+    with client.begin_step([sequence]) as step:
+        for layer in range(LAYERS):
+            out, _ = step.attend(layer, Q[number], K[None, layer, :, at], V[None, layer, :, at])
+            outs.append(out)
+    return np.stack(outs)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[np.ndarray]:
+    """What an embedded engine with the whole sequence answers, by step."""
+    with spillway.connect("embedded:", settings={"device.name": "cpu"}) as client:
+        client.create_model("m", **SHAPES)
+        sequence = filled(client)
+        return [decoded(client, sequence, number) for number in range(STEPS)]
+
+
+def program(nodes: RayNodes, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs spillway-cluster."""
+    return subprocess.run(
+        [sys.executable, "-m", "spillway_cluster.cli", *arguments, "--address", nodes.address],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def test_the_program(nodes: RayNodes, expected: list[np.ndarray]) -> None:
+    none = program(nodes, "status")
+    assert none.returncode == 1
+    assert "no Spillway cluster in Ray's namespace 'spillway'; spillway-cluster up" in none.stderr
+    many = program(nodes, "up", "--daemons", "4", "--strategy", "strict-spread", "--timeout", "3")
+    assert many.returncode == 1
+    assert re.search(r"Ray has no room for 4 daemons .*STRICT_SPREAD", many.stderr), many.stderr
+    options = ("--daemons", "2", "--listen", "unix", "--memory-limit", "256MiB")
+    up = program(nodes, "up", *options)
+    assert up.returncode == 0, up.stderr
+    assert 'spillway.connect("ray:")' in up.stderr
+    try:
+        again = program(nodes, "up", *options)
+        assert again.returncode == 1
+        assert "there is a Spillway cluster" in again.stderr
+        with spillway.connect("ray:") as client:
+            client.create_model("m", **SHAPES)
+            sequences = [filled(client) for _ in range(2)]
+            status = program(nodes, "status")
+            assert re.search(r"daemon-0 .* up .*daemon-1 .* up ", status.stdout, re.S), (
+                status.stdout
+            )
+            assert "models/m: 3 layers" in status.stdout
+            drain = program(nodes, "drain", "daemon-0")
+            assert drain.returncode == 0, drain.stderr
+            assert "1 sequences moved, 0 gone meanwhile" in drain.stdout
+            for sequence in sequences:
+                assert np.array_equal(decoded(client, sequence, 0), expected[0])
+            unknown = program(nodes, "drain", "daemon-7")
+            assert unknown.returncode == 1
+            assert "no daemon daemon-7 serves; those that do: daemon-1" in unknown.stderr
+    finally:
+        down = program(nodes, "down")
+    assert down.returncode == 0, down.stderr
+    assert program(nodes, "down").returncode == 0
+    assert program(nodes, "status").returncode == 1
+
+
+def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
+    with daemons(3, listen="tcp", allow_remote=True):
+        records = deploy.status().daemons
+        assert len({record.node for record in records}) == 3
+        assert all(record.target.startswith("tcp:") for record in records)
+        with spillway.connect("ray:") as client:
+            client.create_model("m", **SHAPES)
+            assert filled(client).token_count == TOKENS
+
+
+def test_a_task_of_a_ray_job_connects(nodes: RayNodes) -> None:
+    # It runs in another process, which has no tests.
+    def task(q: np.ndarray) -> Any:
+        with spillway.connect("ray:") as client:
+            return client.get_sequence("sequences/shared").attend(0, q).out
+
+    with daemons(2), spillway.connect("ray:?parts=2") as client:
+        client.create_model("m", **SHAPES)
+        sequence: Any = client.create_sequence("models/m", "shared")
+        sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+        assert len(set(sequence.daemons)) == 2
+        out = ray.get(ray.remote(task).options(num_cpus=0).remote(Q[0][0]))
+        assert np.array_equal(out, sequence.attend(0, Q[0][0]).out)
+
+
+def test_more_parts_than_daemons_are_refused(nodes: RayNodes) -> None:
+    with daemons(2):
+        with pytest.raises(ValueError, match=r"parts 3 is not in \[1, 2\]"):
+            spillway.connect("ray:?parts=3")
+        with pytest.raises(spillway.InvalidArgument, match="parts 'x' is not a number"):
+            spillway.connect("ray:?parts=x")
+    with pytest.raises(spillway.Unavailable, match="no Spillway cluster in Ray's namespace"):
+        spillway.connect("ray:")
+
+
+def directory_pid() -> int:
+    actor = ray.get_actor(DIRECTORY, deploy.NAMESPACE)
+    pid: int = ray.get(actor.pid.remote())
+    return pid
+
+
+def kill_directory(_: str) -> None:
+    os.kill(directory_pid(), signal.SIGKILL)
+
+
+def kill_actor(daemon: str) -> None:
+    pid, _ = ray.get(deploy.node_of(daemon).pids.remote())
+    os.kill(pid, signal.SIGKILL)
+
+
+def kill_daemon(daemon: str) -> None:
+    _, pid = ray.get(deploy.node_of(daemon).pids.remote())
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("part_count", [1, 2])
+@pytest.mark.parametrize("kill", [kill_directory, kill_actor, kill_daemon])
+def test_what_is_killed_comes_back(
+    nodes: RayNodes, expected: list[np.ndarray], kill: Any, part_count: int
+) -> None:
+    with daemons(2), spillway.connect(f"ray:?parts={part_count}") as client:
+        client.create_model("m", **SHAPES)
+        sequence: Any = filled(client)
+        pids = [ray.get(deploy.node_of(name).pids.remote()) for name in ("daemon-0", "daemon-1")]
+        for number in range(10):
+            if number == 3:
+                kill(sequence.daemons[-1])
+            assert np.array_equal(decoded(client, sequence, number), expected[number])
+        after = [ray.get(deploy.node_of(name).pids.remote()) for name in ("daemon-0", "daemon-1")]
+        # Only what was killed is another process; an actor that is finds its daemon running.
+        changed = [a != b for a, b in zip(pids, after, strict=True)]
+        daemons_changed = [a[1] != b[1] for a, b in zip(pids, after, strict=True)]
+        assert sum(changed) == (0 if kill is kill_directory else 1)
+        assert sum(daemons_changed) == (1 if kill is kill_daemon else 0)
+        # All of it works as before.
+        assert np.array_equal(decoded(client, filled(client), 0), expected[0])
+        assert [each.state for each in deploy.status().daemons] == ["up", "up"]
+
+
+def test_a_node_that_goes_takes_its_sequences_and_no_others(
+    nodes: RayNodes, expected: list[np.ndarray]
+) -> None:
+    with daemons(2), spillway.connect("ray:") as client:
+        client.create_model("m", **SHAPES)
+        sequences: list[Any] = [filled(client) for _ in range(2)]
+        lost = sequences[0].daemons[0]
+        record = next(each for each in deploy.status().daemons if each.name == lost)
+        nodes.remove(record.node)
+        try:
+            started = time.monotonic()
+            with pytest.raises(spillway.Unavailable, match=f"{lost} is lost .*node") as raised:
+                decoded(client, sequences[0], 0)
+            assert raised.value.reason == "DAEMON_LOST"
+            assert time.monotonic() - started < 50  # not for as long as a restart may take
+            for number in range(3):
+                out = decoded(client, sequences[1], number)
+                assert np.array_equal(out, expected[number])
+            # Ray puts the daemon on a node that is left: it is a new one.
+            deadline = time.monotonic() + 60
+            while [each.state for each in deploy.status().daemons].count("up") < 2:
+                assert time.monotonic() < deadline, deploy.status().daemons
+                time.sleep(0.5)
+            assert np.array_equal(decoded(client, filled(client), 0), expected[0])
+        finally:
+            nodes.add()
+
+
+def test_a_daemon_that_stalls_is_waited_for_until_the_deadline(
+    nodes: RayNodes, expected: list[np.ndarray]
+) -> None:
+    with daemons(2), spillway.connect("ray:", timeout=2.0) as client:
+        client.create_model("m", **SHAPES)
+        sequences: list[Any] = [filled(client) for _ in range(2)]
+        _, pid = ray.get(deploy.node_of(sequences[0].daemons[0]).pids.remote())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises((spillway.DeadlineExceeded, spillway.Unavailable)):
+                sequences[0].attend(0, Q[0][0])
+            assert time.monotonic() - started < 30
+            assert np.array_equal(decoded(client, sequences[1], 0), expected[0])
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert np.array_equal(decoded(client, sequences[0], 0), expected[0])
