@@ -105,6 +105,16 @@ def test_a_daemon_that_comes_back_with_its_rows_is_the_same(cluster: Cluster) ->
     assert cluster.directory.loss("daemon-1") == ""
 
 
+def test_rows_that_are_on_another_node_are_the_same_daemon(cluster: Cluster) -> None:
+    """Ray was started again on the machine, whose memory has them."""
+    cluster.deaths["node-1"] = "stopped"
+    assert cluster.directory.register(record(1, node="node-9")) == "daemon-1"
+    assert cluster.directory.loss("daemon-1") == ""
+    # Without an arena they are gone.
+    cluster.directory.register(record(2, store_id=""))
+    assert cluster.directory.register(record(2, store_id="", node="node-8")) == "daemon-2.2"
+
+
 def test_a_daemon_that_comes_back_without_them_is_another(cluster: Cluster) -> None:
     assert cluster.directory.register(record(1, store_id="other")) == "daemon-1.1"
     assert cluster.directory.daemon("daemon-1").state == "lost"

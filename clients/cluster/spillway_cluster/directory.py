@@ -163,8 +163,9 @@ class Directory:
         """
         before = [each for each in self._daemons.values() if each.slot == record.slot]
         for each in before:
-            same = each.node == record.node and each.store_id == record.store_id
-            if same and each.state not in ("lost", "drained"):
+            # Rows that outlive their daemon may outlive what Ray calls a node, too.
+            stays = bool(record.store_id) or each.node == record.node
+            if stays and each.store_id == record.store_id and each.state not in ("lost", "drained"):
                 state: State = "draining" if each.state == "draining" else "up"
                 self._note(dataclasses.replace(record, name=each.name, state=state))
                 return each.name

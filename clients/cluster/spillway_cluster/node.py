@@ -132,6 +132,9 @@ class Node:
                     continue
                 if self._stopping.is_set():
                     return
+                # One that drains goes on with that.
+                if not self._draining.locked():
+                    self._directory.set_state(self.name, "down", "it has ended, and is restarted")
                 if time.monotonic() - started > _STEADY_SECONDS:
                     pause = _PAUSE_SECONDS_MIN
                 _log.warning("%s has ended; it is started again in %.2f s", self.name, pause)
