@@ -7,13 +7,13 @@ import functools
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from google.rpc import status_pb2
 
+from spillway import forks
 from spillway.access import Access
 from spillway.errors import SpillwayError, error_from_status
 from spillway.tracing import trace_id
@@ -189,9 +189,11 @@ class NativeChannel:
                 target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
             )
         self._handle = self._checked(handle)
+        # Why it is closed; empty: it was closed.
+        self._left = ""
         # An engine goes before the library's own at exit; a channel is nothing
         # that other threads' calls could be waiting in by then.
-        self._finalizer: Any = weakref.finalize(self, loaded.spillway_channel_close, self._handle)
+        self._finalizer = forks.finalizer(self, loaded.spillway_channel_close, self._handle)
         self._finalizer.atexit = embedded
         self._lock = threading.Lock()
 
@@ -202,7 +204,13 @@ class NativeChannel:
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
-            raise ValueError("the client is closed")
+            raise RuntimeError(self._left) if self._left else ValueError("the client is closed")
+
+    def leave_to_parent(self, error: str) -> None:
+        """Has all that follows raise it: this process was forked from the channel's."""
+        self._lock = threading.Lock()
+        self._left = error
+        self._finalizer.detach()
 
     def _error(self) -> SpillwayError:
         """Why this thread's last function failed."""
@@ -252,6 +260,7 @@ class NativeChannel:
 
     def step_results(self, step: int) -> bytes:
         """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
+        self._check_open()
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
         if self.library.spillway_step_results(step, *map(ctypes.byref, (data, size))):
             raise self._error()
@@ -309,11 +318,18 @@ class NativeChannel:
 
     def decoder_results(self, decoder: int, layer: int) -> bytes:
         """As `step_results`, of a layer of the last step that has ended."""
+        self._check_open()
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
         out = map(ctypes.byref, (data, size))
         if self.library.spillway_decoder_results(decoder, layer, *out):
             raise self._error()
         return _bytes(data, size)
+
+    def decoder_sums(self, decoder: int, layer: int) -> Sums:
+        """Returns sums over a layer's steps of a decoder that have ended well."""
+        self._check_open()
+        sums: Sums = self.library.spillway_decoder_sums_of(decoder, layer)
+        return sums
 
     def close(self) -> None:
         """Closes the channel; an engine goes with all it holds."""
@@ -411,7 +427,7 @@ class GpuMapping:
 
     def __init__(self, loaded: ctypes.CDLL, handle: int, address: int, ordinal: int) -> None:
         self.address, self.ordinal = address, ordinal
-        unmapping: Any = weakref.finalize(self, loaded.spillway_gpu_region_unmap, handle)
+        unmapping = forks.finalizer(self, loaded.spillway_gpu_region_unmap, handle)
         # CUDA is going then, and unmaps it.
         unmapping.atexit = False
 
@@ -454,7 +470,7 @@ class NativeCall:
         self._data, self._size = ctypes.c_void_p(), ctypes.c_size_t()
         self._out = ctypes.byref(self._data), ctypes.byref(self._size)
         # Not at exit: a thread may be waiting in it.
-        closing: Any = weakref.finalize(self, loaded.spillway_call_close, handle)
+        closing = forks.finalizer(self, loaded.spillway_call_close, handle)
         closing.atexit = False
 
     def send(self, message: bytes) -> bool:

@@ -6,7 +6,6 @@ import datetime
 import importlib
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from spillway import _native, _split
+from spillway import _native, _split, forks
 from spillway._native import NativeChannel
 from spillway._proto import (
     admin_service_pb2,
@@ -110,6 +109,8 @@ class Client:
         resume_seconds: float,
     ) -> None:
         self.target = target
+        # Why it cannot be used: it is that of the process which this one was forked from.
+        self._left = ""
         self._timeout = timeout
         self._native_asked = native
         # Why the daemon was found to have none; empty while nothing is known.
@@ -132,12 +133,13 @@ class Client:
             self._stubs = _Stubs(self._channel)
             self._presence = Presence(self._stubs.sequences.Connect)
             # Of a client that nobody closes.
-            weakref.finalize(self, self._presence.close)
+            forks.finalizer(self, self._presence.close)
             if library is not None:
                 self._native = NativeChannel(
                     library, target, settings, access, self._presence.client_id
                 )
         self._regions = Regions(self)
+        forks.leaves(self)
         self._restarts = Restarts(self, resume_seconds)
         try:
             self.server_info = self.get_server_info()
@@ -178,14 +180,27 @@ class Client:
 
         Sequences stay in a daemon, those that were named (`sequence_id`) until their ttl, and
         others for a minute (the daemon's `sequences.unnamed_grace_seconds`) unless another
-        client uses them. An embedded engine goes with everything it holds.
+        client uses them. An embedded engine goes with everything it holds. In a process that
+        was forked from the client's it does nothing.
         """
+        if self._left:
+            return
         self._regions.close()
         if self._presence is not None:
             self._presence.close()
         self._channel.close()
         if self._native is not None:
             self._native.close()
+
+    def _leave_to_parent(self, error: str) -> None:
+        self._left = error
+        # What these write when they go is the parent's to write.
+        for given in (self._channel, self._stubs, self._presence):
+            forks.keep(given)
+        if self._native is not None:
+            self._native.leave_to_parent(error)
+        self._channel = self._stubs = cast(Any, forks.Left(error))
+        self._regions.leave_to_parent(error)
 
     @property
     def transport(self) -> str:
@@ -282,7 +297,10 @@ class Client:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         finally:
-            call.cancel()
+            if self._left:
+                forks.keep(call)
+            else:
+                call.cancel()
 
     # Models.
 
@@ -875,7 +893,10 @@ def connect(
 
     `connect("embedded:")` needs no daemon: the engine lives in this process, in
     libspillway, until the client is closed. Each such client has an engine of
-    its own, which nobody else reaches. Do not fork a process that has one.
+    its own, which nobody else reaches.
+
+    A client is its process's: in one that is forked from that, every use raises RuntimeError,
+    and neither that nor the child's exit is noticed by the daemon. The child connects anew.
 
     A target that begins with `ray:` is a cluster of daemons: `spillway_cluster.connect` gets it
     with the other arguments, and what it returns has the calls of a `Client`.

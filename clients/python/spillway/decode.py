@@ -5,11 +5,11 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import grpc
 
-from spillway import _split
+from spillway import _split, forks
 from spillway._native import NativeCall
 from spillway._proto import attention_service_pb2
 from spillway.errors import (
@@ -114,6 +114,12 @@ class DecodeStream:
         self._closed = False
         # What messages are of; None: the trace in which each is sent.
         self._trace: str | None = None
+        forks.leaves(self)
+
+    def _leave_to_parent(self, error: str) -> None:
+        forks.keep(self._stream)
+        self._stream = cast(Any, forks.Left(error))
+        self._pending.clear()
 
     def _opened(self) -> _GrpcioStream | _NativeStream:
         client = self._client
@@ -297,4 +303,5 @@ class DecodeStream:
             self._closed = True
             for step in self._pending.values():
                 step.sequence._forget()
-            self._stream.cancel()
+            if not self._client._left:
+                self._stream.cancel()

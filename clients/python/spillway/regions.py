@@ -9,10 +9,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from spillway import forks
 from spillway._native import EMBEDDED, GpuMapping
 from spillway._proto import memory_service_pb2, tensor_pb2
 from spillway.errors import (
@@ -294,6 +295,15 @@ class Regions:
         self.staged_bytes_min = _STAGED_BYTES_MIN
         # Why a daemon's GPU memory is not to be had; empty while nothing is known.
         self.no_gpu = ""
+
+    def leave_to_parent(self, error: str) -> None:
+        """Knows of none any more: this process was forked from the client's, whose they are."""
+        self._lock = threading.Lock()
+        self._attached, self._staging = {}, {}
+        if self._socket is not None:
+            # One descriptor of the parent's session less that keeps it from ending.
+            self._socket.close()
+        self._socket = cast(Any, forks.Left(error))
 
     @property
     def available(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import sys
-import weakref
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spillway import forks
 from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
 from spillway.errors import NotFound, SpillwayError
@@ -82,7 +82,7 @@ class _NativeStep:
         self._handle = channel.begin_step(message.SerializeToString())
         # At exit too, before the channel's, which was made earlier: the engine
         # goes with the last of both.
-        self.end: Any = weakref.finalize(self, channel.library.spillway_step_end, self._handle)
+        self.end = forks.finalizer(self, channel.library.spillway_step_end, self._handle)
         self._tensors = _Tensors()
         self._at = ctypes.byref(self._tensors)
 

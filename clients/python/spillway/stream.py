@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spillway import forks
 from spillway._native import Sums
 from spillway._proto import attention_service_pb2
 from spillway.errors import SpillwayError
@@ -103,7 +103,7 @@ class StreamDecoder(_Together):
             if gpu < 0
             else torch.device("cuda", gpu)
         )
-        self._end: Any = weakref.finalize(
+        self._end = forks.finalizer(
             self, self._channel.library.spillway_decoder_close, self._handle
         )
         self._tensors = _Tensors()
@@ -260,8 +260,7 @@ class StreamDecoder(_Together):
         self._check_open()
         if not 0 <= layer < self._model.layer_count:
             raise ValueError(f"layer {layer} is not in [0, {self._model.layer_count})")
-        sums: Sums = self._channel.library.spillway_decoder_sums_of(self._handle, layer)
-        return sums
+        return self._channel.decoder_sums(self._handle, layer)
 
     def close(self) -> None:
         """Ends the step as `finish`, without its errors, and lets the sequences go."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import datetime
-import weakref
 from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import Cache
 
+from spillway import forks
 from spillway.client import Client
 from spillway.indices import HashWeights, RotationHash
 from spillway.policy import Policy
@@ -135,7 +135,7 @@ class SpillwayCache(Chats, Cache):
         shared.layer_count = len(layers)
         Cache.__init__(self, layers=layers)
         # The store must not lead back to the cache, or it would never go.
-        self._finalizer = weakref.finalize(self, shared.store.release)
+        self._finalizer = forks.finalizer(self, shared.store.release)
 
     def __enter__(self) -> SpillwayCache:
         return self

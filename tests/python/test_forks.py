@@ -1,0 +1,130 @@
+"""A process that is forked from one with a client: the client stays the parent's alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from daemon_process import binary
+from spillway_lab import serving
+
+PROGRAM = """
+import json, os, signal, sys
+
+import numpy as np
+import spillway
+
+target, native = sys.argv[1], sys.argv[2] != "grpcio"
+embedded = target == "embedded:"
+settings = {"device.name": "cpu", "memory.limit": "256MiB"} if embedded else None
+client = spillway.connect(target, native=native, settings=settings)
+model = client.create_model(
+    layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
+)
+sequence = client.create_sequence(model)
+other = client.create_sequence(model)
+large = np.ones((1, 2, 16384, 16), np.float32)
+# By way of a region of its own, where there are any.
+sequence.append(0, 0, large, large)
+row, q = np.ones((2, 1, 16), np.float32), np.ones((1, 2, 16), np.float32)
+stream = client.decode()
+stream.step(sequence, 0, q, row, row)
+step = client.begin_step([sequence])
+rows = sequence.fetch(0, 0, 16)
+connected = None if embedded else client._presence._stream
+
+
+def tried(use):
+    try:
+        use()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def in_child():
+    uses = {
+        "call": client.get_server_info,
+        "list": lambda: list(client.list_sequences()),
+        "append": lambda: other.append(0, 0, row[None], row[None]),
+        "large": lambda: other.append(0, 0, large, large),
+        "fetch": lambda: sequence.fetch(0, 0, 16),
+        "stream": lambda: stream.step(other, 0, q, row, row, start=0),
+        "open": lambda: client.decode(),
+        "step": lambda: step.attend(0, q[None], row[None], row[None]),
+        "results": lambda: step.results(),
+        "begin": lambda: client.begin_step([sequence]),
+    }
+    said = {name: tried(use) for name, use in uses.items()}
+    closed = [tried(gone.close) for gone in (step, stream, client)]
+    anew = None
+    if not embedded:
+        with spillway.connect(target, native=native) as mine:
+            anew = mine.get_sequence(sequence.name).token_count
+    return {"pid": os.getpid(), "said": said, "closed": closed, "anew": anew}
+
+
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    # A child that hangs is ended.
+    signal.alarm(60)
+    os.write(writer, json.dumps(in_child()).encode())
+    sys.exit(0)
+os.close(writer)
+told = json.loads(open(reader).read())
+# Its exit, too, is none of the parent's.
+_, status = os.waitpid(child, 0)
+if os.fork() == 0:
+    signal.alarm(60)
+    sys.exit(0)
+_, idle = os.wait()
+step.attend(0, q[None], row[None], row[None])
+step.close()
+stream.step(sequence, 0, q, row, row)
+sequence.append(0, sequence.token_count, large, large)
+same = embedded or (client._presence._stream is connected and connected.is_active())
+left = [s.abandoned for s in client.list_sequences() if s.name == sequence.name]
+print(json.dumps({
+    **told, "parent": os.getpid(), "statuses": [status, idle], "same": same, "abandoned": left,
+    "tokens": [sequence.token_count, other.token_count],
+}))
+"""
+
+
+@pytest.mark.parametrize("transport", ["grpcio", "libspillway", "embedded"])
+def test_a_client_is_of_the_process_that_made_it(
+    request: pytest.FixtureRequest, transport: str
+) -> None:
+    serving.prefer_library(binary())
+    embedded = transport == "embedded"
+    target = "embedded:" if embedded else request.getfixturevalue("target")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, target, transport],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    error = (
+        f"this client was made in process {told['parent']}, and this is process {told['pid']}, "
+        "forked from it: connect anew in this one"
+    )
+    assert len(told["said"]) == 10
+    if transport == "grpcio":
+        # They are here already.
+        assert told["said"].pop("results") is None
+    for use, said in told["said"].items():
+        assert said == ["RuntimeError", error], use
+    assert told["closed"] == [None, None, None]
+    assert told["anew"] == (None if embedded else 16385)
+    assert told["statuses"] == [0, 0]
+    assert told["same"]
+    assert told["abandoned"] == [False]
+    assert told["tokens"] == [2 * 16384 + 3, 0]
