@@ -127,14 +127,13 @@ def drain(
 
     deploy.join(address)
     drained = deploy.drain(daemon, namespace)
-    table = Table("sequence", "to", "tokens", "while sealed", "rounds")
+    table = Table("sequence", "to", "tokens", "sealed for, ms")
     for part, (target, copied) in sorted(drained.moves.items()):
         table.add_row(
             part,
             target,
             str(copied.token_count),
-            str(copied.sealed_token_count),
-            str(copied.rounds),
+            f"{1e3 * copied.sealed_seconds:.0f}",
         )
     console = Console()
     console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,9 +13,8 @@ from spillway.errors import Cancelled, DeadlineExceeded, NotFound, SpillwayError
 from spillway_cluster.merging import joined
 from spillway_cluster.placement import Moved
 
-# Tokens that are copied at a time, of one layer or so many fewer of several: it bounds this
-# process's memory.
-_TOKENS_AT_ONCE = 16_384
+# Rows that are copied at a time: steps of either daemon wait no longer than for so many.
+_BYTES_AT_ONCE = 4 << 20
 # So few tokens of each layer are copied while the sequence is sealed; a sequence that grows
 # faster than it is copied is sealed after so many rounds.
 _LAST_TOKENS = 32
@@ -38,11 +38,13 @@ class Copied:
     Attributes:
         token_count: Tokens of the longest layer.
         sealed_token_count: Of those, copied while the sequence was sealed.
+        sealed_seconds: For how long it was.
         rounds: Times that rows were copied.
     """
 
     token_count: int = 0
     sealed_token_count: int = 0
+    sealed_seconds: float = 0.0
     rounds: int = 0
 
 
@@ -123,20 +125,22 @@ def _moved(
     info = old.refresh()
     generation = info.generation
     new = _created(target, old, info)
+    model = target.get_model(old.model)
+    token_bytes = model.row_bytes_per_token // model.layer_count
     copied = Copied()
-    sealed = False
+    sealed = 0.0
     try:
         counts = [0] * len(info.layer_token_counts)
         while copied.rounds < _ROUNDS_MAX:
-            behind = _copy(old, new, counts)
+            behind = _copy(old, new, counts, token_bytes)
             copied.rounds += 1
             _check(old, generation)
             if behind <= _LAST_TOKENS:
                 break
-        sealed = True
+        sealed = time.perf_counter()
         old.seal()
         _check(old, generation)
-        copied.sealed_token_count = _copy(old, new, counts)
+        copied.sealed_token_count = _copy(old, new, counts, token_bytes)
         copied.token_count = max(counts)
         there = new.refresh()
         if list(there.layer_token_counts) != list(old.layer_token_counts):
@@ -157,8 +161,9 @@ def _moved(
         # Nobody knows what is there: who moves it next finds out.
         raise
     except BaseException:
-        _take_back(old, new, ledger, sealed)
+        _take_back(old, new, ledger, sealed > 0)
         raise
+    copied.sealed_seconds = time.perf_counter() - sealed
     ledger.end_move(old.name, done=True)
     return copied
 
@@ -181,13 +186,16 @@ def _check(old: spillway.Sequence, generation: int) -> None:
         raise _Truncated
 
 
-def _copy(old: spillway.Sequence, new: spillway.Sequence, counts: list[int]) -> int:
+def _copy(
+    old: spillway.Sequence, new: spillway.Sequence, counts: list[int], token_bytes: int
+) -> int:
     """Copies what has come since the last time.
 
     Args:
         old: From where.
         new: To where.
         counts: Tokens of each layer that are copied; kept up to date.
+        token_bytes: Of a token's rows in one layer.
 
     Returns:
         The most tokens of a layer that were copied.
@@ -200,7 +208,7 @@ def _copy(old: spillway.Sequence, new: spillway.Sequence, counts: list[int]) -> 
         last = first + 1
         while last < len(now) and (counts[last], now[last]) == (counts[first], now[first]):
             last += 1
-        at_once = max(1, _TOKENS_AT_ONCE // (last - first))
+        at_once = max(1, _BYTES_AT_ONCE // (token_bytes * (last - first)))
         for start in range(counts[first], now[first], at_once):
             stop = min(start + at_once, now[first])
             try:

@@ -73,7 +73,7 @@ class _Group:
 
     def _mine(self, array: Any) -> Any:
         """Of an array of all the step's sequences, those of the group."""
-        if len(self._numbers) == len(array):
+        if len(self._numbers) == array.shape[0]:
             return array
         first, last = self._numbers[0], self._numbers[-1]
         if last - first + 1 == len(self._numbers):
