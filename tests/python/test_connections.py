@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import spillway
 from daemon_process import binary
@@ -173,3 +174,26 @@ def test_sessions_of_regions_wait_for_descriptors_too(tmp_path: Path) -> None:
             assert cpu_ticks(process.pid) - before < 20
         with spillway.connect(listen) as client:
             client.attach_region(4096).detach()
+
+
+def test_a_new_client_does_not_take_up_an_older_ones_connection(tmp_path: Path) -> None:
+    """Which may be to a daemon that is gone, and break in the middle of a step."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        target = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
+    flags = ("--device", "cpu", "--memory-limit", "256MiB")
+    daemon = serving.Daemon(binary(), target, tmp_path / "log", *flags, timeout=30)
+    q, k, v = (np.ones(shape, "f4") for shape in ((1, 1, 2, 16), (1, 1, 1, 16), (1, 1, 1, 16)))
+    with ExitStack() as older:
+        older.callback(daemon.end)
+        for _ in range(5):
+            daemon.start()
+            client = older.enter_context(spillway.connect(target))
+            model = client.create_model(
+                layer_count=3, query_head_count=2, kv_head_count=1, head_dim=16, dtype="float32"
+            )
+            sequence = client.create_sequence(model)
+            for _ in range(3):
+                with client.begin_step([sequence]) as step:
+                    for layer in range(3):
+                        step.attend(layer, q, k, v)
+            daemon.kill()

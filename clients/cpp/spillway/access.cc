@@ -111,6 +111,11 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> OpenChannel(const std::string& ta
   // A daemon that restarts is there again within seconds.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+  // A connection that another client has left may be to a daemon that is gone.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // Clients call again themselves. A stream that gRPC moves to another connection may lose
+  // its next message, and then waits for ever.
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
   if (SpeaksTls(target, access)) {
     ASSIGN_OR_RETURN(credentials, TlsCredentials(access));
