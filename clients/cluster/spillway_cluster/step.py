@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,17 +59,25 @@ class _Group:
             starts=[step.starts[number] for number in self._numbers],
         )
 
-    def attend(
-        self, layer: int, group: int, q: Array, k: Array, v: Array, out_dtype: OutDType | None
-    ) -> tuple[Any, Any]:
+    def ask(
+        self,
+        layer: int,
+        group: int,
+        rows: tuple[Array, Array, Array],
+        out_dtype: OutDType | None,
+        *,
+        at_once: bool,
+    ) -> Callable[[], tuple[Any, Any]]:
+        """As `DecodeStep._asked`; rows: q, k and v of the whole step."""
         heads, query_heads = self.share.heads, self.share.query_heads(group)
-        q, k, v = (self._mine(array) for array in (q, k, v))
-        return self._step.attend(
+        q, k, v = (self._mine(array) for array in rows)
+        return self._step._asked(
             self.share.local(layer),
             heads_of(q, query_heads, 2),
             heads_of(k, heads, 1),
             heads_of(v, heads, 1),
-            out_dtype=out_dtype,
+            out_dtype,
+            at_once=at_once,
         )
 
     def _mine(self, array: Any) -> Any:
@@ -205,28 +214,61 @@ class ClusterStep:
         Arguments, results and errors as of `spillway.DecodeStep.attend`. After an error some
         daemons may have the new tokens; the same call may be repeated.
         """
-        query_group = self.sequences[0].group
         done: dict[int, tuple[_Group, tuple[Any, Any]]] = {}
         for _ in range(MOVES_MAX):
             groups = self._groups_of(layer)
             waiting = [group for group in groups if id(group) not in done]
-
-            def ask(group: _Group) -> tuple[Any, Any] | None:
-                try:
-                    return group.attend(layer, query_group, q, k, v, out_dtype)
-                except SpillwayError as error:
-                    if not _followed(group.owned, group.handles, error):
-                        raise
-                    return None
-
-            answers = self._client.each(ask, waiting)
-            for group, answer in zip(waiting, answers, strict=True):
-                if answer is not None:
-                    done[id(group)] = group, answer
+            for group, answer in self._answers(waiting, layer, (q, k, v), out_dtype):
+                done[id(group)] = group, answer
             if all(id(group) in done for group in groups) and groups is self._groups_of(layer):
                 self._last = groups
                 return self._joined(layer, [done[id(group)] for group in groups], q)
         raise _moved_too_often()
+
+    def _answers(
+        self,
+        groups: SequenceABC[_Group],
+        layer: int,
+        rows: tuple[Array, Array, Array],
+        out_dtype: OutDType | None,
+    ) -> list[tuple[_Group, tuple[Any, Any]]]:
+        """Asks all of them, then waits for each; without those that a part has moved from."""
+        query_group = self.sequences[0].group
+        # One thread for all: to wake another for each takes longer than to ask.
+        waiting: list[tuple[_Group, Callable[[], tuple[Any, Any]]]] = []
+        answers: list[tuple[_Group, tuple[Any, Any]]] = []
+        failed: list[Exception] = []
+
+        def note(group: _Group, error: Exception) -> None:
+            try:
+                moved = isinstance(error, SpillwayError) and _followed(
+                    group.owned, group.handles, error
+                )
+            except SpillwayError as lost:
+                error, moved = lost, False
+            if not moved:
+                failed.append(error)
+
+        try:
+            for group in groups:
+                try:
+                    asked = group.ask(layer, query_group, rows, out_dtype, at_once=len(groups) > 1)
+                except Exception as error:  # noqa: BLE001  (raised once the others have ended)
+                    note(group, error)
+                else:
+                    waiting.append((group, asked))
+            for group, answer in waiting:
+                try:
+                    answers.append((group, answer()))
+                except Exception as error:  # noqa: BLE001
+                    note(group, error)
+        except BaseException:
+            # An interrupt: the others are given up too.
+            self.close()
+            raise
+        if failed:
+            raise failed[0]
+        return answers
 
     def _joined(
         self, layer: int, answers: SequenceABC[tuple[_Group, tuple[Any, Any]]], q: Array

@@ -245,14 +245,32 @@ class NativeChannel:
             handle = self.library.spillway_step_begin(self._handle, description, len(description))
         return self._checked(handle)
 
-    def attend_step(self, step: int, layer: int, tensors: Any) -> None:
-        """Attends at a layer of a step; tensors: by reference, a spillway_step_tensors.
+    def ask_step(self, step: int, layer: int, tensors: Any, *, at_once: bool) -> bool:
+        """Asks for an attend at a layer of a step.
 
-        An interrupt is raised while a daemon's answer is waited for; then the step can but be
-        ended.
+        Args:
+            step: Its handle.
+            layer: The layer.
+            tensors: By reference, a spillway_step_tensors.
+            at_once: To return before a daemon's answer is there.
+
+        Returns:
+            Whether the answer is there; else the step can but be awaited or ended.
         """
         self._check_open()
-        code = self.library.spillway_step_attend_for(step, layer, tensors, _WAIT_SECONDS)
+        seconds = 0.0 if at_once else _WAIT_SECONDS
+        code = self.library.spillway_step_attend_for(step, layer, tensors, seconds)
+        if code not in (0, _UNANSWERED):
+            raise self._error()
+        return bool(code == 0)
+
+    def await_step(self, step: int, tensors: Any) -> None:
+        """Waits for the answer of a step that was asked, with the tensors as they were.
+
+        An interrupt is raised meanwhile; then the step can but be ended.
+        """
+        self._check_open()
+        code = _UNANSWERED
         while code == _UNANSWERED:
             code = self.library.spillway_step_await(step, tensors, _WAIT_SECONDS)
         if code:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import operator
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from spillway.tracing import trace_id
 
 if TYPE_CHECKING:
     from spillway.client import Client
+
+T = TypeVar("T")
 
 
 class _Tensor(ctypes.Structure):
@@ -86,7 +89,19 @@ class _NativeStep:
         self._tensors = _Tensors()
         self._at = ctypes.byref(self._tensors)
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
+    def ask(
+        self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
+    ) -> Callable[[], tuple[Any, Any]]:
+        """Asks for an attend. What is returned waits for the answer, and must be called.
+
+        Args:
+            layer: As of `DecodeStep.attend`, like q, k and v.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            out_dtype: Element type of the output.
+            at_once: To return before the answer is there; else some of the wait may be here.
+        """
         self._check_open()
         tensors = self._tensors
         shape = tuple(q.shape)
@@ -94,20 +109,27 @@ class _NativeStep:
         tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), out_dtype
         # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
         # `kept`: copies, where there had to be some, until the call is over.
-        kept = (
+        kept = [
             _put(tensors.q, q, 1, 2),
             _put(tensors.k, k, 2, 1),
             _put(tensors.v, v, 2, 1),
             _put(tensors.out, out, 1, 2),
-        )
+        ]
         place = place_of(lse)
         assert place is not None
         tensors.lse = place.address
         for array in {x.device: x for x in (q, k, v) if on_gpu(x)}.values():
             wait_for_stream(array)
-        self._channel.attend_step(self._handle, layer, self._at)
-        del kept
-        return _back(out, q), _back(lse, q)
+        answered = self._channel.ask_step(self._handle, layer, self._at, at_once=at_once)
+
+        def answer() -> tuple[Any, Any]:
+            if not answered:
+                self._check_open()
+                self._channel.await_step(self._handle, self._at)
+            del kept[:]
+            return _back(out, q), _back(lse, q)
+
+        return answer
 
     def _check_open(self) -> None:
         if not self.end.alive:
@@ -186,7 +208,10 @@ class _StreamStep:
         self._last: list[AttendResult] = []
         self.end = self._stream.close
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
+    def ask(
+        self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
+    ) -> Callable[[], tuple[Any, Any]]:
+        """As of `_NativeStep`; messages never wait."""
         same = out_dtype == dtype_of(q, "q")
         ids = {
             self._stream.send(
@@ -201,6 +226,10 @@ class _StreamStep:
             ): i
             for i, (sequence, start) in enumerate(zip(self._sequences, self._starts, strict=True))
         }
+        return partial(self._answer, ids)
+
+    def _answer(self, ids: dict[int, int]) -> tuple[Any, Any]:
+        """Waits for the answers to messages; ids: the place of each one's sequence."""
         answers: dict[int, AttendResult] = {}
         failed: SpillwayError | None = None
         for _ in ids:
@@ -285,6 +314,10 @@ class _Together:
         return dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
 
 
+def _raised(error: SpillwayError) -> NoReturn:
+    raise error
+
+
 class DecodeStep(_Together):
     """One decode step of several sequences; `Client.begin_step` makes it.
 
@@ -342,13 +375,19 @@ class DecodeStep(_Together):
                 client._no_doorbell = error.message
         return _StreamStep(client, self.sequences, self.starts, self._policy, self._trace)
 
-    def _attend(self, layer: int, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any]:
-        self._kind = self._kind or self._begun()
+    def _ask(
+        self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, at_once: bool
+    ) -> Callable[[], tuple[Any, Any]]:
+        kind = self._kind = self._kind or self._begun()
+        return self._unbroken(partial(kind.ask, layer, q, k, v, out_dtype, at_once=at_once))
+
+    def _unbroken(self, call: Callable[[], T]) -> T:
+        """Calls for the step; where a restart breaks that, it is begun again the next time."""
         try:
-            return self._kind.attend(layer, q, k, v, out_dtype)
+            return call()
         except BROKEN:
-            # A restart ends what was announced. This layer's tokens may be there, or not.
-            if self._client.server_info.store_id:
+            # What was announced has ended. The layer's tokens may be there, or not.
+            if self._kind is not None and self._client.server_info.store_id:
                 self._kind.end()
                 self._kind = None
             raise
@@ -388,12 +427,50 @@ class DecodeStep(_Together):
                 daemon may still append this layer's new tokens: `Sequence.truncate` to
                 `starts` waits for that, and makes all layers equally long again.
         """
+        return self._asked(layer, q, k, v, out_dtype, at_once=False)()
+
+    def _asked(
+        self, layer: int, q: Any, k: Any, v: Any, out_dtype: OutDType | None, *, at_once: bool
+    ) -> Callable[[], tuple[Any, Any]]:
+        """As `attend`, in two halves: for who asks several daemons, and then waits for all.
+
+        Args:
+            layer: As of `attend`, like the arrays.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            out_dtype: Element type of the output.
+            at_once: To return before the answer is there.
+
+        Returns:
+            What waits for the answer and returns it. It must be called, before anything else
+            of the step, and raises what `attend` does, but ValueErrors that are raised here.
+        """
         asked = self._check(q, k, v, out_dtype)
+        ask = partial(self._ask, layer, q, k, v, asked)
+        first: Callable[[], tuple[Any, Any]] | None
         try:
-            attend = partial(self._attend, layer, q, k, v, asked)
-            answer = self._client._restarts.again(attend)
-            for sequence, start in zip(self.sequences, self.starts, strict=True):
-                sequence._expect(layer, start + self.token_count)
+            first = self._guarded(partial(ask, at_once))
+        except BROKEN as error:
+            first = partial(_raised, error)
+
+        def answer() -> tuple[Any, Any]:
+            nonlocal first
+            taken, first = first, None
+            return self._unbroken(taken or ask(False))
+
+        return partial(self._guarded, lambda: self._noted(layer, answer))
+
+    def _noted(self, layer: int, answer: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        self._last = self._client._restarts.again(answer)
+        for sequence, start in zip(self.sequences, self.starts, strict=True):
+            sequence._expect(layer, start + self.token_count)
+        return self._last
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Calls; what is known of the sequences is asked anew where that fails."""
+        try:
+            return call()
         except BaseException as error:
             for sequence in self.sequences:
                 sequence._forget()
@@ -402,8 +479,6 @@ class DecodeStep(_Together):
             if not isinstance(error, Exception):
                 self.close()
             raise
-        self._last = answer
-        return answer
 
     def results(self) -> list[AttendResult]:
         """Returns all of the last attend, one for each sequence: certificate and counts too."""
