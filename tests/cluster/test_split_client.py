@@ -193,6 +193,18 @@ def test_steps_streams_and_truncation(pair: Pair) -> None:
         expect_same(whole, parts)
 
 
+def test_a_step_of_elements_by_their_bits(pair: Pair) -> None:
+    q = spillway.BFloat16.from_float32(Q[None, :1])
+    k, v = rows(9, 1, KV_HEADS, 1, DIM), rows(10, 1, KV_HEADS, 1, DIM)
+    outs = []
+    for client, whole in zip(pair.clients, (pair.one, pair.many), strict=True):
+        fork = whole.fork()
+        with client.begin_step([fork]) as step:
+            outs.append(step.attend(0, q, k, v)[0].bits)
+        fork.delete()
+    assert np.array_equal(*outs)
+
+
 def test_what_is_named_is_found(pair: Pair) -> None:
     client = pair.clients[1]
     assert not list(client.list_sequences())

@@ -104,9 +104,13 @@ class Node:
         return self.name
 
     def _register(self) -> None:
+        # By a new connection: the old one may look for the daemon again only in a second.
+        fresh = self._connect(self._record)
+        info = fresh.server_info
         if self._client is None:
-            self._client = self._connect(self._record)
-        info = self._client.get_server_info()
+            self._client = fresh
+        else:
+            fresh.close()
         self.name = self._directory.register(
             DaemonRecord(
                 name="",
@@ -125,9 +129,13 @@ class Node:
     def _watch(self) -> None:
         pause = _PAUSE_SECONDS_MIN
         started = time.monotonic()
+        registered = True
         while not self._stopping.is_set():
             try:
                 if not self._process.wait(_REPORT_SECONDS):
+                    if not registered:
+                        self._register()
+                        registered = True
                     self._report()
                     continue
                 if self._stopping.is_set():
@@ -142,8 +150,10 @@ class Node:
                 pause = min(2 * pause, _PAUSE_SECONDS_MAX)
                 started = time.monotonic()
                 self._restart_count += 1
+                registered = False
                 self._process.start(_START_SECONDS)
                 self._register()
+                registered = True
             except Exception:
                 if self._stopping.is_set():
                     return

@@ -1,0 +1,67 @@
+"""What a node does for its daemon, without one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import spillway
+from local_cluster import Served, record
+from spillway_cluster import node
+from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.node import Node
+
+
+class EndsOnce(Served):
+    """A daemon that ends once it is told to."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self, seconds: float) -> bool:
+        if self.ended.wait(seconds):
+            self.ended.clear()
+            return True
+        return False
+
+
+class Unreachable(Directory):
+    """A directory that does not answer who registers a daemon again, at first."""
+
+    failures = 2
+
+    def register(self, record: DaemonRecord) -> str:
+        if record.restart_count and self.failures:
+            self.failures -= 1
+            raise spillway.Unavailable("the directory is being restarted")
+        return super().register(record)
+
+
+def client(_: DaemonRecord) -> Any:
+    limits = SimpleNamespace(memory_bytes_max=1)
+    info = SimpleNamespace(version="0.1.0", store_id="rows", limits=limits)
+    memory = SimpleNamespace(used_bytes=0)
+    return SimpleNamespace(
+        server_info=info,
+        statistics=lambda: SimpleNamespace(memory=memory, models=[]),
+        close=lambda: None,
+    )
+
+
+def test_a_restarted_daemon_is_registered_once_the_directory_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    directory, process = Unreachable(MemoryStore()), EndsOnce()
+    made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
+    name = made.start()
+    process.ended.set()
+    end = time.monotonic() + 30
+    while directory.daemon(name).restart_count == 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert directory.daemon(name).state == "up"
+    made.stop()
