@@ -2,10 +2,13 @@
 
 `small` decodes by a doorbell, one token after the other, over 16K tokens by the default policy.
 `giant` attends to all rows of a long context, 16 queries a call, from as many threads as
---giants says, without a pause. Times of `small` alone and beside `giant` come from turns in one
-run. Prints a JSON object: milliseconds, and the ratios of beside to alone.
+--giants says, without a pause. Times of `small` alone and beside `giant` come from turns that
+alternate in one run, of the same tokens: the answers are the same bits, or the run fails. Prints a
+JSON object: milliseconds of a step's attend, and the ratios of beside to alone, of all rounds and
+of each. Flags that are none of these go to the daemon.
 
-    python bench/rpc/fairness.py [--device cpu] [--tokens 65536] [--giants 2] [--seconds 4]
+    python bench/rpc/fairness.py [--device cpu] [--tokens 65536] [--giants 2] [--steps 100]
+        [--rounds 4]
 """
 
 from __future__ import annotations
@@ -17,16 +20,29 @@ import os
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import spillway
-from spillway import Client, Policy, Sequence
+from decoding import (
+    CHUNK,
+    ERROR_MAX,
+    HEAD_DIM,
+    HEADS,
+    ROOT,
+    Decoder,
+    error_of,
+    filled,
+    normal,
+    quantiles,
+    surroundings,
+)
+from spillway import Policy, Sequence
 from spillway_lab import serving
 
-ROOT = Path(__file__).resolve().parents[2]
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SMALL_TOKENS, CHUNK, QUERIES, ROUNDS = 16384, 4096, 16, 4
+SMALL_TOKENS, QUERIES = 16384, 16
 TOKENS = {"small": "small-token-of-the-benchmark", "giant": "giant-token-of-the-benchmark"}
 
 
@@ -38,58 +54,48 @@ def entries() -> str:
     )
 
 
-def normal(seed: int, *shape: int) -> np.ndarray:
-    """Standard normal numbers in half precision."""
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(np.float16)
-
-
-def filled(client: Client, token_count: int) -> Sequence:
-    """A sequence of a model of one layer."""
-    model = client.create_model(
-        layer_count=1,
-        query_head_count=HEADS,
-        kv_head_count=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype="float16",
-    )
-    sequence = client.create_sequence(model)
-    rows = normal(1, KV_HEADS, CHUNK, HEAD_DIM)
-    for _ in range(0, token_count, CHUNK):
-        sequence.append(0, None, rows, rows)
-    return sequence
-
-
-def steps(client: Client, sequence: Sequence, seconds: float) -> list[float]:
-    """Milliseconds of each decode step."""
-    q = normal(2, 1, 1, HEADS, HEAD_DIM)
-    row = normal(3, 1, KV_HEADS, 1, HEAD_DIM)
-    took = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        with client.begin_step([sequence]) as step:
-            begin = time.perf_counter()
-            step.attend(0, q, row, row)
-            took.append(1000 * (time.perf_counter() - begin))
-    return took
-
-
 class Giants:
-    """Attends over all rows without a pause, until it is left."""
+    """Attends over all rows without a pause, from being entered to being left.
+
+    Attributes:
+        took: Milliseconds of each attend.
+        error: Relative error of the first, against double precision.
+    """
 
     def __init__(self, sequence: Sequence, count: int) -> None:
-        self._sequence = sequence
+        self._sequence, self._count = sequence, count
+        self._q = normal(4, QUERIES, HEADS, HEAD_DIM)
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+        self._threads: list[threading.Thread] = []
+        self._failures: list[BaseException] = []
         self.took: list[float] = []
+        out = self._attend()
+        self._answer = zlib.crc32(out)
+        # The last query sees every row.
+        self.error = error_of(out[-1], self._q[-1], sequence.token_count // CHUNK)
+        if not self.error <= ERROR_MAX:
+            raise SystemExit(f"a giant's error is {self.error}, more than {ERROR_MAX}")
+
+    def _attend(self) -> np.ndarray:
+        result = self._sequence.attend(
+            0, self._q, policy=Policy(selector="all"), out_dtype="float32"
+        )
+        return np.ascontiguousarray(result.out)
 
     def _run(self) -> None:
-        q = normal(4, QUERIES, HEADS, HEAD_DIM)
-        while not self._stop.is_set():
-            begin = time.perf_counter()
-            self._sequence.attend(0, q, policy=Policy(selector="all"))
-            self.took.append(1000 * (time.perf_counter() - begin))
+        try:
+            while not self._stop.is_set():
+                begin = time.perf_counter()
+                out = self._attend()
+                self.took.append(1000 * (time.perf_counter() - begin))
+                if zlib.crc32(out) != self._answer:
+                    raise SystemExit("a giant answers otherwise than before")
+        except BaseException as error:
+            self._failures.append(error)
 
     def __enter__(self) -> Giants:
+        self._stop.clear()
+        self._threads = [threading.Thread(target=self._run) for _ in range(self._count)]
         for thread in self._threads:
             thread.start()
         time.sleep(0.2)
@@ -99,6 +105,15 @@ class Giants:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+
+def compared(alone: np.ndarray, beside: np.ndarray) -> dict[str, Any]:
+    """Quantiles of both, and their ratios."""
+    one, both = quantiles(alone), quantiles(beside)
+    ratios = {f"ratio_{name.removesuffix('_ms')}": both[name] / one[name] for name in one}
+    return {"alone": one, "beside": both, **ratios}
 
 
 def main() -> None:
@@ -107,40 +122,42 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--giants", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4)
-    options = parser.parse_args()
-    binary = serving.find_binary(ROOT)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=4)
+    options, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokens.toml"
         file.touch(0o600)
         file.write_text(entries())
-        flags = ("--device", options.device, "--tokens-file", str(file))
+        # No audit: what it finds changes the answers that are to come.
+        flags = ("--device", options.device, "--tokens-file", str(file), "--audit-share", "0")
         log = Path(folder) / "log"
         # Who waits until the daemon serves asks it something.
         os.environ["SPILLWAY_TOKEN"] = TOKENS["small"]
-        with serving.running_daemon(binary, log, *flags, timeout=60) as target:
-            small = spillway.connect(target, token=TOKENS["small"])
-            giant = spillway.connect(target, token=TOKENS["giant"], timeout=600)
-            sequence = filled(small, SMALL_TOKENS)
-            large = filled(giant, options.tokens)
-            steps(small, sequence, 0.5)  # not timed
-            alone: list[float] = []
-            beside: list[float] = []
-            took: list[float] = []
-            for _ in range(ROUNDS):
-                alone += steps(small, sequence, options.seconds / ROUNDS)
-                with Giants(large, options.giants) as giants:
-                    beside += steps(small, sequence, options.seconds / ROUNDS)
-                took += giants.took
-            told = {"transport": small.step_transport, "giant_ms": float(np.median(took))}
-            for name, share in (("p50", 50), ("p99", 99)):
-                one, both = np.percentile(alone, share), np.percentile(beside, share)
-                told[f"alone_{name}_ms"] = float(one)
-                told[f"beside_{name}_ms"] = float(both)
-                told[f"ratio_{name}"] = float(both / one)
-            print(json.dumps(vars(options) | told | {"steps": [len(alone), len(beside)]}))
-            small.close()
-            giant.close()
+        with (
+            serving.running_daemon(
+                serving.find_binary(ROOT), log, *flags, *more, timeout=60
+            ) as target,
+            spillway.connect(target, token=TOKENS["small"]) as small,
+            spillway.connect(target, token=TOKENS["giant"], timeout=600) as giant,
+        ):
+            facts = surroundings(small)
+            decoder = Decoder(small, filled(small, SMALL_TOKENS))
+            giants = Giants(filled(giant, options.tokens), options.giants)
+            decoder.turn(options.steps)  # not timed
+            alone, beside = [], []
+            for _ in range(options.rounds):
+                alone.append(decoder.turn(options.steps)[:, 0])
+                with giants:
+                    beside.append(decoder.turn(options.steps)[:, 0])
+            told = compared(np.concatenate(alone), np.concatenate(beside))
+            told["each_round"] = [compared(*both) for both in zip(alone, beside, strict=True)]
+            told["giant_p50_ms"] = float(np.median(giants.took))
+            told["giant_count"] = len(giants.took)
+            told["steps_compared"] = decoder.checked
+            told["errors"] = {"small": decoder.error, "giant": giants.error}
+            told["load_after"] = os.getloadavg()[0]
+            print(json.dumps(vars(options) | {"flags": more} | facts | told))
 
 
 if __name__ == "__main__":

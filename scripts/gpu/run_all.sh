@@ -3,7 +3,7 @@
 #   run_all.sh FOLDER [STEP...]
 # FOLDER gets summary.json, a log of each step and a report of each suite.
 # Without names of steps all run: devices conformance statistics gpu memcheck
-# racecheck attend_bench encode_bench python model demo huggingface. A step that
+# racecheck attend_bench encode_bench python model demo huggingface fairness presence. A step that
 # fails, or does not end in its time, does not keep the next ones from running;
 # the exit status is 1 if there was one. The Python steps use the GPU
 # $SPILLWAY_TEST_DEVICE, cuda:0 where it is not set.
@@ -137,6 +137,17 @@ python_steps() {
   step huggingface 600 "${in_tree[@]}" bash -o pipefail -c \
     'python3 bench/gpu/huggingface.py --device "$1" | tee "$0"' "$results/huggingface.jsonl" \
     "$device"
+  # These want a machine that nobody else uses meanwhile.
+  # shellcheck disable=SC2016
+  step fairness 900 "${in_tree[@]}" bash -eo pipefail -c 'for tokens in 65536 1048576; do
+      for giants in 1 2; do
+        python3 bench/rpc/fairness.py --device "$1" --tokens $tokens --giants $giants --steps 1000
+      done
+    done | tee "$0"' "$results/fairness.jsonl" "$device"
+  # shellcheck disable=SC2016
+  step presence 900 "${in_tree[@]}" bash -o pipefail -c \
+    'python3 bench/rpc/presence.py --device "$1" --steps 2000 | tee "$0"' \
+    "$results/presence.jsonl" "$device"
 }
 
 # With the model, which stage.sh --model puts beside the bundle in two parts.
@@ -157,7 +168,8 @@ model_steps() {
   step demo 600 "${in_tree[@]}" python3 scripts/demo.py --device "$device" --output "$results/demo"
 }
 
-if wanted python || wanted model || wanted demo || wanted huggingface; then
+if wanted python || wanted model || wanted demo || wanted huggingface || wanted fairness ||
+  wanted presence; then
   python_steps
 fi
 

@@ -1,0 +1,154 @@
+"""What clients that say they are there cost another's decode steps.
+
+One client decodes by a doorbell, one token after the other, beside 0, 1 and 100 open Connect
+streams: none at all, its own, and those of 99 others that do nothing, each by a connection of
+its own. Turns alternate in one run, in another order every round, and decode the same tokens: the
+answers are the same bits, or the run fails. Prints a JSON object: milliseconds of a step's attend,
+and of a step with announcing it, by the count of streams, of all rounds and of each, and ratios to
+none. Flags that are none of these go to the daemon.
+
+    python bench/rpc/presence.py [--device cpu] [--tokens 16384] [--steps 200] [--rounds 6]
+        [--clients 0 1 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import spillway
+from decoding import ROOT, Decoder, filled, quantiles, surroundings
+from spillway import Client
+from spillway._proto import sequence_service_pb2, sequence_service_pb2_grpc
+from spillway.presence import Presence
+from spillway_lab import serving
+
+
+def others(target: str, ask: Connection) -> None:
+    """A process that keeps as many clients as it is told: connections, and a stream on each."""
+    # Of the same target they would else share one.
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    streams: list[Any] = []
+    channels: list[Any] = []
+    while (count := ask.recv()) is not None:
+        while len(streams) > count:
+            streams.pop().cancel()
+            channels.pop().close()
+        while len(streams) < count:
+            channels.append(grpc.insecure_channel(target, options=own))
+            name = uuid.uuid4().hex
+            streams.append(
+                sequence_service_pb2_grpc.SequenceServiceStub(channels[-1]).Connect(
+                    sequence_service_pb2.ConnectRequest(client_id=name),
+                    metadata=(("spillway-client", name),),
+                )
+            )
+        ask.send(None)
+
+
+class Clients:
+    """How many clients are connected: the one that decodes, and others."""
+
+    def __init__(self, client: Client, log: Path, ask: Connection) -> None:
+        self._client, self._ask = client, ask
+        address = re.findall(r"serving_http address=(\S+)", log.read_text())[-1]
+        self._metrics = f"{address if '://' in address else 'http://' + address}/metrics"
+
+    def set(self, count: int) -> None:
+        """Returns when the daemon counts so many."""
+        assert self._client._presence is not None
+        self._client._presence.close()
+        if count:
+            self._client._presence = Presence(self._client._stubs.sequences.Connect)
+        self._ask.send(max(0, count - 1))
+        self._ask.recv()
+        deadline = time.monotonic() + 60
+        while (there := self._there()) != count:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{there} clients are connected, not {count}")
+            time.sleep(0.05)
+        # What came and went has settled.
+        time.sleep(0.5)
+
+    def _there(self) -> int:
+        with urllib.request.urlopen(self._metrics, timeout=30) as response:
+            text = response.read().decode()
+        return int(float(re.findall(r"^spillway_clients (\S+)$", text, re.MULTILINE)[0]))
+
+
+@contextmanager
+def connected(client: Client, log: Path) -> Iterator[Clients]:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=others, args=(client.target, there))
+    process.start()
+    try:
+        yield Clients(client, log, here)
+    finally:
+        here.send(None)
+        process.join(10)
+        process.kill()
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--clients", type=int, nargs="+", default=[0, 1, 100])
+    options, more = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        # No audit: what it finds changes the answers that are to come.
+        flags = ("--device", options.device, "--http-listen", "tcp:127.0.0.1:0")
+        flags += ("--audit-share", "0", *more)
+        binary = serving.find_binary(ROOT)
+        with (
+            serving.running_daemon(binary, log, *flags, timeout=60) as target,
+            spillway.connect(target) as client,
+            connected(client, log) as clients,
+        ):
+            facts = surroundings(client)
+            # Named: it stays though its client says that it is gone.
+            decoder = Decoder(client, filled(client, options.tokens, "decoded"))
+            decoder.turn(options.steps)  # not timed
+            took: dict[int, list[np.ndarray]] = {count: [] for count in options.clients}
+            for number in range(options.rounds):
+                first = number % len(options.clients)
+                for count in options.clients[first:] + options.clients[:first]:
+                    clients.set(count)
+                    took[count].append(decoder.turn(options.steps))
+            clients.set(1)
+            told: dict[str, Any] = {}
+            for column, what in enumerate(("attend", "step")):
+                each = {n: np.concatenate(turns)[:, column] for n, turns in took.items()}
+                told[what] = {str(n): quantiles(times) for n, times in each.items()}
+                none = quantiles(each[options.clients[0]])
+                for n, times in each.items():
+                    own = told[what][str(n)]
+                    own |= {f"ratio_{k[:3]}": v / none[k] for k, v in quantiles(times).items()}
+                    own["each_round"] = [quantiles(turn[:, column]) for turn in took[n]]
+            told["steps_compared"] = decoder.checked
+            told["error"] = decoder.error
+            told["load_after"] = os.getloadavg()[0]
+            print(json.dumps(vars(options) | {"flags": more} | facts | told))
+
+
+if __name__ == "__main__":
+    main()
