@@ -140,9 +140,10 @@ class DoorbellDecoderTest : public EngineTest {
     EXPECT_TRUE(told.ParseFromArray(memory->text, static_cast<int>(answer.text_bytes)));
     return told.message();
   }
-  DoorbellAnswer Open() {
+  DoorbellAnswer Open(const std::string& trace_id = "") {
     v1::DecodeStep step;
     step.set_token_count(1);
+    step.set_trace_id(trace_id);
     v1::DecodeStep::Part& part = *step.add_parts();
     part.set_sequence("sequences/s");
     part.set_token_start(sequence->snapshot().token_count);
@@ -182,8 +183,10 @@ class DoorbellDecoderTest : public EngineTest {
 
   SharedToy gpu{"cuda:0", "GPU-a"};
   RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
+  std::vector<std::string> traces;  // of what was refused, in that order
   const StatusConverter status{"boot", "", [](const absl::Status& error) { return error; },
-                               [](const absl::Status&, const std::string&, std::string_view) {}};
+                               [this](const absl::Status&, const std::string&,
+                                      std::string_view trace) { traces.emplace_back(trace); }};
   const std::string session = regions.OpenSession();
   std::optional<Engine> gpu_engine;
   std::shared_ptr<Model> gpu_model;
@@ -245,6 +248,22 @@ TEST_F(DoorbellDecoderTest, AttendsLayerByLayerAndLetsTheSequenceGo) {
   EXPECT_EQ(gpu.shared_count(), 0);
   EXPECT_EQ(sequence->snapshot().token_count, 3);
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 9);
+}
+
+TEST_F(DoorbellDecoderTest, WhatIsRefusedNamesTheTraceThatItWasOpenedIn) {
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 9);
+  ASSERT_EQ(Open("job-7/3").code, 0);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderAttend).code, 9);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
+  // A decoder of another trace, of none, and one that is refused for its own.
+  ASSERT_EQ(Open("another").code, 0);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
+  ASSERT_EQ(Open().code, 0);
+  EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
+  const DoorbellAnswer refused = Open("two words");
+  EXPECT_EQ(refused.code, 3);
+  EXPECT_THAT(Told(refused), HasSubstr("trace_id: \"two words\", 9 characters"));
+  EXPECT_THAT(traces, ElementsAre("", "job-7/3", "job-7/3", "another", "", ""));
 }
 
 TEST_F(DoorbellDecoderTest, AnErrorLeavesItOpen) {
