@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos soak setup venv build demo test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package container-test gpu-test clean
+.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package container-test gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -36,6 +36,11 @@ demo: setup venv ## a real model over a real document; FILE=, QUESTION=, SEED=, 
 	$(call configure,release)
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	$(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE) $(if $(DAEMON),--daemon) $(if $(RESTART),--restart)
+
+cluster-demo: setup venv ## the demo's document split by KV heads over two daemons on Ray's nodes, one of which is killed
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
+	$(PYTHON) scripts/demo.py --cluster --output build/cluster-demo $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE)
 
 test: test-cpp test-python ## all tests but those that need a GPU, which gpu-test runs
 
@@ -99,6 +104,11 @@ asan: setup ## C++ tests under AddressSanitizer and UBSan, but for the long ones
 
 chaos: build venv ## kills, shortages and mutated messages, minutes; SEED=; MUTATED=, a daemon for those, such as one of make asan
 	PYTHONPATH=tests:tests/python $(PYTHON) -m chaos $(call option,seed,SEED) $(call option,mutated,MUTATED) --output build/chaos.json
+
+cluster-test: build venv ## a cluster on Ray's nodes, all on this machine: tests, kills and a drain, minutes; SEED=
+	PYTHONPATH=tests/python $(PYTHON) -m pytest tests/cluster_ray
+	$(PYTHON) bench/cluster/faults.py kills $(call option,seed,SEED) --output build/cluster-kills.json
+	$(PYTHON) bench/cluster/faults.py drain --output build/cluster-drain.json
 
 soak: build venv ## all kinds of work for an hour, and what memory does; MINUTES=, SEED=
 	PYTHONPATH=tests:tests/python $(PYTHON) -m chaos.soak $(call option,minutes,MINUTES) $(call option,seed,SEED) --output build/soak.json

@@ -3,7 +3,9 @@
 Reads the document with transformers' own attention and then with Spillway's,
 answers the question with both, and measures how good and how sparse Spillway's
 attention was. The engine runs in this process, or with --daemon in spillwayd,
-which --restart kills between the prompt and the answer.
+which --restart kills between the prompt and the answer, or with --cluster in two
+daemons on two nodes of Ray, which share the KV heads, and one of which is killed in
+the middle of the answer.
 Writes summary.json and report.png to build/demo.
 """
 
@@ -14,8 +16,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +25,10 @@ import numpy as np
 import spillway
 import torch
 import typer
-from demonstration import decoding, document, model, report
+from demonstration import decoding, document, engines, model, report
 from demonstration.observation import Observer, worst_head
 from rich.console import Console
 from spillway.transformers import SpillwayCache
-from spillway_lab import serving
 from transformers import DynamicCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,19 +63,21 @@ def run_side(
     cache: Any,
     prompt: document.Prompt,
     console: Console,
-    daemon: serving.Daemon | None = None,
+    trouble: engines.Trouble | None = None,
 ) -> Side:
     """Reads the prompt, answers, and decodes the document's last tokens again.
 
-    A daemon is killed when it has answered, and must give the same answer again.
+    Where there is trouble, the same answer must come a second time.
     """
     # The last token is the first that is decoded.
     seconds = decoding.prefill(language_model, cache, prompt.tokens[:-1], console)
     made = decoding.answer(language_model, cache, tokenizer, prompt.tokens, console)
-    if daemon is not None:
+    if trouble is not None:
         cache.crop(len(prompt.tokens) - 1 - cache.get_seq_length())
-        restart(daemon, console)
-        again = decoding.answer(language_model, cache, tokenizer, prompt.tokens, console)
+        trouble.before(console)
+        again = decoding.answer(
+            language_model, cache, tokenizer, prompt.tokens, console, trouble.on_token
+        )
         if not torch.equal(again, made):
             console.print("[red]Not met:[/] the same answer after a restart")
             raise typer.Exit(1)
@@ -89,18 +90,6 @@ def run_side(
         logits=logits,
         tokens_per_second=FORCED_TOKEN_COUNT / forced_seconds,
         prefill_seconds=seconds,
-    )
-
-
-def restart(daemon: serving.Daemon, console: Console) -> None:
-    """Kills the daemon, with the prompt's K/V in it, and starts the next."""
-    killed = daemon.pid
-    begin = time.perf_counter()
-    daemon.kill()
-    daemon.start()
-    console.print(
-        f"  kill -9 {killed}; process {daemon.pid} serves after "
-        f"{time.perf_counter() - begin:.1f} s and has the prompt's K/V; the same question again:"
     )
 
 
@@ -208,26 +197,18 @@ def processor_name() -> str:
 
 @contextmanager
 def engine(
-    device: str, daemon: bool, restart: bool, log: Path
-) -> Iterator[tuple[spillway.Client, serving.Daemon | None]]:
-    """A client of an engine in this process, or of a daemon, which writes the log.
-
-    The daemon, too, where it shall be killed; its rows outlive it then.
-    """
-    binary = serving.find_binary(ROOT)
-    if not daemon:
-        serving.prefer_library(binary)
-        with spillway.connect("embedded:", settings={"device.name": device}) as client:
+    device: str, daemon: bool, restart: bool, cluster: bool, output: Path, console: Console
+) -> Iterator[tuple[Any, engines.Trouble | None]]:
+    """A client of what attends, and what happens to it."""
+    if cluster:
+        with engines.cluster(ROOT, device, output / "cluster", console) as made:
+            yield made
+    elif daemon:
+        with engines.daemon(ROOT, device, output / "spillwayd.log", restart) as served:
+            yield served
+    else:
+        with engines.embedded(ROOT, device) as client:
             yield client, None
-        return
-    with tempfile.TemporaryDirectory(prefix="spillway-demo-", dir="/dev/shm") as arena:
-        kept = ("--arena-directory", arena) if restart else ()
-        flags = ("--device", device, *kept)
-        with (
-            serving.restartable_daemon(binary, log, *flags, timeout=30) as served,
-            spillway.connect(served.target) as client,
-        ):
-            yield client, served if restart else None
 
 
 def main(
@@ -239,12 +220,18 @@ def main(
     restart: Annotated[
         bool, typer.Option("--restart", help="spillwayd is killed after the prompt")
     ] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="two daemons on nodes of Ray, one of which is killed")
+    ] = False,
     output: Annotated[Path, typer.Option(help="folder of the results")] = ROOT / "build/demo",
 ) -> None:
     """Decodes a document through transformers and through Spillway, and compares."""
     console = Console(highlight=False)
     if restart and not daemon:
         console.print("--restart is of a daemon: --daemon")
+        raise typer.Exit(2)
+    if cluster and daemon:
+        console.print("--cluster has daemons of its own, and --daemon is another one")
         raise typer.Exit(2)
     output.mkdir(parents=True, exist_ok=True)
     models = ROOT / "build/models"
@@ -271,15 +258,17 @@ def main(
     del cache
 
     where = "spillwayd" if daemon else "Spillway's engine in this process"
+    if cluster:
+        where = "two daemons, which share the KV heads"
     console.print(f"\n[bold]attention through {where}[/]")
     language_model.set_attn_implementation("spillway")
     policy = spillway.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
-        engine(device, daemon, restart, log) as (client, killed),
+        engine(device, daemon, restart, cluster, output, console) as (client, trouble),
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):
-        sparse = run_side(language_model, tokenizer, cache, prompt, console, killed)
+        sparse = run_side(language_model, tokenizer, cache, prompt, console, trouble)
         console.print("  recomputing a share of the attends exactly ...")
         observer = observe(language_model, cache, prompt, seed)
         assert cache.model is not None

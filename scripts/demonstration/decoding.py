@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,21 @@ NEW_TOKEN_COUNT_MAX = 96
 class ConsoleStreamer(TextStreamer):
     """Prints the answer as it comes, without the prompt."""
 
-    def __init__(self, tokenizer: Any, console: Console) -> None:
+    def __init__(
+        self, tokenizer: Any, console: Console, on_token: Callable[[int], None] | None
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._console = console
+        self._on_token = on_token
+        # The prompt comes first.
+        self._number = -1
+
+    def put(self, value: Any) -> None:
+        """Takes the prompt, and then each token."""
+        super().put(value)
+        if self._on_token is not None and self._number >= 0:
+            self._on_token(self._number)
+        self._number += 1
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Prints the next part of the text."""
@@ -47,11 +60,17 @@ def prefill(model: Any, cache: Any, tokens: torch.Tensor, console: Console) -> f
 
 @torch.inference_mode()
 def answer(
-    model: Any, cache: Any, tokenizer: Any, tokens: torch.Tensor, console: Console
+    model: Any,
+    cache: Any,
+    tokenizer: Any,
+    tokens: torch.Tensor,
+    console: Console,
+    on_token: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """Generates greedily after the prompt [n], all but the last of it in the cache.
 
-    Prints the answer as it comes and returns its tokens.
+    Prints the answer as it comes and returns its tokens. `on_token` is called at each, with
+    its number.
     """
     made = model.generate(
         input_ids=tokens[None],
@@ -59,7 +78,7 @@ def answer(
         past_key_values=cache,
         max_new_tokens=NEW_TOKEN_COUNT_MAX,
         do_sample=False,
-        streamer=ConsoleStreamer(tokenizer, console),
+        streamer=ConsoleStreamer(tokenizer, console, on_token),
     )
     return made[0, len(tokens) :].cpu()
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,14 @@ def decoded(client: Any, sequence: Any, number: int) -> np.ndarray:
             out, _ = step.attend(layer, Q[number], K[None, layer, :, at], V[None, layer, :, at])
             outs.append(out)
     return np.stack(outs)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """A head without cores, and three nodes of one core each."""
+    made = RayNodes(3)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
