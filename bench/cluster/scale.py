@@ -1,0 +1,337 @@
+"""What the cost model of docs/scale.md rests on, and the tables that follow from it.
+
+    python bench/cluster/scale.py measure       # all of it, or by name: steps sequences ...
+    python bench/cluster/scale.py model         # tables, computed from what was measured
+
+`steps` and `sequences` run the client against simulated daemons, which answer after a set time
+and compute nothing; `daemons` against real ones on the CPU. Parts of a machine with few cores
+wait for each other, which the load that stands with each result does not show.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import ray
+import spillway
+import typer
+from local import cluster_of
+from simulated_daemon import simulated_daemons
+from spillway_cluster import ClusterClient
+from spillway_cluster.actors import DirectoryActor
+from spillway_cluster.directory import DaemonRecord
+from spillway_lab import serving
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import environment  # noqa: E402
+import scale_model  # noqa: E402
+
+RESULT = environment.ROOT / "docs/results/cluster/scale.json"
+LAYERS, HEADS, KV_HEADS, DIM = 8, 32, 8, 128
+SHAPES: dict[str, Any] = {
+    "layer_count": LAYERS,
+    "query_head_count": HEADS,
+    "kv_head_count": KV_HEADS,
+    "head_dim": DIM,
+}
+# Tokens that are not timed.
+WARM_UP = 3
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+def random(seed: int, *shape: int) -> spillway.BFloat16:
+    numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return spillway.BFloat16.from_float32(numbers)
+
+
+def rows_of(count: int) -> tuple[spillway.BFloat16, ...]:
+    """q, k and v of a step of so many sequences."""
+    return (
+        random(1, count, 1, HEADS, DIM),
+        random(2, count, KV_HEADS, 1, DIM),
+        random(3, count, KV_HEADS, 1, DIM),
+    )
+
+
+def microseconds(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(1e6 * each for each in seconds)
+    return {
+        "p50_us": round(statistics.median(ordered), 1),
+        "p90_us": round(ordered[9 * len(ordered) // 10], 1),
+    }
+
+
+def timed_steps(client: Any, token_count: int, policy: Any = None) -> dict[str, Any]:
+    """Attends of one sequence, layer by layer, less the slowest device's own time."""
+    model = client.create_model(**SHAPES)
+    sequence = client.create_sequence(model)
+    if policy is not None:
+        k, v = (random(seed, LAYERS, KV_HEADS, 8192, DIM) for seed in (4, 5))
+        sequence.append(0, 0, k, v)
+    rows = rows_of(1)
+    beyond, devices = [], []
+    used = 0.0
+    for token in range(WARM_UP + token_count):
+        begin_used = time.process_time()
+        with client.begin_step([sequence], policy=policy) as step:
+            for layer in range(LAYERS):
+                begin = time.perf_counter()
+                step.attend(layer, *rows)
+                taken = time.perf_counter() - begin
+                device = step.results()[0].device_time_us / 1e6
+                if token >= WARM_UP:
+                    beyond.append(taken - device)
+                    devices.append(device)
+        if token >= WARM_UP:
+            used += time.process_time() - begin_used
+    return {
+        "beyond_device": microseconds(beyond),
+        "device_us": round(1e6 * statistics.median(devices), 1),
+        "client_cpu_us": round(1e6 * used / len(beyond), 1),
+    }
+
+
+def steps(seconds: float = 0.005) -> dict[str, Any]:
+    """The client's own cost of a step over S daemons."""
+    rows = []
+    for parts in (0, 1, 2, 4, 8):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            simulated_daemons(Path(folder), max(parts, 1), seconds) as targets,
+            cluster_of(targets, parts) if parts else spillway.connect(targets[0]) as client,
+        ):
+            rows.append({"parts": parts, **timed_steps(client, 30)})
+    return {"what": "parts 0: spillway.Client alone", "set_us": 1e6 * seconds, "rows": rows}
+
+
+def rate(client: ClusterClient, seconds: float, *, together: bool) -> float:
+    """Attends a second of 8 sequences: a thread each, or a step of all."""
+    model = client.create_model(**SHAPES)
+    sequences = [client.create_sequence(model) for _ in range(8)]
+    counts = [0] * len(sequences)
+    ready = threading.Barrier(len(sequences) if not together else 1)
+    end = [0.0]
+
+    def decode(number: int, mine: list[Any]) -> None:
+        rows = rows_of(len(mine))
+        for round_ in range(10**9):
+            if round_ == 1:
+                ready.wait()
+                end[0] = end[0] or time.perf_counter() + seconds
+            with client.begin_step(mine) as step:
+                for layer in range(LAYERS):
+                    step.attend(layer, *rows)
+                    if round_ and time.perf_counter() < end[0]:
+                        counts[number] += len(mine)
+            if round_ and time.perf_counter() >= end[0]:
+                return
+
+    if together:
+        decode(0, sequences)
+    else:
+        threads = [
+            threading.Thread(target=decode, args=(number, [sequence]))
+            for number, sequence in enumerate(sequences)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return sum(counts) / seconds
+
+
+def sequences() -> dict[str, Any]:
+    """Attends a second of 8 whole sequences on one daemon and on four."""
+    rows = []
+    for set_seconds in (0.002, 0.005, 0.01):
+        for together in (False, True):
+            rates = {}
+            for count in (1, 4):
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    simulated_daemons(Path(folder), count, set_seconds) as targets,
+                    cluster_of(targets) as client,
+                ):
+                    rates[count] = round(rate(client, 5.0, together=together), 1)
+            rows.append(
+                {
+                    "set_us": 1e6 * set_seconds,
+                    "sequences": "one step of 8" if together else "8 threads",
+                    "rates": rates,
+                    "of_four_times_one": round(rates[4] / (4 * rates[1]), 3),
+                }
+            )
+    return {"rows": rows}
+
+
+@contextmanager
+def daemons_of(count: int, kind: str) -> Iterator[list[str]]:
+    """Real daemons on the CPU, a worker thread each."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        targets = []
+        for number in range(count):
+            target = (
+                f"unix:{folder}/{number}.sock"
+                if kind == "unix"
+                else f"tcp:127.0.0.1:{47710 + number}"
+            )
+            daemon = serving.Daemon(
+                serving.find_binary(environment.ROOT),
+                target,
+                folder / f"{number}.log",
+                *("--device", "cpu", "--threads", "1", "--memory-limit", "1GiB"),
+                timeout=30,
+            )
+            daemon.start()
+            stack.callback(daemon.end)
+            targets.append(target)
+        yield targets
+
+
+def daemons() -> dict[str, Any]:
+    """A step over S real daemons, less the slowest one's device time."""
+    policy = spillway.Policy(heavy=spillway.TopK(fraction=0.02), tail="none")
+    rows = []
+    for kind in ("unix", "tcp"):
+        for parts in (1, 2, 4):
+            with daemons_of(parts, kind) as targets, cluster_of(targets, parts) as client:
+                rows.append({"socket": kind, "parts": parts, **timed_steps(client, 40, policy)})
+    return {"what": "8,192 tokens, the top 2 % of the rows", "rows": rows}
+
+
+def per_second(call: Callable[[int], Any], seconds: float = 2.0) -> float:
+    end, count = time.perf_counter() + seconds, 0
+    begin = time.perf_counter()
+    while time.perf_counter() < end:
+        call(count)
+        count += 1
+    return round(count / (time.perf_counter() - begin), 1)
+
+
+@ray.remote(num_cpus=0)
+class Caller:
+    """Asks a directory as fast as it answers."""
+
+    def rate(self, actor: Any, method: str, arguments: tuple[Any, ...], seconds: float) -> float:
+        return per_second(lambda _: ray.get(actor.call.remote(method, arguments, {})), seconds)
+
+
+def directory() -> dict[str, Any]:
+    """What one directory, an actor of Ray, serves, with 100 daemons in it."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        actor = DirectoryActor.remote("scale")  # type: ignore[attr-defined]
+
+        def ask(method: str, *arguments: Any, **named: Any) -> Any:
+            return ray.get(actor.call.remote(method, arguments, named))
+
+        node = ray.get_runtime_context().get_node_id()
+        for slot in range(100):
+            record = DaemonRecord(
+                "",
+                slot,
+                node,
+                "host",
+                "tcp:10.0.0.1:50051",
+                version="0.1.0",
+                store_id="s" * 32,
+                memory_limit_bytes=1 << 38,
+            )
+            ask("register", record)
+        told = {"memory_used_bytes": 1 << 30, "sequence_count": 3}
+        serial = {
+            "report": per_second(lambda i: ask("report", f"daemon-{i % 100}", **told)),
+            "choose and note": per_second(lambda i: ask("choose", 1, f"sequences/{i}", f"{i}")),
+            "find": per_second(lambda i: ask("find", f"sequences/{i % 100}")),
+            "moved": per_second(lambda i: ask("moved", f"sequences/{i % 100}", "daemon-0", False)),
+            "daemons": per_second(lambda i: ask("daemons")),
+        }
+        callers = [Caller.remote() for _ in range(3)]  # type: ignore[attr-defined]
+        at_once = {
+            method: round(
+                sum(ray.get([each.rate.remote(actor, method, arguments, 3.0) for each in callers])),
+                1,
+            )
+            for method, arguments in (("find", ("sequences/1",)), ("daemons", ()))
+        }
+        # Many calls on their way, as of many nodes at once.
+        begin, count = time.perf_counter(), 3000
+        ray.get([actor.call.remote("report", (f"daemon-{i % 100}",), told) for i in range(count)])
+        piped = count / (time.perf_counter() - begin)
+        (one, *_) = ask("daemons")
+        return {
+            "what": "calls a second, with 100 daemons",
+            "one_caller": serial,
+            "three_callers": at_once,
+            "reports_on_their_way": round(piped, 1),
+            "daemon_record_bytes": len(pickle.dumps((one.name, one))),
+            "sequence_record_bytes": len(
+                pickle.dumps(("sequences/" + "s" * 32, ("c" * 16, ("daemon-99",))))
+            ),
+        }
+    finally:
+        ray.shutdown()
+
+
+def hops() -> dict[str, Any]:
+    """Round trips of a call that does nothing, of a daemon on this machine."""
+    rows = []
+    for kind in ("unix", "tcp"):
+        with daemons_of(1, kind) as (target,), spillway.connect(target) as client:
+            times = []
+            for number in range(2100):
+                begin = time.perf_counter()
+                client.health()
+                if number >= 100:
+                    times.append(time.perf_counter() - begin)
+            rows.append({"socket": kind, **microseconds(times)})
+    return {"what": "grpc.health.v1.Health.Check by grpcio", "rows": rows}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "hops": hops,
+    "steps": steps,
+    "sequences": sequences,
+    "daemons": daemons,
+    "directory": directory,
+}
+
+
+@app.command()
+def measure(
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join(PARTS))] = None,
+    output: Annotated[Path, typer.Option(help="Result file; other parts in it stay.")] = RESULT,
+) -> None:
+    """Measures, and notes what came out."""
+    for name in names or list(PARTS):
+        made = {**environment.describe(), **PARTS[name]()}
+        results = json.loads(output.read_text()) if output.exists() else {}
+        results[name] = made
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=2) + "\n")
+        print(name, json.dumps(made), flush=True)
+
+
+@app.command()
+def model(
+    result: Annotated[Path, typer.Option(help="What `measure` has written.")] = RESULT,
+) -> None:
+    """Prints the tables of docs/scale.md."""
+    print("\n".join(scale_model.tables(json.loads(result.read_text()))))
+
+
+if __name__ == "__main__":
+    app()
