@@ -12,6 +12,7 @@ import spillway
 import torch
 from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
+from spillway import torch as spillway_torch
 from spillway.transformers import SpillwayCache
 from spillway_cluster import SplitClient
 
@@ -130,6 +131,21 @@ def test_torch(pair: Pair) -> None:
     assert parts.out.dtype == torch.bfloat16
     assert torch.equal(whole.out, parts.out)
     assert torch.equal(whole.lse, parts.lse)
+
+
+def test_the_torch_operator(pair: Pair) -> None:
+    q = torch.from_numpy(Q[None, :1])
+    k, v = (torch.from_numpy(rows(seed, 1, KV_HEADS, 1, DIM)) for seed in (11, 12))
+    slot = spillway_torch.Slot()
+    answers = []
+    for client, whole in zip(pair.clients, (pair.one, pair.many), strict=True):
+        fork = whole.fork()
+        with client.begin_step([fork]) as step:
+            slot.enter(step)
+            answers.append(spillway_torch.attend(slot.tensor, 0, q, k, v))
+        fork.delete()
+    for one, many in zip(*answers, strict=True):
+        assert torch.equal(one, many)
 
 
 def test_select_and_fetch(pair: Pair) -> None:

@@ -26,9 +26,9 @@ SHAPES = Shapes(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, SCALE)
 class Model:
     """Random q, k and v of each (request, position, layer), and a worker that attends."""
 
-    def __init__(self, memory: str = "64MiB") -> None:
+    def __init__(self, memory: str = "64MiB", settings: Settings | None = None) -> None:
         serving.prefer_library(binary())
-        settings = Settings(memory=memory, device=str(DEVICE))
+        settings = settings or Settings(memory=memory, device=str(DEVICE))
         self.worker = Worker(settings, SHAPES, DEVICE, Policy(selector="all"))
 
     @staticmethod

@@ -580,12 +580,16 @@ class ClusterClient:
     # The daemons.
 
     def get_server_info(self) -> ServerInfo:
-        """Asks the daemons what they are."""
+        """Asks the daemons what they are.
+
+        Raises:
+            Unavailable: One does not answer, or none serves.
+        """
+        serving = self.placement.daemons()
+        if not serving:
+            raise Unavailable(f"no daemon of {self.target} serves")
         return _whole_info(
-            self.each(
-                lambda daemon: self.placement.client(daemon).get_server_info(),
-                self.placement.daemons(),
-            )
+            self.each(lambda daemon: self.placement.client(daemon).get_server_info(), serving)
         )
 
     def statistics(self, model: Model | str = "") -> list[spillway.Statistics]:

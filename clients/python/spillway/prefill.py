@@ -136,7 +136,9 @@ def _in_gpu_region(
     client: Any, kind: _Kind, shape: tuple[int, ...]
 ) -> tuple[Any, torch.Tensor | None]:
     """A region of a daemon's GPU with a tensor in it, for it to write to; else None."""
-    if kind.device.type != "cuda" or client is None or client.transport == "embedded":
+    if kind.device.type != "cuda" or client is None:
+        return None, None
+    if client.transport in ("embedded", "cluster"):
         return None, None
     uuids = [device.uuid for device in client.server_info.devices]
     if len(uuids) != 1 or not uuids[0] or uuids[0] != gpu_uuid(kind.device.index):

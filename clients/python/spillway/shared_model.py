@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import TYPE_CHECKING, Any
 
-from spillway.errors import AlreadyExists
+from spillway.errors import AlreadyExists, NotFound
 from spillway.results import Model
 
 if TYPE_CHECKING:
     from spillway.client import Client
+
+# How long another caller may take to create it.
+_SECONDS = 10.0
+_PAUSE_SECONDS = 0.02
 
 
 def shared_model(client: Client, kind: str, spec: str, **options: Any) -> Model:
@@ -25,7 +30,15 @@ def shared_model(client: Client, kind: str, spec: str, **options: Any) -> Model:
         SpillwayError: As of `Client.create_model`, but for an id that is taken.
     """
     model_id = f"{kind}-{hashlib.sha256(spec.encode()).hexdigest()[:20]}"
-    try:
-        return client.create_model(model_id, **options)
-    except AlreadyExists:
-        return client.get_model(f"models/{model_id}")
+    end = time.monotonic() + _SECONDS
+    while True:
+        try:
+            return client.create_model(model_id, **options)
+        except AlreadyExists:
+            try:
+                return client.get_model(f"models/{model_id}")
+            except NotFound:
+                # It was deleted meanwhile, or not all of a cluster's daemons have it yet.
+                if time.monotonic() > end:
+                    raise
+        time.sleep(_PAUSE_SECONDS)
