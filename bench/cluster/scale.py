@@ -84,18 +84,16 @@ def timed_steps(client: Any, token_count: int, policy: Any = None) -> dict[str, 
     beyond, devices = [], []
     used = 0.0
     for token in range(WARM_UP + token_count):
-        begin_used = time.process_time()
         with client.begin_step([sequence], policy=policy) as step:
             for layer in range(LAYERS):
-                begin = time.perf_counter()
+                begin, begin_used = time.perf_counter(), time.process_time()
                 step.attend(layer, *rows)
                 taken = time.perf_counter() - begin
+                used += time.process_time() - begin_used if token >= WARM_UP else 0.0
                 device = step.results()[0].device_time_us / 1e6
                 if token >= WARM_UP:
                     beyond.append(taken - device)
                     devices.append(device)
-        if token >= WARM_UP:
-            used += time.process_time() - begin_used
     return {
         "beyond_device": microseconds(beyond),
         "device_us": round(1e6 * statistics.median(devices), 1),

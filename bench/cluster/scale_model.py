@@ -1,59 +1,104 @@
-"""The cost model of docs/scale.md: formulas, and tables of what they give."""
+"""The cost model of docs/scale.md: its constants, and tables of what follows from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-# Of an 8B model: 32 layers, 8 KV heads of 128 elements in bfloat16.
+# An 8B model: 32 layers, 8 KV heads of 128 elements in bfloat16.
 LAYERS, KV_HEADS = 32, 8
-ROW_BYTES = 131_072  # K and V of a token in all layers
-CODE_BYTES = 59.0 * LAYERS * KV_HEADS  # GPU memory of codes and resident sample, measured
-# Of a token's rows, what a decode step reads: the default policy at a million tokens.
-READ_SHARE = 0.02
-# Assumed of machines, not measured here.
-LINK_BYTES = 51.4e9  # a GPU's link to host memory, as measured on one
-HOST_BYTES = 256 * 2**30
-GPU_BYTES = 64 * 2**30
-NETWORK_SECONDS = 50e-6  # a round trip between two machines of a rack
+ROW_BYTES = 2 * 2 * 128 * KV_HEADS * LAYERS
+# Measured on an H200 (docs/results/gpu): GPU memory of codes and resident sample for a token and
+# KV head, and microseconds of a layer's attend by the default policy at so many tokens.
+INDEX_BYTES = 59.0 * KV_HEADS * LAYERS
+ATTEND_US = {131_072: 282.0, 1_048_576: 513.0}
+# Assumed: machines, and a round trip between two of them.
+HOST_BYTES, GPU_BYTES = 512 * 2**30, 128 * 2**30
+NETWORK_US = 50.0
 
 
-def step_seconds(tokens: int, parts: int, beyond_us: float) -> tuple[float, float, float]:
-    """One token of one sequence: all its layers' link times, ways there and back, the sum."""
-    link = READ_SHARE * tokens * ROW_BYTES / parts / LINK_BYTES
-    ways = LAYERS * (beyond_us / 1e6 + NETWORK_SECONDS)
-    return link, ways, link + ways
+@dataclass(frozen=True)
+class Client:
+    """Microseconds of a layer's step beyond the device.
+
+    Attributes:
+        one: With one daemon.
+        more: For each further one: what the client itself works for it.
+        used: Of `one`, what the client itself works.
+    """
+
+    one: float
+    more: float
+    used: float
+
+    def us(self, parts: int) -> float:
+        return self.one + (parts - 1) * self.more + NETWORK_US
 
 
-def beyond(result: dict[str, Any]) -> dict[int, float]:
-    """Microseconds of a layer's step beyond the device, by parts, over TCP."""
-    rows = [row for row in result["daemons"]["rows"] if row["socket"] == "tcp"]
-    return {row["parts"]: row["beyond_device"]["p50_us"] for row in rows}
+def client_of(result: dict[str, Any]) -> Client:
+    rows = {row["parts"]: row for row in result["daemons"]["rows"] if row["socket"] == "tcp"}
+    used = {parts: row["client_cpu_us"] for parts, row in rows.items()}
+    return Client(rows[1]["beyond_device"]["p50_us"], (used[4] - used[1]) / 3, used[1])
+
+
+def attend_us(tokens: int, parts: int) -> float:
+    """Of a layer on one of the parts: what grows with the tokens goes down by the parts."""
+    (few, less), (many, more) = ATTEND_US.items()
+    growth = (more - less) / (many - few)
+    return less - growth * few + growth * tokens / parts
+
+
+def pays_from(client: Client, parts: int) -> int:
+    """Tokens from which a token of a split sequence takes less time than of a whole one."""
+    tokens = 1024
+    while attend_us(tokens, 1) + client.us(1) < attend_us(tokens, parts) + client.us(parts):
+        tokens += 1024
+    return tokens
+
+
+def size(tokens: float) -> str:
+    return f"{tokens / 2**20:g}M" if tokens >= 2**20 else f"{tokens / 1024:g}K"
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
     """Markdown."""
-    by_parts = beyond(result)
-    yield "| context | parts | rows a daemon | link | ways | a token |"
-    yield "|---|---|---|---|---|---|"
-    for tokens in (131_072, 1_048_576, 4 * 1_048_576):
-        for parts, beyond_us in by_parts.items():
-            link, ways, whole = step_seconds(tokens, parts, beyond_us)
-            room = tokens * ROW_BYTES / parts / 2**30
+    client = client_of(result)
+    yield (
+        f"Beyond the device: {client.one:.0f} us with one daemon, of which the client works "
+        f"{client.used:.0f} us; {client.more:.0f} us more for each further one."
+    )
+    yield ""
+    yield "| context | parts | rows each | index each | device, a token | ways, a token | sum |"
+    yield "|---|---|---|---|---|---|---|"
+    for tokens in (2**17, 2**20, 2**22, 2**24):
+        for parts in (1, 2, 4, 8):
+            device = LAYERS * attend_us(tokens, parts) / 1000
+            ways = LAYERS * client.us(parts) / 1000
             yield (
-                f"| {tokens // 1024}K | {parts} | {room:.0f} GiB | {1e3 * link:.1f} ms | "
-                f"{1e3 * ways:.1f} ms | {1e3 * whole:.1f} ms |"
+                f"| {size(tokens)} | {parts} | {tokens * ROW_BYTES / parts / 2**30:.0f} GiB | "
+                f"{tokens * INDEX_BYTES / parts / 2**30:.1f} GiB | {device:.1f} ms | "
+                f"{ways:.1f} ms | {device + ways:.1f} ms |"
             )
     yield ""
+    for parts in (2, 4, 8):
+        from_tokens = pays_from(client, parts) / 2**20
+        yield f"- {parts} parts take less time than one from {from_tokens:.1f}M tokens."
+    yield ""
     directory = result["directory"]
-    reports = directory["reports_on_their_way"]
-    choices = directory["one_caller"]["choose and note"]
-    yield "| nodes | rows in host memory, 1M sequences | reports | of the directory | places left |"
-    yield "|---|---|---|---|---|"
+    reports, choices = directory["reports_on_their_way"], directory["one_caller"]["choose and note"]
+    # The lesser of both kinds of memory bounds it.
+    tokens_each = min(HOST_BYTES / ROW_BYTES, GPU_BYTES / INDEX_BYTES)
+    yield "| nodes | tokens held | sequences of 1M | tokens/s of those | busy clients | reports |"
+    yield "|---|---|---|---|---|---|"
     for nodes in (1, 2, 4, 8, 16, 32, 64, 100):
-        tokens = nodes * HOST_BYTES / ROW_BYTES
-        busy = nodes / reports
+        each = 1e6 / (LAYERS * attend_us(2**20, 1))
+        # Processes whose own work this is: Python has one thread at a time.
+        clients = nodes * each * LAYERS * client.used / 1e6
+        held = nodes * tokens_each / 2**20
         yield (
-            f"| {nodes} | {tokens / 2**20:.0f} | {nodes}/s | {busy:.1%} | "
-            f"{(1 - busy) * choices:.0f}/s |"
+            f"| {nodes} | {held:.0f}M | {held:.0f} | {nodes * each:.0f} | {clients:.1f} | "
+            f"{nodes / reports:.1%} of the directory |"
         )
+    yield ""
+    yield f"New named sequences: up to {choices:.0f} a second, of all clients together."
