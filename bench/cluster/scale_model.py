@@ -10,9 +10,12 @@ from typing import Any
 LAYERS, KV_HEADS = 32, 8
 ROW_BYTES = 2 * 2 * 128 * KV_HEADS * LAYERS
 # Measured on an H200 (docs/results/gpu): GPU memory of codes and resident sample for a token and
-# KV head, and microseconds of a layer's attend by the default policy at so many tokens.
+# KV head.
 INDEX_BYTES = 59.0 * KV_HEADS * LAYERS
-ATTEND_US = {131_072: 282.0, 1_048_576: 513.0}
+# Microseconds of a layer's attend by the default policy at so many tokens: on the same, and on
+# two cores of a CPU (docs/results/attend.json).
+GPU_US = {131_072: 282.0, 1_048_576: 513.0}
+CPU_US = {65_536: 6489.5, 131_072: 12417.8}
 # Assumed: machines, and a round trip between two of them.
 HOST_BYTES, GPU_BYTES = 512 * 2**30, 128 * 2**30
 NETWORK_US = 50.0
@@ -42,17 +45,18 @@ def client_of(result: dict[str, Any]) -> Client:
     return Client(rows[1]["beyond_device"]["p50_us"], (used[4] - used[1]) / 3, used[1])
 
 
-def attend_us(tokens: int, parts: int) -> float:
+def attend_us(tokens: int, parts: int, measured: dict[int, float] = GPU_US) -> float:
     """Of a layer on one of the parts: what grows with the tokens goes down by the parts."""
-    (few, less), (many, more) = ATTEND_US.items()
+    (few, less), (many, more) = measured.items()
     growth = (more - less) / (many - few)
     return less - growth * few + growth * tokens / parts
 
 
-def pays_from(client: Client, parts: int) -> int:
+def pays_from(client: Client, parts: int, measured: dict[int, float]) -> int:
     """Tokens from which a token of a split sequence takes less time than of a whole one."""
+    ways = client.us(parts) - client.us(1)
     tokens = 1024
-    while attend_us(tokens, 1) + client.us(1) < attend_us(tokens, parts) + client.us(parts):
+    while attend_us(tokens, 1, measured) - attend_us(tokens, parts, measured) < ways:
         tokens += 1024
     return tokens
 
@@ -81,9 +85,11 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
                 f"{ways:.1f} ms | {device + ways:.1f} ms |"
             )
     yield ""
+    yield "| parts | on GPUs they take less time than one from | on CPUs |"
+    yield "|---|---|---|"
     for parts in (2, 4, 8):
-        from_tokens = pays_from(client, parts) / 2**20
-        yield f"- {parts} parts take less time than one from {from_tokens:.1f}M tokens."
+        on_gpus, on_cpus = (pays_from(client, parts, each) for each in (GPU_US, CPU_US))
+        yield f"| {parts} | {on_gpus / 2**20:.1f}M tokens | {on_cpus // 1024}K tokens |"
     yield ""
     directory = result["directory"]
     reports, choices = directory["reports_on_their_way"], directory["one_caller"]["choose and note"]
