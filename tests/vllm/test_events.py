@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from comparison import Comparison
-from daemons import Daemon
+from daemons import ROOT, Daemon
 from engines import Engine, running
 from models import VOCABULARY
 
@@ -168,6 +169,39 @@ def test_a_daemon_restarts(stock: Engine, ours, tmp_path: Path) -> None:
         with ours({"VLLM_SPILLWAY_TARGET": daemon.target}) as engine:
             _compared(schedule, stock, engine, restart)
             assert engine.ask("counts")["num_preemptions"] >= 1
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory):
+    """Variables by which engines find two daemons that Ray has placed."""
+    ray = pytest.importorskip("ray")
+    deploy = pytest.importorskip("spillway_cluster.deploy")
+    from spillway_cluster.settings import Settings  # noqa: PLC0415
+
+    binary = os.environ.get("SPILLWAYD", str(ROOT / "build/release/daemon/spillwayd"))
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        settings = Settings(
+            daemon_count=2,
+            listen="unix",
+            memory_limit="2GiB",
+            binary=binary,
+            state_folder=str(tmp_path_factory.mktemp("cluster")),
+            arena_folder="",
+        )
+        deploy.up(settings, "vllm")
+        yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        deploy.down("vllm")
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_cluster_serves_too(parts: int, stock: Engine, ours, cluster: dict[str, str]) -> None:
+    """Requests lie whole on either daemon, or each with half of its KV heads on both."""
+    target = {"VLLM_SPILLWAY_TARGET": f"ray:vllm?parts={parts}"}
+    with ours({**cluster, **target}) as engine:
+        _compared(_schedule(_prompts(8, [5, 60, 300]), 24, apart=3), stock, engine)
 
 
 @pytest.mark.parametrize("where", ["embedded", "daemon"])
