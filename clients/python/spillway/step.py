@@ -250,6 +250,8 @@ class _StreamStep:
 
 
 def _stack(arrays: list[Any]) -> Any:
+    if len(arrays) == 1:
+        return arrays[0][None]
     if is_torch(arrays[0]):
         return sys.modules["torch"].stack(arrays)
     if isinstance(arrays[0], BFloat16):
