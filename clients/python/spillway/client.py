@@ -857,8 +857,6 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
             # One that restarts is found soon after.
             ("grpc.initial_reconnect_backoff_ms", 50),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            # One that another client has left may be to a daemon that is gone.
-            ("grpc.use_local_subchannel_pool", 1),
         ],
     )
 
