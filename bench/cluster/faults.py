@@ -226,16 +226,14 @@ def kills(
         ]
         for thread in threads:
             thread.start()
-        recoveries = []
-        for _ in range(count):
+        while sum(killed.values()) < count and any(thread.is_alive() for thread in threads):
             time.sleep(chosen.uniform(0.2, 1.0))
             kind = chosen.choice(["directory", "node actor", "daemon"])
+            # 0 of a daemon that is not there again yet.
             pid = _victims(kind, chosen.choice(["daemon-0", "daemon-1"]))
-            if not pid or not any(thread.is_alive() for thread in threads):
-                continue
-            os.kill(pid, signal.SIGKILL)
-            killed[kind] = killed.get(kind, 0) + 1
-            recoveries.append(time.perf_counter())
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                killed[kind] = killed.get(kind, 0) + 1
         time.sleep(3)
         stop.set()
         for thread in threads:
@@ -260,14 +258,14 @@ def kills(
                 },
             },
         )
-        if lost or any(d.wrong for d in each) or sum(killed.values()) < 0.9 * count:
+        if lost or any(d.wrong for d in each) or sum(killed.values()) < count:
             raise SystemExit("something was lost or wrong, or less was killed than was asked for")
 
 
 @app.command()
 def drain(
     sequence_count: Annotated[int, typer.Option(help="On the daemon that is drained.")] = 20,
-    steps_a_second: Annotated[float, typer.Option(help="Of each sequence.")] = 2.0,
+    steps_a_second: Annotated[float, typer.Option(help="Of each sequence.")] = 0.5,
     longest: Annotated[int, typer.Option(help="Tokens of the longest.")] = 131072,
     output: Output = "",
 ) -> None:

@@ -68,7 +68,8 @@ stage_tree() {
   cp -r --parents README.md clients/python/spillway clients/python/examples \
     clients/lab/spillway_lab clients/vllm/spillway_vllm clients/cluster/spillway_cluster \
     clients/cpp/examples scripts/demo.py scripts/demonstration \
-    tests/python tests/cluster tests/model bench/arena.py bench/gpu/*.py bench/rpc/*.py \
+    tests/python tests/cluster tests/cluster_ray tests/model bench/arena.py bench/environment.py \
+    bench/cluster/*.py bench/gpu/*.py bench/rpc/*.py \
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
   stage_wrapper daemon/spillwayd ../../../..

@@ -116,6 +116,11 @@ def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
     assert not report.gone
 
 
+def by_decoder(model: Model) -> bool:
+    """Whether decode steps are a decoder's: on a GPU, but for a cluster's daemons."""
+    return on_gpu() and model.worker._sequences.client.transport != "cluster"
+
+
 def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
     """A decoder is kept while the same requests decode together; forks of one end it."""
     texts = {1: 0, 2: 2, 3: 100}
@@ -126,7 +131,7 @@ def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
         assert not report.losses
         _check(model, outs[1], 0, 100 + step)
         _check(model, outs[2], 2, 30 + step)
-    if on_gpu():
+    if by_decoder(model):
         assert model.worker.statistics.attend_count == 2 * 5 * LAYERS
         assert model.worker.statistics.device_time_us == 0
     plan = StepPlan(
@@ -222,7 +227,7 @@ def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
 
     model.rows = broken  # type: ignore[method-assign]
     report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
-    if on_gpu():
+    if by_decoder(model):
         # A decoder does not say whose they were: both are computed again, which does.
         assert {loss.kind for loss in report.losses.values()} == {"again"}
         assert set(report.losses) == {1, 2}
