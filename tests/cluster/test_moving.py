@@ -171,17 +171,18 @@ class Broken(Exception):
     """What happens to a mover."""
 
 
+@pytest.mark.parametrize("failure", [Broken, spillway.Unavailable("no directory")])
 def test_a_move_that_fails_leaves_the_sequence_as_it_was(
-    clients: list[spillway.Client], model: spillway.Model
+    clients: list[spillway.Client], model: spillway.Model, failure: Any
 ) -> None:
     class Ledger(Directory):
         def begin_move(self, *_: Any) -> None:
-            raise Broken
+            raise failure
 
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
     directory = Ledger(MemoryStore())
-    with pytest.raises(Broken):
+    with pytest.raises((Broken, spillway.Unavailable)):
         moved(clients, old.name, directory)
     with pytest.raises(spillway.NotFound):
         clients[1].get_sequence(old.name)

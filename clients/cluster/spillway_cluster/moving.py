@@ -67,9 +67,9 @@ def move(
     Rows are copied in rounds while the sequence goes on, each round what has come since the one
     before. Then it is sealed, the rest is copied, the move is noted, and the part is deleted
     where it was: from then on it has gone. Where anything fails before, it stays, open, and the
-    copy is deleted; where a daemon does not answer any more, the next move of the part does
-    that. A layer's length is copied as it is, also in the middle of a step. The copy counts as
-    named: it stays until its ttl.
+    copy is deleted, if its daemon answers; where nobody knows whether it was deleted, the next
+    move of the part finds out. A layer's length is copied as it is, also in the middle of a
+    step. The copy counts as named: it stays until its ttl.
 
     Args:
         source: Of the daemon that has it.
@@ -129,6 +129,7 @@ def _moved(
     token_bytes = model.row_bytes_per_token // model.layer_count
     copied = Copied()
     sealed = 0.0
+    deleting = False
     try:
         counts = [0] * len(info.layer_token_counts)
         while copied.rounds < _ROUNDS_MAX:
@@ -151,17 +152,17 @@ def _moved(
         moved = Moved(target_name, generation, there.generation)
         ledger.begin_move(old.name, source_name, moved)
         # A daemon that has restarted has opened it again, and it may have grown.
+        deleting = True
         try:
             old.delete(if_sealed=True)
         except (Unavailable, Cancelled, DeadlineExceeded):
             # It may have been, and then the copy is all there is.
             if not _is_gone(source, old.name):
                 raise
-    except (Unavailable, Cancelled, DeadlineExceeded):
-        # Nobody knows what is there: who moves it next finds out.
-        raise
-    except BaseException:
-        _take_back(old, new, ledger, sealed > 0)
+    except BaseException as error:
+        # Once it was to be deleted nobody knows what is there: who moves it next finds out.
+        if not (deleting and isinstance(error, (Unavailable, Cancelled, DeadlineExceeded))):
+            _take_back(old, new, ledger, sealed > 0)
         raise
     copied.sealed_seconds = time.perf_counter() - sealed
     ledger.end_move(old.name, done=True)
@@ -230,9 +231,12 @@ def _take_back(
     old: spillway.Sequence, new: spillway.Sequence, ledger: Ledger, sealed: bool
 ) -> None:
     """The part stays: opens it again and deletes its copy."""
-    for undo in (lambda: old.unseal() if sealed else None, new.delete):
+    for undo in (
+        lambda: old.unseal() if sealed else None,
+        new.delete,
+        lambda: ledger.end_move(old.name, done=False),
+    ):
         try:
             undo()
         except SpillwayError:
             continue  # the first error is what is told
-    ledger.end_move(old.name, done=False)
