@@ -265,6 +265,50 @@ def test_a_drain_in_the_middle_of_decoding(
         assert source not in filled(client).daemons
 
 
+@pytest.mark.parametrize("name", ["", "late"])
+def test_what_is_created_on_a_daemon_that_was_drained_meanwhile_is_created_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
+        create = spillway.Client.create_sequence
+        drained: list[str] = []
+
+        def late(daemon: spillway.Client, *arguments: Any, **options: Any) -> spillway.Sequence:
+            if not drained:
+                drained.extend(
+                    each for each in cluster.nodes if client.placement.client(each) is daemon
+                )
+                cluster.nodes[drained[0]].drain()
+            return create(daemon, *arguments, **options)
+
+        monkeypatch.setattr(spillway.Client, "create_sequence", late)
+        sequence = client.create_sequence("models/m", name)
+        assert sequence.daemons != drained
+        # The daemon under test has not ended.
+        assert not list(client.placement.client(drained[0]).list_sequences())
+        if name:
+            assert client.get_sequence("sequences/late").daemons == sequence.daemons
+
+
+def test_what_is_created_just_before_a_daemon_counts_as_drained_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
+        client._ensure(client.described("models/m"), 0, "daemon-0")
+        ask = cluster.directory.ask
+        late: list[spillway.Sequence] = []
+
+        def first_create(method: str, *arguments: Any, **named: Any) -> Any:
+            if arguments[1:2] == ("drained",) and not late:
+                late.append(client.placement.client("daemon-0").create_sequence("models/m"))
+            return ask(method, *arguments, **named)
+
+        monkeypatch.setattr(cluster.directory, "ask", first_create)
+        drained = cluster.nodes["daemon-0"].drain()
+        assert list(drained.moves) == [late[0].name]
+        assert cluster.directory.daemon("daemon-0").state == "drained"
+
+
 def test_a_step_goes_on_where_its_sequence_was_moved_to(
     tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import secrets
@@ -21,7 +22,7 @@ from spillway.tensors import Array, OutDType
 
 from spillway_cluster.groups import ask_by_daemon
 from spillway_cluster.merging import heads_of, merged_info, merged_results
-from spillway_cluster.part import Part
+from spillway_cluster.part import MOVES_MAX, Part
 from spillway_cluster.placement import Dealt, FixedPlacement, Placement, named, part_name
 from spillway_cluster.sequence import ClusterSequence, local_policy, part_folder
 from spillway_cluster.shares import Share, deal
@@ -350,15 +351,32 @@ class ClusterClient:
     ) -> ClusterSequence:
         """A new sequence, of parts that calls make where there is room."""
         name = f"sequences/{sequence_id}" if sequence_id else ""
-        daemons = self.claimed(name, lambda: self.placement.choose(dealt.part_count, name))
 
-        def part(number: int) -> Part:
-            daemon = daemons[number]
-            return Part(self.placement, dealt.shares[number], daemon, make(number, daemon))
+        def parts_on(daemons: SequenceABC[str]) -> list[Part]:
+            def part(number: int) -> Part:
+                daemon = daemons[number]
+                return Part(self.placement, dealt.shares[number], daemon, make(number, daemon))
 
-        with named(self.placement, name):
-            parts = self.all_or_none(part, range(dealt.part_count))
-        return ClusterSequence(self, dealt, name or parts[0].sequence.name, parts)
+            return self.all_or_none(part, range(dealt.part_count))
+
+        for _ in range(MOVES_MAX):
+            daemons = self.claimed(name, lambda: self.placement.choose(dealt.part_count, name))
+            with named(self.placement, name):
+                parts = parts_on(daemons)
+                # One that was chosen before it was drained may end now; see `Node.drain`.
+                losses = [self.placement.loss(daemon) for daemon in daemons]
+                if not any(losses):
+                    return ClusterSequence(self, dealt, name or parts[0].sequence.name, parts)
+            self._undo(parts)
+            if name:
+                self.placement.drop(name)
+        raise next(loss for loss in losses if loss is not None)
+
+    def _undo(self, parts: Iterable[Part]) -> None:
+        """Deletes parts of what was not made, where their daemons answer."""
+        for part in parts:
+            with contextlib.suppress(SpillwayError):
+                part.call(lambda s: s.delete())
 
     def claimed(self, name: str, claim: Callable[[], T]) -> T:
         """Takes a name, also from a sequence that is gone by its ttl.
@@ -385,8 +403,7 @@ class ClusterClient:
         try:
             self.each(one, numbers)
         except BaseException:
-            for part in made.values():
-                part.sequence.delete()
+            self._undo(made.values())
             raise
         return [made[number] for number in sorted(made)]
 

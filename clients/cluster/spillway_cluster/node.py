@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import spillway
+from spillway.errors import SpillwayError
 
 from spillway_cluster.client import ensure_part
 from spillway_cluster.directory import DaemonRecord, State
@@ -188,25 +189,35 @@ class Node:
         """
         with self._draining:
             drained = Drained()
-            self._directory.set_state(self.name, "draining")
-            assert self._client is not None
             others: dict[str, spillway.Client] = {}
             try:
-                while True:
-                    infos = list(self._client.list_sequences())
-                    if not infos:
-                        break
-                    # Large ones last: they take longest, and the others are safe by then.
-                    for info in sorted(infos, key=lambda each: each.row_bytes):
-                        self._move(info, others, drained)
+                while not self._is_drained(others, drained):
+                    pass
             finally:
                 for client in others.values():
                     client.close()
-            self._stopping.set()
-            # Before it ends, so that nobody waits for it to come back.
-            self._directory.set_state(self.name, "drained")
             self.stop()
             return drained
+
+    def _is_drained(self, others: dict[str, spillway.Client], drained: Drained) -> bool:
+        """Moves all that is there; returns whether no more can come."""
+        self._directory.set_state(self.name, "draining")
+        assert self._client is not None
+        while infos := list(self._client.list_sequences()):
+            # Large ones last: they take longest, and the others are safe by then.
+            for info in sorted(infos, key=lambda each: each.row_bytes):
+                self._move(info, others, drained)
+        # Said before it ends, so that nobody waits for it to come back; and before the last look,
+        # as who creates a sequence looks afterwards whether the daemon is drained. One of the
+        # two sees the other.
+        self._directory.set_state(self.name, "drained")
+        try:
+            if not list(self._client.list_sequences()):
+                return True
+        except SpillwayError:
+            self._directory.set_state(self.name, "draining")
+            raise
+        return False
 
     def _move(
         self, info: spillway.SequenceInfo, others: dict[str, spillway.Client], drained: Drained
