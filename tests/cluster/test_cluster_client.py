@@ -309,6 +309,31 @@ def test_what_is_created_just_before_a_daemon_counts_as_drained_is_moved(
         assert cluster.directory.daemon("daemon-0").state == "drained"
 
 
+def test_a_step_that_one_daemon_was_not_sent_is_not_taken_for_the_next(
+    cluster: LocalCluster, expected: list[Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(cluster, 2) as client, client.decode() as stream:
+        sequence = filled(client)
+        send, calls = spillway.DecodeStream.send, [0]
+
+        def second_fails(*arguments: Any, **options: Any) -> int:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise spillway.ResourceExhausted("no room")
+            return send(*arguments, **options)
+
+        monkeypatch.setattr(spillway.DecodeStream, "send", second_fails)
+        (q, k, v), other = new_rows(0, 0), Q[1]
+        first = stream.send(sequence, 0, other, k[0], v[0])
+        second = stream.send(sequence, 0, q[0], k[0], v[0], start=TOKENS)
+        with pytest.raises(spillway.ResourceExhausted) as raised:
+            stream.recv()
+        assert raised.value.correlation_id == first
+        number, result = stream.recv()
+        assert number == second
+        assert np.array_equal(result.out, expected[0][0][0][0])
+
+
 def test_a_step_goes_on_where_its_sequence_was_moved_to(
     tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> None:

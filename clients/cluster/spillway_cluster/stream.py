@@ -90,10 +90,20 @@ class ClusterStream:
         step = _Step(sequence, layer, (q, k, v), options, policy, parts, [])
         step.handles = [part.sequence for part in parts]
         number = self._next_id
-        for index in range(len(parts)):
-            self._send(number, step, index)
         self._next_id += 1
         self._pending[number] = step
+        for index in range(len(parts)):
+            try:
+                self._send(number, step, index)
+            except BaseException as error:
+                if step.open_count and isinstance(error, SpillwayError):
+                    # Daemons that have it answer all the same; then it is told.
+                    step.failed = error
+                    break
+                del self._pending[number]
+                if step.open_count:
+                    self.close()  # nobody takes those answers
+                raise
         return number
 
     def _send(self, number: int, step: _Step, index: int) -> None:
@@ -170,7 +180,10 @@ class ClusterStream:
             # A later step's tokens may be there already.
             start = step.options["start"]
             step.options["visible"] = range(start + 1, start + q.shape[0] + 1)
-        self._send(number, step, index)
+        try:
+            self._send(number, step, index)
+        except SpillwayError as again:
+            step.failed = step.failed or again
 
     def step(
         self, sequence: ClusterSequence, layer: int, q: Array, *rest: Any, **options: Any
