@@ -112,7 +112,15 @@ def test_rows_that_are_on_another_node_are_the_same_daemon(cluster: Cluster) -> 
     assert cluster.directory.loss("daemon-1") == ""
     # Without an arena they are gone.
     cluster.directory.register(record(2, store_id=""))
-    assert cluster.directory.register(record(2, store_id="", node="node-8")) == "daemon-2.2"
+    assert cluster.directory.register(record(2, store_id="", boot_id="b")) == "daemon-2.2"
+
+
+def test_a_daemon_without_an_arena_is_the_same_while_its_process_is(cluster: Cluster) -> None:
+    name = cluster.directory.register(record(3, store_id="", boot_id="a"))
+    # Its node's actor was restarted.
+    assert cluster.directory.register(record(3, store_id="", boot_id="a")) == name
+    assert cluster.directory.register(record(3, store_id="", boot_id="b")) == "daemon-3.1"
+    assert "without its rows" in cluster.directory.loss(name)
 
 
 def test_a_daemon_that_comes_back_without_them_is_another(cluster: Cluster) -> None:

@@ -42,7 +42,7 @@ class Unreachable(Directory):
 
 def client(_: DaemonRecord) -> Any:
     limits = SimpleNamespace(memory_bytes_max=1)
-    info = SimpleNamespace(version="0.1.0", store_id="rows", limits=limits)
+    info = SimpleNamespace(version="0.1.0", boot_id="b", store_id="rows", limits=limits)
     memory = SimpleNamespace(used_bytes=0)
     return SimpleNamespace(
         server_info=info,
@@ -65,3 +65,52 @@ def test_a_restarted_daemon_is_registered_once_the_directory_answers(
         time.sleep(0.01)
     assert directory.daemon(name).state == "up"
     made.stop()
+
+
+def test_a_daemon_whose_drain_failed_takes_nothing_new_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    directory, process = Directory(MemoryStore()), EndsOnce()
+    made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
+    name = made.start()
+    directory.set_state(name, "draining")
+    process.ended.set()
+    end = time.monotonic() + 30
+    while directory.daemon(name).restart_count == 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert directory.daemon(name).state == "draining"
+    made.stop()
+
+
+def test_a_daemon_that_is_started_while_its_node_stops_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(EndsOnce):
+        runs = False
+
+        def start(self, timeout: float) -> bool:
+            if starting.is_set():
+                stopped.wait(30)
+            starting.set()
+            self.runs = True
+            return True
+
+        def stop(self, grace: float) -> None:
+            self.runs = False
+            stopped.set()
+
+    starting, stopped = threading.Event(), threading.Event()
+    monkeypatch.setattr(node, "_PAUSE_SECONDS_MIN", 0.0)
+    directory, process = Directory(MemoryStore()), Slow()
+    made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
+    name = made.start()
+    process.ended.set()
+    end = time.monotonic() + 30
+    while made._restart_count == 0:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    made.stop()
+    assert not process.runs
+    assert directory.daemon(name).restart_count == 0

@@ -35,6 +35,7 @@ class DaemonRecord:
         local_target: Where clients on the same machine reach it; empty: as all others.
         target: Where all others do.
         version: Of the daemon.
+        boot_id: Of its process.
         store_id: Of its rows, which outlive it; empty: they do not.
         state: up; down, until its node has started it again; draining and drained; lost, with
             all it had.
@@ -52,6 +53,7 @@ class DaemonRecord:
     target: str
     local_target: str = ""
     version: str = ""
+    boot_id: str = ""
     store_id: str = ""
     state: State = "up"
     reason: str = ""
@@ -163,8 +165,9 @@ class Directory:
         """
         before = [each for each in self._daemons.values() if each.slot == record.slot]
         for each in before:
-            # Rows that outlive their daemon may outlive what Ray calls a node, too.
-            stays = bool(record.store_id) or each.node == record.node
+            # Rows that outlive their daemon may outlive what Ray calls a node, too; others are
+            # those of one process.
+            stays = bool(record.store_id) or each.boot_id == record.boot_id
             if stays and each.store_id == record.store_id and each.state not in ("lost", "drained"):
                 state: State = "draining" if each.state == "draining" else "up"
                 self._note(dataclasses.replace(record, name=each.name, state=state))

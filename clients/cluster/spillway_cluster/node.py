@@ -121,6 +121,7 @@ class Node:
                 target=self._record.target,
                 local_target=self._record.local_target,
                 version=info.version,
+                boot_id=info.boot_id,
                 store_id=info.store_id,
                 memory_limit_bytes=info.limits.memory_bytes_max,
                 restart_count=self._restart_count,
@@ -141,8 +142,8 @@ class Node:
                     continue
                 if self._stopping.is_set():
                     return
-                # One that drains goes on with that.
-                if not self._draining.locked():
+                # One that drains goes on with that, or is told to once more.
+                if self._directory.daemon(self.name).state != "draining":
                     self._directory.set_state(self.name, "down", "it has ended, and is restarted")
                 if time.monotonic() - started > _STEADY_SECONDS:
                     pause = _PAUSE_SECONDS_MIN
@@ -153,6 +154,8 @@ class Node:
                 self._restart_count += 1
                 registered = False
                 self._process.start(_START_SECONDS)
+                if self._stopping.is_set():
+                    return
                 self._register()
                 registered = True
             except Exception:
@@ -260,6 +263,8 @@ class Node:
         self._process.stop(_GRACE_SECONDS)
         if self._watcher is not None:
             self._watcher.join()
+            # It may have been about to start one.
+            self._process.stop(_GRACE_SECONDS)
         self._process.clear()
         if self._client is not None:
             self._client.close()
