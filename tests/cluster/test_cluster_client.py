@@ -334,6 +334,45 @@ def test_a_step_that_one_daemon_was_not_sent_is_not_taken_for_the_next(
         assert np.array_equal(result.out, expected[0][0][0][0])
 
 
+def test_a_sequence_that_has_moved_twice_is_found_before_the_second_move_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fresh(tmp_path, 3) as cluster, client_of(cluster) as client:
+        sequence = filled(client)
+        first = sequence.daemons[0]
+        ((second, _),) = cluster.nodes[first].drain().moves.values()
+        ask = cluster.directory.ask
+
+        def dies(method: str, *arguments: Any, **named: Any) -> Any:
+            if method == "end_move" and named["done"]:
+                raise spillway.Unavailable("killed")
+            return ask(method, *arguments, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.directory, "ask", dies)
+            with pytest.raises(spillway.Unavailable, match="killed"):
+                cluster.nodes[second].drain()
+        assert sequence.refresh().token_count == TOKENS
+        assert sequence.daemons == [({*cluster.nodes} - {first, second}).pop()]
+
+
+def test_nothing_is_asked_where_no_daemon_serves(cluster: LocalCluster) -> None:
+    with client_of(cluster) as client:
+        for name in cluster.nodes:
+            cluster.directory.set_state(name, "down")
+        try:
+            assert not client.health()
+            assert client.statistics() == []
+            assert not list(client.list_models())
+            with pytest.raises(spillway.Unavailable, match="no daemon of local serves"):
+                client.get_sequence("sequences/x")
+            with pytest.raises(spillway.Unavailable, match="no daemon of local serves"):
+                client.delete_model("models/m")
+        finally:
+            for name in cluster.nodes:
+                cluster.directory.set_state(name, "up")
+
+
 def test_a_step_goes_on_where_its_sequence_was_moved_to(
     tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> None:

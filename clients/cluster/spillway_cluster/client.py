@@ -103,7 +103,10 @@ class ClusterClient:
         Raises:
             SpillwayError: The first one's in order, once all have ended.
         """
-        first, *others = of
+        all_of = list(of)
+        if not all_of:
+            return []
+        first, *others = all_of
         waiting = [self._threads.submit(call, other) for other in others]
         failed: BaseException | None = None
         answers: list[T] = []
@@ -313,6 +316,8 @@ class ClusterClient:
             return None
 
         missing = self.each(one, of)
+        if not missing:
+            raise Unavailable(f"no daemon of {self.target} serves")
         if all(error is not None for error in missing):
             assert missing[0] is not None
             raise missing[0]
@@ -454,6 +459,8 @@ class ClusterClient:
             return True
 
         daemons = self.placement.daemons()
+        if not daemons:
+            raise Unavailable(f"no daemon of {self.target} serves")
         for daemon, found in zip(daemons, self.each(has, daemons), strict=True):
             if found:
                 return [daemon]
@@ -614,9 +621,10 @@ class ClusterClient:
         return self.each(lambda client: client.statistics(model), self.clients)
 
     def health(self) -> bool:
-        """Whether all the daemons say that they serve."""
+        """Whether all the daemons say that they serve; not if there are none."""
         try:
-            return all(self.each(lambda client: client.health(), self.clients))
+            answers = self.each(lambda client: client.health(), self.clients)
+            return bool(answers) and all(answers)
         except (Unavailable, Cancelled):
             return False
 

@@ -130,7 +130,17 @@ class Part:
         moved = self._placement.moved(used.name, self.daemon, gone=gone)
         if moved is None or self.sequence is not used:
             return self.sequence is not used
-        there = self._placement.client(moved.daemon).get_sequence(used.name)
+        for _ in range(MOVES_MAX):
+            try:
+                there = self._placement.client(moved.daemon).get_sequence(used.name)
+                break
+            except NotFound:
+                # It may just have gone on from there, which nobody has told the directory yet.
+                if self._placement.moved(used.name, moved.daemon, gone=True) is None:
+                    raise
+                moved = self._placement.moved(used.name, self.daemon, gone=True) or moved
+        else:
+            raise spillway.Aborted(f"{used.name} has moved {MOVES_MAX} times")
         if used.generation != moved.generation or there.generation != moved.new_generation:
             raise spillway.Aborted(
                 f"{used.name} was truncated by somebody else before or after it moved to "
