@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -21,6 +22,29 @@ _LINE_COUNT = 20  # of the log, for who is told that nothing serves
 _POLL_SECONDS = 0.05
 # For a daemon that another cluster has left behind.
 _OTHERS_GRACE_SECONDS = 10.0
+
+
+def make_own(folder: Path) -> None:
+    """Makes a folder that no other user can put anything into.
+
+    Its name can be guessed, and whoever may write to /tmp can be there first.
+
+    Raises:
+        PermissionError: Another user owns it or one above it, or may write to it.
+    """
+    # `mkdir` has no mode for the folders above.
+    for each in [*reversed(folder.absolute().parents), folder.absolute()]:
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+        status = each.lstat()
+        others_write = not stat.S_ISLNK(status.st_mode) and status.st_mode & stat.S_IWOTH
+        if status.st_uid not in (0, os.getuid()) or (
+            others_write and (each == folder.absolute() or not status.st_mode & stat.S_ISVTX)
+        ):
+            raise PermissionError(
+                f"{each}, where {folder} is or shall be, has owner {status.st_uid} and mode "
+                f"{stat.filemode(status.st_mode)}: others than user {os.getuid()} may change it"
+            )
 
 
 class DaemonProcess:
@@ -45,13 +69,16 @@ class DaemonProcess:
         """Starts nothing, and ends what another cluster has left in the folder.
 
         Args:
-            folder: Made, for this user alone, if it is not there.
+            folder: Made, for this user alone, if it is not there, as those above it.
             command: The daemon and its options, apart from the address and the arena.
             host: Address of this machine that it listens on; empty: a unix socket in the folder.
             cluster: Which one it is of: what is there of the same one is gone on with.
             arena: Folder of tmpfs where its rows outlive it; None: they do not.
+
+        Raises:
+            PermissionError: Another user may change what is in one of the folders.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own(folder)
         self.folder = folder
         self._arena = arena
         self._command = list(command)
@@ -106,7 +133,7 @@ class DaemonProcess:
             RuntimeError: It does not serve.
         """
         if self._arena is not None:
-            self._arena.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_own(self._arena)
         new = self.pid is None
         guard: subprocess.Popen[bytes] | None = None
         if new:

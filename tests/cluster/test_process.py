@@ -1,0 +1,50 @@
+"""The folders of a daemon of a cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from spillway_cluster.process import DaemonProcess
+
+
+def process(folder: Path) -> DaemonProcess:
+    return DaemonProcess(folder, ["spillwayd"], "", cluster="c")
+
+
+def test_its_folders_are_its_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        process(tmp_path / "state" / "spillway" / "0")
+    finally:
+        os.umask(before)
+    for name in ("state", "state/spillway", "state/spillway/0"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+    # It may be there, and below one that all may write to as to /tmp.
+    (tmp_path / "state").chmod(0o1777)
+    process(tmp_path / "state" / "spillway" / "0")
+
+
+def test_a_folder_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "state"
+    base.mkdir()
+    base.chmod(0o777)
+    with pytest.raises(PermissionError, match="state.*, where .*state/spillway/0 is or shall be"):
+        process(base / "spillway" / "0")
+    assert not (base / "spillway").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_a_folder_that_another_user_has_made_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "state"
+    base.mkdir(mode=0o700)
+    os.chown(base, 12345, 12345)
+    with pytest.raises(PermissionError, match="has owner 12345"):
+        process(base / "spillway" / "0")
+    # Nor is a link of his followed.
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    os.lchown(link, 12345, 12345)
+    with pytest.raises(PermissionError, match="has owner 12345"):
+        process(link / "spillway" / "0")
