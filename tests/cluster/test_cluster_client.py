@@ -213,6 +213,38 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
         client.create_sequence("models/m", "short")
 
 
+def test_one_two_and_four_parts_are_the_same_bits(tmp_path: Path) -> None:
+    shapes = {**SHAPES, "kv_head_count": 4, "query_head_count": 8}
+    k, v = (rows(seed, LAYERS, 4, TOKENS + 1, DIM) for seed in (11, 12))
+    q = rows(13, 1, 8, DIM)
+    got: list[list[Any]] = []
+    with fresh(tmp_path, 4) as cluster, cluster.connect() as client:
+        for count in (1, 2, 4):
+            model = client.create_model(f"parts-{count}", **shapes, policy=POLICY, part_count=count)
+            sequence = client.create_sequence(model)
+            assert len(set(sequence.daemons)) == count
+            sequence.append(0, 0, k[:, :, :TOKENS], v[:, :, :TOKENS])
+            made: list[Any] = []
+            with client.begin_step([sequence]) as step:
+                for layer in LAYER:
+                    new = k[None, layer, :, TOKENS:], v[None, layer, :, TOKENS:]
+                    made += step.attend(layer, q[None], *new)
+                    (result,) = step.results()
+                    made += [
+                        result.touched_row_counts,
+                        result.certificate.promises,
+                        result.certificate.relative_errors,
+                        result.certificate.sampled_token_counts,
+                    ]
+            chosen = sequence.select(1, q)
+            made += [chosen.offsets, chosen.indices, chosen.log_weights, chosen.strata]
+            got.append(made)
+    assert got[0][5].any(), "nothing was sampled"
+    for other in got[1:]:
+        for one, same_one in zip(got[0], other, strict=True):
+            assert np.array_equal(one, same_one)
+
+
 def test_splits_that_do_not_go_are_refused(cluster: LocalCluster) -> None:
     with cluster.connect() as client:
         with pytest.raises(ValueError, match="3 daemons cannot share 2 KV heads: at most one each"):
