@@ -405,6 +405,29 @@ def test_nothing_is_asked_where_no_daemon_serves(cluster: LocalCluster) -> None:
                 cluster.directory.set_state(name, "up")
 
 
+def test_a_new_sequence_waits_for_a_daemon_that_is_being_restarted(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(cluster, 2) as client:
+        for name in ("daemon-0", "daemon-1"):
+            cluster.directory.set_state(name, "down")
+        ask = cluster.directory.ask
+        refused = []
+
+        def comes_back(method: str, *arguments: Any, **named: Any) -> Any:
+            try:
+                return ask(method, *arguments, **named)
+            except spillway.Unavailable as error:
+                refused.append(error)
+                for name in ("daemon-0", "daemon-1"):
+                    ask("set_state", name, "up")
+                raise
+
+        monkeypatch.setattr(cluster.directory, "ask", comes_back)
+        assert client.create_sequence("models/m").token_count == 0
+        assert len(refused) == 1
+
+
 def test_a_step_goes_on_where_its_sequence_was_moved_to(
     tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> None:

@@ -199,7 +199,11 @@ def test_what_is_killed_comes_back(
         assert sum(daemons_changed) == (1 if kill is kill_daemon else 0)
         # All of it works as before.
         assert np.array_equal(decoded(client, filled(client), 0), expected[0])
-        assert [each.state for each in deploy.status().daemons] == ["up", "up"]
+        # A daemon answers before its node has told the directory.
+        end = time.monotonic() + 30
+        while [each.state for each in deploy.status().daemons] != ["up", "up"]:
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
 
 def test_a_node_that_goes_takes_its_sequences_and_no_others(

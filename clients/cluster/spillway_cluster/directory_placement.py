@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, Protocol
 
 import spillway
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, Unavailable
 
 from spillway_cluster.directory import DaemonRecord
 from spillway_cluster.node import host_id
 from spillway_cluster.placement import Dealt, Moved
+
+# New sequences wait so long for daemons that are being restarted.
+_RESTART_SECONDS = 30.0
+_PAUSE_SECONDS = 0.05
 
 
 class Asked(Protocol):
@@ -89,10 +94,19 @@ class DirectoryPlacement:
         self._directory.ask("drop_model", name)
 
     def choose(self, part_count: int, sequence: str) -> list[str]:
-        chosen: list[str] = self._directory.ask(
-            "choose", part_count, sequence, secrets.token_hex(8)
-        )
-        return chosen
+        claim = secrets.token_hex(8)
+        end = time.monotonic() + _RESTART_SECONDS
+        while True:
+            try:
+                chosen: list[str] = self._directory.ask("choose", part_count, sequence, claim)
+                return chosen
+            except Unavailable:
+                # Daemons that are being restarted are waited for, as by calls that need them.
+                states = [each.state for each in self.records()]
+                enough = states.count("up") + states.count("down") >= part_count
+                if not enough or time.monotonic() > end:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
 
     def put(self, sequence: str, daemons: SequenceABC[str]) -> None:
         self._directory.ask("put", sequence, list(daemons), secrets.token_hex(8))
