@@ -405,6 +405,21 @@ def test_nothing_is_asked_where_no_daemon_serves(cluster: LocalCluster) -> None:
                 cluster.directory.set_state(name, "up")
 
 
+def test_what_a_daemon_may_have_that_is_being_restarted_is_not_said_to_be_nowhere(
+    cluster: LocalCluster,
+) -> None:
+    with client_of(cluster) as client:
+        sequence = client.create_sequence("models/m")
+        (daemon,) = sequence.daemons
+        cluster.directory.set_state(daemon, "down")
+        try:
+            with pytest.raises(spillway.Unavailable, match=f"{daemon}, which may have"):
+                client.get_sequence(sequence.name)
+        finally:
+            cluster.directory.set_state(daemon, "up")
+        assert client.get_sequence(sequence.name).daemons == [daemon]
+
+
 def test_a_new_sequence_waits_for_a_daemon_that_is_being_restarted(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

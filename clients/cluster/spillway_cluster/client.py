@@ -458,12 +458,16 @@ class ClusterClient:
                 return False
             return True
 
+        # Asked first: one that serves by then is among the others.
+        restarting = self.placement.restarting()
         daemons = self.placement.daemons()
         if not daemons:
             raise Unavailable(f"no daemon of {self.target} serves")
         for daemon, found in zip(daemons, self.each(has, daemons), strict=True):
             if found:
                 return [daemon]
+        if restarting:
+            raise Unavailable(f"{', '.join(restarting)}, which may have {name}, is being restarted")
         raise NotFound(f"there is no {name}")
 
     def load_sequence(

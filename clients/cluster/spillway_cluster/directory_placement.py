@@ -69,6 +69,9 @@ class DirectoryPlacement:
     def daemons(self) -> list[str]:
         return [each.name for each in self.records() if each.state in ("up", "draining")]
 
+    def restarting(self) -> list[str]:
+        return [each.name for each in self.records() if each.state == "down"]
+
     def client(self, daemon: str) -> spillway.Client:
         with self._lock:
             if daemon in self._clients:

@@ -57,6 +57,9 @@ class Placement(Protocol):
     def daemons(self) -> list[str]:
         """Names of the daemons that serve."""
 
+    def restarting(self) -> list[str]:
+        """Names of those that do not, and are about to, with what they had."""
+
     def client(self, daemon: str) -> spillway.Client:
         """The connection to a daemon.
 
@@ -164,6 +167,9 @@ class FixedPlacement:
 
     def daemons(self) -> list[str]:
         return list(self._clients)
+
+    def restarting(self) -> list[str]:
+        return []
 
     def client(self, daemon: str) -> spillway.Client:
         return self._clients[daemon]
