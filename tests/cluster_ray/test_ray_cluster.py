@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,11 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
             nodes.add()
 
 
+def threads_of(pid: int) -> list[Path]:
+    """The kernel's word on each thread of a process."""
+    return list(Path(f"/proc/{pid}/task").glob("*/status"))
+
+
 def test_a_daemon_that_stalls_is_waited_for_until_the_deadline(
     nodes: RayNodes, expected: list[np.ndarray]
 ) -> None:
@@ -255,6 +261,9 @@ def test_a_daemon_that_stalls_is_waited_for_until_the_deadline(
         _, pid = ray.get(deploy.node_of(sequences[0].daemons[0]).pids.remote())
         os.kill(pid, signal.SIGSTOP)
         try:
+            # Its threads go on for a moment.
+            while any("(stopped)" not in each.read_text() for each in threads_of(pid)):
+                time.sleep(0.01)
             started = time.monotonic()
             with pytest.raises((spillway.DeadlineExceeded, spillway.Unavailable)):
                 sequences[0].attend(0, Q[0][0])
