@@ -1,6 +1,7 @@
 #include "host/device/short_jobs.h"
 
 #include <chrono>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -8,6 +9,22 @@
 #include "host/device/help_credit.h"
 
 namespace spillway {
+namespace {
+
+// Lets the system run what waits for this worker's core, if that was some time ago. A device has a
+// worker for each core, and the threads of callers come on top: one that computes a step would
+// wait for the end of a worker's time slice, which is as long as several steps.
+void GiveWay() {
+  using Clock = std::chrono::steady_clock;
+  constexpr Clock::duration kBetween = std::chrono::microseconds(200);
+  thread_local Clock::time_point next;
+  const Clock::time_point now = Clock::now();
+  if (now < next) return;
+  std::this_thread::yield();
+  next = now + kBetween;
+}
+
+}  // namespace
 
 void ShortJobs::Push(Waiting job) {
   const MutexLock lock(mutex_);
@@ -46,7 +63,9 @@ void ShortJobs::Loop(int64_t work, int64_t count, const std::function<void(int64
 }
 
 void ShortJobs::Pause(int64_t work) {
-  if (paused_ || least_work_.load(std::memory_order_relaxed) > work / kShare) return;
+  if (paused_) return;
+  if (!callers_) GiveWay();
+  if (least_work_.load(std::memory_order_relaxed) > work / kShare) return;
   thread_local HelpCredit credit;
   while (credit.MayHelp(std::chrono::steady_clock::now())) {
     if (!Help(work)) return;

@@ -53,8 +53,9 @@ class ShortJobs {
   // SerialScope.
   void Loop(int64_t work, int64_t count, const std::function<void(int64_t)>& f)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // Between two parts of a job of so much work: short ones go first. The caller holds no lock, and
-  // nothing that a part of any job would wait for.
+  // Between two parts of a job of so much work: short ones go first, and every now and then other
+  // threads that wait for the core. The caller holds no lock, and nothing that a part of any job
+  // would wait for.
   void Pause(int64_t work) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Whether this thread runs something inside a Pause(). What it asks for there (a completion may
