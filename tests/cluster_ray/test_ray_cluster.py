@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import spillway
 from ray_nodes import RayNodes, daemons
 from spillway_cluster import deploy
 from spillway_cluster.handle import DIRECTORY
+from spillway_cluster.settings import Settings
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS, STEPS = 3, 2, 2, 64, 2500, 40
 SHAPES: dict[str, Any] = {
@@ -122,6 +124,23 @@ def test_the_program(nodes: RayNodes, expected: list[np.ndarray]) -> None:
     assert down.returncode == 0, down.stderr
     assert program(nodes, "down").returncode == 0
     assert program(nodes, "status").returncode == 1
+
+
+def test_of_two_that_start_at_once_one_is_refused(nodes: RayNodes) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        ups = [
+            threads.submit(deploy.up, Settings(listen="unix", memory_limit="256MiB"))
+            for _ in range(2)
+        ]
+    try:
+        failures = [each.exception() for each in ups]
+        assert [type(each) for each in failures if each] == [spillway.AlreadyExists]
+        assert [each.state for each in deploy.status().daemons] == ["up"]
+    finally:
+        deploy.down()
+    for namespace in ("..", "a/b", "", "a:b"):
+        with pytest.raises(ValueError, match="is not of the form"):
+            deploy.up(Settings(), namespace)
 
 
 def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:

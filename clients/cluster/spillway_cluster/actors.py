@@ -26,8 +26,9 @@ _TABLE = b"spillway"
 class KvStore:
     """Ray's own key-value store, which outlives actors and nodes but the head's."""
 
-    def __init__(self, namespace: str) -> None:
-        self._prefix = f"{namespace}/"
+    def __init__(self, prefix: str) -> None:
+        """Of keys that begin alike."""
+        self._prefix = prefix
 
     def put(self, key: str, value: bytes) -> None:
         internal_kv._internal_kv_put(self._key(key), value, overwrite=True, namespace=_TABLE)
@@ -42,7 +43,7 @@ class KvStore:
                 yield key.decode().removeprefix(self._prefix), value
 
     def clear(self) -> None:
-        """Forgets everything of the namespace."""
+        """Forgets all of them."""
         internal_kv._internal_kv_del(self._prefix, del_by_prefix=True, namespace=_TABLE)
 
     def _key(self, key: str) -> bytes:
@@ -68,12 +69,22 @@ class _Deaths:
         return self._deaths.get(node, "Ray knows it no more")
 
 
+def records_of(namespace: str, cluster: str = "") -> KvStore:
+    """What the directory of a cluster notes; without one, of all that there were."""
+    return KvStore(f"records:{namespace}:{cluster}")
+
+
+def group_of(namespace: str) -> KvStore:
+    """Where the placement group of a cluster is noted."""
+    return KvStore(f"group:{namespace}:")
+
+
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
 class DirectoryActor:
     """Serves a `Directory`, one call at a time."""
 
-    def __init__(self, namespace: str) -> None:
-        self._directory = Directory(KvStore(namespace), _Deaths())
+    def __init__(self, namespace: str, cluster: str) -> None:
+        self._directory = Directory(records_of(namespace, cluster), _Deaths())
 
     def call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Calls a public method of the directory."""

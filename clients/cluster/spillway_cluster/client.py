@@ -33,8 +33,8 @@ T = TypeVar("T")
 X = TypeVar("X")
 C = TypeVar("C", bound="ClusterClient")
 
-# Between taking a name and making its sequence.
-_CLAIM_SECONDS = 30.0
+# Between taking a name and making its sequence, which may be loaded from a large snapshot.
+_CLAIM_SECONDS = 600.0
 # Calls to daemons that one client has under way.
 _THREADS_MAX = 64
 

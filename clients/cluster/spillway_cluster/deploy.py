@@ -20,12 +20,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from spillway_cluster.actors import DirectoryActor, KvStore, NodeActor
+from spillway_cluster.actors import DirectoryActor, NodeActor, group_of, records_of
 from spillway_cluster.directory import DaemonRecord
 from spillway_cluster.handle import DIRECTORY, DirectoryHandle
 from spillway_cluster.node import Drained
 from spillway_cluster.placement import Dealt
-from spillway_cluster.settings import Settings
+from spillway_cluster.settings import Settings, check_namespace
 
 NAMESPACE = "spillway"
 
@@ -89,24 +89,23 @@ def up(
     """
     if settings.daemon_count < 1:
         raise ValueError(f"daemon_count {settings.daemon_count} is not 1 or more")
-    if _named(DIRECTORY, namespace) is not None:
+    check_namespace(namespace)
+    # What an earlier cluster has left is not this one's.
+    cluster = secrets.token_hex(8)
+    try:
+        # Of two that start at once one gets the name.
+        directory = DirectoryActor.options(  # type: ignore[attr-defined]
+            name=DIRECTORY, namespace=namespace, lifetime="detached"
+        ).remote(namespace, cluster)
+    except ValueError:
         raise spillway.AlreadyExists(
             f"there is a Spillway cluster in Ray's namespace {namespace!r}; "
             "spillway-cluster down ends it"
-        )
-    KvStore(namespace).clear()
-    group = placement_group(settings.bundles(), settings.strategy, lifetime="detached")
-    # Ray finds a group by its name in the namespace of the process that made it alone.
-    _group_store(namespace).put("group", pickle.dumps(group))
-    told(f"waiting for Ray to find room for {settings.daemon_count} daemons")
-    if not group.wait(timeout):
-        _remove_group(namespace)
-        raise spillway.ResourceExhausted(
-            f"Ray has no room for {settings.daemon_count} daemons of {settings.bundles()[0]} "
-            f"({settings.strategy}) within {timeout:g} s; it has {ray.available_resources()}"
-        )
+        ) from None
     try:
-        return _started(settings, namespace, group, told)
+        ray.get(directory.pid.remote(), timeout=_START_SECONDS)
+        group = _placed(settings, namespace, timeout, told)
+        return _started(settings, namespace, cluster, group, told)
     except BaseException as error:
         down(namespace)
         if isinstance(error, RayTaskError):
@@ -114,15 +113,31 @@ def up(
         raise
 
 
+def _placed(
+    settings: Settings, namespace: str, timeout: float, told: Callable[[str], None]
+) -> PlacementGroup:
+    """Has Ray keep room for the daemons."""
+    _remove_group(namespace)
+    group = placement_group(settings.bundles(), settings.strategy, lifetime="detached")
+    # Ray finds a group by its name in the namespace of the process that made it alone.
+    group_of(namespace).put("group", pickle.dumps(group))
+    told(f"waiting for Ray to find room for {settings.daemon_count} daemons")
+    if not group.wait(timeout):
+        raise spillway.ResourceExhausted(
+            f"Ray has no room for {settings.daemon_count} daemons of {settings.bundles()[0]} "
+            f"({settings.strategy}) within {timeout:g} s; it has {ray.available_resources()}"
+        )
+    return group
+
+
 def _started(
-    settings: Settings, namespace: str, group: PlacementGroup, told: Callable[[str], None]
+    settings: Settings,
+    namespace: str,
+    cluster: str,
+    group: PlacementGroup,
+    told: Callable[[str], None],
 ) -> list[str]:
-    directory = DirectoryActor.options(  # type: ignore[attr-defined]
-        name=DIRECTORY, namespace=namespace, lifetime="detached"
-    ).remote(namespace)
-    ray.get(directory.pid.remote())
-    # What an earlier cluster has left is not this one's.
-    cluster = secrets.token_hex(8)
+    """Starts the daemons; returns their names."""
     nodes = []
     for slot in range(settings.daemon_count):
         options = NodeActor.options(  # type: ignore[attr-defined]
@@ -220,7 +235,7 @@ def down(namespace: str = NAMESPACE, *, timeout: float = 60.0) -> None:
     directory = _named(DIRECTORY, namespace)
     if directory is not None:
         ray.kill(directory)
-    KvStore(namespace).clear()
+    records_of(namespace).clear()
     _remove_group(namespace)
 
 
@@ -239,14 +254,9 @@ def _node_name(slot: int | str) -> str:
     return f"spillway-node-{slot}"
 
 
-def _group_store(namespace: str) -> KvStore:
-    """Where the placement group of a cluster is noted, beside what its directory notes."""
-    return KvStore(f"{namespace}-group")
-
-
 def _remove_group(namespace: str) -> None:
     """Gives back what Ray keeps for the daemons."""
-    store = _group_store(namespace)
+    store = group_of(namespace)
     for _, value in store.items():
         remove_placement_group(pickle.loads(value))  # noqa: S301  (of this cluster's own)
     store.clear()

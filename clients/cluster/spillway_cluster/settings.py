@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,16 @@ import spillway
 
 Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
 Listen = Literal["tcp", "unix"]
+
+
+# It names folders and keys.
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+def check_namespace(namespace: str) -> None:
+    """Raises ValueError for one that no cluster can have."""
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ValueError(f"namespace {namespace!r} is not of the form {_NAMESPACE.pattern}")
 
 
 @dataclass(frozen=True)
