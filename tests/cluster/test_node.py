@@ -114,3 +114,21 @@ def test_a_daemon_that_is_started_while_its_node_stops_is_ended(
     made.stop()
     assert not process.runs
     assert directory.daemon(name).restart_count == 0
+
+
+def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
+    directory, process = Directory(MemoryStore()), EndsOnce()
+    made = Node(
+        process,  # type: ignore[arg-type]
+        directory,
+        record(0, "unix:/nowhere"),
+        client,
+        has_token=True,
+    )
+    name = made.start()
+    try:
+        with pytest.raises(spillway.FailedPrecondition, match="those of others would be lost"):
+            made.drain()
+        assert directory.daemon(name).state == "up"
+    finally:
+        made.stop()

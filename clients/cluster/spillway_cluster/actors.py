@@ -154,6 +154,7 @@ class NodeActor:
             _RemoteDirectory(DirectoryHandle(namespace)),
             record,
             lambda other: connected(other, host_id(), settings.connect),
+            has_token=bool(settings.token_file),
         )
         self._failure: Exception | None = None
         try:
@@ -168,9 +169,9 @@ class NodeActor:
             raise failure
         return self._node.start()
 
-    def drain(self) -> Drained:
+    def drain(self, own_only: bool) -> Drained:
         """As `Node.drain`."""
-        return self._node.drain()
+        return self._node.drain(own_only=own_only)
 
     def stop(self) -> None:
         """As `Node.stop`."""

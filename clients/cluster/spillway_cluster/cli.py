@@ -119,6 +119,14 @@ def status(address: Address = "auto", namespace: Namespace = _NAMESPACE) -> None
 @app.command()
 def drain(
     daemon: Annotated[str, typer.Argument(help="Its name, or the id of its Ray node.")],
+    own_only: Annotated[
+        bool,
+        typer.Option(
+            "--own-only",
+            help="Where daemons take tokens: only sequences of the nodes' own token are seen, "
+            "and those of others go with the daemon.",
+        ),
+    ] = False,
     address: Address = "auto",
     namespace: Namespace = _NAMESPACE,
 ) -> None:
@@ -126,7 +134,7 @@ def drain(
     from spillway_cluster import deploy  # noqa: PLC0415
 
     deploy.join(address)
-    drained = deploy.drain(daemon, namespace)
+    drained = deploy.drain(daemon, namespace, own_only=own_only)
     table = Table("sequence", "to", "tokens", "sealed for, ms")
     for part, (target, copied) in sorted(drained.moves.items()):
         table.add_row(

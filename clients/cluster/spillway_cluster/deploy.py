@@ -184,12 +184,13 @@ def node_of(daemon: str, namespace: str = NAMESPACE) -> Any:
     return actor
 
 
-def drain(daemon: str, namespace: str = NAMESPACE) -> Drained:
+def drain(daemon: str, namespace: str = NAMESPACE, *, own_only: bool = False) -> Drained:
     """Moves everything that a daemon has to others, and ends it.
 
     Args:
         daemon: Its name, or the id of the Ray node that it is on.
         namespace: Of the cluster.
+        own_only: As of `Node.drain`.
 
     Raises:
         NotFound: There is no such daemon.
@@ -204,7 +205,7 @@ def drain(daemon: str, namespace: str = NAMESPACE) -> Drained:
     drained = Drained()
     for name in names:
         try:
-            one: Drained = ray.get(node_of(name, namespace).drain.remote())
+            one: Drained = ray.get(node_of(name, namespace).drain.remote(own_only))
         except RayTaskError as error:
             raise error.cause from None
         drained.moves.update(one.moves)

@@ -71,6 +71,8 @@ class Node:
         directory: NodeDirectory,
         record: DaemonRecord,
         connect: Callable[[DaemonRecord], spillway.Client],
+        *,
+        has_token: bool = False,
     ) -> None:
         """Starts nothing.
 
@@ -79,11 +81,13 @@ class Node:
             directory: Where it is registered.
             record: What is known of it before it runs.
             connect: Makes a client of a daemon.
+            has_token: Whether these clients have a token, and so see what is theirs alone.
         """
         self._process = process
         self._directory = directory
         self._record = record
         self._connect = connect
+        self._has_token = has_token
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._draining = threading.Lock()
@@ -179,17 +183,26 @@ class Node:
         """Process id of the daemon; None while none runs."""
         return self._process.pid
 
-    def drain(self) -> Drained:
+    def drain(self, *, own_only: bool = False) -> Drained:
         """Moves all that the daemon has to others, and ends it.
 
         New sequences are placed elsewhere from the beginning. Said again after a failure it goes
         on where it was.
 
+        Args:
+            own_only: Where the daemon takes tokens: that what other tokens have there may go.
+
         Raises:
+            FailedPrecondition: The daemon takes tokens, and `own_only` was not said.
             Unavailable: No other daemon takes sequences.
             SpillwayError: A part could not be moved; it and those after it stay, and the daemon
                 serves on, without new ones.
         """
+        if self._has_token and not own_only:
+            raise spillway.FailedPrecondition(
+                f"{self.name} takes tokens, and this node's sees no sequences but its own: those "
+                "of others would be lost with the daemon (own_only lets them)"
+            )
         with self._draining:
             drained = Drained()
             others: dict[str, spillway.Client] = {}
