@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -22,10 +20,10 @@ from spillway.tensors import Array, OutDType
 
 from spillway_cluster.groups import ask_by_daemon
 from spillway_cluster.merging import heads_of, merged_info, merged_results
+from spillway_cluster.models import ClusterModels
 from spillway_cluster.part import MOVES_MAX, Part
 from spillway_cluster.placement import Dealt, FixedPlacement, Placement, named, part_name
 from spillway_cluster.sequence import ClusterSequence, local_policy, part_folder
-from spillway_cluster.shares import Share, deal
 from spillway_cluster.step import ClusterStep
 from spillway_cluster.stream import ClusterStream
 
@@ -35,11 +33,9 @@ C = TypeVar("C", bound="ClusterClient")
 
 # Between taking a name and making its sequence, which may be loaded from a large snapshot.
 _CLAIM_SECONDS = 600.0
-# Calls to daemons that one client has under way.
-_THREADS_MAX = 64
 
 
-class ClusterClient:
+class ClusterClient(ClusterModels):
     """What `spillway.Client` is for one daemon, for several.
 
     A sequence lies whole on one of them, or its layers' KV heads, or its layers too, are dealt
@@ -55,12 +51,7 @@ class ClusterClient:
 
     def __init__(self, placement: Placement, target: str) -> None:
         """Takes the placement over: closing the client closes it."""
-        self.placement = placement
-        self.target = target
-        self._threads = ThreadPoolExecutor(_THREADS_MAX, "spillway-cluster")
-        self._models: dict[str, Dealt] = {}
-        # Parts of models that are known to be on a daemon.
-        self._there: set[tuple[str, str]] = set()
+        super().__init__(placement, target)
         self.server_info = self.get_server_info()
 
     def __enter__(self: C) -> C:
@@ -96,231 +87,6 @@ class ClusterClient:
     def step_transport(self) -> str:
         """Likewise; each daemon's client has its own."""
         return "cluster"
-
-    def each(self, call: Callable[[X], T], of: Iterable[X]) -> list[T]:
-        """Calls for several daemons at once, and waits for all of them.
-
-        Raises:
-            SpillwayError: The first one's in order, once all have ended.
-        """
-        all_of = list(of)
-        if not all_of:
-            return []
-        first, *others = all_of
-        waiting = [self._threads.submit(call, other) for other in others]
-        failed: BaseException | None = None
-        answers: list[T] = []
-        try:
-            answers.append(call(first))
-        except BaseException as error:  # noqa: BLE001  (raised once the others have ended)
-            failed = error
-        for future in waiting:
-            broken = future.exception()
-            if broken is None:
-                answers.append(future.result())
-            else:
-                failed = failed or broken
-        if failed is not None:
-            raise failed
-        return answers
-
-    # Models.
-
-    def create_model(
-        self,
-        model_id: str = "",
-        *,
-        layer_count: int,
-        kv_head_count: int,
-        part_count: int | None = None,
-        layer_groups: int | None = None,
-        **options: Any,
-    ) -> Model:
-        """Creates a model, on the daemons that would get its next sequence; later on others.
-
-        Args:
-            model_id: As of `Client.create_model`.
-            layer_count: Likewise.
-            kv_head_count: Likewise.
-            part_count: Daemons that share each sequence; None: as `connect` was told, 1 by
-                default.
-            layer_groups: Groups of consecutive layers, each of `part_count / layer_groups`
-                daemons, which share its KV heads; None: likewise.
-            **options: All else of `Client.create_model`.
-
-        Raises:
-            ValueError: The model has fewer KV heads, or layers, than there are parts.
-            SpillwayError: As of `Client.create_model`. No daemon has a part then that this
-                call has created.
-        """
-        if part_count is None:
-            part_count = self.placement.part_count
-        if layer_groups is None:
-            layer_groups = self.placement.layer_groups
-        shares = deal(layer_count, kv_head_count, part_count, layer_groups)
-        for name in ("first_layer", "first_kv_head"):
-            if options.pop(name, 0):
-                raise ValueError(f"{name}: a model that is dealt is a whole one")
-        query_heads = options["query_head_count"]
-        if query_heads % kv_head_count:
-            raise spillway.InvalidArgument(
-                f"query_head_count {query_heads} is no multiple of kv_head_count {kv_head_count}"
-            )
-        # The parts have one name.
-        model_id = model_id or f"model-{secrets.token_hex(8)}"
-        name = f"models/{model_id}"
-        if self.placement.dealt(name) is not None:
-            raise spillway.AlreadyExists(f"{name} exists")
-        created: list[tuple[spillway.Client, Model]] = []
-        daemons = self.placement.choose(part_count, "")
-        try:
-            for number, (daemon, share) in enumerate(zip(daemons, shares, strict=True)):
-                client = self.placement.client(daemon)
-                part = _created_part(
-                    client, part_name(model_id, number, part_count), share, kv_head_count, options
-                )
-                created.append((client, part))
-            whole = _whole_model(name, [part for _, part in created], shares)
-            dealt = Dealt(whole, part_count, layer_groups, options)
-            self.placement.add_model(dealt)
-        except BaseException:
-            for client, part in created:
-                client.delete_model(part)
-            raise
-        self._models[name] = dealt
-        self._there |= {(d, part.name) for d, (_, part) in zip(daemons, created, strict=True)}
-        return whole
-
-    def get_model(self, name: str) -> Model:
-        """Returns a model by its resource name.
-
-        Raises:
-            NotFound: A daemon has no part of it.
-            ValueError: The parts do not make up a model, or are dealt otherwise than this
-                client deals.
-        """
-        dealt = self.placement.dealt(name)
-        if dealt is None and self.placement.in_order:
-            dealt = self._found_model(name)
-        if dealt is None:
-            raise NotFound(f"there is no {name}")
-        self._models[name] = dealt
-        return dealt.model
-
-    def _found_model(self, name: str) -> Dealt:
-        """The model whose parts lie on the daemons in order."""
-        count, groups = self.placement.part_count, self.placement.layer_groups
-        numbered = list(enumerate(self.placement.daemons()))
-
-        def get(one: tuple[int, str]) -> Model:
-            number, daemon = one
-            return self.placement.client(daemon).get_model(part_name(name, number, count))
-
-        try:
-            parts = self.each(get, numbered)
-        except NotFound:
-            self._check_order(name, numbered)
-            raise
-        shares = [
-            Share(
-                range(part.first_layer, part.first_layer + part.layer_count),
-                range(part.first_kv_head, part.first_kv_head + part.kv_head_count),
-            )
-            for part in parts
-        ]
-        layer_count = max(share.layers.stop for share in shares)
-        kv_head_count = max(share.kv_heads.stop for share in shares)
-        if shares != deal(layer_count, kv_head_count, count, groups):
-            held = ", ".join(
-                f"{daemon} has layers {share.layers.start} to {share.layers.stop - 1} and "
-                f"KV heads {share.kv_heads.start} to {share.kv_heads.stop - 1}"
-                for (_, daemon), share in zip(numbered, shares, strict=True)
-            )
-            raise ValueError(f"{name} is not dealt to these daemons in order: {held}")
-        self._there |= {(d, part.name) for (_, d), part in zip(numbered, parts, strict=True)}
-        return Dealt(_whole_model(name, parts, shares), count, groups)
-
-    def _check_order(self, name: str, numbered: SequenceABC[tuple[int, str]]) -> None:
-        """Raises ValueError where a daemon has another part of a model than its own."""
-        for number, daemon in numbered:
-            there = {model.name for model in self.placement.client(daemon).list_models()}
-            for other in range(len(numbered)):
-                if other != number and part_name(name, other, len(numbered)) in there:
-                    raise ValueError(
-                        f"{name} is not dealt to these daemons in order: {daemon} has part {other} "
-                        f"of it, not {number}"
-                    ) from None
-
-    def described(self, model: str) -> Dealt:
-        """A model and how it is dealt; asks for it once."""
-        if model not in self._models:
-            self.get_model(model)
-        return self._models[model]
-
-    def _ensure(self, dealt: Dealt, number: int, daemon: str) -> str:
-        """Sees to it that a daemon has a part of a model; returns the part's name."""
-        name = part_name(dealt.model.name, number, dealt.part_count)
-        if (daemon, name) not in self._there and dealt.options is not None:
-            ensure_part(self.placement.client(daemon), dealt, number)
-        self._there.add((daemon, name))
-        return name
-
-    def list_models(self) -> Iterator[Model]:
-        """Yields every model of which each part lies on some daemon, by name."""
-        count = self.placement.part_count
-        listed = self.each(
-            lambda daemon: [each.name for each in self.placement.client(daemon).list_models()],
-            self.placement.daemons(),
-        )
-        names = {name for each in listed for name in each}
-        wholes = names | {name.rpartition(".")[0] for name in names}
-        for name in sorted(wholes):
-            dealt = self.placement.dealt(name)
-            if dealt is not None:
-                yield dealt.model
-            elif self.placement.in_order and all(
-                part_name(name, number, count) in names for number in range(count)
-            ):
-                try:
-                    yield self.get_model(name)
-                except (NotFound, ValueError):
-                    continue
-
-    def delete_model(self, model: Model | str) -> None:
-        """Deletes a model's parts.
-
-        Raises:
-            NotFound: No daemon has one.
-            FailedPrecondition: It has sequences.
-        """
-        name = model if isinstance(model, str) else model.name
-        count = self.described(name).part_count
-        parts = [
-            (daemon, part_name(name, number, count))
-            for daemon in self.placement.daemons()
-            for number in range(count)
-        ]
-        self.gone(lambda part: self.placement.client(part[0]).delete_model(part[1]), parts)
-        self.placement.drop_model(name)
-        self._models.pop(name, None)
-        self._there.difference_update(parts)
-
-    def gone(self, delete: Callable[[X], None], of: Iterable[X]) -> None:
-        """Deletes parts; that some are gone already is no error."""
-
-        def one(part: X) -> NotFound | None:
-            try:
-                delete(part)
-            except NotFound as error:
-                return error
-            return None
-
-        missing = self.each(one, of)
-        if not missing:
-            raise Unavailable(f"no daemon of {self.target} serves")
-        if all(error is not None for error in missing):
-            assert missing[0] is not None
-            raise missing[0]
 
     # Sequences.
 
@@ -650,70 +416,6 @@ class SplitClient(ClusterClient):
         """
         placement = FixedPlacement(clients, layer_groups)
         super().__init__(placement, ",".join(client.target for client in clients))
-
-
-def ensure_part(client: spillway.Client, dealt: Dealt, number: int) -> str:
-    """Creates a part of a model where a daemon has none; returns its name.
-
-    Raises:
-        FailedPrecondition: How the model was created is not known.
-    """
-    name = part_name(dealt.model.name, number, dealt.part_count)
-    try:
-        client.get_model(name)
-    except NotFound:
-        if dealt.options is None:
-            raise spillway.FailedPrecondition(
-                f"{client.target} has no {name}, and how that was created is not known"
-            ) from None
-        try:
-            part_id = name.removeprefix("models/")
-            kv_heads = dealt.model.kv_head_count
-            _created_part(client, part_id, dealt.shares[number], kv_heads, dealt.options)
-        except spillway.AlreadyExists:
-            pass  # by another client meanwhile
-    return name
-
-
-def _created_part(
-    client: spillway.Client,
-    part_id: str,
-    share: Share,
-    kv_head_count: int,
-    options: Mapping[str, Any],
-) -> Model:
-    """Creates a daemon's part of a model."""
-    group = options["query_head_count"] // kv_head_count
-    return client.create_model(
-        part_id,
-        layer_count=len(share.layers),
-        kv_head_count=len(share.kv_heads),
-        first_layer=share.layers.start,
-        first_kv_head=share.kv_heads.start,
-        **{
-            **options,
-            "query_head_count": len(share.kv_heads) * group,
-            "policy": local_policy(options.get("policy"), share),
-        },
-    )
-
-
-def _whole_model(name: str, parts: SequenceABC[Model], shares: SequenceABC[Share]) -> Model:
-    """The model that parts make up."""
-    first = parts[0]
-    kv_head_count = max(share.kv_heads.stop for share in shares)
-    return dataclasses.replace(
-        first,
-        name=name,
-        layer_count=max(share.layers.stop for share in shares),
-        kv_head_count=kv_head_count,
-        query_head_count=kv_head_count * first.query_head_count // first.kv_head_count,
-        first_layer=0,
-        first_kv_head=0,
-        ready=all(part.ready for part in parts),
-        row_bytes_per_token=sum(part.row_bytes_per_token for part in parts),
-        index_bytes_per_token=sum(part.index_bytes_per_token for part in parts),
-    )
 
 
 def _whole_info(infos: SequenceABC[ServerInfo]) -> ServerInfo:

@@ -16,8 +16,8 @@ from typing import Protocol
 import spillway
 from spillway.errors import SpillwayError
 
-from spillway_cluster.client import ensure_part
 from spillway_cluster.directory import DaemonRecord, State
+from spillway_cluster.models import ensure_part
 from spillway_cluster.moving import Copied, Ledger, move
 from spillway_cluster.placement import Dealt
 from spillway_cluster.process import DaemonProcess
