@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import socket
 import subprocess
 import time
@@ -30,11 +29,10 @@ def limited_daemon(
     """A daemon on the CPU with limits of descriptors, and the address that it says it serves."""
     log = folder / "spillwayd.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [binary(), "--device", "cpu", "--listen", listen, "--log-format", "json", *flags],
-            stderr=output,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-        )
+        daemon = [binary(), "--device", "cpu", "--listen", listen, "--log-format", "json", *flags]
+        # A program sets the limits: Python would fork for that, and threads that gRPC starts anew
+        # in the child may end it.
+        process = subprocess.Popen(["prlimit", f"--nofile={soft}:{hard}", *daemon], stderr=output)
     try:
         wait_for(lambda: bool(events(folder, "serving")))
         yield process, events(folder, "serving")[0]["address"]

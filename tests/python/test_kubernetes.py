@@ -63,13 +63,12 @@ def test_the_daemon_starts_as_the_manifest_says() -> None:
             target = target.replace(there, place)
         log = Path(folder) / "log"
         with log.open("wb") as output:
+            # A program changes the user: Python would fork for that, and threads that gRPC starts
+            # anew in the child may end it.
             process = subprocess.Popen(
-                [program, *args],
+                ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", program, *args],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                user=USER,
-                group=USER,
-                extra_groups=[],
                 env={"PATH": "/usr/bin:/bin"},
             )
         try:
