@@ -29,7 +29,16 @@ def limited_daemon(
     """A daemon on the CPU with limits of descriptors, and the address that it says it serves."""
     log = folder / "spillwayd.log"
     with log.open("wb") as output:
-        daemon = [binary(), "--device", "cpu", "--listen", listen, "--log-format", "json", *flags]
+        daemon = [
+            str(binary()),
+            "--device",
+            "cpu",
+            "--listen",
+            listen,
+            "--log-format",
+            "json",
+            *flags,
+        ]
         # A program sets the limits: Python would fork for that, and threads that gRPC starts anew
         # in the child may end it.
         process = subprocess.Popen(["prlimit", f"--nofile={soft}:{hard}", *daemon], stderr=output)
