@@ -13,28 +13,26 @@ import spillway
 from daemon_process import running_daemon
 from spillway_cluster import ClusterClient
 from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
-from spillway_cluster.directory_placement import DirectoryPlacement, connected
+from spillway_cluster.directory_placement import DirectoryPlacement, LocalDirectory, connected
 from spillway_cluster.node import Node, host_id
 from spillway_cluster.process import DaemonProcess
 
 
-class LocalDirectory:
-    """A directory that is asked one thing at a time, as the actor is; it may be killed."""
+class MortalDirectory(LocalDirectory):
+    """One that may be killed, of nodes that may die."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.dead_nodes: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self.restart()
+        super().__init__(self._started())
+
+    def _started(self) -> Directory:
+        return Directory(self.store, lambda node: self.dead_nodes.get(node, ""))
 
     def restart(self) -> None:
         """Another one goes on with what is in the store."""
         with self._lock:
-            self._directory = Directory(self.store, lambda node: self.dead_nodes.get(node, ""))
-
-    def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
-        with self._lock:
-            return getattr(self._directory, method)(*arguments, **named)
+            self._directory = self._started()
 
     def __getattr__(self, method: str) -> Any:
         return partial(self.ask, method)
@@ -48,7 +46,7 @@ class LocalCluster:
         nodes: By the daemons' names.
     """
 
-    def __init__(self, directory: LocalDirectory) -> None:
+    def __init__(self, directory: MortalDirectory) -> None:
         self.directory = directory
         self.nodes: dict[str, Node] = {}
 
@@ -68,8 +66,8 @@ class Served:
     def wait(self, seconds: float) -> bool:
         return threading.Event().wait(0.1)
 
-    def start(self, timeout: float) -> bool:
-        return False
+    def start(self, timeout: float) -> None:
+        pass
 
     def stop(self, grace: float) -> None:
         pass
@@ -93,7 +91,7 @@ def local_cluster(
         command: How a node starts its daemon, by which it is watched and restarted; None: it is
             neither.
     """
-    cluster = LocalCluster(LocalDirectory())
+    cluster = LocalCluster(MortalDirectory())
     with ExitStack() as stack:
         for slot in range(count):
             own = folder / str(slot)

@@ -90,12 +90,11 @@ def test_a_daemon_that_is_started_while_its_node_stops_is_ended(
     class Slow(EndsOnce):
         runs = False
 
-        def start(self, timeout: float) -> bool:
+        def start(self, timeout: float) -> None:
             if starting.is_set():
                 stopped.wait(30)
             starting.set()
             self.runs = True
-            return True
 
         def stop(self, grace: float) -> None:
             self.runs = False

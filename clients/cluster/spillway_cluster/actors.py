@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 
-from spillway_cluster.directory import DaemonRecord, Directory, State
+from spillway_cluster.directory import DaemonRecord, Directory
 from spillway_cluster.directory_placement import connected
 from spillway_cluster.handle import DirectoryHandle
 from spillway_cluster.node import Drained, Node, host_id
-from spillway_cluster.placement import Dealt, Moved
 from spillway_cluster.process import DaemonProcess
 from spillway_cluster.settings import Settings
 
@@ -98,38 +98,13 @@ class DirectoryActor:
 
 
 class _RemoteDirectory:
-    """What a node asks of the directory."""
+    """What a node asks of the directory: its methods, as `NodeDirectory` has them."""
 
     def __init__(self, handle: DirectoryHandle) -> None:
         self._handle = handle
 
-    def register(self, record: DaemonRecord) -> str:
-        name: str = self._handle.ask("register", record)
-        return name
-
-    def report(self, name: str, **told: int) -> None:
-        self._handle.ask("report", name, **told)
-
-    def set_state(self, name: str, state: State, reason: str = "") -> None:
-        self._handle.ask("set_state", name, state, reason)
-
-    def daemon(self, name: str) -> DaemonRecord:
-        record: DaemonRecord = self._handle.ask("daemon", name)
-        return record
-
-    def model(self, name: str) -> Dealt | None:
-        dealt: Dealt | None = self._handle.ask("model", name)
-        return dealt
-
-    def choose_target(self, source: str, part: str, byte_count: int) -> str:
-        target: str = self._handle.ask("choose_target", source, part, byte_count)
-        return target
-
-    def begin_move(self, part: str, source: str, moved: Moved) -> None:
-        self._handle.ask("begin_move", part, source, moved)
-
-    def end_move(self, part: str, *, done: bool) -> None:
-        self._handle.ask("end_move", part, done=done)
+    def __getattr__(self, method: str) -> Any:
+        return partial(self._handle.ask, method)
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
@@ -137,7 +112,7 @@ class NodeActor:
     """Serves a `Node`. Where Ray restarts it, it finds its daemon running, or starts it again."""
 
     def __init__(self, namespace: str, cluster: str, slot: int, settings: Settings) -> None:
-        self._node_id = ray.get_runtime_context().get_node_id()
+        node = ray.get_runtime_context().get_node_id()
         address = ray.util.get_node_ip_address() if settings.listen == "tcp" else ""
         folder = settings.folder(namespace, slot)
         process = DaemonProcess(
@@ -148,7 +123,7 @@ class NodeActor:
             arena=settings.arena(namespace, slot),
         )
         local = process.target if process.target.startswith("unix:") else ""
-        record = DaemonRecord("", slot, self._node_id, host_id(), process.target, local)
+        record = DaemonRecord("", slot, node, host_id(), process.target, local)
         self._node = Node(
             process,
             _RemoteDirectory(DirectoryHandle(namespace)),
@@ -180,7 +155,3 @@ class NodeActor:
     def pids(self) -> tuple[int, int | None]:
         """Of this process and of the daemon."""
         return os.getpid(), self._node.pid
-
-    def node_id(self) -> str:
-        """Ray's id of the node that it is on."""
-        return str(self._node_id)

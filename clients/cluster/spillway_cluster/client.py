@@ -28,7 +28,6 @@ from spillway_cluster.step import ClusterStep
 from spillway_cluster.stream import ClusterStream
 
 T = TypeVar("T")
-X = TypeVar("X")
 C = TypeVar("C", bound="ClusterClient")
 
 # Between taking a name and making its sequence, which may be loaded from a large snapshot.

@@ -391,10 +391,6 @@ class Directory:
         del self._under_way[part]
         self._delete("under-way", part)
 
-    def move_under_way(self, part: str) -> MoveUnderWay | None:
-        """The move of a part that has begun and not ended."""
-        return self._under_way.get(part)
-
     def moved(self, part: str, daemon: str, gone: bool) -> Moved | None:
         """As `Placement.moved`.
 

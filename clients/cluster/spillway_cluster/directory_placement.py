@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import spillway
 from spillway.errors import SpillwayError, Unavailable
 
-from spillway_cluster.directory import DaemonRecord
+from spillway_cluster.directory import DaemonRecord, Directory
 from spillway_cluster.node import host_id
 from spillway_cluster.placement import Dealt, Moved
 
@@ -31,6 +31,18 @@ class Asked(Protocol):
         Raises:
             SpillwayError: What it raised; UNAVAILABLE where it does not answer.
         """
+
+
+class LocalDirectory:
+    """A directory in this process, asked one call at a time as its actor is."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+
+    def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        with self._lock:
+            return getattr(self._directory, method)(*arguments, **named)
 
 
 class DirectoryPlacement:

@@ -5,6 +5,7 @@ Plain Python, without Ray: `actors.NodeActor` serves it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -117,13 +118,8 @@ class Node:
         else:
             fresh.close()
         self.name = self._directory.register(
-            DaemonRecord(
-                name="",
-                slot=self._record.slot,
-                node=self._record.node,
-                host=self._record.host,
-                target=self._record.target,
-                local_target=self._record.local_target,
+            dataclasses.replace(
+                self._record,
                 version=info.version,
                 boot_id=info.boot_id,
                 store_id=info.store_id,

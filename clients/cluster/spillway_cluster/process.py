@@ -18,7 +18,8 @@ from pathlib import Path
 import spillway
 from spillway.errors import DeadlineExceeded, Unavailable
 
-_LINE_COUNT = 20  # of the log, for who is told that nothing serves
+# Last lines of the log that the error quotes.
+_LINE_COUNT = 20
 _POLL_SECONDS = 0.05
 # For a daemon that another cluster has left behind.
 _OTHERS_GRACE_SECONDS = 10.0
@@ -50,7 +51,7 @@ def make_own(folder: Path) -> None:
 class DaemonProcess:
     """A daemon with a folder of its own, started by a guard that ends it with its node.
 
-    Not thread-safe, but for `alive` and `wait`.
+    Not thread-safe, but for `pid` and `wait`.
 
     Attributes:
         folder: Where its log, its address and its process id are.
@@ -120,23 +121,19 @@ class DaemonProcess:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         return pid if self.target.encode() in command and state != "Z" else None
 
-    def start(self, timeout: float) -> bool:
+    def start(self, timeout: float) -> None:
         """Returns when the daemon serves: the one that runs, or a new one.
 
         Args:
             timeout: Seconds until it must.
-
-        Returns:
-            Whether it is a new one.
 
         Raises:
             RuntimeError: It does not serve.
         """
         if self._arena is not None:
             make_own(self._arena)
-        new = self.pid is None
         guard: subprocess.Popen[bytes] | None = None
-        if new:
+        if self.pid is None:
             (self.folder / "pid").unlink(missing_ok=True)
             with self.log.open("ab") as output:
                 guard = subprocess.Popen(
@@ -158,7 +155,6 @@ class DaemonProcess:
                     start_new_session=True,
                 )
         self._wait_until_serving(guard, timeout)
-        return new
 
     def _wait_until_serving(self, guard: subprocess.Popen[bytes] | None, timeout: float) -> None:
         end = time.monotonic() + timeout

@@ -222,7 +222,7 @@ class ClusterStep:
                 done[id(group)] = group, answer
             if all(id(group) in done for group in groups) and groups is self._groups_of(layer):
                 self._last = groups
-                return self._joined(layer, [done[id(group)] for group in groups], q)
+                return self._joined([done[id(group)] for group in groups])
         raise _moved_too_often()
 
     def _answers(
@@ -270,9 +270,7 @@ class ClusterStep:
             raise failed[0]
         return answers
 
-    def _joined(
-        self, layer: int, answers: SequenceABC[tuple[_Group, tuple[Any, Any]]], q: Array
-    ) -> tuple[Any, Any]:
+    def _joined(self, answers: SequenceABC[tuple[_Group, tuple[Any, Any]]]) -> tuple[Any, Any]:
         """All heads of all sequences, in order."""
         count = len(self.sequences)
         if all(len(group.owned) == count for group, _ in answers):

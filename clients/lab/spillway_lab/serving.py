@@ -14,7 +14,8 @@ from typing import Any
 from spillway.client import connect
 from spillway.errors import DeadlineExceeded, Unavailable
 
-_LINE_COUNT = 20  # of the log, for who is told that nothing serves
+# Last lines of the log that the error quotes.
+_LINE_COUNT = 20
 
 
 def find_binary(root: Path) -> Path:
