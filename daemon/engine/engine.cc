@@ -33,7 +33,11 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       registry_(options_.model_count_max, options_.sequence_count_max, options_.clock),
       rebuilder_(std::make_unique<Rebuilder>()) {}
 
-Engine::~Engine() { StopRebuilding(); }
+Engine::~Engine() {
+  StopRebuilding();
+  // What has been answered may not be over: it holds sequences, and those pages of the arena.
+  queues_.AwaitNone();
+}
 
 absl::StatusOr<std::shared_ptr<Model>> Engine::MakeModel(const std::string& id,
                                                          const ModelSpec& spec,

@@ -90,7 +90,7 @@ class Engine {
 
   // All outlive the engine. The device and the arena charge the same budget.
   Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions options);
-  // REQUIRES: nothing is running but rebuilding.
+  // Waits for the end of what has been answered. REQUIRES: nothing else is running but rebuilding.
   ~Engine();
 
   // Finds what a process before this one left in the store. Sequences can be named from then on;

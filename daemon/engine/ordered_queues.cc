@@ -28,6 +28,7 @@ void OrderedQueues::Enqueue(std::span<Queue* const> queues, std::shared_ptr<Oper
   op->self_ = std::move(operation);
   {
     const MutexLock lock(mutex_);
+    ++operation_count_;
     for (Queue* queue : queues) {
       op->blocked_queue_count_ += queue->operations_.empty() ? 0 : 1;
       queue->operations_.push_back(op);
@@ -52,6 +53,15 @@ void OrderedQueues::Finish(Operation& operation) {
     self = std::move(operation.self_);
   }
   for (Operation* next : ready) RunStep([next] { next->Start(); });
+  self.reset();
+  const MutexLock lock(mutex_);
+  // Under the lock: who waits may be gone as soon as it is released.
+  if (--operation_count_ == 0) none_.NotifyAll();
+}
+
+void OrderedQueues::AwaitNone() {
+  const MutexLock lock(mutex_);
+  while (operation_count_ > 0) none_.Wait(mutex_);
 }
 
 bool OrderedQueues::IsIdle(const Queue& queue) const {

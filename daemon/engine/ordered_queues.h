@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -53,9 +54,14 @@ class OrderedQueues {
   void Finish(Operation& operation);
   // Whether nothing is queued or running on the queue.
   bool IsIdle(const Queue& queue) const;
+  // Waits until no operation is left. One that has told its outcome still has what it held, a
+  // sequence for one, until it is gone itself.
+  void AwaitNone() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   mutable Mutex mutex_;
+  int64_t operation_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  CondVar none_;
 };
 
 // Runs `step` now, or after the step that this thread is running already: a

@@ -1,7 +1,11 @@
 #include "daemon/engine/engine.h"
 
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <limits>
+#include <memory>
+#include <thread>
 
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
@@ -506,6 +510,32 @@ TEST_F(LateEngineTest, SequencesProgressInParallelEachInOrder) {
     for (int step = 0; step < kSteps; ++step) EXPECT_EQ(lengths[step], step + 1);
   }
   EXPECT_GT(device.running_count_max(), 1);
+}
+
+// A client that has its answer may close an engine in its process at once, while the device's
+// thread still lets go of what the operation held.
+TEST_F(EngineTest, GoesAfterWhatItHasAnswered) {
+  struct Slow {
+    explicit Slow(std::atomic<bool>* gone) : gone(gone) {}
+    ~Slow() {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      *gone = true;
+    }
+    std::atomic<bool>* const gone;
+  };
+  const std::vector<float> rows = Rows(1, 5, 2);
+  std::atomic<bool> gone = false;
+  std::promise<bool> answered;
+  engine->Append({NewSequence("s"), ChunkOf(rows, 0, 5, 0, 2), nullptr},
+                 [held = std::make_shared<Slow>(&gone), &answered](const auto& outcome) {
+                   answered.set_value(outcome.ok());
+                 });
+  std::thread serving([this] { device.ReleaseAll(); });
+  EXPECT_TRUE(answered.get_future().get());
+  model.reset();
+  engine.reset();
+  EXPECT_TRUE(gone);
+  serving.join();
 }
 
 }  // namespace
