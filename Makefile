@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package container-test gpu-test clean
+.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package wheels wheels-test release container-test gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -126,6 +126,17 @@ package: setup ## Debian package and relocatable archive in build/package
 	cpack --config build/release/CPackConfig.cmake -B $(CURDIR)/build/package
 	rm -rf build/package/_CPack_Packages
 	scripts/check_package.sh
+
+wheels: setup venv ## wheels of all Python packages in build/wheels, the client's with the engine in it
+	$(call configure,release)
+	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway spillway_c
+	scripts/wheels.sh
+
+wheels-test: wheels ## the wheels in an empty environment and, for root, in an empty Debian; asks PyPI for what they need
+	scripts/wheels-test.sh
+
+release: setup venv ## all that a release consists of, tried, in build/release-VERSION; publishes nothing
+	scripts/release.sh
 
 container-test: build venv ## the image of the daemon, built and run by podman; FULL=1 compiles in it too
 	JOBS=$(JOBS) scripts/container-test.sh $(if $(FULL),full)

@@ -13,8 +13,7 @@ readonly torch=torch==2.13.0
 # checkout is installed in place, so where it lies is another.
 inputs() {
   pwd
-  cat scripts/venv.sh clients/python/pyproject.toml clients/lab/pyproject.toml clients/vllm/pyproject.toml clients/cluster/pyproject.toml
-  find clients/python -maxdepth 1 -name setup.py -exec cat {} +
+  cat scripts/venv.sh VERSION clients/*/pyproject.toml clients/*/setup.py
   find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
 }
 hash=$(inputs | sha256sum | cut -d' ' -f1)

@@ -4,8 +4,8 @@
 whose .proto files changed.
 
 A wheel is pure unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1: then it
-carries that file and the libraries that lie with it, as in the archive's lib/,
-and is for the platform that it is built on.
+carries that file and is for the platform that it is built on. What the library
+needs comes in by auditwheel (scripts/wheels.sh).
 """
 
 import os
@@ -21,9 +21,12 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
-PROTO = HERE.parent.parent / "proto"
+ROOT = HERE.parent.parent
+PROTO = ROOT / "proto"
 OUT = HERE / "spillway" / "_proto"
 LIBRARY = os.environ.get("SPILLWAY_LIBRARY_FILE")
+# A source distribution carries its own.
+VERSION = HERE / "VERSION" if (HERE / "VERSION").exists() else ROOT / "VERSION"
 
 IMPORT = re.compile(r"^from spillway\.v1 import ", re.MULTILINE)
 MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')spillway\.v1\.")
@@ -98,28 +101,11 @@ class BuildPy(build_py):
             shutil.rmtree(made, ignore_errors=True)
         super().run()
         if LIBRARY and not self.editable_mode:
-            for name, file in carried(Path(LIBRARY)).items():
-                target = made / "_lib" / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, target)
+            (made / "_lib").mkdir()
+            shutil.copy(LIBRARY, made / "_lib/libspillway.so.1")
             licenses = Path(LIBRARY).resolve().parent.parent / LICENSES
             if licenses.is_dir():
                 shutil.copytree(licenses, made / "_lib/licenses")
-
-
-def carried(library: Path) -> dict[Path, Path]:
-    """The library and those that lie with it: what each is called in a wheel, and its file.
-
-    A wheel has no links: a file that links lead to goes by a link's name, which
-    is the one that the loader asks for.
-    """
-    found = {library.name: library}
-    folder = library.parent
-    for path in sorted([*folder.glob("*.so.*"), *folder.glob("fallback/*.so.*")]):
-        found[str(path.relative_to(folder))] = path
-    linked = {path.resolve() for path in found.values() if path.is_symlink()}
-    names = {n: p for n, p in found.items() if p.is_symlink() or p.resolve() not in linked}
-    return {Path(name): path.resolve() for name, path in names.items()}
 
 
 class BdistWheel(bdist_wheel):
@@ -138,14 +124,19 @@ class Contents(Distribution):
 
 
 class Sdist(sdist):
-    """Puts the generated stubs into a source distribution."""
+    """Puts the generated stubs and the version into a source distribution."""
 
     def run(self):
         self.run_command("build_proto")
         super().run()
 
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        shutil.copy(VERSION, base_dir)
+
 
 setup(
+    version=VERSION.read_text().strip(),
     distclass=Contents,
     cmdclass={
         "bdist_wheel": BdistWheel,

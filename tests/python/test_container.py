@@ -148,9 +148,7 @@ def test_a_stop_is_a_drain() -> None:
 
 
 def test_the_label_is_the_version() -> None:
-    (version,) = re.findall(
-        r"project\(spillway VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text()
-    )
+    version = (ROOT / "VERSION").read_text().strip()
     assert pairs("LABEL")["org.opencontainers.image.version"] == version
 
 

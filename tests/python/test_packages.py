@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,9 +12,13 @@ from typing import NamedTuple
 
 import pytest
 from daemon_process import ROOT, binary
+from packages import build, copied, files
 
 if not (ROOT / "clients/python/pyproject.toml").exists():
     pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
+
+# Of the project, whose packages have no other.
+VERSION = (ROOT / "VERSION").read_text().strip()
 
 
 class Wheels(NamedTuple):
@@ -26,31 +29,6 @@ class Wheels(NamedTuple):
     lab: Path
 
 
-def build(package: Path, output: Path, library: Path | None) -> Path:
-    environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY_FILE"}
-    if library is not None:
-        environment["SPILLWAY_LIBRARY_FILE"] = str(library)
-    # Nothing is fetched: the environment has what builds.
-    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", output, package],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = output.glob("*.whl")
-    return wheel
-
-
-def copied(folder: Path) -> Path:
-    """The sources of both packages and of the API, without what was built of them."""
-    left_out = shutil.ignore_patterns("build", "_proto", "*.egg-info", "__pycache__")
-    for name in ("proto", "clients/python", "clients/lab"):
-        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
-    return folder / "clients"
-
-
 def real_library() -> Path:
     return binary().resolve().parents[1] / "clients/c/libspillway.so.1"
 
@@ -59,7 +37,7 @@ def real_library() -> Path:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     """Both wheels, and the client's with libspillway."""
     folder = tmp_path_factory.mktemp("wheels")
-    clients = copied(folder)
+    clients = copied(folder, "python", "lab")
     platform = build(clients / "python", folder / "platform", real_library())
     # What an earlier build left behind is in no wheel.
     stale = clients / "python/build/lib/spillway/stale.py"
@@ -67,11 +45,6 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     stale.touch()
     pure = build(clients / "python", folder / "pure", None)
     return Wheels(platform, pure, build(clients / "lab", folder / "lab", None))
-
-
-def files(wheel: Path) -> set[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
 
 
 def programs(wheel: Path) -> dict[str, str]:
@@ -94,11 +67,12 @@ def test_neither_holds_the_other(wheels: Wheels) -> None:
     for wheel, package in zip(wheels, ("spillway", "spillway", "spillway_lab"), strict=True):
         assert {name.split("/")[0] for name in files(wheel)} == {
             package,
-            f"{package}-0.1.0.dist-info",
+            f"{package}-{VERSION}.dist-info",
         }
         assert {f"{package}/__init__.py", f"{package}/py.typed"} <= files(wheel)
     assert "spillway/_proto/attention_service_pb2.pyi" in files(wheels.pure)
-    subpackages = {name.split("/")[1] for name in files(wheels.pure) if name.count("/") == 2}
+    nested = {tuple(name.split("/")) for name in files(wheels.pure) if name.count("/") == 2}
+    subpackages = {folder for package, folder, _ in nested if package == "spillway"}
     assert subpackages == {"_proto", "transformers"}
     assert "spillway_lab/evaluation/command.py" in files(wheels.lab)
 
@@ -108,25 +82,25 @@ def test_libspillway_is_there_when_given(wheels: Wheels) -> None:
     with zipfile.ZipFile(wheels.platform) as archive:
         assert archive.read(library) == real_library().read_bytes()
     assert files(wheels.pure) == {n for n in files(wheels.platform) if n != library}
-    assert wheels.pure.name == "spillway-0.1.0-py3-none-any.whl"
-    assert wheels.lab.name == "spillway_lab-0.1.0-py3-none-any.whl"
-    assert wheels.platform.name.startswith("spillway-0.1.0-py3-none-linux_")
+    assert wheels.pure.name == f"spillway-{VERSION}-py3-none-any.whl"
+    assert wheels.lab.name == f"spillway_lab-{VERSION}-py3-none-any.whl"
+    assert wheels.platform.name.startswith(f"spillway-{VERSION}-py3-none-linux_")
 
 
 def test_licences_come_with_what_an_archive_carries(tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     terms = archive / "share/doc/spillway/licenses/libgrpc++1.51"
-    for file in (terms, archive / "lib/libspillway.so.1", archive / "lib/libgrpc.so.29"):
+    for file in (terms, archive / "lib/libspillway.so.1"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(file.name)
-    clients = copied(tmp_path)
+    clients = copied(tmp_path, "python")
     wheel = build(clients / "python", tmp_path / "made", archive / "lib/libspillway.so.1")
     carried = {n.removeprefix("spillway/_lib/") for n in files(wheel) if "/_lib/" in n}
-    assert carried == {"libspillway.so.1", "libgrpc.so.29", "licenses/libgrpc++1.51"}
+    assert carried == {"libspillway.so.1", "licenses/libgrpc++1.51"}
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
-    clients = copied(tmp_path)
+    clients = copied(tmp_path, "python")
     with pytest.raises(AssertionError, match="SPILLWAY_LIBRARY_FILE names /none, which is no file"):
         build(clients / "python", tmp_path / "made", Path("/none"))
     assert not list(tmp_path.glob("made/*.whl"))
@@ -158,28 +132,6 @@ def test_streams_go_through_the_wheel_own_library(
         f"    print(stream.transport, client._native.library._name)",
     )
     assert used == f"libspillway {tmp_path}/spillway/_lib/libspillway.so.1"
-
-
-def test_libraries_beside_it_come_along(tmp_path: Path) -> None:
-    clients = copied(tmp_path)
-    folder = tmp_path / "lib"
-    (folder / "fallback").mkdir(parents=True)
-    for name in ("libspillway.so.1", "libone.so.1.2", "libtwo.so.3", "fallback/libthree.so.4"):
-        (folder / name).write_text(name)
-    (folder / "libone.so.1").symlink_to("libone.so.1.2")
-    wheel = build(clients / "python", tmp_path / "made", folder / "libspillway.so.1")
-    with zipfile.ZipFile(wheel) as archive:
-        carried = {
-            name.removeprefix("spillway/_lib/"): archive.read(name).decode()
-            for name in archive.namelist()
-            if "_lib/" in name
-        }
-    assert carried == {
-        "libspillway.so.1": "libspillway.so.1",
-        "libone.so.1": "libone.so.1.2",
-        "libtwo.so.3": "libtwo.so.3",
-        "fallback/libthree.so.4": "fallback/libthree.so.4",
-    }
 
 
 def test_help_loads_nothing_that_is_slow(wheels: Wheels, tmp_path: Path) -> None:

@@ -4,6 +4,9 @@
 models on it.
 """
 
+from importlib import metadata
+from typing import TYPE_CHECKING
+
 from spillway.client import Client, connect
 from spillway.decode import DecodeStream
 from spillway.errors import (
@@ -43,8 +46,6 @@ from spillway.step import DecodeStep
 from spillway.target import default_target
 from spillway.tensors import BFloat16
 from spillway.tracing import traced
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Aborted",
@@ -95,3 +96,14 @@ __all__ = [
     "default_target",
     "traced",
 ]
+
+
+__version__: str
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> str:
+        """Reads the version when it is asked for: sources that are not installed have none."""
+        if name == "__version__":
+            return metadata.version("spillway")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

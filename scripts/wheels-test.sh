@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Tries the wheels of scripts/wheels.sh as somebody without a checkout has them:
+#   wheels-test.sh                  all packages with all that they need, in an empty environment here,
+#                                   and as root the client in an empty Debian 12 too
+#   wheels-test.sh bundle [3.12]    makes build/wheels-3.12: the wheels and what they need of an index
+#                                   for that Python, with try_wheels.py, for a machine without either:
+#                                   python3 build/wheels-3.12/try_wheels.py build/wheels-3.12
+# WHEELS names another folder of wheels than build/wheels.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly wheels=${WHEELS:-build/wheels}
+readonly work=build/wheels-test
+python=.venv/bin/python
+
+bundle() { # PYTHON_VERSION
+  local folder=build/wheels-$1 client
+  client=$(echo "$wheels"/spillway-*.whl)
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  cp "$wheels"/*.whl scripts/try_wheels.py "$folder"
+  # The client's own needs, and of the other packages what --help needs; pip beside them.
+  local platforms=("$(sed 's/.*-none-\(.*\)\.whl$/\1/' <<<"$client")" manylinux_2_28_x86_64
+    manylinux_2_17_x86_64 manylinux2014_x86_64)
+  "$python" -m pip download --quiet --dest "$folder" --only-binary=:all: --implementation cp \
+    --python-version "$1" "${platforms[@]/#/--platform=}" "$client" typer pip
+  du -sh "$folder"
+}
+
+case "${1-}" in
+  bundle)
+    bundle "${2:-3.12}"
+    exit
+    ;;
+  "") ;;
+  *)
+    echo "usage: $0 [bundle [PYTHON_VERSION]]" >&2
+    exit 2
+    ;;
+esac
+
+mkdir -p "$work"
+# The build of torch that the environment of the checkout has.
+sed -n 's/^readonly torch=//p' scripts/venv.sh >"$work/constraint"
+PIP_CONSTRAINT=$PWD/$work/constraint "$python" scripts/try_wheels.py "$wheels" --everything \
+  --output "$work/here.json"
+if ((EUID != 0)); then
+  echo "wheels-test: for an empty Debian it takes root, which is left out" >&2
+  exit
+fi
+
+if ! command -v mmdebstrap >/dev/null; then
+  apt-get update --quiet=2
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends mmdebstrap
+fi
+if [[ ! -f $work/base.tar ]]; then
+  echo "wheels-test: making an empty Debian"
+  mmdebstrap --quiet --variant=minbase --include=python3 bookworm "$work/base.tmp.tar"
+  mv "$work/base.tmp.tar" "$work/base.tar"
+fi
+bundle 3.11
+root=$(mktemp -d)
+trap 'rm -rf --one-file-system "$root"' EXIT
+tar -C "$root" -xf "$work/base.tar"
+cp -r build/wheels-3.11 "$root/wheels"
+# Mounts and processes end with the namespaces.
+unshare --mount --pid --fork --kill-child bash -euc '
+  mount -t proc proc "$0/proc"
+  mount --rbind /dev "$0/dev"
+  exec chroot "$0" /usr/bin/env -i PATH=/usr/bin:/bin python3 /wheels/try_wheels.py /wheels --output /result.json
+' "$root"
+cp "$root/result.json" "$work/debian.json"

@@ -1,0 +1,45 @@
+"""Wheels of copies of the sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from daemon_process import ROOT
+
+
+def build(package: Path, output: Path, library: Path | None) -> Path:
+    """Makes the wheel of a package, which holds libspillway if one is named."""
+    environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY_FILE"}
+    if library is not None:
+        environment["SPILLWAY_LIBRARY_FILE"] = str(library)
+    # Nothing is fetched: the environment has what builds.
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", output, package],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = output.glob("*.whl")
+    return wheel
+
+
+def copied(folder: Path, *packages: str) -> Path:
+    """The sources of packages and of the API, without what was built of them."""
+    left_out = shutil.ignore_patterns("build", "_proto", "*.egg-info", "__pycache__")
+    shutil.copy(ROOT / "VERSION", folder)
+    for name in ("proto", *(f"clients/{package}" for package in packages)):
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    return folder / "clients"
+
+
+def files(wheel: Path) -> set[str]:
+    """Names of what a wheel holds."""
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())

@@ -1,0 +1,139 @@
+"""The client's wheel as somebody has it who has no checkout: scripts/wheels-test.sh tries more."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from daemon_process import ROOT, binary
+from packages import build, copied, files
+
+if not (ROOT / "clients/python/pyproject.toml").exists():
+    pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
+
+# Of the system, as wheels for manylinux may ask of it: all else is in the wheel.
+SYSTEM = re.compile(r"lib(c|m|stdc\+\+|gcc_s|z)\.so\.\d+|ld-linux-x86-64\.so\.2")
+
+
+class Wheels(NamedTuple):
+    """All of them in a folder; the client's; its files."""
+
+    folder: Path
+    client: Path
+    unpacked: Path
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    """What scripts/wheels.sh makes, of the library under test without its symbols."""
+    folder = tmp_path_factory.mktemp("wheels")
+    clients = copied(folder, "python", "lab", "vllm", "cluster")
+    library = folder / "libspillway.so.1"
+    built = binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+    subprocess.run(["strip", "-o", library, built], check=True)
+    made = folder / "made"
+    raw = build(clients / "python", folder / "raw", library)
+    programs = Path(sys.executable).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", made, raw],
+        env={"PATH": f"{programs}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("lab", "vllm", "cluster"):
+        shutil.copy(build(clients / name, folder / name, None), made)
+    (client,) = made.glob("spillway-*.whl")
+    with zipfile.ZipFile(client) as archive:
+        archive.extractall(folder / "unpacked")
+    return Wheels(made, client, folder / "unpacked")
+
+
+def needed(file: Path) -> set[str]:
+    """The libraries that it names."""
+    told = subprocess.run(
+        ["readelf", "--dynamic", "--wide", file], capture_output=True, text=True, check=True
+    ).stdout
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", told))
+
+
+def test_one_version_everywhere(wheels: Wheels) -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    names = {path.name.split("-")[0]: path.name.split("-")[1] for path in wheels.folder.iterdir()}
+    assert names == dict.fromkeys(
+        ("spillway", "spillway_lab", "spillway_vllm", "spillway_cluster"), version
+    )
+    for path in wheels.folder.glob("spillway_*.whl"):
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            needs = re.findall(
+                r"^Requires-Dist: spillway(?:\[\w+\])?(.*)$", archive.read(name).decode(), re.M
+            )
+        assert needs == [f"=={version}"], path.name
+
+
+def test_any_python_of_systems_with_a_newer_glibc(wheels: Wheels) -> None:
+    tag = re.fullmatch(
+        r"spillway-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", wheels.client.name
+    )
+    assert tag is not None, wheels.client.name
+    # Debian 12 has 2.36, on which it is built, and Ubuntu 24.04 2.39.
+    assert int(tag[1]) <= 36
+
+
+def test_what_it_needs_is_beside_it(wheels: Wheels) -> None:
+    own = wheels.unpacked / "spillway/_lib/libspillway.so.1"
+    carried = list((wheels.unpacked / "spillway.libs").iterdir())
+    assert {name.name.split("-")[0] for name in carried} >= {"libgrpc", "libprotobuf", "libtbb"}
+    names = {path.name for path in carried}
+    for file in (own, *carried):
+        left = {n for n in needed(file) - names if not SYSTEM.fullmatch(n)}
+        assert left == set(), file.name
+    # No other package's library has one of these names, which is what the loader goes by.
+    assert all(re.search(r"-[0-9a-f]{8}\.so", name) for name in names)
+
+
+def test_each_has_the_licence(wheels: Wheels) -> None:
+    for path in wheels.folder.iterdir():
+        (name,) = (n for n in files(path) if n.endswith(".dist-info/licenses/LICENSE"))
+        with zipfile.ZipFile(path) as archive:
+            assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+
+
+def test_in_an_empty_environment(wheels: Wheels, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    # Third-party packages are this environment's; its links to the checkout do not come with them.
+    borrowed = sysconfig.get_path("purelib")
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "scripts/try_wheels.py", wheels.folder),
+            *("--borrow", borrowed, "--output", output),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(output.read_text())
+    assert result["attend"]["transport"] == "embedded"
+    assert result["attend"]["devices"][0].startswith(("cpu", "cuda"))
+    assert result["programs"] == [
+        "spillway-lab [OPTIONS] COMMAND [ARGS]...",
+        "spillway-cluster [OPTIONS] COMMAND [ARGS]...",
+    ]
+    assert result["vllm_plugin"] == "register"
+
+
+def test_a_folder_without_them(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/try_wheels.py", tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert f"{tmp_path} has 0 wheels of Spillway, not 4" in done.stderr
