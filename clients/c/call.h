@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,11 +51,29 @@ struct spillway_call {
     grpc::Slice slice(message, size);
     const spillway::MutexLock lock(mutex_);
     if (broken_) return -1;
-    to_write_.emplace_back(&slice, 1);
+    to_write_.push_back({grpc::ByteBuffer(&slice, 1), grpc::WriteOptions()});
     WriteNext();
     // Mostly it is written already, and the next message need not wait.
     if (!driven_) Drive(/*deadline=*/Clock::time_point());
     return 0;
+  }
+
+  // Sends messages, for whose answers Receive is called next: they go out together, and what
+  // the daemon answers is read by whichever call's Receive this thread is in. REQUIRES: no other
+  // thread sends or receives.
+  void Ask(std::span<grpc::Slice> messages) {
+    const spillway::MutexLock lock(mutex_);
+    for (grpc::Slice& message : messages) {
+      grpc::WriteOptions options;
+      if (&message != &messages.back()) options.set_buffer_hint();
+      to_write_.push_back({grpc::ByteBuffer(&message, 1), options});
+    }
+    WriteNext();
+    // Each is written once the one before it is.
+    while (to_write_.size() > 0 && !broken_ && Drive(Clock::time_point())) {
+    }
+    wanted_ = true;
+    ReadNext();
   }
 
   void SendEnd() {
@@ -64,7 +83,10 @@ struct spillway_call {
   }
 
   int Receive(double timeout_seconds, const void** message, size_t* size) {
-    const auto deadline = spillway::After<Clock>(timeout_seconds);
+    return Receive(spillway::After<Clock>(timeout_seconds), message, size);
+  }
+
+  int Receive(Clock::time_point deadline, const void** message, size_t* size) {
     const spillway::MutexLock lock(mutex_);
     wanted_ = true;
     ReadNext();
@@ -93,6 +115,10 @@ struct spillway_call {
   void Cancel() { context_.TryCancel(); }
 
  private:
+  struct Message {
+    grpc::ByteBuffer bytes;
+    grpc::WriteOptions options;
+  };
   enum class Event : intptr_t { kStarted = 1, kWritten, kRead, kFinished };
   static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
 
@@ -104,7 +130,7 @@ struct spillway_call {
       return call_->WritesDone(Tag(Event::kWritten));
     }
     writing_ = true;
-    call_->Write(to_write_.front(), Tag(Event::kWritten));
+    call_->Write(to_write_.front().bytes, to_write_.front().options, Tag(Event::kWritten));
     to_write_.pop_front();
   }
 
@@ -176,7 +202,7 @@ struct spillway_call {
 
   spillway::Mutex mutex_;
   spillway::CondVar changed_;
-  std::deque<grpc::ByteBuffer> to_write_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Message> to_write_ ABSL_GUARDED_BY(mutex_);
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
   grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // the last message that was given
   // Read without the lock once the stream has ended.

@@ -40,14 +40,6 @@ absl::Status NoDoorbell(const std::string& why) {
   return absl::UnimplementedError(absl::StrCat("no doorbell: ", why));
 }
 
-absl::Status FromGrpc(const grpc::Status& status) {
-  absl::Status made(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
-  if (!status.error_details().empty()) {
-    made.SetPayload(kDetails, absl::Cord(status.error_details()));
-  }
-  return made;
-}
-
 // Calls a method with one request. reached: the daemon is known to be there.
 template <typename Stub, typename Request, typename Response>
 absl::Status Called(Stub& stub,
@@ -59,7 +51,7 @@ absl::Status Called(Stub& stub,
   // A channel to a daemon that has restarted may not know it yet.
   context.set_wait_for_ready(reached);
   context.set_deadline(std::chrono::system_clock::now() + kTimeout);
-  return FromGrpc((stub.*method)(&context, request, &response));
+  return FromDaemon((stub.*method)(&context, request, &response));
 }
 
 }  // namespace
@@ -67,6 +59,20 @@ absl::Status Called(Stub& stub,
 std::string DaemonDetails(const absl::Status& status) {
   const auto details = status.GetPayload(kDetails);
   return details ? std::string(*details) : "";
+}
+
+absl::Status FromDaemon(const grpc::Status& status) {
+  absl::Status made(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  if (!status.error_details().empty()) {
+    made.SetPayload(kDetails, absl::Cord(status.error_details()));
+  }
+  return made;
+}
+
+absl::Status FromDaemon(const google::rpc::Status& status) {
+  absl::Status made(static_cast<absl::StatusCode>(status.code()), status.message());
+  made.SetPayload(kDetails, absl::Cord(status.SerializeAsString()));
+  return made;
 }
 
 absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std::string& path) {

@@ -13,7 +13,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/doorbell/doorbell_memory.h"
+#include "google/rpc/status.pb.h"
 #include "grpcpp/channel.h"
+#include "grpcpp/support/status.h"
 #include "host/base/descriptor.h"
 #include "host/base/mutex.h"
 #include "host/device/step_tensors.h"
@@ -24,6 +26,9 @@ namespace spillway {
 // The serialised google.rpc.Status of an error that a daemon has answered; empty of
 // another.
 std::string DaemonDetails(const absl::Status& status);
+// An error of a daemon's, with its DaemonDetails().
+absl::Status FromDaemon(const grpc::Status& status);
+absl::Status FromDaemon(const google::rpc::Status& status);
 
 // The socket that says that this process lives, and hands over its regions.
 class SessionSocket {

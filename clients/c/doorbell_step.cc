@@ -19,10 +19,6 @@ absl::StatusOr<DoorbellAnswer> BegunAt(Doorbell& doorbell, std::string_view desc
   return doorbell.Call(call);
 }
 
-absl::Status StillUnanswered() {
-  return absl::FailedPreconditionError("the step's last attend is not answered yet");
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
@@ -62,8 +58,7 @@ DoorbellStep::~DoorbellStep() {
   session_->Give(std::move(doorbell_));
 }
 
-std::optional<absl::Status> DoorbellStep::Attend(int layer, const StepTensors& tensors,
-                                                 BellWaiter::Clock::time_point deadline) {
+absl::Status DoorbellStep::Ask(int layer, const StepTensors& tensors) {
   if (unanswered_) return StillUnanswered();
   const StepLayout layout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype);
   std::byte* const data = doorbell_->data().data();
@@ -76,15 +71,14 @@ std::optional<absl::Status> DoorbellStep::Attend(int layer, const StepTensors& t
   CopyStepRows(RowsOf(shape_, shape_.query_head_count, tensors.q_dtype), tensors.q, mine(shared.q));
   CopyStepRows(RowsOf(shape_, shape_.kv_head_count, row_dtype_), tensors.k, mine(shared.k));
   CopyStepRows(RowsOf(shape_, shape_.kv_head_count, row_dtype_), tensors.v, mine(shared.v));
-  absl::Status rung = doorbell_->Ring(AttendCall(DoorbellCallKind::kAttend, layer, tensors));
-  if (!rung.ok()) return rung;
+  RETURN_IF_ERROR(doorbell_->Ring(AttendCall(DoorbellCallKind::kAttend, layer, tensors)));
   unanswered_ = true;
-  return Await(tensors, deadline);
+  return absl::OkStatus();
 }
 
 std::optional<absl::Status> DoorbellStep::Await(const StepTensors& tensors,
                                                 BellWaiter::Clock::time_point deadline) {
-  if (!unanswered_) return absl::FailedPreconditionError("the step has no attend to wait for");
+  if (!unanswered_) return NothingAsked();
   const absl::StatusOr<std::optional<DoorbellAnswer>> answer = doorbell_->Answer(deadline);
   if (answer.ok() && !answer->has_value()) return std::nullopt;
   unanswered_ = false;

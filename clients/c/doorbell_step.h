@@ -21,8 +21,7 @@ class DoorbellStep final : public ClientStep {
                                                              std::string_view description);
   ~DoorbellStep() override;
 
-  std::optional<absl::Status> Attend(int layer, const StepTensors& tensors,
-                                     BellWaiter::Clock::time_point deadline) override;
+  absl::Status Ask(int layer, const StepTensors& tensors) override;
   std::optional<absl::Status> Await(const StepTensors& tensors,
                                     BellWaiter::Clock::time_point deadline) override;
   absl::StatusOr<std::string> Results() override;

@@ -21,12 +21,13 @@ class EmbeddedStep final : public ClientStep {
   EmbeddedStep(std::shared_ptr<Embedded> engine, std::unique_ptr<Step> step, std::string trace)
       : engine_(std::move(engine)), step_(std::move(step)), trace_(std::move(trace)) {}
 
-  std::optional<absl::Status> Attend(int layer, const StepTensors& tensors,
-                                     BellWaiter::Clock::time_point) override {
-    return step_->Attend(layer, tensors);
+  absl::Status Ask(int layer, const StepTensors& tensors) override {
+    answer_ = step_->Attend(layer, tensors);
+    return absl::OkStatus();
   }
   std::optional<absl::Status> Await(const StepTensors&, BellWaiter::Clock::time_point) override {
-    return absl::FailedPreconditionError("the step has no attend to wait for");
+    if (!answer_.has_value()) return NothingAsked();
+    return *std::exchange(answer_, std::nullopt);
   }
   absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
   std::string DetailsOf(const absl::Status& status) const override {
@@ -38,6 +39,7 @@ class EmbeddedStep final : public ClientStep {
   const std::shared_ptr<Embedded> engine_;
   const std::unique_ptr<Step> step_;
   const std::string trace_;
+  std::optional<absl::Status> answer_;  // that nobody has waited for
 };
 
 // A decoder of an engine in this process.

@@ -4,6 +4,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "clients/c/doorbell_step.h"
 #include "clients/c/embedded_steps.h"
 #include "clients/c/gpu.h"
+#include "clients/c/message_step.h"
 #include "clients/c/step.h"
 #include "daemon/convert/trace.h"
 #include "daemon/engine/step.h"
@@ -143,6 +145,20 @@ struct spillway_step {
     if (!status.has_value()) return SPILLWAY_UNANSWERED;
     return status->ok() ? 0 : SetError(*status, step->DetailsOf(*status));
   }
+  // nullopt: it was asked.
+  std::optional<absl::Status> Ask(int layer, const spillway_step_tensors& tensors) const {
+    const absl::StatusOr<spillway::StepTensors> places = TensorsOf(tensors);
+    if (!places.ok()) return places.status();
+    absl::Status asked = step->Ask(layer, *places);
+    if (!asked.ok()) return asked;
+    return std::nullopt;
+  }
+  std::optional<absl::Status> Await(const spillway_step_tensors& tensors,
+                                    spillway::BellWaiter::Clock::time_point deadline) const {
+    const absl::StatusOr<spillway::StepTensors> places = TensorsOf(tensors);
+    if (!places.ok()) return places.status();
+    return step->Await(*places, deadline);
+  }
 };
 
 struct spillway_gpu_region {
@@ -158,6 +174,47 @@ struct spillway_decoder {
     return status.ok() ? 0 : SetError(status, decoder->DetailsOf(status));
   }
 };
+
+namespace {
+
+spillway_step* NewStep(std::unique_ptr<spillway::ClientStep> step) {
+  return new spillway_step{std::move(step), ""};
+}
+
+// What a share has of the tensors of all.
+spillway_step_tensors TensorsOf(const spillway_step_share& share,
+                                const spillway_step_tensors& all) {
+  const auto own = [&share](spillway_tensor tensor, int64_t head_first) {
+    if (tensor.data == nullptr) return tensor;
+    tensor.data = static_cast<std::byte*>(tensor.data) +
+                  share.sequence_first * tensor.sequence_stride + head_first * tensor.head_stride;
+    tensor.sequence_stride *= share.sequence_every;
+    return tensor;
+  };
+  spillway_step_tensors tensors = all;
+  tensors.q = own(all.q, share.query_head_first);
+  tensors.k = own(all.k, share.kv_head_first);
+  tensors.v = own(all.v, share.kv_head_first);
+  tensors.out = own(all.out, share.query_head_first);
+  tensors.lse = share.lse;
+  return tensors;
+}
+
+// Waits for those that are asked and not answered; returns as spillway_steps_attend.
+int AwaitAll(std::span<spillway_step_share> shares, const spillway_step_tensors& all,
+             spillway::BellWaiter::Clock::time_point deadline) {
+  int code = 0;
+  for (spillway_step_share& share : shares) {
+    if (share.code == SPILLWAY_UNANSWERED) {
+      share.code =
+          share.step->Code([&] { return share.step->Await(TensorsOf(share, all), deadline); });
+    }
+    if (code == 0 || share.code == SPILLWAY_UNANSWERED) code = share.code;
+  }
+  return code;
+}
+
+}  // namespace
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
 
@@ -262,9 +319,28 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
         } else {
           ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel->session, text));
         }
-        return new spillway_step{std::move(step), ""};
+        return NewStep(std::move(step));
       },
       engine, trace);
+}
+
+spillway_step* spillway_step_begin_streamed(spillway_channel* channel, const void* description,
+                                            size_t size, const spillway_step_shape* shape) {
+  return OrNull<spillway_step>([&]() -> absl::StatusOr<spillway_step*> {
+    if (channel->embedded != nullptr) {
+      return absl::UnimplementedError("an engine in this process takes no messages of a step");
+    }
+    spillway::StepShape whole = {};
+    whole.query_head_count = shape->query_head_count;
+    whole.kv_head_count = shape->kv_head_count;
+    whole.head_dim = shape->head_dim;
+    whole.row_dtype = static_cast<uint32_t>(shape->row_dtype);
+    ASSIGN_OR_RETURN(std::unique_ptr<spillway::ClientStep> step,
+                     spillway::MessageStep::Begin(
+                         channel->channel, channel->client_id,
+                         std::string_view(static_cast<const char*>(description), size), whole));
+    return NewStep(std::move(step));
+  });
 }
 
 int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
@@ -273,22 +349,33 @@ int spillway_step_attend(spillway_step* step, int layer, const spillway_step_ten
 
 int spillway_step_attend_for(spillway_step* step, int layer, const spillway_step_tensors* tensors,
                              double timeout_seconds) {
-  return step->Code([&]() -> std::optional<absl::Status> {
-    const absl::StatusOr<spillway::StepTensors> places = TensorsOf(*tensors);
-    if (!places.ok()) return places.status();
-    return step->step->Attend(layer, *places,
-                              spillway::After<spillway::BellWaiter::Clock>(timeout_seconds));
+  const auto deadline = spillway::After<spillway::BellWaiter::Clock>(timeout_seconds);
+  return step->Code([&] {
+    std::optional<absl::Status> failed = step->Ask(layer, *tensors);
+    return failed.has_value() ? failed : step->Await(*tensors, deadline);
   });
 }
 
 int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
                         double timeout_seconds) {
-  return step->Code([&]() -> std::optional<absl::Status> {
-    const absl::StatusOr<spillway::StepTensors> places = TensorsOf(*tensors);
-    if (!places.ok()) return places.status();
-    return step->step->Await(*places,
-                             spillway::After<spillway::BellWaiter::Clock>(timeout_seconds));
-  });
+  const auto deadline = spillway::After<spillway::BellWaiter::Clock>(timeout_seconds);
+  return step->Code([&] { return step->Await(*tensors, deadline); });
+}
+
+int spillway_steps_attend(spillway_step_share* shares, size_t count, int layer,
+                          const spillway_step_tensors* all, double timeout_seconds) {
+  const auto deadline = spillway::After<spillway::BellWaiter::Clock>(timeout_seconds);
+  for (spillway_step_share& share : std::span(shares, count)) {
+    share.code = share.step->Code(
+        [&] { return share.step->Ask(layer - share.layer_first, TensorsOf(share, *all)); });
+  }
+  return AwaitAll({shares, count}, *all, deadline);
+}
+
+int spillway_steps_await(spillway_step_share* shares, size_t count,
+                         const spillway_step_tensors* all, double timeout_seconds) {
+  return AwaitAll({shares, count}, *all,
+                  spillway::After<spillway::BellWaiter::Clock>(timeout_seconds));
 }
 
 int spillway_step_results(spillway_step* step, const void** message, size_t* size) {

@@ -155,6 +155,25 @@ SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
 /* Element types, numbered as spillway.v1.DType. */
 enum { SPILLWAY_F32 = 1, SPILLWAY_F16 = 2, SPILLWAY_BF16 = 3 };
 
+/* Of a step's model. */
+typedef struct {
+  int32_t query_head_count;
+  int32_t kv_head_count;
+  int32_t head_dim;
+  int32_t row_dtype; /* of K and V */
+} spillway_step_shape;
+
+/* The same step by messages, of a daemon anywhere: on a Decode stream of its own, without
+ * memory that both share. Said to no daemon before the first attend, which tells what is
+ * refused. After a daemon was gone, or an attend has failed, the next one opens another
+ * stream.
+ *
+ * NULL where the description is none, a number of the shape is below 1
+ * (INVALID_ARGUMENT), or the engine is in this process (UNIMPLEMENTED). */
+SPILLWAY_EXPORT spillway_step* spillway_step_begin_streamed(spillway_channel* channel,
+                                                            const void* description, size_t size,
+                                                            const spillway_step_shape* shape);
+
 /* Elements of sequences, tokens and heads: how far each of these is from the
  * next, bytes. The elements of a head lie side by side. */
 typedef struct {
@@ -200,6 +219,34 @@ SPILLWAY_EXPORT int spillway_step_attend_for(spillway_step* step, int layer,
 /* Waits on for an attend that is unanswered, given the same tensors. */
 SPILLWAY_EXPORT int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
                                         double timeout_seconds);
+
+/* What one of several steps, each of another daemon, has of the tensors of all. */
+typedef struct {
+  spillway_step* step;
+  int32_t code;             /* written: as spillway_step_attend_for returns it */
+  int32_t layer_first;      /* which layer the step calls 0 */
+  int32_t sequence_first;   /* of its sequences, in all; */
+  int32_t sequence_every;   /* and how far each is from the next */
+  int32_t query_head_first; /* of its query heads, in all, which follow one another */
+  int32_t kv_head_first;    /* of its KV heads, likewise */
+  float* lse;               /* of its own: as of spillway_step_tensors */
+} spillway_step_share;
+
+/* Asks all of them for a layer before it waits for the first answer: daemons work at the
+ * same moment. Each is as by spillway_step_attend_for, and one that fails leaves the others
+ * alone; engines in this process attend one after the other.
+ *
+ * all: of every sequence and head; its lse is not looked at.
+ *
+ * Returns 0 where all are answered, SPILLWAY_UNANSWERED where one is not yet, or else the
+ * code of the first that failed. */
+SPILLWAY_EXPORT int spillway_steps_attend(spillway_step_share* shares, size_t count, int layer,
+                                          const spillway_step_tensors* all, double timeout_seconds);
+
+/* Waits on for those whose code is SPILLWAY_UNANSWERED, given the same tensors; returns as
+ * spillway_steps_attend. */
+SPILLWAY_EXPORT int spillway_steps_await(spillway_step_share* shares, size_t count,
+                                         const spillway_step_tensors* all, double timeout_seconds);
 
 /* Certificates and counts of the step's last attend: a serialised
  * spillway.v1.AttendResponse without tensors, a result for each part. Valid

@@ -61,6 +61,7 @@ class ClusterSequence:
         name: Resource name. Without a name of its own each part has another one, and this is the
             first one's.
         model: `models/{id}`, of the whole.
+        whole: That model.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class ClusterSequence:
     ) -> None:
         self._client = client
         self._dealt = dealt
-        self._whole = dealt.model
+        self.whole = dealt.model
         self.parts = tuple(parts)
         self.name = name
         self.model = dealt.model.name
         # Query heads of a KV head.
-        self.group = self._whole.query_head_count // self._whole.kv_head_count
+        self.group = self.whole.query_head_count // self.whole.kv_head_count
 
     def __repr__(self) -> str:
         return f"ClusterSequence({self.name!r}, model={self.model!r})"
@@ -83,7 +84,7 @@ class ClusterSequence:
         found = [part for part in self.parts if layer in part.share.layers]
         if not found:
             raise spillway.InvalidArgument(
-                f"layer: value {layer} is not in [0, {self._whole.layer_count - 1}]"
+                f"layer: value {layer} is not in [0, {self.whole.layer_count - 1}]"
             )
         return found
 
@@ -120,7 +121,7 @@ class ClusterSequence:
         """Tokens of each layer that all its parts have, as last heard."""
         shares = [part.share for part in self.parts]
         counts = [part.call(lambda s: s.layer_token_counts) for part in self.parts]
-        return merged_counts(shares, counts, self._whole.layer_count)
+        return merged_counts(shares, counts, self.whole.layer_count)
 
     @property
     def token_count(self) -> int:
@@ -139,7 +140,7 @@ class ClusterSequence:
 
     def _info(self, infos: SequenceABC[SequenceInfo]) -> SequenceInfo:
         shares = [part.share for part in self.parts]
-        info = merged_info(shares, infos, self._whole.layer_count)
+        info = merged_info(shares, infos, self.whole.layer_count)
         return dataclasses.replace(info, name=self.name, model=self.model)
 
     def append(
@@ -148,10 +149,10 @@ class ClusterSequence:
         """Appends rows, each daemon's heads to it; as `spillway.Sequence.append`."""
         if len(k.shape) == 3:
             k, v = k[None], v[None]
-        if k.shape[1] != self._whole.kv_head_count or tuple(v.shape) != tuple(k.shape):
+        if k.shape[1] != self.whole.kv_head_count or tuple(v.shape) != tuple(k.shape):
             raise spillway.InvalidArgument(
                 f"k and v have shapes {list(k.shape)} and {list(v.shape)}: not the model's "
-                f"{self._whole.kv_head_count} KV heads"
+                f"{self.whole.kv_head_count} KV heads"
             )
         layers = range(layer, layer + k.shape[0])
         for each in layers:
@@ -259,7 +260,7 @@ class ClusterSequence:
         timeout: float | None = None,
     ) -> tuple[Any, Any]:
         """Copies rows out; as `spillway.Sequence.fetch`, but that parts may be of two moments."""
-        model = self._whole
+        model = self.whole
         if selection is None and end is None:
             end = self.layer_token_counts[layer]
         if into is None:

@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import spillway
+from spillway.at_once import AttendsAtOnce, Portion
 from spillway.errors import SpillwayError
 from spillway.policy import Policy
 from spillway.results import AttendResult
+from spillway.step import check_tensors
 from spillway.tensors import Array, OutDType
 
 from spillway_cluster.groups import groups_of
@@ -89,6 +91,17 @@ class _Group:
             return array[first : last + 1]
         return array[self._numbers]
 
+    def portion(self, group: int) -> Portion | None:
+        """What it has of the whole step's arrays; None where they must be gathered."""
+        first, last = self._numbers[0], self._numbers[-1]
+        every = (last - first) // max(len(self._numbers) - 1, 1) or 1
+        numbers = range(first, last + 1, every)
+        if list(numbers) != self._numbers:
+            return None
+        share = self.share
+        layers, heads = share.layers.start, share.heads
+        return Portion(self._step, layers, numbers, heads, share.query_heads(group))
+
     def results(self) -> dict[int, AttendResult]:
         return dict(zip(self._numbers, self._step.results(), strict=True))
 
@@ -134,7 +147,11 @@ class ClusterStep:
         )
         # By the layers that a group of layers begins with.
         self._groups: dict[int, list[_Group]] = {}
+        # What asks the groups of such a list together; None: they are asked one by one.
+        self._at_once: dict[int, tuple[list[_Group], AttendsAtOnce | None]] = {}
         self._last: list[_Group] = []
+        # What the last attend was asked by; None: one by one.
+        self._last_at_once: AttendsAtOnce | None = None
         try:
             for layer in sequences[0].first_layers:
                 self._groups_of(layer)
@@ -215,6 +232,28 @@ class ClusterStep:
         daemons may have the new tokens; the same call may be repeated.
         """
         done: dict[int, tuple[_Group, tuple[Any, Any]]] = {}
+        groups = self._groups_of(layer)
+        at_once = self._asked_at_once(groups)
+        if at_once is not None:
+            whole = self.sequences[0].whole
+            counts = len(self.sequences), self.token_count
+            kind = check_tensors(whole, counts, (q, k, v), out_dtype)
+            try:
+                out, lse, failed = at_once.attend(layer, (q, k, v), kind)
+            except BaseException:
+                # An interrupt.
+                self.close()
+                raise
+            self._last, self._last_at_once = groups, at_once
+            if not failed:
+                return out, lse
+            # Those are asked once more, and then followed or waited for.
+            for index, group in enumerate(groups):
+                if index not in failed:
+                    portion = at_once.portions[index]
+                    done[id(group)] = group, (portion.of(out), portion.of(lse))
+            at_once.share_results()
+        self._last_at_once = None
         for _ in range(MOVES_MAX):
             groups = self._groups_of(layer)
             waiting = [group for group in groups if id(group) not in done]
@@ -224,6 +263,21 @@ class ClusterStep:
                 self._last = groups
                 return self._joined([done[id(group)] for group in groups])
         raise _moved_too_often()
+
+    def _asked_at_once(self, groups: list[_Group]) -> AttendsAtOnce | None:
+        """What asks the groups of a layer together, if all of them allow it."""
+        first = groups[0].share.layers.start
+        known, at_once = self._at_once.get(first, (None, None))
+        if known is groups and (at_once is None or at_once.begun()):
+            return at_once
+        group = self.sequences[0].group
+        portions = [each.portion(group) for each in groups]
+        usable = [portion for portion in portions if portion is not None]
+        at_once = None
+        if len(usable) == len(groups) and AttendsAtOnce.possible(usable):
+            at_once = AttendsAtOnce(usable)
+        self._at_once[first] = groups, at_once
+        return at_once
 
     def _answers(
         self,
@@ -291,6 +345,8 @@ class ClusterStep:
         """Returns all of the last attend, one for each sequence: certificate and counts too."""
         if not self._last:
             raise ValueError("the step's last layer was not attended")
+        if self._last_at_once is not None:
+            self._last_at_once.share_results()
         parts: list[list[tuple[int, int, AttendResult]]] = [[] for _ in self.sequences]
         for group in self._last:
             heads = group.share.kv_heads

@@ -129,8 +129,11 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("call_cancel", None, (pointer,)),
         ("call_close", None, (pointer,)),
         ("step_begin", pointer, (pointer, text, size)),
+        ("step_begin_streamed", pointer, (pointer, text, size, pointer)),
         ("step_attend_for", number, (pointer, number, pointer, seconds)),
         ("step_await", number, (pointer, pointer, seconds)),
+        ("steps_attend", number, (pointer, size, number, pointer, seconds)),
+        ("steps_await", number, (pointer, size, pointer, seconds)),
         ("step_results", number, (pointer, pointer, pointer)),
         ("step_end", None, (pointer,)),
         ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
@@ -243,6 +246,18 @@ class NativeChannel:
         with self._lock:
             self._check_open()
             handle = self.library.spillway_step_begin(self._handle, description, len(description))
+        return self._checked(handle)
+
+    def begin_streamed_step(self, description: bytes, shape: Any) -> int:
+        """The same of a daemon anywhere, by messages; shape: by reference, of its model.
+
+        What the daemon refuses its first attend tells.
+        """
+        with self._lock:
+            self._check_open()
+            handle = self.library.spillway_step_begin_streamed(
+                self._handle, description, len(description), shape
+            )
         return self._checked(handle)
 
     def ask_step(self, step: int, layer: int, tensors: Any, *, at_once: bool) -> bool:
@@ -433,6 +448,24 @@ class NativeChannel:
         # It may still end with an error.
         call.receive()
         return of(response)
+
+
+def attend_at_once(loaded: ctypes.CDLL, shares: Any, count: int, layer: int, tensors: Any) -> bool:
+    """Asks several steps for a layer, then waits for each; returns whether all went well.
+
+    An interrupt is raised meanwhile; then the steps can but be ended.
+
+    Args:
+        loaded: The library.
+        shares: By reference, so many spillway_step_share. Each is given its code.
+        count: Of them.
+        layer: The layer.
+        tensors: By reference, the spillway_step_tensors of all.
+    """
+    code = loaded.spillway_steps_attend(shares, count, layer, tensors, _WAIT_SECONDS)
+    while code == _UNANSWERED:
+        code = loaded.spillway_steps_await(shares, count, tensors, _WAIT_SECONDS)
+    return bool(code == 0)
 
 
 class GpuMapping:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import sys
 from collections.abc import Callable
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from spillway import forks
-from spillway._native import NativeChannel
+from spillway._native_step import NativeStep
 from spillway._proto import attention_service_pb2
 from spillway.errors import NotFound, SpillwayError
 from spillway.policy import Policy
-from spillway.regions import Place, place_of
 from spillway.restart import BROKEN
 from spillway.results import AttendResult, Model
 from spillway.sequence import Sequence, explained
@@ -30,8 +27,6 @@ from spillway.tensors import (
     dtype_number,
     dtype_of,
     is_torch,
-    on_gpu,
-    wait_for_stream,
 )
 from spillway.tracing import trace_id
 
@@ -41,158 +36,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sequence_stride", ctypes.c_int64),
-        ("token_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
-
-
-class _Tensors(ctypes.Structure):
-    _fields_ = (
-        ("q_dtype", ctypes.c_int32),
-        ("out_dtype", ctypes.c_int32),
-        ("q", _Tensor),
-        ("k", _Tensor),
-        ("v", _Tensor),
-        ("out", _Tensor),
-        ("lse", ctypes.c_void_p),
-    )
-
-
-def _empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
-    """An array of q's kind, on the CPU; pinned where q is on a GPU."""
-    if is_torch(q):
-        torch = sys.modules["torch"]
-        kind = q.dtype if dtype == dtype_of(q, "q") else torch.float32  # type: ignore[union-attr]
-        return torch.empty(shape, dtype=kind, pin_memory=on_gpu(q))
-    if isinstance(q, BFloat16) and dtype == dtype_of(q, "q"):
-        return BFloat16(np.empty(shape, np.uint16))
-    numpy_dtype = q.dtype if isinstance(q, np.ndarray) else np.float32
-    return np.empty(shape, numpy_dtype if dtype == dtype_of(q, "q") else np.float32)
-
-
-class _NativeStep:
-    """A step of an engine in this process, or by a daemon's doorbell."""
-
-    def __init__(
-        self, channel: NativeChannel, message: attention_service_pb2.DecodeStep, model: Model
-    ) -> None:
-        self._channel = channel
-        self._shape = (message.token_count, model.query_head_count, model.head_dim)
-        self._handle = channel.begin_step(message.SerializeToString())
-        # At exit too, before the channel's, which was made earlier: the engine
-        # goes with the last of both.
-        self.end = forks.finalizer(self, channel.library.spillway_step_end, self._handle)
-        self._tensors = _Tensors()
-        self._at = ctypes.byref(self._tensors)
-
-    def ask(
-        self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
-    ) -> Callable[[], tuple[Any, Any]]:
-        """Asks for an attend. What is returned waits for the answer, and must be called.
-
-        Args:
-            layer: As of `DecodeStep.attend`, like q, k and v.
-            q: Queries.
-            k: Keys.
-            v: Values.
-            out_dtype: Element type of the output.
-            at_once: To return before the answer is there; else some of the wait may be here.
-        """
-        self._check_open()
-        tensors = self._tensors
-        shape = tuple(q.shape)
-        out, lse = _empty_like(q, out_dtype, shape), _empty_like(q, _F32, shape[:3])
-        tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), out_dtype
-        # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
-        # `kept`: copies, where there had to be some, until the call is over.
-        kept = [
-            _put(tensors.q, q, 1, 2),
-            _put(tensors.k, k, 2, 1),
-            _put(tensors.v, v, 2, 1),
-            _put(tensors.out, out, 1, 2),
-        ]
-        place = place_of(lse)
-        assert place is not None
-        tensors.lse = place.address
-        for array in {x.device: x for x in (q, k, v) if on_gpu(x)}.values():
-            wait_for_stream(array)
-        answered = self._channel.ask_step(self._handle, layer, self._at, at_once=at_once)
-
-        def answer() -> tuple[Any, Any]:
-            if not answered:
-                self._check_open()
-                self._channel.await_step(self._handle, self._at)
-            del kept[:]
-            return _back(out, q), _back(lse, q)
-
-        return answer
-
-    def _check_open(self) -> None:
-        if not self.end.alive:
-            raise ValueError("the step is closed")
-
-    def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:
-        self._check_open()
-        message = self._channel.step_results(self._handle)
-        results = attention_service_pb2.AttendResponse.FromString(message).results
-        for result in results:
-            # Of the output that is elsewhere.
-            result.out.shape.extend(self._shape)
-        return results
-
-
-_F32 = dtype_number("float32")
-
-
-def _put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
-    """Says where an array is, or a copy of it on the CPU whose rows lie side by side.
-
-    The copy of a CUDA tensor is complete when its current stream is.
-
-    Args:
-        tensor: What says it.
-        array: [B, ...].
-        token: The dimension of tokens.
-        head: The dimension of heads.
-
-    Returns:
-        What must live as long as the place is used.
-    """
-    place = place_of(array)
-    if place is None:
-        if on_gpu(array):
-            pinned = sys.modules["torch"].empty(array.shape, dtype=array.dtype, pin_memory=True)
-            array = pinned.copy_(array.detach(), non_blocking=True)
-        elif is_torch(array):
-            array = array.detach().cpu().contiguous()
-        elif isinstance(array, BFloat16):
-            array = BFloat16(np.ascontiguousarray(array.bits))
-        else:
-            array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        place = place_of(array)
-        assert place is not None
-    set_place(tensor, place, token, head)
-    return array
-
-
-def set_place(tensor: _Tensor, place: Place, token: int, head: int) -> None:
-    """Says where elements are; `token` and `head` are the dimensions of those."""
-    strides = place.strides
-    tensor.data, tensor.sequence_stride = place.address, strides[0]
-    tensor.token_stride, tensor.head_stride = strides[token], strides[head]
-
-
-def _back(array: Any, q: Any) -> Any:
-    """An output on q's device."""
-    return array.to(q.device, non_blocking=True) if on_gpu(q) else array
-
-
 class _StreamStep:
-    """The same over a daemon's Decode stream: a message for each sequence."""
+    """A step without libspillway, over a Decode stream: a message for each sequence."""
 
     def __init__(
         self,
@@ -211,7 +56,7 @@ class _StreamStep:
     def ask(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
     ) -> Callable[[], tuple[Any, Any]]:
-        """As of `_NativeStep`; messages never wait."""
+        """As of `NativeStep`; messages never wait."""
         same = out_dtype == dtype_of(q, "q")
         ids = {
             self._stream.send(
@@ -305,15 +150,38 @@ class _Together:
 
     def _check(self, q: Any, k: Any, v: Any, out_dtype: OutDType | None) -> int:
         """Checks the tensors of a layer; returns the output's element type."""
-        model, batch, tokens = self._model, len(self.sequences), self.token_count
-        rows = (batch, model.kv_head_count, tokens, model.head_dim)
-        queries = (batch, tokens, model.query_head_count, model.head_dim)
-        for array, shape, what in ((q, queries, "q"), (k, rows, "k"), (v, rows, "v")):
-            if tuple(array.shape) != shape:
-                raise ValueError(f"{what} has shape {list(array.shape)}, not {list(shape)}")
-            if what != "q" and dtype_of(array, what) != dtype_number(model.dtype):
-                raise ValueError(f"{what} has other elements than the model's, {model.dtype}")
-        return dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
+        return check_tensors(
+            self._model, (len(self.sequences), self.token_count), (q, k, v), out_dtype
+        )
+
+
+def check_tensors(
+    model: Model, counts: tuple[int, int], arrays: tuple[Any, Any, Any], out_dtype: OutDType | None
+) -> int:
+    """Checks the tensors of a layer of a step.
+
+    Args:
+        model: Of the sequences.
+        counts: Sequences of the step, and new tokens of each.
+        arrays: q, k and v.
+        out_dtype: Asked element type of the output.
+
+    Returns:
+        That type's number.
+
+    Raises:
+        ValueError: A shape or type does not fit.
+    """
+    q, k, v = arrays
+    batch, tokens = counts
+    rows = (batch, model.kv_head_count, tokens, model.head_dim)
+    queries = (batch, tokens, model.query_head_count, model.head_dim)
+    for array, shape, what in ((q, queries, "q"), (k, rows, "k"), (v, rows, "v")):
+        if tuple(array.shape) != shape:
+            raise ValueError(f"{what} has shape {list(array.shape)}, not {list(shape)}")
+        if what != "q" and dtype_of(array, what) != dtype_number(model.dtype):
+            raise ValueError(f"{what} has other elements than the model's, {model.dtype}")
+    return dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
 
 
 def _raised(error: SpillwayError) -> NoReturn:
@@ -347,7 +215,7 @@ class DecodeStep(_Together):
         self._client, self._policy = client, policy
         self.starts = self._checked(starts)
         # None: it is to be begun again.
-        self._kind: _NativeStep | _StreamStep | None = client._restarts.again(self._begun)
+        self._kind: NativeStep | _StreamStep | None = client._restarts.again(self._begun)
         self._last: tuple[Any, Any] = (None, None)
 
     def _checked(self, starts: SequenceABC[int] | None) -> tuple[int, ...]:
@@ -361,13 +229,15 @@ class DecodeStep(_Together):
                 raise ValueError(f"start {start} of {sequence.name} is not at least 0")
         return tuple(map(operator.index, starts))
 
-    def _begun(self) -> _NativeStep | _StreamStep:
+    def _begun(self) -> NativeStep | _StreamStep:
         client = self._client
+        if client._native is None:
+            return _StreamStep(client, self.sequences, self.starts, self._policy, self._trace)
+        message = self._description(self.starts, self._policy)
+        begun = partial(NativeStep, client._native, message, self._model)
         if client.step_transport in ("embedded", "doorbell"):
-            assert client._native is not None
-            message = self._description(self.starts, self._policy)
             try:
-                return _NativeStep(client._native, message, self._model)
+                return begun(streamed=False)
             except NotFound as error:
                 raise explained(error, self.sequences) from None
             except SpillwayError as error:
@@ -375,7 +245,7 @@ class DecodeStep(_Together):
                     raise
                 # Statistics.transport tells.
                 client._no_doorbell = error.message
-        return _StreamStep(client, self.sequences, self.starts, self._policy, self._trace)
+        return begun(streamed=True)
 
     def _ask(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, at_once: bool
@@ -465,9 +335,13 @@ class DecodeStep(_Together):
 
     def _noted(self, layer: int, answer: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         self._last = self._client._restarts.again(answer)
+        self._appended(layer)
+        return self._last
+
+    def _appended(self, layer: int) -> None:
+        """Notes that the new tokens are there."""
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             sequence._expect(layer, start + self.token_count)
-        return self._last
 
     def _guarded(self, call: Callable[[], T]) -> T:
         """Calls; what is known of the sequences is asked anew where that fails."""

@@ -11,13 +11,14 @@ import torch
 
 from spillway import forks
 from spillway._native import Sums
+from spillway._native_step import F32, Tensors, set_place
 from spillway._proto import attention_service_pb2
 from spillway.errors import SpillwayError
 from spillway.policy import Policy
 from spillway.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
-from spillway.step import _F32, _Tensors, _Together, set_place
+from spillway.step import _Together
 from spillway.tensors import OutDType, decoder_like, dtype_of
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class StreamDecoder(_Together):
         self._end = forks.finalizer(
             self, self._channel.library.spillway_decoder_close, self._handle
         )
-        self._tensors = _Tensors()
+        self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)
         # Of the tensors that came last, and what follows from it.
         self._form: Any = None
@@ -215,7 +216,7 @@ class StreamDecoder(_Together):
     ) -> torch.dtype:
         """Checks the tensors of a layer and notes their strides; returns the output's type."""
         asked = self._check(q, k, v, out_dtype)
-        dtype = torch.float32 if asked == _F32 else q.dtype
+        dtype = torch.float32 if asked == F32 else q.dtype
         tensors = self._tensors
         tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), asked
         # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.

@@ -1,0 +1,143 @@
+"""Attends of steps of several daemons, by one call of libspillway."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from typing import Any
+
+from spillway._native import attend_at_once
+from spillway._native_step import (
+    F32,
+    NativeStep,
+    Share,
+    Tensors,
+    address_of,
+    back,
+    empty_like,
+    put_all,
+)
+from spillway.step import DecodeStep
+
+_F32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one step has of the arrays of all.
+
+    Attributes:
+        step: A step of one daemon.
+        first_layer: What it calls layer 0.
+        sequences: Which of the arrays' sequences are its own.
+        heads: Which of the KV heads.
+        query_heads: And of the query heads.
+    """
+
+    step: DecodeStep
+    first_layer: int
+    sequences: range
+    heads: slice
+    query_heads: slice
+
+    def of(self, array: Any) -> Any:
+        """Its own of outputs or log-sum-exps of all, [B, T, H_q, ...]."""
+        mine = self.sequences
+        return array[mine.start : mine.stop : mine.step, :, self.query_heads]
+
+    def is_dense(self, lse: Any) -> bool:
+        """Whether its own of log-sum-exps of all [B, T, H_q] lie side by side."""
+        _, tokens, heads = lse.shape
+        has_all = self.query_heads == slice(0, heads)
+        if len(self.sequences) == 1:
+            return has_all or tokens == 1
+        return has_all and self.sequences.step == 1
+
+
+class AttendsAtOnce:
+    """Steps of several daemons that serve a layer together. Not thread-safe.
+
+    All of the daemons are asked before the first answer is waited for; what they read and
+    write is where the arrays of all are.
+
+    Attributes:
+        portions: What the steps have of the arrays.
+    """
+
+    def __init__(self, portions: SequenceABC[Portion]) -> None:
+        """Takes steps for which `possible` says so."""
+        self.portions = list(portions)
+        self._kinds = [portion.step._kind for portion in portions]
+        self._shares = (Share * len(portions))()
+        for share, portion, kind in zip(self._shares, portions, self._kinds, strict=True):
+            assert isinstance(kind, NativeStep)
+            share.step, share.layer_first = kind.handle, portion.first_layer
+            share.sequence_first = portion.sequences.start
+            share.sequence_every = portion.sequences.step
+            share.query_head_first = portion.query_heads.start
+            share.kv_head_first = portion.heads.start
+        self._shares_at = ctypes.byref(self._shares)
+        self._tensors = Tensors()
+        self._tensors_at = ctypes.byref(self._tensors)
+        self._last: tuple[Any, Any] = (None, None)
+
+    @staticmethod
+    def possible(portions: SequenceABC[Portion]) -> bool:
+        """Whether all the steps go by libspillway now, and are open."""
+        return all(isinstance(portion.step._kind, NativeStep) for portion in portions)
+
+    def begun(self) -> bool:
+        """Whether the steps are those that they were: none was begun again."""
+        return all(
+            portion.step._kind is kind
+            for portion, kind in zip(self.portions, self._kinds, strict=True)
+        )
+
+    def attend(
+        self, layer: int, rows: tuple[Any, Any, Any], out_dtype: int
+    ) -> tuple[Any, Any, list[int]]:
+        """Attends, at all the daemons.
+
+        Args:
+            layer: Of the whole model.
+            rows: q, k and v of all, as of `DecodeStep.attend` and checked.
+            out_dtype: Element type of the output.
+
+        Returns:
+            Output and log-sum-exp of all, and the indices of the portions that failed, whose
+            part of them is not written. Their steps may be asked again.
+
+        Raises:
+            ValueError: A step is closed.
+        """
+        out, lse, kept = put_all(self._tensors, *rows, out_dtype)
+        apart: dict[int, Any] = {}
+        for index, portion in enumerate(self.portions):
+            kind: Any = self._kinds[index]
+            kind.check_open()
+            share = self._shares[index]
+            # Log-sum-exps have no strides: those that do not lie side by side are put apart.
+            if portion.is_dense(lse):
+                first = portion.sequences.start * lse.shape[1] * lse.shape[2]
+                share.lse = self._tensors.lse + _F32_BYTES * (first + portion.query_heads.start)
+            else:
+                apart[index] = empty_like(rows[0], F32, tuple(portion.of(lse).shape))
+                share.lse = address_of(apart[index])
+        library = kind.channel.library
+        count = len(self.portions)
+        well = attend_at_once(library, self._shares_at, count, layer, self._tensors_at)
+        del kept
+        for index, part in apart.items():
+            self.portions[index].of(lse)[:] = part
+        failed = [] if well else [i for i, share in enumerate(self._shares) if share.code]
+        for index, portion in enumerate(self.portions):
+            if index not in failed:
+                portion.step._appended(layer - portion.first_layer)
+        self._last = back(out, rows[0]), back(lse, rows[0])
+        return *self._last, failed
+
+    def share_results(self) -> None:
+        """Gives each step its own of the last attend, for `DecodeStep.results`."""
+        for portion in self.portions:
+            portion.step._last = portion.of(self._last[0]), portion.of(self._last[1])
