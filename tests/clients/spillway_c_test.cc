@@ -270,6 +270,81 @@ TEST(EmbedInCTest, ACallHasATraceThatGoesIntoALogOrIsNotOpened) {
   spillway_channel_close(channel);
 }
 
+// Why the last function failed.
+std::pair<int, std::string> Failure() {
+  const char* message = nullptr;
+  const void* details = nullptr;
+  size_t size = 0;
+  const int code = spillway_error(&message, &details, &size);
+  return {code, message};
+}
+
+class StreamedStepInCTest : public ::testing::Test {
+ protected:
+  StreamedStepInCTest() {
+    v1::DecodeStep step;
+    step.set_token_count(1);
+    step.add_parts()->set_sequence("sequences/s");
+    description_ = step.SerializeAsString();
+    for (spillway_tensor* tensor : {&tensors_.q, &tensors_.k, &tensors_.v, &tensors_.out}) {
+      *tensor = {elements_.data(), 0, 0, 4};
+    }
+  }
+
+  spillway_step* Begin(spillway_channel* channel) {
+    return spillway_step_begin_streamed(channel, description_.data(), description_.size(), &shape_);
+  }
+
+  std::string description_;
+  spillway_step_shape shape_ = {2, 1, 1, SPILLWAY_F32};
+  std::vector<float> elements_ = std::vector<float>(2);
+  spillway_step_tensors tensors_ = {SPILLWAY_F32, SPILLWAY_F32, {}, {}, {}, {}, nullptr};
+};
+
+TEST_F(StreamedStepInCTest, RefusesWhatIsNoStepOfADaemon) {
+  spillway_channel* channel = spillway_channel_open("unix:/none");
+  shape_.head_dim = 0;
+  EXPECT_EQ(Begin(channel), nullptr);
+  EXPECT_EQ(Failure().first, grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(Failure().second, HasSubstr("2 query heads, 1 KV heads of 0 and row_dtype 1"));
+  shape_.head_dim = 1;
+  description_ = "\xff";
+  EXPECT_EQ(Begin(channel), nullptr);
+  EXPECT_EQ(Failure(), std::pair(static_cast<int>(grpc::StatusCode::INVALID_ARGUMENT),
+                                 std::string("the description is no spillway.v1.DecodeStep")));
+  spillway_channel_close(channel);
+  const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
+  channel = spillway_channel_embed(settings, 3);
+  EXPECT_EQ(Begin(channel), nullptr);
+  EXPECT_EQ(Failure().first, grpc::StatusCode::UNIMPLEMENTED);
+  spillway_channel_close(channel);
+}
+
+TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
+  FakeDaemon daemon;
+  // Its answers make no sense where an output was to be: 4 bytes, and no log-sum-exp.
+  daemon.answer_bytes = 4;
+  daemon.Start();
+  spillway_channel* const there = spillway_channel_open(daemon.target().c_str());
+  spillway_channel* const gone = spillway_channel_open("unix:/none");
+  spillway_step_share shares[] = {{Begin(gone), 0, 0, 0, 1, 0, 0, nullptr},
+                                  {Begin(there), 0, 0, 0, 1, 0, 0, nullptr}};
+  ASSERT_NE(shares[0].step, nullptr);
+  ASSERT_NE(shares[1].step, nullptr);
+  EXPECT_EQ(spillway_steps_attend(shares, 2, 0, &tensors_, kForEver),
+            grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(shares[0].code, grpc::StatusCode::UNAVAILABLE);
+  // The first id of a step is the number of its sequences, 1, and odd ids are refused.
+  EXPECT_EQ(shares[1].code, grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(spillway_steps_attend(shares + 1, 1, 0, &tensors_, kForEver),
+            grpc::StatusCode::INTERNAL);
+  EXPECT_EQ(Failure().second, "the daemon's answer makes no sense");
+  EXPECT_EQ(spillway_steps_await(shares, 2, &tensors_, 0), grpc::StatusCode::UNAVAILABLE);
+  for (const spillway_step_share& share : shares) spillway_step_end(share.step);
+  spillway_channel_close(there);
+  spillway_channel_close(gone);
+}
+
 TEST(GpuRegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
   const std::string handle(64, '\0');
   for (const auto& [size, code] : {std::pair(size_t{5}, grpc::StatusCode::INVALID_ARGUMENT),

@@ -313,3 +313,40 @@ def test_transformers_decode_as_with_one_daemon(targets: list[str]) -> None:
         fork = cache.fork()
         assert fork.get_seq_length() == cache.get_seq_length()
         fork.close()
+
+
+@pytest.mark.parametrize("by", ["doorbell", "messages", "grpcio"])
+@pytest.mark.parametrize(("count", "tokens"), [(1, 1), (2, 3)])
+def test_a_step_by_whatever_leads_to_the_daemons(
+    targets: list[str], by: str, count: int, tokens: int
+) -> None:
+    """Answers in place, where one call asks all the daemons, and put together, where it cannot."""
+    clients = [spillway.connect(target, native=by != "grpcio") for target in targets]
+    for client in clients:
+        if by == "messages":
+            client._no_doorbell = "not asked for"
+    q = rows(5, count, tokens, KV_HEADS * GROUP, DIM)
+    k, v = (rows(seed, count, KV_HEADS, tokens, DIM) for seed in (6, 7))
+    with spillway.connect(targets[0]) as one, SplitClient(clients) as many:
+        answers = []
+        for client in (one, many):
+            model = client.create_model(**SHAPES, policy=POLICY)
+            sequences = [client.create_sequence(model) for _ in range(count)]
+            for sequence in sequences:
+                sequence.append(0, 0, K[:, :, :1500], V[:, :, :1500])
+            with client.begin_step(sequences, token_count=tokens) as step:
+                made = [(*step.attend(layer, q, k, v), step.results()) for layer in range(LAYERS)]
+                answers.append(made)
+                if client is many:
+                    assert (step._last_at_once is None) == (by == "grpcio")
+            with client.begin_step(sequences, token_count=tokens) as step:
+                with pytest.raises(ValueError, match="k has shape"):
+                    step.attend(0, q, k[:, 1:], v)
+            for sequence in sequences:
+                sequence.delete()
+            client.delete_model(model)
+    for whole, parts in zip(*answers, strict=True):
+        assert np.array_equal(whole[0], parts[0])
+        assert np.array_equal(whole[1], parts[1])
+        for a, b in zip(whole[2], parts[2], strict=True):
+            expect_same(a, b)
