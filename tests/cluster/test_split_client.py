@@ -329,7 +329,8 @@ def test_a_step_by_whatever_leads_to_the_daemons(
     k, v = (rows(seed, count, KV_HEADS, tokens, DIM) for seed in (6, 7))
     with spillway.connect(targets[0]) as one, SplitClient(clients) as many:
         answers = []
-        for client in (one, many):
+        pair: list[Any] = [one, many]
+        for client in pair:
             model = client.create_model(**SHAPES, policy=POLICY)
             sequences = [client.create_sequence(model) for _ in range(count)]
             for sequence in sequences:
