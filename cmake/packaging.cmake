@@ -79,6 +79,7 @@ configure_file(${packaging}/spillwayd.service.in ${made}/portable/spillwayd.serv
 install(FILES ${made}/portable/spillwayd.toml ${made}/portable/spillwayd.service
         DESTINATION etc ${portable})
 install(FILES ${made}/portable/README LICENSE DESTINATION share/doc/spillway ${portable})
+install(DIRECTORY ${manual}/ DESTINATION share ${portable})
 install(CODE "set(folder share/doc/spillway/licenses)\nset(carried lib lib/fallback)" ${portable})
 install(SCRIPT ${packaging}/licenses.cmake ${portable})
 
@@ -106,6 +107,10 @@ set(command "/usr/bin/spillwayd --config ${config}")
 configure_file(${packaging}/spillwayd.service.in ${made}/debian/spillwayd.service @ONLY)
 install(FILES ${made}/debian/spillwayd.service DESTINATION lib/systemd/system ${debian})
 install(FILES LICENSE ${packaging}/debian/copyright DESTINATION usr/share/doc/spillway ${debian})
+install(DIRECTORY ${manual}/man ${manual}/bash-completion DESTINATION usr/share ${debian})
+# Where Debian's zsh looks.
+install(DIRECTORY ${manual}/zsh/site-functions/ DESTINATION usr/share/zsh/vendor-completions
+        ${debian})
 install(FILES ${packaging}/debian/copyright DESTINATION usr/share/doc/spillway-dev
         COMPONENT development EXCLUDE_FROM_ALL)
 install(CODE "set(folder usr/share/doc/spillway/licenses)\nset(carried \"\")" ${debian})

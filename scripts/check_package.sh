@@ -133,6 +133,8 @@ tar -C "$root/opt/anywhere" -xf "$archive"
 for file in bin/spillwayd bin/spillway etc/spillwayd.{toml,service} include/spillway.h lib/libspillway.so{,.1} \
   lib/cmake/spillway/spillway-config.cmake lib/pkgconfig/spillway.pc \
   share/spillway/proto/spillway/v1/attention_service.proto \
+  share/man/man1/spillway.1.gz share/man/man8/spillwayd.8.gz \
+  share/{bash-completion/completions/,zsh/site-functions/_}{spillway,spillwayd} \
   share/doc/spillway/{LICENSE,README}; do
   [[ -f "$root$home/$file" ]] || fail "the archive lacks $file"
 done
@@ -202,11 +204,17 @@ expected="/etc/spillway/spillwayd.toml
 /usr/bin/spillway
 /usr/bin/spillwayd
 /usr/lib/x86_64-linux-gnu/libspillway.so.1
+/usr/share/bash-completion/completions/spillway
+/usr/share/bash-completion/completions/spillwayd
 /usr/share/doc/spillway/LICENSE
 /usr/share/doc/spillway/copyright
 /usr/share/doc/spillway/licenses/libcli11-dev
 /usr/share/doc/spillway/licenses/libtoml11-dev
-/usr/share/doc/spillway/licenses/nlohmann-json3-dev"
+/usr/share/doc/spillway/licenses/nlohmann-json3-dev
+/usr/share/man/man1/spillway.1.gz
+/usr/share/man/man8/spillwayd.8.gz
+/usr/share/zsh/vendor-completions/_spillway
+/usr/share/zsh/vendor-completions/_spillwayd"
 contents=$(dpkg-deb --contents "$package" | awk '$1 ~ /^-/ && $2 == "root/root" {print substr($6, 2)}')
 diff <(echo "$expected") <(LC_ALL=C sort <<<"$contents") || fail "the package's files differ"
 depends=$(dpkg-deb --field "$package" Depends)

@@ -24,6 +24,11 @@ SPILLWAY_LIBRARY_FILE=$PWD/$work/archive/lib/libspillway.so.1 wheel "$work" ./cl
 PATH=$PWD/.venv/bin:$PATH "$python" -m auditwheel repair \
   --wheel-dir "$made" "$work"/spillway-*.whl
 for package in lab vllm cluster; do
-  wheel "$made" "./clients/$package"
+  # Of the packages that have a program.
+  if [[ -f clients/$package/spillway_$package/cli.py ]]; then
+    PYTHONPATH=clients/python:clients/$package "$python" scripts/manual --version "$(<VERSION)" \
+      --output "$work/$package" --typer "spillway-$package" "spillway_$package.cli"
+  fi
+  SPILLWAY_SHARE=$PWD/$work/$package wheel "$made" "./clients/$package"
 done
 du -h "$made"/*.whl

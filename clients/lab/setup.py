@@ -1,13 +1,24 @@
-"""The version, the project's, and so what depends on it: clients of one version go together."""
+"""The version, the project's, and so what depends on it: clients of one version go together.
 
+A wheel has man pages and completions where SPILLWAY_SHARE names a folder of them
+(scripts/wheels.sh).
+"""
+
+import os
 from pathlib import Path
 
 from setuptools import setup
 
 VERSION = (Path(__file__).resolve().parents[2] / "VERSION").read_text().strip()
+SHARE = Path(os.environ.get("SPILLWAY_SHARE", "/none"))
 
 setup(
     version=VERSION,
+    data_files=[
+        (f"share/{file.parent.relative_to(SHARE)}", [os.path.relpath(file, Path(__file__).parent)])
+        for file in sorted(SHARE.rglob("*"))
+        if file.is_file()
+    ],
     install_requires=[
         "matplotlib>=3.8",
         "numpy>=1.26",
