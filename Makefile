@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint tidy format proto asan tsan package wheels wheels-test release container-test gpu-test clean
+.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint hooks tidy format proto asan tsan package wheels wheels-test release container-test gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -73,12 +73,11 @@ vllm-test: setup venv ## the plugin beside stock vLLM, CPU build; an environment
 	cmake --build --preset release --parallel $(JOBS) --target spillwayd spillway_c
 	scripts/vllm.sh test
 
-lint: setup venv proto ## formatting, includes between folders, ruff, mypy, the API as frozen
-	@clang-format --dry-run -Werror $(CPP_FILES)
-	$(PYTHON) scripts/check_includes.py
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
+lint: setup venv ## all that .pre-commit-config.yaml names: formatting, includes between folders, ruff, mypy, the API as frozen
+	$(PYTHON) -m pre_commit run --all-files --show-diff-on-failure
+
+hooks: venv ## the same before each commit, over what it changes
+	$(PYTHON) -m pre_commit install
 
 tidy: ## clang-tidy and thread-safety analysis of host, daemon and clients; FILES='host/memory/.*'
 	@scripts/setup.sh tidy
