@@ -231,7 +231,7 @@ def directory() -> dict[str, Any]:
     """What one directory, an actor of Ray, serves, with 100 daemons in it."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        actor = DirectoryActor.remote("scale")  # type: ignore[attr-defined]
+        actor = DirectoryActor.remote("scale", "measured")  # type: ignore[attr-defined]
 
         def ask(method: str, *arguments: Any, **named: Any) -> Any:
             return ray.get(actor.call.remote(method, arguments, named))

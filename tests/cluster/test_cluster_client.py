@@ -18,6 +18,7 @@ from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway.transformers import SpillwayCache
 from spillway_cluster import ClusterClient, ClusterSequence
+from spillway_cluster.placement import Moved
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
 SHAPES: dict[str, Any] = {
@@ -209,7 +210,7 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
         sequence.parts[0].sequence.delete()
         with pytest.raises(spillway.AlreadyExists):
             client.create_sequence("models/m", "short")
-        monkeypatch.setattr("spillway_cluster.client._CLAIM_SECONDS", 0.0)
+        monkeypatch.setattr("spillway_cluster.client.CLAIM_SECONDS", 0.0)
         client.create_sequence("models/m", "short")
 
 
@@ -541,7 +542,7 @@ def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
     with client_of(cluster, 2) as client, ExitStack() as stack:
         taken = client.placement.client("daemon-1")
         client._ensure(client.described("models/m"), 1, "daemon-1")
-        blocker = taken.create_sequence("models/m.1", "blocked.1")
+        blocker = taken.create_sequence("models/m.1of2", "blocked.1of2")
         stack.callback(blocker.delete)
         for _ in range(3):  # whichever daemons are chosen
             try:
@@ -550,3 +551,74 @@ def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
                 assert client.placement.find("sequences/blocked") is None
         listed = [i.name for each in client.clients for i in each.list_sequences()]
         assert listed == [blocker.name]
+
+
+def test_a_name_of_a_part_is_nobodys(cluster: LocalCluster) -> None:
+    with client_of(cluster, 2) as client:
+        for name in ("x.0of2", "models.1of3"):
+            with pytest.raises(spillway.InvalidArgument, match="ends as the parts of a model"):
+                client.create_model(name, **SHAPES)
+            with pytest.raises(spillway.InvalidArgument, match="ends as the parts of a model"):
+                client.create_sequence("models/m", name)
+        sequence = client.create_sequence("models/m", "s")
+        with pytest.raises(spillway.InvalidArgument, match="ends as the parts of a model"):
+            sequence.fork("s.0of2")
+        # What looks like one and is none.
+        model = client.create_model("m.0", part_count=1, **SHAPES)
+        client.create_sequence(model, "s.0")
+        assert [info.name for info in client.list_sequences(model)] == ["sequences/s.0"]
+        assert [info.name for info in client.list_sequences("models/m")] == ["sequences/s"]
+        client.get_sequence("sequences/s.0").delete()
+        client.delete_model(model)
+
+
+def test_a_model_that_another_client_made_anew_is_the_new_one(cluster: LocalCluster) -> None:
+    with client_of(cluster) as client, cluster.connect() as other:
+        client.create_sequence("models/m").delete()
+        other.delete_model("models/m")
+        with pytest.raises(spillway.NotFound, match="there is no models/m"):
+            client.create_sequence("models/m")
+        shapes = {**SHAPES, "layer_count": 1}
+        other.create_model("m", part_count=2, **shapes)
+        sequence = client.create_sequence("models/m")
+        assert len(sequence.parts) == 2
+        sequence.append(0, 0, K[:1, :, :10], V[:1, :, :10])
+        assert sequence.refresh().layer_token_counts == (10,)
+        sequence.delete()
+
+
+def test_a_step_of_sequences_that_lie_on_a_daemon_in_no_regular_order(
+    cluster: LocalCluster, expected: list[list[tuple[np.ndarray, np.ndarray]]]
+) -> None:
+    with client_of(cluster) as client:
+        made: dict[str, list[ClusterSequence]] = {}
+        while len(made) < 2 or max(map(len, made.values())) < 3:
+            sequence = filled(client)
+            made.setdefault(sequence.daemons[0], []).append(sequence)
+        there, *_, here = sorted(made.values(), key=len)
+        sequences = [here[0], here[1], there[0], here[2]]
+        with client.begin_step(sequences) as step:
+            for layer in LAYER:
+                arrays = [np.concatenate([x] * len(sequences)) for x in new_rows(0, layer)]
+                out, lse = step.attend(layer, *arrays)
+                for i in range(len(sequences)):
+                    assert np.array_equal(out[i], expected[0][layer][0][0])
+                    assert np.array_equal(lse[i], expected[0][layer][1][0])
+
+
+def test_what_a_drain_that_broke_off_has_copied_goes_with_the_sequence(
+    cluster: LocalCluster,
+) -> None:
+    with client_of(cluster) as client:
+        sequence = filled(client, "s")
+        (source,) = sequence.daemons
+        (target, *_) = {"daemon-0", "daemon-1", "daemon-2"} - {source}
+        client._ensure(client.described("models/m"), 0, target)
+        copy = client.placement.client(target).create_sequence("models/m", "s")
+        moved = Moved(target, sequence.generation, copy.generation)
+        cluster.directory.begin_move("sequences/s", source, moved)
+        sequence.delete()
+        with pytest.raises(spillway.NotFound):
+            copy.refresh()
+        with pytest.raises(spillway.NotFound):
+            client.get_sequence("sequences/s")

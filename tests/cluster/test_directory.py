@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import spillway
 from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
-from spillway_cluster.placement import Dealt, Moved
+from spillway_cluster.placement import Dealt, Moved, Stale
 
 GIB = 1 << 30
 
@@ -263,3 +263,87 @@ def spillway_model(name: str, kv_heads: int) -> spillway.Model:
         row_bytes_per_token=1,
         index_bytes_per_token=1,
     )
+
+
+def dealt(name: str, made: str) -> Dealt:
+    return Dealt(spillway_model(f"models/{name}", 2), 1, made=made)
+
+
+def noted_long_ago(cluster: Cluster, name: str) -> None:
+    named = cluster.directory._sequences[name]
+    cluster.directory._sequences[name] = named._replace(noted=0.0)
+
+
+def test_names_that_have_expired_are_given_up(cluster: Cluster) -> None:
+    for name in ("sequences/a", "sequences/b", "sequences/new"):
+        cluster.directory.put(name, ["daemon-0", "daemon-1"], "c")
+    for name in ("sequences/a", "sequences/b"):
+        noted_long_ago(cluster, name)
+    first_parts = {name: f"{name}.0of2" for name in ("sequences/a", "sequences/b")}
+    assert cluster.directory.first_parts("daemon-0", 600) == first_parts
+    assert cluster.directory.first_parts("daemon-1", 600) == {}
+    # One that has gone elsewhere since its daemon looked is not given up.
+    cluster.directory.begin_move("sequences/b.0of2", "daemon-0", Moved("daemon-2", 1, 1))
+    cluster.directory.expire(list(first_parts), "daemon-0", 600)
+    assert set(cluster.directory.sequences()) == {"sequences/b", "sequences/new"}
+    cluster.directory.end_move("sequences/b.0of2", done=True)
+    cluster.directory.expire(list(first_parts), "daemon-0", 600)
+    assert cluster.directory.first_parts("daemon-2", 600) == {"sequences/b": "sequences/b.0of2"}
+    assert set(cluster.directory.sequences()) == {"sequences/b", "sequences/new"}
+
+
+def test_parts_of_a_sequence_stay_on_different_daemons_where_that_goes(cluster: Cluster) -> None:
+    cluster.directory.put("sequences/a", ["daemon-0", "daemon-1"], "c")
+    cluster.directory.report("daemon-2", memory_used_bytes=60 * GIB)
+    # The fuller one, for the other has part 1; and what is of no named sequence goes by room.
+    assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", GIB) == "daemon-2"
+    assert cluster.directory.choose_target("daemon-0", "sequences/x.0of2", GIB) == "daemon-1"
+    # Also once that has moved.
+    cluster.directory.begin_move("sequences/a.1of2", "daemon-1", Moved("daemon-2", 1, 1))
+    cluster.directory.end_move("sequences/a.1of2", done=True)
+    assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", GIB) == "daemon-1"
+    # Where there is no other room they lie together.
+    assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", 50 * GIB) == "daemon-1"
+    cluster.directory.report("daemon-1", memory_used_bytes=90 * GIB)
+    assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", 30 * GIB) == "daemon-2"
+
+
+def test_a_deleted_sequence_leaves_no_copy_of_a_move_that_broke_off(cluster: Cluster) -> None:
+    cluster.directory.put("sequences/a", ["daemon-0"], "c")
+    cluster.directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 1, 1))
+    # Of another daemon's part nothing is known.
+    assert cluster.directory.deleted("", [("sequences/a", "daemon-2")]) == []
+    parts = [("sequences/a", "daemon-0")]
+    assert cluster.directory.deleted("sequences/a", parts) == [("sequences/a", "daemon-1")]
+    cluster.again()
+    assert cluster.directory.find("sequences/a") is None
+    assert cluster.directory.moved("sequences/a", "daemon-0", gone=True) is None
+    assert cluster.directory.deleted("sequences/a", parts) == []
+
+
+def test_the_end_of_a_process_is_not_noted_once_the_next_one_serves(cluster: Cluster) -> None:
+    cluster.directory.register(record(0, boot_id="first"))
+    cluster.directory.ended("daemon-0", "first")
+    assert cluster.directory.daemon("daemon-0").state == "down"
+    cluster.directory.register(record(0, boot_id="second"))
+    cluster.directory.ended("daemon-0", "first")
+    assert cluster.directory.daemon("daemon-0").state == "up"
+    cluster.directory.set_state("daemon-0", "draining")
+    cluster.directory.ended("daemon-0", "second")
+    assert cluster.directory.daemon("daemon-0").state == "draining"
+
+
+def test_a_sequence_of_a_model_that_was_deleted_is_placed_nowhere(cluster: Cluster) -> None:
+    cluster.directory.add_model(dealt("m", made="first"))
+    known = ("models/m", "first")
+    assert cluster.directory.choose(1, "", "c", known)
+    with pytest.raises(spillway.AlreadyExists):
+        cluster.directory.add_model(dealt("m", made="second"))
+    cluster.directory.drop_model("models/m")
+    with pytest.raises(Stale, match="models/m was deleted"):
+        cluster.directory.choose(1, "", "c", known)
+    cluster.directory.add_model(dealt("m", made="second"))
+    with pytest.raises(Stale):
+        cluster.directory.choose(1, "", "c", known)
+    with pytest.raises(spillway.NotFound, match="there is no models/m as it was"):
+        cluster.directory.note_weights(dealt("m", made="first"))

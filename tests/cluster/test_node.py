@@ -67,6 +67,68 @@ def test_a_restarted_daemon_is_registered_once_the_directory_answers(
     made.stop()
 
 
+def test_a_daemon_does_not_wait_for_the_directory_to_be_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Out(Directory):
+        """One that answers nothing while it is out."""
+
+        def ended(self, name: str, boot_id: str) -> None:
+            back.wait(30)
+            super().ended(name, boot_id)
+
+        def register(self, record: DaemonRecord) -> str:
+            if record.restart_count:
+                back.wait(30)
+            return super().register(record)
+
+    class Counted(EndsOnce):
+        starts = 0
+
+        def start(self, timeout: float) -> None:
+            self.starts += 1
+
+    back = threading.Event()
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    directory, process = Out(MemoryStore()), Counted()
+    made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
+    name = made.start()
+    process.ended.set()
+    end = time.monotonic() + 20
+    while process.starts < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert directory.daemon(name).restart_count == 0
+    back.set()
+    while directory.daemon(name).restart_count == 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    made.stop()
+
+
+def test_names_of_sequences_that_are_gone_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(node, "CLAIM_SECONDS", 0.0)
+    directory = Directory(MemoryStore())
+    directory.put("sequences/there", ["daemon-0"], "c")
+    directory.put("sequences/gone", ["daemon-0"], "c")
+    directory.put("sequences/elsewhere", ["daemon-1"], "c")
+
+    def listing(record: DaemonRecord) -> Any:
+        made = client(record)
+        made.list_sequences = lambda: [SimpleNamespace(name="sequences/there")]
+        return made
+
+    made = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), listing)  # type: ignore[arg-type]
+    made.start()
+    end = time.monotonic() + 30
+    while "sequences/gone" in directory.sequences():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    made.stop()
+    assert set(directory.sequences()) == {"sequences/there", "sequences/elsewhere"}
+
+
 def test_a_daemon_whose_drain_failed_takes_nothing_new_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -280,7 +280,7 @@ def test_what_cannot_be_split_is_refused(targets: list[str]) -> None:
         with pytest.raises(ValueError, match="2 daemons cannot share 1 KV heads"):
             client.create_model(**few)
         # A daemon refuses: the one before has nothing of it.
-        before = client.clients[1].create_model("taken.1", **SHAPES)
+        before = client.clients[1].create_model("taken.1of2", **SHAPES)
         with pytest.raises(spillway.AlreadyExists):
             client.create_model("taken", **SHAPES)
         assert not [m for m in client.clients[0].list_models() if "taken" in m.name]

@@ -112,15 +112,16 @@ class NodeActor:
     """Serves a `Node`. Where Ray restarts it, it finds its daemon running, or starts it again."""
 
     def __init__(self, namespace: str, cluster: str, slot: int, settings: Settings) -> None:
-        node = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        node = context.get_node_id()
         address = ray.util.get_node_ip_address() if settings.listen == "tcp" else ""
-        folder = settings.folder(namespace, slot)
+        folder = settings.folder(context.gcs_address, namespace, slot)
         process = DaemonProcess(
             folder,
             settings.command(),
             address,
             cluster=cluster,
-            arena=settings.arena(namespace, slot),
+            arena=settings.arena(context.gcs_address, namespace, slot),
         )
         local = process.target if process.target.startswith("unix:") else ""
         record = DaemonRecord("", slot, node, host_id(), process.target, local)

@@ -22,16 +22,23 @@ from spillway_cluster.groups import ask_by_daemon
 from spillway_cluster.merging import heads_of, merged_info, merged_results
 from spillway_cluster.models import ClusterModels
 from spillway_cluster.part import MOVES_MAX, Part
-from spillway_cluster.placement import Dealt, FixedPlacement, Placement, named, part_name
+from spillway_cluster.placement import (
+    CLAIM_SECONDS,
+    Dealt,
+    FixedPlacement,
+    Placement,
+    Stale,
+    check_id,
+    named,
+    part_name,
+    whole_of,
+)
 from spillway_cluster.sequence import ClusterSequence, local_policy, part_folder
 from spillway_cluster.step import ClusterStep
 from spillway_cluster.stream import ClusterStream
 
 T = TypeVar("T")
 C = TypeVar("C", bound="ClusterClient")
-
-# Between taking a name and making its sequence, which may be loaded from a large snapshot.
-_CLAIM_SECONDS = 600.0
 
 
 class ClusterClient(ClusterModels):
@@ -103,34 +110,55 @@ class ClusterClient(ClusterModels):
             SpillwayError: As of `Client.create_sequence`. No daemon has a part then that this
                 call has created.
         """
-        dealt = self.described(model if isinstance(model, str) else model.name)
-        shares = dealt.shares
 
-        def create(number: int, daemon: str) -> spillway.Sequence:
+        def create(dealt: Dealt, number: int, daemon: str) -> spillway.Sequence:
             return self.placement.client(daemon).create_sequence(
                 self._ensure(dealt, number, daemon),
                 part_name(sequence_id, number, dealt.part_count),
-                policy=local_policy(policy, shares[number]),
+                policy=local_policy(policy, dealt.shares[number]),
                 ttl=ttl,
             )
 
-        return self._placed(dealt, sequence_id, create)
+        return self._placed(model, sequence_id, create)
 
     def _placed(
-        self, dealt: Dealt, sequence_id: str, make: Callable[[int, str], spillway.Sequence]
+        self,
+        model: Model | str,
+        sequence_id: str,
+        make: Callable[[Dealt, int, str], spillway.Sequence],
     ) -> ClusterSequence:
         """A new sequence, of parts that calls make where there is room."""
+        check_id(sequence_id)
+        name = model if isinstance(model, str) else model.name
+        known = name in self._models
+        try:
+            return self._placed_of(self.described(name), sequence_id, make)
+        except Stale:
+            # Another client has deleted it, and perhaps made another one.
+            if not known:
+                raise
+            return self._placed_of(self.described(name, anew=True), sequence_id, make)
+
+    def _placed_of(
+        self,
+        dealt: Dealt,
+        sequence_id: str,
+        make: Callable[[Dealt, int, str], spillway.Sequence],
+    ) -> ClusterSequence:
         name = f"sequences/{sequence_id}" if sequence_id else ""
 
         def parts_on(daemons: SequenceABC[str]) -> list[Part]:
             def part(number: int) -> Part:
                 daemon = daemons[number]
-                return Part(self.placement, dealt.shares[number], daemon, make(number, daemon))
+                made = make(dealt, number, daemon)
+                return Part(self.placement, dealt.shares[number], daemon, made)
 
             return self.all_or_none(part, range(dealt.part_count))
 
         for _ in range(MOVES_MAX):
-            daemons = self.claimed(name, lambda: self.placement.choose(dealt.part_count, name))
+            daemons = self.claimed(
+                name, lambda: self.placement.choose(dealt.part_count, name, dealt)
+            )
             with named(self.placement, name):
                 parts = parts_on(daemons)
                 # One that was chosen before it was drained may end now; see `Node.drain`.
@@ -203,10 +231,10 @@ class ClusterClient(ClusterModels):
             self.each(get, range(len(daemons)))
         except NotFound:
             # Its ttl has passed, unless somebody is about to make it.
-            self.placement.drop(name, older_than=_CLAIM_SECONDS)
+            self.placement.drop(name, older_than=CLAIM_SECONDS)
             raise
         model = handles[0][1].model
-        dealt = self.described(model if len(daemons) == 1 else model.rpartition(".")[0])
+        dealt = self.described(whole_of(model)[0], anew=True)
         parts = [
             Part(self.placement, share, *handles[number])
             for number, share in enumerate(dealt.shares)
@@ -249,21 +277,19 @@ class ClusterClient(ClusterModels):
         Arguments and errors as of `Client.load_sequence`, but that the model must be named.
         Each daemon reads the folder of its own host.
         """
-        dealt = self.described(model if isinstance(model, str) else model.name)
-        shares = dealt.shares
         data: dict[int, bytes] = {}
 
-        def load(number: int, daemon: str) -> spillway.Sequence:
+        def load(dealt: Dealt, number: int, daemon: str) -> spillway.Sequence:
             part, data[number] = self.placement.client(daemon).load_sequence(
                 part_folder(folder, number, dealt.part_count),
                 part_name(sequence_id, number, dealt.part_count),
                 model=self._ensure(dealt, number, daemon),
-                policy=local_policy(policy, shares[number]),
+                policy=local_policy(policy, dealt.shares[number]),
                 **options,
             )
             return part
 
-        return self._placed(dealt, sequence_id, load), data[0]
+        return self._placed(model, sequence_id, load), data[0]
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
         """Yields a model's sequences by name, or one model's after the other's.
@@ -275,7 +301,7 @@ class ClusterClient(ClusterModels):
                 yield from self.list_sequences(every)
             return
         name = model if isinstance(model, str) else model.name
-        dealt = self.described(name)
+        dealt = self.described(name, anew=True)
         count, shares = dealt.part_count, dealt.shares
 
         def infos(daemon: str) -> Iterator[tuple[int, SequenceInfo]]:
@@ -290,7 +316,7 @@ class ClusterClient(ClusterModels):
         found: dict[str, dict[int, SequenceInfo]] = {}
         for each in self.each(lambda daemon: list(infos(daemon)), self.placement.daemons()):
             for number, info in each:
-                whole = info.name if count == 1 else info.name.rpartition(".")[0]
+                whole = whole_of(info.name)[0] if count > 1 else info.name
                 found.setdefault(whole, {})[number] = info
         for whole in sorted(found):
             parts = [found[whole].get(number) for number in range(count)]
@@ -368,7 +394,12 @@ class ClusterClient(ClusterModels):
         Raises:
             SpillwayError: UNIMPLEMENTED.
         """
-        raise SpillwayError("decoders are not served over several daemons", code="UNIMPLEMENTED")
+        raise SpillwayError(
+            "a decoder is of one daemon: over a cluster begin_step serves the same steps, or "
+            "spillway.connect(TARGET) of a daemon by itself opens one (spillway-cluster status "
+            "shows the targets)",
+            code="UNIMPLEMENTED",
+        )
 
     # The daemons.
 

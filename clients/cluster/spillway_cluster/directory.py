@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import spillway
 
-from spillway_cluster.placement import Dealt, Moved
+from spillway_cluster.placement import Dealt, Moved, Stale, part_name, whole_of
 
 State = Literal["up", "down", "draining", "drained", "lost"]
 
@@ -190,6 +190,15 @@ class Directory:
         """Notes what has become of a daemon."""
         self._note(dataclasses.replace(self._daemon(name), state=state, reason=reason))
 
+    def ended(self, name: str, boot_id: str) -> None:
+        """Notes that a daemon's process has ended and is restarted, unless that is done by now.
+
+        One that drains goes on with that, or is told to once more.
+        """
+        record = self._daemon(name)
+        if record.state == "up" and record.boot_id == boot_id:
+            self.set_state(name, "down", "it has ended, and is restarted")
+
     def _note(self, record: DaemonRecord) -> None:
         self._put("daemon", record.name, record)
         self._daemons[record.name] = record
@@ -245,6 +254,15 @@ class Directory:
         self._put("model", name, dealt)
         self._models[name] = dealt
 
+    def note_weights(self, dealt: Dealt) -> None:
+        """As `Placement.note_weights`."""
+        name = dealt.model.name
+        known = self._models.get(name)
+        if known is None or known.made != dealt.made:
+            raise spillway.NotFound(f"there is no {name} as it was: it was deleted")
+        self._put("model", name, dealt)
+        self._models[name] = dealt
+
     def model(self, name: str) -> Dealt | None:
         """As `Placement.dealt`."""
         return self._models.get(name)
@@ -260,20 +278,29 @@ class Directory:
 
     # Sequences.
 
-    def choose(self, count: int, sequence: str, claim: str) -> list[str]:
+    def choose(
+        self, count: int, sequence: str, claim: str, model: tuple[str, str] = ("", "")
+    ) -> list[str]:
         """As `Placement.choose`: the daemons with most room, and fewest sequences among alike.
 
         Args:
             count: Daemons.
             sequence: Name to take; empty: none.
             claim: Of this call alone, so that it may be said twice.
+            model: Name of the sequence's model, and which one of that name (`Dealt.made`);
+                empty: it is not looked at.
 
         Raises:
             ValueError: `count` is below 1.
+            Stale: There is no such model, or another one.
             VersionMismatch: Several that are to work together are not of one version.
         """
         if count < 1:
             raise ValueError(f"part_count {count} is not in [1, the number of daemons]")
+        name, made = model
+        known = self._models.get(name)
+        if name and (known is None or known.made != made):
+            raise Stale(f"{name} was deleted")
         if sequence and self._is_claimed(sequence, claim):
             return list(self._sequences[sequence].daemons)
         usable = [record for record in self.daemons() if record.state == "up"]
@@ -292,14 +319,17 @@ class Directory:
                     f"{chosen[0].version}"
                 )
         names = [record.name for record in chosen]
-        for name in names:
-            self._placed[name] = self._placed.get(name, 0) + 1
+        for each in names:
+            self._placed[each] = self._placed.get(each, 0) + 1
         if sequence:
             self.put(sequence, names, claim)
         return names
 
     def choose_target(self, source: str, part: str, byte_count: int) -> str:
         """Chooses where a part shall go that its daemon gives up.
+
+        Where another daemon has room that has none of the sequence's other parts: its memory
+        and device serve two of them at once no faster than one after the other.
 
         Args:
             source: That daemon.
@@ -322,9 +352,27 @@ class Directory:
                 f"{part} has {byte_count} bytes of rows, and the most that another daemon than "
                 f"{source} has free is {most}"
             )
-        chosen = min(roomy, key=self._fullness).name
+        beside = self._beside(part)
+        chosen = min(roomy, key=lambda each: (each.name in beside, self._fullness(each))).name
         self._placed[chosen] = self._placed.get(chosen, 0) + 1
         return chosen
+
+    def _beside(self, part: str) -> set[str]:
+        """Daemons that have other parts of a sequence, which must be a named one."""
+        whole, number, count = whole_of(part)
+        found = self._sequences.get(whole)
+        if found is None or len(found.daemons) != count:
+            return set()
+        return {
+            self._place(part_name(whole, other, count), daemon)
+            for other, daemon in enumerate(found.daemons)
+            if other != number
+        }
+
+    def _place(self, part: str, daemon: str) -> str:
+        """Where a part is that was on a daemon once."""
+        moved = self.moved(part, daemon, gone=False)
+        return daemon if moved is None else moved.daemon
 
     def _fullness(self, record: DaemonRecord) -> tuple[int, int, int]:
         """Tenths of its memory that are full, then sequences."""
@@ -359,6 +407,44 @@ class Directory:
             return
         if self._sequences.pop(sequence, None) is not None:
             self._delete("sequence", sequence)
+
+    def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
+        """As `Placement.deleted`."""
+        copies = []
+        for part, daemon in parts:
+            under_way = self._under_way.get(part)
+            if under_way is not None and under_way.source == daemon:
+                copies.append((part, under_way.moved.daemon))
+                self.end_move(part, done=False)
+        if sequence:
+            self.drop(sequence)
+        return copies
+
+    def first_parts(self, daemon: str, older_than: float) -> dict[str, str]:
+        """Named sequences whose first part a daemon has, if they are not gone, and that part.
+
+        Args:
+            daemon: Its name.
+            older_than: Seconds since they were noted, at least.
+        """
+        before = time.time() - older_than
+        parts = {
+            name: (part_name(name, 0, len(found.daemons)), found.daemons[0])
+            for name, found in self._sequences.items()
+            if found.noted < before
+        }
+        return {
+            name: part
+            for name, (part, first) in parts.items()
+            if part not in self._under_way and self._place(part, first) == daemon
+        }
+
+    def expire(self, names: SequenceABC[str], daemon: str, older_than: float) -> None:
+        """Gives names up whose first part a daemon has no more, unless it moved meanwhile."""
+        there = self.first_parts(daemon, older_than)
+        for name in names:
+            if name in there:
+                self.drop(name)
 
     def sequences(self) -> Mapping[str, tuple[str, ...]]:
         """Where named sequences were put."""

@@ -105,15 +105,21 @@ class DirectoryPlacement:
     def add_model(self, dealt: Dealt) -> None:
         self._directory.ask("add_model", dealt)
 
+    def note_weights(self, dealt: Dealt) -> None:
+        self._directory.ask("note_weights", dealt)
+
     def drop_model(self, name: str) -> None:
         self._directory.ask("drop_model", name)
 
-    def choose(self, part_count: int, sequence: str) -> list[str]:
+    def choose(self, part_count: int, sequence: str, model: Dealt | None = None) -> list[str]:
+        known = ("", "") if model is None else (model.model.name, model.made)
         claim = secrets.token_hex(8)
         end = time.monotonic() + _RESTART_SECONDS
         while True:
             try:
-                chosen: list[str] = self._directory.ask("choose", part_count, sequence, claim)
+                chosen: list[str] = self._directory.ask(
+                    "choose", part_count, sequence, claim, known
+                )
                 return chosen
             except Unavailable:
                 # Daemons that are being restarted are waited for, as by calls that need them.
@@ -132,6 +138,10 @@ class DirectoryPlacement:
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
         self._directory.ask("drop", sequence, older_than)
+
+    def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
+        copies: list[tuple[str, str]] = self._directory.ask("deleted", sequence, list(parts))
+        return copies
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
         moved: Moved | None = self._directory.ask("moved", part, daemon, gone)

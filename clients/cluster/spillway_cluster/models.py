@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import spillway
-from spillway.errors import NotFound, Unavailable
+from spillway.errors import Cancelled, NotFound, SpillwayError, Unavailable
 from spillway.results import Model
 
-from spillway_cluster.placement import Dealt, Placement, part_name
+from spillway_cluster.placement import Dealt, Placement, check_id, part_name, whole_of
 from spillway_cluster.sequence import local_policy
 from spillway_cluster.shares import Share, deal
+from spillway_cluster.weights import WeightsFile, weights_of
 
 T = TypeVar("T")
 X = TypeVar("X")
@@ -37,8 +40,9 @@ class ClusterModels:
         self.target = target
         self._threads = ThreadPoolExecutor(_THREADS_MAX, "spillway-cluster")
         self._models: dict[str, Dealt] = {}
-        # Parts of models that are known to be on a daemon.
-        self._there: set[tuple[str, str]] = set()
+        # Parts of models that are known to be on a daemon, ready if the model is: the daemon, the
+        # part, and which model of its name (`Dealt.made`).
+        self._there: set[tuple[str, str, str]] = set()
 
     def each(self, call: Callable[[X], T], of: Iterable[X]) -> list[T]:
         """Calls for several daemons at once, and waits for all of them.
@@ -109,7 +113,9 @@ class ClusterModels:
             )
         # The parts have one name.
         model_id = model_id or f"model-{secrets.token_hex(8)}"
+        check_id(model_id)
         name = f"models/{model_id}"
+        made = "" if self.placement.in_order else secrets.token_hex(8)
         if self.placement.dealt(name) is not None:
             raise spillway.AlreadyExists(f"{name} exists")
         created: list[tuple[spillway.Client, Model]] = []
@@ -122,15 +128,20 @@ class ClusterModels:
                 )
                 created.append((client, part))
             whole = _whole_model(name, [part for _, part in created], shares)
-            dealt = Dealt(whole, part_count, layer_groups, options)
+            dealt = Dealt(whole, part_count, layer_groups, options, made)
             self.placement.add_model(dealt)
         except BaseException:
             for client, part in created:
                 client.delete_model(part)
             raise
         self._models[name] = dealt
-        self._there |= {(d, part.name) for d, (_, part) in zip(daemons, created, strict=True)}
+        self._note(dealt, zip(daemons, (part.name for _, part in created), strict=True))
         return whole
+
+    def _note(self, dealt: Dealt, parts: Iterable[tuple[str, str]]) -> None:
+        """Notes that daemons have parts."""
+        if dealt.model.ready:
+            self._there |= {(daemon, name, dealt.made) for daemon, name in parts}
 
     def get_model(self, name: str) -> Model:
         """Returns a model by its resource name.
@@ -178,8 +189,10 @@ class ClusterModels:
                 for (_, daemon), share in zip(numbered, shares, strict=True)
             )
             raise ValueError(f"{name} is not dealt to these daemons in order: {held}")
-        self._there |= {(d, part.name) for (_, d), part in zip(numbered, parts, strict=True)}
-        return Dealt(_whole_model(name, parts, shares), count, groups)
+        dealt = Dealt(_whole_model(name, parts, shares), count, groups)
+        names = (part.name for part in parts)
+        self._note(dealt, zip((daemon for _, daemon in numbered), names, strict=True))
+        return dealt
 
     def _check_order(self, name: str, numbered: SequenceABC[tuple[int, str]]) -> None:
         """Raises ValueError where a daemon has another part of a model than its own."""
@@ -192,19 +205,93 @@ class ClusterModels:
                         f"of it, not {number}"
                     ) from None
 
-    def described(self, model: str) -> Dealt:
-        """A model and how it is dealt; asks for it once."""
-        if model not in self._models:
+    def described(self, model: str, *, anew: bool = False) -> Dealt:
+        """A model and how it is dealt.
+
+        Args:
+            model: Its resource name.
+            anew: To ask for it though it is known: another client may have made another one.
+        """
+        if anew or model not in self._models:
             self.get_model(model)
         return self._models[model]
 
     def _ensure(self, dealt: Dealt, number: int, daemon: str) -> str:
         """Sees to it that a daemon has a part of a model; returns the part's name."""
         name = part_name(dealt.model.name, number, dealt.part_count)
-        if (daemon, name) not in self._there and dealt.options is not None:
+        if (daemon, name, dealt.made) not in self._there and dealt.options is not None:
             ensure_part(self.placement.client(daemon), dealt, number)
-        self._there.add((daemon, name))
+        self._note(dealt, [(daemon, name)])
         return name
+
+    def upload_hash_weights(
+        self, model: Model | str, path: str | Path, *, timeout: float | None = None
+    ) -> Model:
+        """Uploads trained hash weights, to every daemon that serves what its part needs.
+
+        Arguments and errors as of `Client.upload_hash_weights`: `path` has the whole model's. A
+        daemon that comes later, or to which a part moves, gets them from the file by whoever
+        needs it there, this or another client or the daemon's node: it stays where it is, and
+        is at the same path for them. Said again with the same file it gives them to daemons
+        that have come meanwhile.
+
+        Raises:
+            FailedPrecondition: The model has other weights, or awaits none.
+        """
+        dealt = self.described(model if isinstance(model, str) else model.name, anew=True)
+        weights = WeightsFile.of(path)
+        if dealt.weights is None:
+            if dealt.model.ready:
+                raise spillway.FailedPrecondition(f"{dealt.model.name} awaits no hash weights")
+            dealt = self._uploaded(dealt, weights, timeout)
+        elif dealt.weights.sha256 != weights.sha256:
+            raise spillway.FailedPrecondition(
+                f"{dealt.model.name} has the hash weights {dealt.weights.path}, of other bytes"
+            )
+        self._models[dealt.model.name] = dealt
+        if not self.placement.in_order:
+            self._spread(dealt, timeout)
+        return dealt.model
+
+    def _uploaded(self, dealt: Dealt, weights: WeightsFile, timeout: float | None) -> Dealt:
+        """The model with weights that one daemon of each part has taken."""
+        daemons = self.placement.choose(dealt.part_count, "", dealt)
+        ready = dataclasses.replace(
+            dealt, model=dataclasses.replace(dealt.model, ready=True), weights=weights
+        )
+        try:
+            for number, daemon in enumerate(daemons):
+                client = self.placement.client(daemon)
+                name = ensure_part(client, dealt, number)
+                if not client.get_model(name).ready:
+                    upload_part(client, ready, number, timeout=timeout)
+            self.placement.note_weights(ready)
+        except BaseException:
+            # Those that have taken them take no others: they are made anew.
+            for number, daemon in enumerate(daemons):
+                client = self.placement.client(daemon)
+                with contextlib.suppress(SpillwayError):
+                    part = client.get_model(part_name(dealt.model.name, number, dealt.part_count))
+                    if part.ready and dealt.options is not None:
+                        client.delete_model(part)
+                        ensure_part(client, dealt, number)
+            raise
+        return ready
+
+    def _spread(self, dealt: Dealt, timeout: float | None) -> None:
+        """Gives all daemons a model's weights, whichever part they may come to have."""
+
+        def one(daemon: str) -> None:
+            client = self.placement.client(daemon)
+            for number in range(dealt.part_count):
+                ensure_part(client, dealt, number, timeout=timeout)
+
+        def tried(daemon: str) -> None:
+            # One that does not answer gets them when it is to have a sequence.
+            with contextlib.suppress(Unavailable, Cancelled):
+                one(daemon)
+
+        self.each(tried, self.placement.daemons())
 
     def list_models(self) -> Iterator[Model]:
         """Yields every model of which each part lies on some daemon, by name."""
@@ -214,7 +301,7 @@ class ClusterModels:
             self.placement.daemons(),
         )
         names = {name for each in listed for name in each}
-        wholes = names | {name.rpartition(".")[0] for name in names}
+        wholes = names | {whole_of(name)[0] for name in names}
         for name in sorted(wholes):
             dealt = self.placement.dealt(name)
             if dealt is not None:
@@ -235,7 +322,7 @@ class ClusterModels:
             FailedPrecondition: It has sequences.
         """
         name = model if isinstance(model, str) else model.name
-        count = self.described(name).part_count
+        count = self.described(name, anew=True).part_count
         parts = [
             (daemon, part_name(name, number, count))
             for daemon in self.placement.daemons()
@@ -243,8 +330,9 @@ class ClusterModels:
         ]
         self.gone(lambda part: self.placement.client(part[0]).delete_model(part[1]), parts)
         self.placement.drop_model(name)
-        self._models.pop(name, None)
-        self._there.difference_update(parts)
+        dealt = self._models.pop(name, None)
+        if dealt is not None:
+            self._there.difference_update((*part, dealt.made) for part in parts)
 
     def gone(self, delete: Callable[[X], None], of: Iterable[X]) -> None:
         """Deletes parts; that some are gone already is no error."""
@@ -264,15 +352,27 @@ class ClusterModels:
             raise missing[0]
 
 
-def ensure_part(client: spillway.Client, dealt: Dealt, number: int) -> str:
-    """Creates a part of a model where a daemon has none; returns its name.
+def ensure_part(
+    client: spillway.Client, dealt: Dealt, number: int, *, timeout: float | None = None
+) -> str:
+    """Creates a part of a model where a daemon has none, and gives it its weights.
+
+    Args:
+        client: Of the daemon.
+        dealt: The model.
+        number: Of the part.
+        timeout: Of an upload, seconds; None: the client's.
+
+    Returns:
+        The part's name.
 
     Raises:
-        FailedPrecondition: How the model was created is not known.
+        FailedPrecondition: How the model was created is not known, or its weights are not at
+            hand here.
     """
     name = part_name(dealt.model.name, number, dealt.part_count)
     try:
-        client.get_model(name)
+        part = client.get_model(name)
     except NotFound:
         if dealt.options is None:
             raise spillway.FailedPrecondition(
@@ -281,10 +381,28 @@ def ensure_part(client: spillway.Client, dealt: Dealt, number: int) -> str:
         try:
             part_id = name.removeprefix("models/")
             kv_heads = dealt.model.kv_head_count
-            _created_part(client, part_id, dealt.shares[number], kv_heads, dealt.options)
+            part = _created_part(client, part_id, dealt.shares[number], kv_heads, dealt.options)
         except spillway.AlreadyExists:
-            pass  # by another client meanwhile
+            part = client.get_model(name)  # by another client meanwhile
+    if dealt.weights is not None and not part.ready:
+        dealt.weights.check()
+        try:
+            upload_part(client, dealt, number, timeout=timeout)
+        except spillway.FailedPrecondition:
+            if not client.get_model(name).ready:
+                raise
+            # By another client meanwhile.
     return name
+
+
+def upload_part(
+    client: spillway.Client, dealt: Dealt, number: int, *, timeout: float | None
+) -> None:
+    """Gives a daemon's part of a model its weights; arguments as of `ensure_part`."""
+    assert dealt.weights is not None
+    name = part_name(dealt.model.name, number, dealt.part_count)
+    with weights_of(dealt.weights.path, dealt.model, dealt.shares[number]) as path:
+        client.upload_hash_weights(name, path, timeout=timeout)
 
 
 def _created_part(

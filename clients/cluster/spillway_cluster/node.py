@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,7 @@ from spillway.errors import SpillwayError
 from spillway_cluster.directory import DaemonRecord, State
 from spillway_cluster.models import ensure_part
 from spillway_cluster.moving import Copied, Ledger, move
-from spillway_cluster.placement import Dealt
+from spillway_cluster.placement import CLAIM_SECONDS, Dealt, whole_of
 from spillway_cluster.process import DaemonProcess
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 30.0
 # Between two looks at how full the daemon is.
 _REPORT_SECONDS = 1.0
+# Between two looks at which names have expired.
+_EXPIRE_SECONDS = 60.0
 # A daemon that ends at once is started ever more slowly.
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.05, 10.0
 _STEADY_SECONDS = 30.0
@@ -42,6 +45,12 @@ class NodeDirectory(Ledger, Protocol):
     def report(self, name: str, **told: int) -> None: ...
 
     def set_state(self, name: str, state: State, reason: str = "") -> None: ...
+
+    def ended(self, name: str, boot_id: str) -> None: ...
+
+    def first_parts(self, daemon: str, older_than: float) -> dict[str, str]: ...
+
+    def expire(self, names: SequenceABC[str], daemon: str, older_than: float) -> None: ...
 
     def daemon(self, name: str) -> DaemonRecord: ...
 
@@ -94,6 +103,9 @@ class Node:
         self._draining = threading.Lock()
         self._client: spillway.Client | None = None
         self._restart_count = 0
+        # Of the process that is registered.
+        self._boot_id = ""
+        self._expire_at = 0.0
         self.name = ""
 
     def start(self) -> str:
@@ -113,6 +125,7 @@ class Node:
         # By a new connection: the old one may look for the daemon again only in a second.
         fresh = self._connect(self._record)
         info = fresh.server_info
+        self._boot_id = info.boot_id
         if self._client is None:
             self._client = fresh
         else:
@@ -142,9 +155,8 @@ class Node:
                     continue
                 if self._stopping.is_set():
                     return
-                # One that drains goes on with that, or is told to once more.
-                if self._directory.daemon(self.name).state != "draining":
-                    self._directory.set_state(self.name, "down", "it has ended, and is restarted")
+                # The directory may be out itself; the daemon does not wait for it.
+                threading.Thread(target=self._tell_end, args=(self._boot_id,), daemon=True).start()
                 if time.monotonic() - started > _STEADY_SECONDS:
                     pause = _PAUSE_SECONDS_MIN
                 _log.warning("%s has ended; it is started again in %.2f s", self.name, pause)
@@ -165,14 +177,34 @@ class Node:
                 _log.exception("%s", self.name)
                 self._stopping.wait(_REPORT_SECONDS)
 
+    def _tell_end(self, boot_id: str) -> None:
+        try:
+            self._directory.ended(self.name, boot_id)
+        except SpillwayError:
+            _log.exception("%s has ended, which the directory was not told", self.name)
+
     def _report(self) -> None:
         assert self._client is not None
+        if not self._has_token and time.monotonic() > self._expire_at:
+            self._expire()
+            self._expire_at = time.monotonic() + _EXPIRE_SECONDS
         statistics = self._client.statistics()
         self._directory.report(
             self.name,
             memory_used_bytes=statistics.memory.used_bytes,
             sequence_count=sum(model.sequence_count for model in statistics.models),
         )
+
+    def _expire(self) -> None:
+        """Gives the names of sequences up that have gone by their ttl."""
+        assert self._client is not None
+        first_parts = self._directory.first_parts(self.name, CLAIM_SECONDS)
+        if not first_parts:
+            return
+        there = {info.name for info in self._client.list_sequences()}
+        gone = [name for name, part in first_parts.items() if part not in there]
+        if gone:
+            self._directory.expire(gone, self.name, CLAIM_SECONDS)
 
     @property
     def pid(self) -> int | None:
@@ -254,13 +286,9 @@ class Node:
 
     def _ensure_model(self, name: str, client: spillway.Client) -> None:
         """Creates a model, or a part of one, where a daemon has none of that name."""
-        dealt = self._directory.model(name)
-        number = 0
-        if dealt is None:
-            whole, _, text = name.rpartition(".")
-            dealt = self._directory.model(whole)
-            number = int(text) if text.isdigit() else 0
-        if dealt is None:
+        whole, number, count = whole_of(name)
+        dealt = self._directory.model(whole)
+        if dealt is None or dealt.part_count != count:
             # Created by somebody who talked to the daemon itself.
             client.get_model(name)
         else:

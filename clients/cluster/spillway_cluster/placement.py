@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from spillway.errors import SpillwayError
 from spillway.results import Model
 
 from spillway_cluster.shares import Share, deal
+from spillway_cluster.weights import WeightsFile
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,16 @@ class Dealt:
         layer_groups: Groups of consecutive layers, each of as many parts.
         options: What a part is created with, apart from its share; None: it is not known, so
             the parts must be there.
+        made: Tells it from another model that had its name before; empty: nobody notes models.
+        weights: The hash weights that were uploaded; None: none were.
     """
 
     model: Model
     part_count: int
     layer_groups: int = 1
     options: Mapping[str, Any] | None = field(default=None, compare=False)
+    made: str = ""
+    weights: WeightsFile | None = None
 
     @property
     def shares(self) -> list[Share]:
@@ -39,9 +45,33 @@ class Dealt:
         return deal(model.layer_count, model.kv_head_count, self.part_count, self.layer_groups)
 
 
+# Between taking a name and making its sequence, which may be loaded from a large snapshot.
+CLAIM_SECONDS = 600.0
+
+# No name of a user's ends so.
+_PART = re.compile(r"(.+)\.(\d+)of(\d+)")
+
+
 def part_name(name: str, number: int, part_count: int) -> str:
     """What a daemon calls a part of a model or of a sequence; a whole one by its own name."""
-    return name if part_count == 1 or not name else f"{name}.{number}"
+    return name if part_count == 1 or not name else f"{name}.{number}of{part_count}"
+
+
+def whole_of(part: str) -> tuple[str, int, int]:
+    """The name of what a daemon has a part of, the part's number, and how many there are."""
+    matched = _PART.fullmatch(part)
+    if matched is None:
+        return part, 0, 1
+    return matched[1], int(matched[2]), int(matched[3])
+
+
+def check_id(name: str) -> None:
+    """Raises InvalidArgument for a name that a part of something else may have."""
+    if _PART.fullmatch(name):
+        raise spillway.InvalidArgument(
+            f"{name!r} ends as the parts of a model or sequence do (.NUMBERofCOUNT): name it "
+            "otherwise"
+        )
 
 
 class Placement(Protocol):
@@ -77,17 +107,26 @@ class Placement(Protocol):
             AlreadyExists: There is another one of its name.
         """
 
+    def note_weights(self, dealt: Dealt) -> None:
+        """Notes that a model's hash weights were uploaded, and are to be to further daemons.
+
+        Raises:
+            NotFound: The model was deleted meanwhile.
+        """
+
     def drop_model(self, name: str) -> None:
         """Forgets a model."""
 
-    def choose(self, part_count: int, sequence: str) -> list[str]:
+    def choose(self, part_count: int, sequence: str, model: Dealt | None = None) -> list[str]:
         """Chooses daemons for a new sequence, one a part, none twice.
 
         Args:
             part_count: Daemons.
             sequence: Its resource name, which is taken then; empty: it has none.
+            model: Of which it shall be, as it is known.
 
         Raises:
+            Stale: The model is another one by now.
             AlreadyExists: The name is taken.
             Unavailable: There are fewer daemons.
         """
@@ -104,6 +143,17 @@ class Placement(Protocol):
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
         """Gives a name up, if it has been taken for so many seconds."""
+
+    def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Notes that a sequence was deleted, and gives its name up.
+
+        Args:
+            sequence: Its name; empty: it had none.
+            parts: What the daemons called its parts, and where they were.
+
+        Returns:
+            Where copies may be that a move had made which was not ended.
+        """
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
         """Where a part is that was on a daemon: None where it did not move.
@@ -134,6 +184,10 @@ class Moved:
     daemon: str
     generation: int
     new_generation: int
+
+
+class Stale(spillway.Aborted):
+    """What is known of a model is of one that was deleted."""
 
 
 class FixedPlacement:
@@ -180,10 +234,13 @@ class FixedPlacement:
     def add_model(self, dealt: Dealt) -> None:
         pass
 
+    def note_weights(self, dealt: Dealt) -> None:
+        pass
+
     def drop_model(self, name: str) -> None:
         pass
 
-    def choose(self, part_count: int, sequence: str) -> list[str]:
+    def choose(self, part_count: int, sequence: str, model: Dealt | None = None) -> list[str]:
         assert part_count == self.part_count
         return self.daemons()
 
@@ -195,6 +252,9 @@ class FixedPlacement:
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
         pass
+
+    def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
+        return []
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import spillway
+from spillway.errors import NotFound
 from spillway.policy import Policy
 from spillway.results import (
     AppendResult,
@@ -29,7 +31,7 @@ from spillway_cluster.merging import (
     selection_of,
 )
 from spillway_cluster.part import Part
-from spillway_cluster.placement import Dealt, named, part_name
+from spillway_cluster.placement import Dealt, check_id, named, part_name
 from spillway_cluster.shares import Share
 
 if TYPE_CHECKING:
@@ -292,6 +294,7 @@ class ClusterSequence:
 
     def fork(self, sequence_id: str = "") -> ClusterSequence:
         """Copies the sequence on each daemon; as `spillway.Sequence.fork`."""
+        check_id(sequence_id)
         count = len(self.parts)
         name = f"sequences/{sequence_id}" if sequence_id else ""
 
@@ -332,7 +335,12 @@ class ClusterSequence:
             NotFound: It was deleted or has expired on all of them.
         """
         self._client.gone(lambda part: part.call(lambda s: s.delete()), self.parts)
-        self._client.placement.drop(self.name)
+        placement = self._client.placement
+        places = [(part.sequence.name, part.daemon) for part in self.parts]
+        # A drain that broke off before it deleted a part has left a copy of it.
+        for name, daemon in placement.deleted(self.name, places):
+            with contextlib.suppress(NotFound):
+                placement.client(daemon).get_sequence(name).delete()
 
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None

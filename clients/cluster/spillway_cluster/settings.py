@@ -25,6 +25,11 @@ def check_namespace(namespace: str) -> None:
         raise ValueError(f"namespace {namespace!r} is not of the form {_NAMESPACE.pattern}")
 
 
+def _plain(address: str) -> str:
+    """An address as a name of a file."""
+    return re.sub(r"[^A-Za-z0-9.]", "-", address)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Of every daemon alike.
@@ -71,16 +76,23 @@ class Settings:
             one["GPU"] = self.gpus
         return [dict(one) for _ in range(self.daemon_count)]
 
-    def folder(self, namespace: str, slot: int) -> Path:
-        """Where a daemon's log and socket are."""
-        base = self.state_folder or f"/tmp/spillway-cluster-{os.getuid()}"
-        return Path(base) / namespace / str(slot)
+    def folder(self, ray_address: str, namespace: str, slot: int) -> Path:
+        """Where a daemon's log and socket are.
 
-    def arena(self, namespace: str, slot: int) -> Path | None:
-        """Where its rows are."""
+        Args:
+            ray_address: Of the Ray cluster's head: there may be several on a machine.
+            namespace: Of ours in it.
+            slot: The daemon's.
+        """
+        base = self.state_folder or f"/tmp/spillway-cluster-{os.getuid()}"
+        return Path(base) / _plain(ray_address) / namespace / str(slot)
+
+    def arena(self, ray_address: str, namespace: str, slot: int) -> Path | None:
+        """Where its rows are; arguments as of `folder`."""
         if not self.arena_folder:
             return None
-        return Path(self.arena_folder) / f"spillway-cluster-{os.getuid()}-{namespace}-{slot}"
+        own = f"spillway-cluster-{os.getuid()}-{_plain(ray_address)}-{namespace}-{slot}"
+        return Path(self.arena_folder) / own
 
     def command(self) -> list[str]:
         """Its command line, apart from its address and arena.
