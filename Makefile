@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint hooks tidy format proto asan tsan package wheels wheels-test release container-test gpu-test clean
+.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test lint hooks tidy format proto asan tsan package wheels wheels-test release reference container-test gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -133,6 +133,9 @@ wheels: setup venv ## wheels of all Python packages in build/wheels, the client'
 
 wheels-test: wheels ## the wheels in an empty environment and, for root, in an empty Debian; asks PyPI for what they need
 	scripts/wheels-test.sh
+
+reference: venv ## pages of the API and of the Python packages in build/reference
+	$(PYTHON) scripts/reference build/reference
 
 release: setup venv ## all that a release consists of, tried, in build/release-VERSION; publishes nothing
 	scripts/release.sh
