@@ -47,7 +47,7 @@ struct SpawnSettings {
   posix_spawnattr_t attributes;
 };
 
-absl::Status Write(int fd, std::string_view text) {
+absl::Status WriteInput(int fd, std::string_view text) {
   while (!text.empty()) {
     const ssize_t count = write(fd, text.data(), text.size());
     if (count < 0 && errno != EINTR) return Failed("cannot write a program's input", errno);
@@ -96,7 +96,7 @@ absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program) {
   if (input.get() < 0 || output.get() < 0) {
     return Failed(absl::StrCat("cannot make files for ", name), errno);
   }
-  if (absl::Status status = Write(input.get(), program.input); !status.ok()) return status;
+  if (absl::Status status = WriteInput(input.get(), program.input); !status.ok()) return status;
 
   SpawnSettings settings;
   int error = posix_spawn_file_actions_adddup2(&settings.actions, input.get(), STDIN_FILENO);

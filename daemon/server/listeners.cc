@@ -18,7 +18,7 @@
 namespace spillway {
 namespace {
 
-absl::Status Failed(const std::string& where, int error) {
+absl::Status CannotListen(const std::string& where, int error) {
   return absl::UnavailableError(
       absl::StrCat("cannot listen on ", where, ": ", std::strerror(error)));
 }
@@ -76,7 +76,7 @@ absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type,
   Descriptor listener(socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!listener.valid() ||
       bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
-    return Failed(path, errno);
+    return CannotListen(path, errno);
   }
   // Nobody can connect before it listens.
   absl::Status status;
@@ -84,7 +84,7 @@ absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type,
     status = absl::PermissionDeniedError(absl::StrCat("cannot give ", path, " to group ",
                                                       *access.group, ": ", std::strerror(errno)));
   } else if (chmod(path.c_str(), access.mode()) != 0 || listen(listener.get(), SOMAXCONN) != 0) {
-    status = Failed(path, errno);
+    status = CannotListen(path, errno);
   }
   if (status.ok()) return listener;
   unlink(path.c_str());
@@ -122,9 +122,9 @@ absl::StatusOr<TcpListeners> ListenAtTcp(const std::string& address) {
     }
     error = errno;
     // A name may have addresses of a kind that this machine has not.
-    if (error == EADDRINUSE || error == EACCES) return Failed(address, error);
+    if (error == EADDRINUSE || error == EACCES) return CannotListen(address, error);
   }
-  if (listeners.sockets.empty()) return Failed(address, error);
+  if (listeners.sockets.empty()) return CannotListen(address, error);
   return listeners;
 }
 

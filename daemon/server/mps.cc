@@ -8,8 +8,6 @@
 namespace spillway {
 namespace {
 
-constexpr char kProgram[] = "nvidia-cuda-mps-control";
-
 absl::Status Refused(std::string why) {
   return absl::FailedPreconditionError(absl::StrCat("--mps on: ", why));
 }
@@ -66,8 +64,8 @@ absl::StatusOr<Mps> Mps::Prepare(const Config& config, MpsSystem* system) {
     mps.found_ = true;
   } else if (has_pipe) {
     // In a container that is given the pipe alone CUDA attaches all the same.
-    mps.why_ = absl::StrCat("a control daemon's pipe is at ", directory, ", and no ", kProgram,
-                            " to ask it with");
+    mps.why_ = absl::StrCat("a control daemon's pipe is at ", directory, ", and no ",
+                            kMpsControlProgram, " to ask it with");
     mps.found_ = true;
   } else if (config.mps == MpsMode::kAuto) {
     mps.why_ = absl::StrCat("no control daemon answers at ", directory);
@@ -77,7 +75,7 @@ absl::StatusOr<Mps> Mps::Prepare(const Config& config, MpsSystem* system) {
   } else {
     const absl::Status status = system->Start();
     if (!status.ok() && !absl::IsAlreadyExists(status)) {
-      return Refused(absl::StrCat("cannot start ", kProgram, " at ", directory, ": ",
+      return Refused(absl::StrCat("cannot start ", kMpsControlProgram, " at ", directory, ": ",
                                   std::string(status.message())));
     }
     mps.started_ = status.ok();

@@ -13,6 +13,9 @@
 
 namespace spillway {
 
+// Asks, starts and ends a control daemon of CUDA MPS.
+inline constexpr char kMpsControlProgram[] = "nvidia-cuda-mps-control";
+
 // What asking for a control daemon of CUDA MPS has shown.
 enum class MpsAnswer {
   kAnswers,

@@ -18,7 +18,6 @@
 namespace spillway {
 namespace {
 
-constexpr char kProgram[] = "nvidia-cuda-mps-control";
 constexpr char kPipeVariable[] = "CUDA_MPS_PIPE_DIRECTORY";
 constexpr char kLogVariable[] = "CUDA_MPS_LOG_DIRECTORY";
 // No directory, so that CUDA finds no control daemon and goes on without.
@@ -76,7 +75,7 @@ class NvidiaMps final : public MpsSystem {
       if (absl::Status status = MakeDirectory(variable); !status.ok()) return status;
     }
     // With CUDA_VISIBLE_DEVICES it would serve those GPUs alone, under other numbers.
-    const absl::StatusOr<HelperResult> started = RunHelper({.arguments = {kProgram, "-d"},
+    const absl::StatusOr<HelperResult> started = RunHelper({.arguments = {kMpsControlProgram, "-d"},
                                                             .input = "",
                                                             .unset = {"CUDA_VISIBLE_DEVICES"},
                                                             .timeout = kStartTimeout});
@@ -108,7 +107,7 @@ class NvidiaMps final : public MpsSystem {
 
   void Quit() override {
     // Nobody is left to tell if it cannot be run.
-    RunHelper({.arguments = {kProgram},
+    RunHelper({.arguments = {kMpsControlProgram},
                .input = "quit\n",
                .unset = {},
                .timeout = kQuitTimeout,
@@ -120,8 +119,10 @@ class NvidiaMps final : public MpsSystem {
 
  private:
   static MpsControl AskFor(absl::Duration timeout) {
-    const absl::StatusOr<HelperResult> asked = RunHelper(
-        {.arguments = {kProgram}, .input = "get_server_list\n", .unset = {}, .timeout = timeout});
+    const absl::StatusOr<HelperResult> asked = RunHelper({.arguments = {kMpsControlProgram},
+                                                          .input = "get_server_list\n",
+                                                          .unset = {},
+                                                          .timeout = timeout});
     if (!asked.ok()) {
       return {MpsAnswer::kNoProgram, std::string(asked.status().message()), {}};
     }

@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr char kProgram[] = "/proc/self/exe";
+constexpr char kOwnProgram[] = "/proc/self/exe";
 
 // Of this process, as they were given.
 std::vector<std::string> Arguments() {
@@ -107,11 +107,11 @@ absl::Status Relaunch::Execute(const sigset_t& signals) const {
   pthread_sigmask(SIG_SETMASK, &signals, nullptr);
   // By its own name, where the program is still there, so that the process keeps its name.
   std::error_code error;
-  if (const fs::path program = fs::read_symlink(kProgram, error); !error) {
+  if (const fs::path program = fs::read_symlink(kOwnProgram, error); !error) {
     execve(program.c_str(), argv.data(), environment.data());
   }
-  execve(kProgram, argv.data(), environment.data());
-  return absl::InternalError(absl::StrCat("execve of ", kProgram, ": ", strerror(errno)));
+  execve(kOwnProgram, argv.data(), environment.data());
+  return absl::InternalError(absl::StrCat("execve of ", kOwnProgram, ": ", strerror(errno)));
 }
 
 }  // namespace spillway

@@ -32,7 +32,7 @@ std::string_view SafeTensorsType(DType type) {
   return "";
 }
 
-bool IsDigest(std::string_view text) {
+bool IsNameDigest(std::string_view text) {
   return text.size() == kNameDigestDigits && std::all_of(text.begin(), text.end(), [](char c) {
            return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
          });
@@ -112,7 +112,7 @@ bool IsDataFileName(std::string_view name) {
   if (name.starts_with(kClientPrefix) && name.ends_with(kClientSuffix)) {
     name.remove_prefix(kClientPrefix.size());
     name.remove_suffix(kClientSuffix.size());
-    return IsDigest(name);
+    return IsNameDigest(name);
   }
   if (!name.starts_with(kRowsPrefix) || !name.ends_with(kRowsSuffix)) return false;
   name.remove_prefix(kRowsPrefix.size());
@@ -120,7 +120,8 @@ bool IsDataFileName(std::string_view name) {
   return name.size() == 2 * (kPositionDigits + 1) + kNameDigestDigits &&
          IsPosition(name.substr(0, kPositionDigits)) && name[kPositionDigits] == '-' &&
          IsPosition(name.substr(kPositionDigits + 1, kPositionDigits)) &&
-         name[2 * kPositionDigits + 1] == '-' && IsDigest(name.substr(2 * (kPositionDigits + 1)));
+         name[2 * kPositionDigits + 1] == '-' &&
+         IsNameDigest(name.substr(2 * (kPositionDigits + 1)));
 }
 
 }  // namespace spillway

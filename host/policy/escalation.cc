@@ -6,8 +6,8 @@ namespace spillway {
 namespace {
 
 constexpr double kInflationStep = 1.25;
-constexpr double kInflationMax = 4;
-constexpr int32_t kPilotMax = 512;
+constexpr double kEscalatedInflationMax = 4;
+constexpr int32_t kEscalatedPilotMax = 512;
 
 bool Promises(const TailPolicy& policy) { return BoundsTheError(policy.tail, policy.bound); }
 
@@ -17,10 +17,10 @@ bool Raise(const TailPolicy& base, Escalation& escalation) {
   if (escalation.dense) return false;
   if (p.tail == Tail::kUniform && p.bound == Bound::kPaper && base.bound != p.bound) {
     escalation.dense = true;
-  } else if (p.inflation < kInflationMax) {
-    p.inflation = std::min(kInflationMax, p.inflation * kInflationStep);
-  } else if (p.pilot_token_count < kPilotMax) {
-    p.pilot_token_count = std::min(kPilotMax, 2 * p.pilot_token_count);
+  } else if (p.inflation < kEscalatedInflationMax) {
+    p.inflation = std::min(kEscalatedInflationMax, p.inflation * kInflationStep);
+  } else if (p.pilot_token_count < kEscalatedPilotMax) {
+    p.pilot_token_count = std::min(kEscalatedPilotMax, 2 * p.pilot_token_count);
   } else if (base.tail == Tail::kUniform && base.bound == Bound::kPaper) {
     escalation.dense = true;
   } else {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from spillway.transformers import cache_argument
 from transformers import TextStreamer
 
 NEW_TOKEN_COUNT_MAX = 96
@@ -51,7 +52,7 @@ def prefill(model: Any, cache: Any, tokens: torch.Tensor, console: Console) -> f
         try:
             start = time.perf_counter()
             # Brought to the host, or a GPU would still be at it.
-            model(input_ids=tokens[None], past_key_values=cache, logits_to_keep=1).logits.cpu()
+            model(input_ids=tokens[None], **cache_argument(cache), logits_to_keep=1).logits.cpu()
             return time.perf_counter() - start
         finally:
             for hook in hooks:
@@ -75,7 +76,7 @@ def answer(
     made = model.generate(
         input_ids=tokens[None],
         attention_mask=torch.ones_like(tokens[None]),
-        past_key_values=cache,
+        **cache_argument(cache),
         max_new_tokens=NEW_TOKEN_COUNT_MAX,
         do_sample=False,
         streamer=ConsoleStreamer(tokenizer, console, on_token),
@@ -98,6 +99,6 @@ def forced_steps(
     logits = []
     begin = time.perf_counter()
     for token in tokens[start : start + count]:
-        logits.append(model(input_ids=token[None, None], past_key_values=cache).logits[0, -1])
+        logits.append(model(input_ids=token[None, None], **cache_argument(cache)).logits[0, -1])
     made = torch.stack(logits).cpu()
     return made, time.perf_counter() - begin

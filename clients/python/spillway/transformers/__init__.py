@@ -2,11 +2,11 @@
 
 Importing this module registers the attention implementation `spillway`:
 
-    from spillway.transformers import SpillwayCache
+    from spillway.transformers import SpillwayCache, generate
 
     model.set_attn_implementation("spillway")
     with spillway.connect() as client, SpillwayCache(model.config, client) as cache:
-        model.generate(**inputs, past_key_values=cache)
+        generate(model, cache, input_ids, max_new_tokens=100)
 
 Prompts are attended on the model's device and their K/V are appended to the
 daemon; every later step is appended and attended there. Each batch row is a
@@ -16,6 +16,7 @@ docs/transformers.md tells what works.
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from spillway.transformers.arguments import cache_argument
 from spillway.transformers.attention import left_padding_mask, spillway_attention
 from spillway.transformers.cache import SpillwayCache
 from spillway.transformers.generation import generate
@@ -34,6 +35,7 @@ __all__ = [
     "SpillwayCache",
     "TokenMismatchError",
     "UnsupportedModelError",
+    "cache_argument",
     "generate",
     "prompt_memory",
 ]

@@ -50,7 +50,8 @@ def spillway_attention(
     layer = HandedLayer.of(key)
     if layer is None:
         raise RuntimeError(
-            "the attention implementation 'spillway' needs past_key_values=SpillwayCache(...)"
+            "the attention implementation 'spillway' needs a SpillwayCache: give one to the "
+            "model as cache=, or as past_key_values= before transformers 5.24"
         )
     if dropout:
         raise ValueError(f"dropout {dropout}: spillway is for inference; call model.eval()")

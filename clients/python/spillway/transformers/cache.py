@@ -33,13 +33,13 @@ from spillway.transformers.unfinished import Unfinished
 class SpillwayCache(Chats, Cache):
     """A cache whose K/V live in the daemon, one sequence per batch row.
 
-    Use it with `model.set_attn_implementation("spillway")` and pass it as
-    `past_key_values`. Prompts are attended on the model's device, to all tokens, and
-    their K/V appended meanwhile; where they come in chunks, the earlier tokens' K/V are
-    fetched block by block (`spillway.prefill`), so that the device holds two blocks of one
-    layer whatever the prompt. Later tokens are appended and attended in the daemon: sparsely
-    those of decoding, assisted decoding's candidates up to 16 at once among them; exactly
-    the short ends of prompts, up to 16 tokens too. Batches with left padding, beam search,
+    Use it with `model.set_attn_implementation("spillway")` and pass it as `cache`, or as
+    `past_key_values` before transformers 5.24 (`cache_argument`). Prompts are attended on the
+    model's device, to all tokens, and their K/V appended meanwhile; where they come in chunks, the
+    earlier tokens' K/V are fetched block by block (`spillway.prefill`), so that the device holds
+    two blocks of one layer whatever the prompt. Later tokens are appended and attended in the
+    daemon: sparsely those of decoding, assisted decoding's candidates up to 16 at once among them;
+    exactly the short ends of prompts, up to 16 tokens too. Batches with left padding, beam search,
     assisted decoding and later turns on the same cache work. It is not thread-safe.
 
     Several tokens at once are of a prompt, but for candidates of assisted

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from spillway.transformers.arguments import cache_argument
 from spillway.transformers.cache import SpillwayCache
 
 
@@ -26,7 +27,7 @@ class _Recorder(StoppingCriteria):
 
 
 def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any) -> Any:
-    """Calls `model.generate(ids, past_key_values=cache, ...)` for a text that the cache may know.
+    """Calls `model.generate(ids, ...)` with the cache, for a text that the cache may know.
 
     The tokens are compared with those of the K/V that the cache holds already,
     and noted as they come, so that a text can go on after Ctrl-C, after
@@ -51,7 +52,7 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
     recorder = _Recorder(ids)
     criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or []), recorder])
     try:
-        return model.generate(ids, past_key_values=cache, stopping_criteria=criteria, **kwargs)
+        return model.generate(ids, **cache_argument(cache), stopping_criteria=criteria, **kwargs)
     finally:
         if recorder.ids.shape[0] == ids.shape[0] == cache.batch_size:
             cache.note_tokens(recorder.ids)
