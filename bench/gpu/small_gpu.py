@@ -320,58 +320,83 @@ def merged(records: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list
     return kept
 
 
+# Okabe and Ito's colours, which colour-blind people tell apart.
+COLOURS = {WHOLE: "#7f7f7f", RESIDENT: "#E69F00", OFFLOADED: "#009E73", SPILLWAY: "#0072B2"}
+
+
+def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
+    """A curve for each way, with its name and why it ends."""
+    for way, colour in COLOURS.items():
+        of_way = [r for r in records if r["name"] == way]
+        points = [(r["tokens"], r[field]) for r in of_way if field in r]
+        if not points:
+            continue
+        style = ":" if way == WHOLE else "-"
+        axes.plot(*zip(*points, strict=True), style, marker="o", color=colour)
+        wrong = [(r["tokens"], r[field]) for r in of_way if field in r and is_wrong(r)]
+        if wrong:
+            axes.plot(*zip(*wrong, strict=True), "o", mec=colour, mfc="white", zorder=3)
+        label = way
+        for record in of_way:
+            if "ended" in record:
+                label += ": stopped by its time limit" if record["ended"].startswith("by") else ": out of memory"
+        if wrong:
+            label += "\n(hollow: its output is wrong)"
+        axes.annotate(
+            label, points[-1], (8, -3), textcoords="offset points", color=colour, fontsize=9
+        )
+    lengths = sorted({r["tokens"] for r in records if "tokens" in r})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
+    axes.minorticks_off()
+    # The longest curve's name stands beside it.
+    axes.set_xlim(right=lengths[-1] * 3)
+    axes.set_xlabel("tokens of context")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def mark_full(axes: Any, environment: dict[str, Any]) -> None:
+    tokens = environment["left_bytes"] / environment["token_bytes"]
+    axes.axvline(tokens, color="gray", linewidth=0.8)
+    axes.annotate(
+        " K/V fill the GPU memory",
+        (tokens, 1),
+        xycoords=("data", "axes fraction"),
+        va="top",
+        color="gray",
+        fontsize=8,
+    )
+
+
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     environment = records[0]
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for axes, field, label in zip(
-        panels,
-        ("tokens_per_s", "prompt_s"),
-        ("decoded tokens a second", "seconds of the prompt"),
-        strict=True,
-    ):
-        for index, way in enumerate((WHOLE, RESIDENT, OFFLOADED, SPILLWAY)):
-            of_way = [r for r in records if r["name"] == way]
-            points = [(r["tokens"], r[field]) for r in of_way if field in r]
-            if not points:
-                continue
-            style = ":" if way == WHOLE else "-"
-            axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{index}", label=way)
-            wrong = [(r["tokens"], r[field]) for r in of_way if field in r and is_wrong(r)]
-            if wrong:
-                label_wrong = f"{way}: its attention is wrong"
-                hollow: dict[str, Any] = {"mec": f"C{index}", "mfc": "white", "zorder": 3}
-                axes.plot(*zip(*wrong, strict=True), "o", label=label_wrong, **hollow)
-            for record in of_way:
-                if "ended" in record:
-                    kind = "time" if record["ended"].startswith("by") else "out of memory"
-                    axes.annotate(
-                        f"x {kind}",
-                        points[-1],
-                        (8, -3),
-                        textcoords="offset points",
-                        color=f"C{index}",
-                        fontsize=8,
-                    )
-        axes.axvline(
-            environment["left_bytes"] / environment["token_bytes"], color="gray", linewidth=0.8
-        )
-        axes.set_xscale("log", base=2)
-        lengths = sorted({r["tokens"] for r in records if "tokens" in r})
-        axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
-        if field == "prompt_s":
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens of context (gray: its K/V are all that the GPU has left)")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-    panels[1].legend(fontsize=8, loc="upper left")
+    figure, (decode, prompt) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for axes, field in ((decode, "tokens_per_s"), (prompt, "prompt_s")):
+        draw(axes, records, field)
+        mark_full(axes, environment)
+    decode.set_ylim(bottom=0)
+    decode.set_ylabel("decoded tokens a second")
+    prompt.set_yscale("log")
+    prompt.yaxis.set_major_formatter("{x:g}")
+    prompt.set_ylabel("seconds to read the prompt")
     figure.suptitle(
-        f"Llama of {environment['shape_name']}'s shape, {environment['left_bytes'] / GIB:.1f} GiB "
+        f"Llama of {environment['shape_name']}'s shape, {environment['left_bytes'] / GIB:.3g} GiB "
         f"of GPU memory beside the weights ({environment['device']}, {environment['date']})",
         fontsize=10,
     )
+    figure.savefig(path, dpi=150)
+
+
+def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
+    """The one picture of the README: what ends by memory, and what goes on."""
+    environment = records[0]
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    draw(axes, [r for r in records if r["name"] != WHOLE], "tokens_per_s")
+    mark_full(axes, environment)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("decoded tokens a second")
+    axes.set_title("Decoding goes on where GPU memory ends", loc="left", fontweight="bold")
     figure.savefig(path, dpi=150)
 
 
@@ -387,7 +412,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="of transformers' caches")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, required=True, help="for small_gpu.json and .png")
+    parser.add_argument("--out", type=Path, required=True, help="for small_gpu.json and pictures")
     parser.add_argument(
         "--earlier", type=Path, help="small_gpu.json of a run; the faster of both is kept"
     )
@@ -467,6 +492,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "small_gpu.json").write_text(json.dumps(records, indent=2) + "\n")
     plot(records, options.out / "small_gpu.png")
+    plot_decoding(records, options.out / "decoding.png")
     wrong = [(r["name"], r["tokens"]) for r in records if is_wrong(r)]
     if wrong:
         print(f"small_gpu: attention differs from the reference: {wrong}")

@@ -1,0 +1,210 @@
+"""Every snippet of the pages runs, and every command that they show exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import random_llama
+import spillway
+import torch
+from daemon_process import ROOT, binary, on_gpu
+from spillway.transformers import SpillwayCache
+from test_cli import BINARY as CLI
+
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "docs/operations/*.md", "clients/*/README.md")
+    for path in ROOT.glob(pattern)
+    if path.name != "CHANGELOG.md"
+)
+
+
+def fences(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def model_and_prompt(names: dict[str, Any]) -> None:
+    """What a reader of a page on transformers has."""
+    model = random_llama.llama()
+    model.set_attn_implementation("spillway")
+    ids = random_llama.prompt(1, 300)
+    names |= {
+        "spillway": spillway,
+        "SpillwayCache": SpillwayCache,
+        "model": model,
+        "prompt_ids": ids,
+        "ids": ids,
+        "question_ids": random_llama.prompt(1, 5),
+    }
+
+
+def open_sequence(names: dict[str, Any]) -> None:
+    """What a reader of a page on the Python client has: the model of its first snippet."""
+    client = spillway.connect(os.environ["SPILLWAY_TARGET"])
+    model = client.create_model(
+        layer_count=2, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32"
+    )
+    sequence = client.create_sequence(model)
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 4, 3000, 64), np.float32)
+    sequence.append(0, 0, k, v)
+    names |= {
+        "spillway": spillway,
+        "client": client,
+        "sequence": sequence,
+        "k": k,
+        "v": v,
+        "q": rng.standard_normal((1, 16, 64), np.float32),
+        "new_k": k[0, :, :1],
+        "new_v": v[0, :, :1],
+        "layer": 0,
+    }
+
+
+def small_rows(names: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    names["k"], names["v"] = rng.standard_normal((2, 2, 3000, 64), np.float32)
+    names["q"] = rng.standard_normal((1, 8, 64), np.float32)
+
+
+def prefill(names: dict[str, Any]) -> None:
+    open_sequence(names)
+    names["sequence"].truncate(0)
+    rows = [torch.from_numpy(names[name][0]) for name in ("k", "v")]
+    names |= {"token_count": 3000, "chunk": 1000, "layer": 0, "scale": 0.125}
+    names["chunk_of"] = lambda start: (
+        torch.ones(1000, 16, 64),
+        *(each[:, start : start + 1000] for each in rows),
+    )
+
+
+# Snippets of a page that run, by their place there, and what they need before.
+GIVEN: dict[str, dict[int, Any]] = {
+    "README.md": {0: model_and_prompt},
+    "docs/quickstart.md": {0: None},
+    "docs/transformers.md": {0: model_and_prompt},
+    "docs/prompts.md": {0: model_and_prompt, 1: None, 2: prefill},
+    "docs/python.md": {0: None, 1: open_sequence, 2: None, 3: None, 4: None},
+    "clients/python/README.md": {0: small_rows, 1: model_and_prompt, 2: None},
+}
+# These need what a test of their own has, which says where they are tested.
+ELSEWHERE = {
+    "docs/quickstart.md": "tests/model/test_readme.py",
+    "docs/cluster.md": "tests/cluster_ray/test_ray_cluster.py",
+    "docs/training.md": "tests/python/test_training.py",
+    "docs/gpu.md": "tests/python/test_gpu_regions.py",
+    "clients/python/README.md": "tests/python/test_regions.py",
+}
+
+
+@pytest.mark.parametrize("page", GIVEN)
+def test_snippets_run(
+    page: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPILLWAY_TARGET", target)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    snippets = fences(page, "python")
+    for number, given in GIVEN[page].items():
+        if given is not None:
+            given(names)
+        text = snippets[number].replace("q, k, v = ...", "q, k, v = chunk_of(start)")
+        exec(compile(text, f"{page}, snippet {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "python")])
+def test_snippets_are_python(page: str) -> None:
+    snippets = fences(page, "python")
+    for snippet in snippets:
+        compile(snippet, page, "exec")
+    if set(GIVEN.get(page, {})) != set(range(len(snippets))):
+        assert (ROOT / ELSEWHERE[page]).exists()
+
+
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout
+
+
+def program(name: str) -> list[str] | None:
+    """How to start a program of ours; None of another's."""
+    scripts = Path(sys.executable).parent
+    return {
+        "spillwayd": [str(binary())],
+        "spillway": [str(CLI)],
+        "spillway-lab": [str(scripts / "spillway-lab")],
+        "spillway-cluster": [str(scripts / "spillway-cluster")],
+    }.get(name)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The simple commands of a shell script, without what stands before and after them."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"\w+=.*|export", words[0]):
+            words = words[1:]
+        command: list[str] = []
+        for word in [*words, "&&"]:
+            if word not in {"&&", "&", "|", ";"}:
+                command.append(word)
+            elif command:
+                found.append(command)
+                command = []
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "sh")])
+def test_commands_exist(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for text in fences(page, "sh"):
+        for words in commands(text):
+            if words[0] == "make":
+                for target in words[1:]:
+                    assert "=" in target or re.search(rf"(?m)^{target}:", makefile), words
+                continue
+            start = program(Path(words[0]).name)
+            if start is None:
+                continue
+            told = help_of(*start)
+            for word in words[1:]:
+                if word.startswith("--"):
+                    flag = word.split("=")[0]
+                    assert re.search(rf"{flag}\b", told), f"{page}: {words}: {flag}"
+                elif re.search(rf"(?m)^\W*{re.escape(word)}\s", told.partition("ommands")[2]):
+                    start = [*start, word]
+                    told += help_of(*start)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        to = (ROOT / page).parent / path if path else ROOT / page
+        assert to.exists(), f"{page}: {link}"
+        if anchor and to.suffix == ".md":
+            titles = re.findall(r"(?m)^#+ (.*)$", to.read_text())
+            slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in slugs, f"{page}: {link}"
+
+
+def test_gpu_snippets(client: spillway.Client) -> None:
+    if not on_gpu():
+        pytest.skip("needs a GPU")
+    region = client.attach_region(1 << 30, device="cuda:0")
+    assert region.tensor((8, 32768, 128)).is_cuda
+    region.detach()
