@@ -343,7 +343,7 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
         if wrong:
             label += "\n(hollow: its output is wrong)"
         axes.annotate(
-            label, points[-1], (8, -3), textcoords="offset points", color=colour, fontsize=9
+            label, points[-1], (8, -4), textcoords="offset points", color=colour, fontsize=9
         )
     lengths = sorted({r["tokens"] for r in records if "tokens" in r})
     axes.set_xscale("log", base=2)
@@ -361,9 +361,8 @@ def mark_full(axes: Any, environment: dict[str, Any]) -> None:
     axes.axvline(tokens, color="gray", linewidth=0.8)
     axes.annotate(
         " K/V fill the GPU memory",
-        (tokens, 1),
+        (tokens, 0.02),
         xycoords=("data", "axes fraction"),
-        va="top",
         color="gray",
         fontsize=8,
     )
