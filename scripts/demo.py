@@ -34,6 +34,12 @@ from transformers import DynamicCache
 ROOT = Path(__file__).resolve().parents[1]
 # Tokens of the document whose successor both sides predict.
 FORCED_TOKEN_COUNT = 256
+# What one does then.
+NEXT = """
+Next:
+  make demo FILE=book.txt QUESTION='Who ...?'   your own document and question
+  make demo DAEMON=1 RESTART=1                  the engine in a daemon, which is killed meanwhile
+  make wheels                                   packages to install: docs/quickstart.md"""
 # Attends of each layer that are recomputed exactly.
 RECOMPUTED_COUNT = 48
 
@@ -82,7 +88,7 @@ def run_side(
             console.print("[red]Not met:[/] the same answer after a restart")
             raise typer.Exit(1)
     logits, forced_seconds = decoding.forced_steps(
-        language_model, cache, prompt.tokens, forced_start(prompt), FORCED_TOKEN_COUNT
+        language_model, cache, prompt.tokens, forced_start(prompt), FORCED_TOKEN_COUNT, console
     )
     return Side(
         answer=tokenizer.decode(made, skip_special_tokens=True).strip(),
@@ -99,14 +105,24 @@ def forced_start(prompt: document.Prompt) -> int:
 
 
 def observe(
-    language_model: Any, cache: SpillwayCache, prompt: document.Prompt, seed: int
+    language_model: Any,
+    cache: SpillwayCache,
+    prompt: document.Prompt,
+    seed: int,
+    console: Console,
 ) -> Observer:
     """Repeats the forced steps, untimed, and recomputes a share of their attends."""
     layer_count = language_model.config.num_hidden_layers
     observer = Observer(seed, layer_count, FORCED_TOKEN_COUNT, RECOMPUTED_COUNT)
     cache.on_attend = observer
     decoding.forced_steps(
-        language_model, cache, prompt.tokens, forced_start(prompt), FORCED_TOKEN_COUNT
+        language_model,
+        cache,
+        prompt.tokens,
+        forced_start(prompt),
+        FORCED_TOKEN_COUNT,
+        console,
+        "checking",
     )
     cache.on_attend = None
     return observer
@@ -249,7 +265,8 @@ def main(
         f"{len(prompt.tokens):,} tokens with the question"
     )
     if prompt.code_word:
-        console.print(f"Planted in the middle: The secret code word is {prompt.code_word}.")
+        console.print("Planted in the middle of it:\n")
+        console.print(document.passage(prompt), style="dim", markup=False)
     console.print(f"Question: {prompt.question}", markup=False)
 
     console.print("\n[bold]transformers' own attention[/]")
@@ -269,8 +286,10 @@ def main(
         SpillwayCache(language_model.config, client, policy=policy) as cache,
     ):
         sparse = run_side(language_model, tokenizer, cache, prompt, console, trouble)
-        console.print("  recomputing a share of the attends exactly ...")
-        observer = observe(language_model, cache, prompt, seed)
+        console.print(
+            "  the same steps once more, a share of the attends checked by dense attention:"
+        )
+        observer = observe(language_model, cache, prompt, seed, console)
         assert cache.model is not None
         info = cache.sequences[0].refresh()
         served_by = client.server_info.devices[0].description
@@ -288,6 +307,8 @@ def main(
         console.print(f"[red]Not met:[/] {text}")
     written = [output / "summary.json", output / "report.png", *([log] if daemon else [])]
     console.print("Written: " + ", ".join(os.path.relpath(file) for file in written))
+    if not failed:
+        console.print(NEXT, markup=False)
     if failed:
         raise typer.Exit(1)
 

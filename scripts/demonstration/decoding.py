@@ -41,12 +41,17 @@ class ConsoleStreamer(TextStreamer):
         )
 
 
+def progress_of(console: Console, what: str) -> Progress:
+    """A bar that says how far it is."""
+    columns = (TextColumn(f"  {what:9}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
 @torch.inference_mode()
 def prefill(model: Any, cache: Any, tokens: torch.Tensor, console: Console) -> float:
     """Reads tokens [n] into the cache, with a progress bar; returns the seconds."""
     layers = model.get_decoder().layers
-    columns = (TextColumn("  reading"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_of(console, "reading") as progress:
         task = progress.add_task("", total=len(layers))
         hooks = [layer.register_forward_hook(lambda *_: progress.advance(task)) for layer in layers]
         try:
@@ -86,7 +91,13 @@ def answer(
 
 @torch.inference_mode()
 def forced_steps(
-    model: Any, cache: Any, tokens: torch.Tensor, start: int, count: int
+    model: Any,
+    cache: Any,
+    tokens: torch.Tensor,
+    start: int,
+    count: int,
+    console: Console,
+    what: str = "decoding",
 ) -> tuple[torch.Tensor, float]:
     """Decodes tokens [n] from a position on, one by one, each given.
 
@@ -98,7 +109,8 @@ def forced_steps(
     cache.crop(start - cache.get_seq_length())
     logits = []
     begin = time.perf_counter()
-    for token in tokens[start : start + count]:
-        logits.append(model(input_ids=token[None, None], **cache_argument(cache)).logits[0, -1])
+    with progress_of(console, what) as progress:
+        for token in progress.track(tokens[start : start + count], description=""):
+            logits.append(model(input_ids=token[None, None], **cache_argument(cache)).logits[0, -1])
     made = torch.stack(logits).cpu()
     return made, time.perf_counter() - begin

@@ -77,6 +77,13 @@ def make_prompt(
         text, cut = text[:keep], True
 
 
+def passage(prompt: Prompt, around: int = 200) -> str:
+    """What stands around the code word, with `around` characters on either side."""
+    at = prompt.text.index(str(prompt.code_word))
+    text = prompt.text[max(0, at - around) : at + around]
+    return f"... {text.strip()} ..."
+
+
 def make_code_word(seed: int) -> str:
     """Chooses a code word."""
     choose = random.Random(seed)
