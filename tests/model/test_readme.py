@@ -1,4 +1,4 @@
-"""The README's examples of a real model run."""
+"""The pages' examples of a real model run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spillway
 import torch
 from daemon_process import binary
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_generate(client: spillway.Client, loaded: tuple[Any, Any]) -> None:
+def library() -> Path:
+    return binary().parents[1] / "clients/c/libspillway.so.1"
+
+
+def test_generate(loaded: tuple[Any, Any]) -> None:
     del loaded  # The model is where the example reads it.
     done = subprocess.run(
         [sys.executable, ROOT / "clients/python/examples/generate.py"],
         cwd=ROOT,
-        env={**os.environ, "SPILLWAY_TARGET": client.target},
+        env={"SPILLWAY_LIBRARY": str(library()), **os.environ},
         capture_output=True,
         text=True,
         timeout=300,
@@ -29,6 +32,8 @@ def test_generate(client: spillway.Client, loaded: tuple[Any, Any]) -> None:
     assert done.returncode == 0, done.stderr
     answer, rows, error = done.stdout.strip().rsplit("\n", 2)
     assert answer
+    # A whole sentence.
+    assert answer.endswith(".")
     assert 0 < float(rows.split("%")[0]) < 40
     assert 0 < float(error.removeprefix("certified error ")) < 0.1
 
@@ -37,8 +42,8 @@ def test_decode_in_cpp(language_model: Any) -> None:
     program = binary().parents[1] / "clients/cpp/decode_example"
     if not program.exists():
         pytest.skip("built without Eigen")
-    # The README's command.
-    shown = next(x for x in (ROOT / "README.md").read_text().splitlines() if "decode_example" in x)
+    page = (ROOT / "docs/cpp.md").read_text()
+    shown = next(line for line in page.splitlines() if "decode_example build" in line)
     _, *arguments = shown.split()
     done = subprocess.run(
         [program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
