@@ -339,7 +339,11 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
         label = way
         for record in of_way:
             if "ended" in record:
-                label += ": stopped by its time limit" if record["ended"].startswith("by") else ": out of memory"
+                label += (
+                    ": stopped by its time limit"
+                    if record["ended"].startswith("by")
+                    else ": out of memory"
+                )
         if wrong:
             label += "\n(hollow: its output is wrong)"
         axes.annotate(

@@ -181,21 +181,6 @@ def test_commands_exist(page: str) -> None:
                     told += help_of(*start)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        to = (ROOT / page).parent / path if path else ROOT / page
-        assert to.exists(), f"{page}: {link}"
-        if anchor and to.suffix == ".md":
-            titles = re.findall(r"(?m)^#+ (.*)$", to.read_text())
-            slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert anchor in slugs, f"{page}: {link}"
-
-
 def test_gpu_snippets(client: spillway.Client) -> None:
     if not on_gpu():
         pytest.skip("needs a GPU")
