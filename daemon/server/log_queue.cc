@@ -20,7 +20,7 @@ namespace {
 
 // False where it cannot be written. Not by stdio: its lock would be held for as
 // long as nobody reads, and the process's end asks for it.
-bool WriteLine(int fd, std::string_view text) {
+bool WriteAll(int fd, std::string_view text) {
   while (!text.empty()) {
     const ssize_t count = write(fd, text.data(), text.size());
     if (count >= 0) {
@@ -87,7 +87,7 @@ class LogQueue::Sink : public spdlog::sinks::base_sink<spdlog::details::null_mut
   bool WriteLine(const spdlog::details::log_msg& message) {
     spdlog::memory_buf_t line;
     formatter_->format(message, line);
-    return WriteLine(fd_, std::string_view(line.data(), line.size()));
+    return WriteAll(fd_, std::string_view(line.data(), line.size()));
   }
 
   const int fd_;
