@@ -182,7 +182,11 @@ void StreamDecoder::Count(size_t part) {
   engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
   for (int layer = 0; layer < spec.layer_count; ++layer) {
     const Job& job = step_->settled(layer);
-    if (part == 0) engine_->counters_.attend_device.Note(job.device_time_us / 1e6);
+    // A layer that attends to all rows tells no time.
+    if (part == 0 && job.device_time_us > 0) {
+      engine_->counters_.attend_device.Note(job.device_time_us / 1e6);
+      engine_->counters_.attend_stages.Note(job.stages);
+    }
     engine_->CountAttend(job, job.items[part], sequence);
     sums_[layer].Add(job.items[part], spec.kv_head_count);
   }

@@ -156,8 +156,8 @@ void AddWork(const Engine& engine, Families& families) {
   families.Histogram("spillway_attend_device_seconds", "Device time of a layer's attends.");
   families.Values(counters.attend_device);
   families.Histogram("spillway_attend_stage_seconds",
-                     "Stages of a layer's attends on a CPU: append and dense of the whole, the "
-                     "others of one query and KV head.");
+                     "Stages of a layer's attends: of the whole on a GPU; on a CPU append and "
+                     "dense of the whole, the others of one query and KV head.");
   for (size_t i = 0; i < kJobStageNames.size(); ++i) {
     families.Values(counters.attend_stages.Of(static_cast<JobStage>(i)),
                     {{"stage", kJobStageNames[i]}});

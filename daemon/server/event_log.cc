@@ -88,7 +88,9 @@ void EventLog::LogSlow(LogLevel level, const std::string& event, const SlowAtten
                                     {"queue_ms", milliseconds(attend.queue_seconds)},
                                     {"device_ms", milliseconds(attend.device_seconds)}};
     for (const StageTime& stage : attend.stages) {
-      fields.push_back({absl::StrCat(stage.name, "_ms"), milliseconds(stage.us / 1e6)});
+      fields.push_back(
+          {absl::StrCat(stage.device.empty() ? "" : stage.device + "_", stage.name, "_ms"),
+           milliseconds(stage.us / 1e6)});
     }
     Admit(level, event, "", WithTrace(std::move(fields), attend.trace));
   }

@@ -131,6 +131,7 @@ void AppendPipeline::FillStep() {
   step_.updates = lists.updates.data();
   step_.copies = lists.step_copies.data();
   step_.counts = &lists.counts;
+  step_.begins = &lists.step_begins;
 }
 
 int64_t AppendPipeline::StageBytes() const {
@@ -349,6 +350,8 @@ absl::Status AppendPipeline::Enqueue(bool step_later, std::byte* stage) {
   for (const size_t i : longer) {
     RETURN_IF_ERROR(Index(i, /*list_free=*/i == longer.front()));
   }
+  for (const JobItem& item : items) enqueued_ |= item.append.has_value();
+  enqueued_ &= step_rows_ == 0 || !step_later || reads_tables;
   if (step_rows_ == 0) return absl::OkStatus();
   FillStep();
   if (step_later) return absl::OkStatus();

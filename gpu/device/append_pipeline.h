@@ -26,6 +26,8 @@ class AppendPipeline {
   StepAppend TakeStep() { return std::exchange(step_, {}); }
   // Statuses of the items, once the GPU is done.
   void Collect() const;
+  // Whether more than what is left to be launched was enqueued for appends.
+  bool enqueued() const { return enqueued_; }
 
  private:
   const ModelSpec& spec() const { return context_->spec(); }
@@ -64,6 +66,7 @@ class AppendPipeline {
   int64_t step_rows_ = 0;  // that the step appends, of all KV heads
   std::vector<RowCopy> step_copies_;
   StepAppend step_;
+  bool enqueued_ = false;
 };
 
 }  // namespace spillway::cuda

@@ -44,10 +44,27 @@ absl::Status JobContext::Mark(std::string_view stage) {
   return absl::OkStatus();
 }
 
+void JobContext::AddStage(JobStage stage, cudaEvent_t from, cudaEvent_t to) {
+  float milliseconds = 0;
+  if (cudaEventElapsedTime(&milliseconds, from, to) == cudaSuccess) {
+    stages_.Add(stage, 1000.0 * milliseconds);
+  }
+}
+
 void JobContext::CollectTimes() {
+  if (step_ != nullptr) {
+    // Events are the caller's stream's alone.
+    job_->device_time_us = stages_.waves_us();
+    job_->stages = stages_.Named();
+    return;
+  }
   float milliseconds = 0;
   if (cudaEventElapsedTime(&milliseconds, slot_->start(), slot_->done()) == cudaSuccess) {
     job_->device_time_us = 1000.0 * milliseconds;
+  }
+  if (!job_->trace) {
+    job_->stages = stages_.Named();
+    return;
   }
   cudaEvent_t before = slot_->start();
   for (const auto& [name, event] : marks_) {

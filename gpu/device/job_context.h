@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "gpu/cuda/stream.h"
 #include "gpu/device/sequence.h"
+#include "gpu/device/stage_times.h"
 #include "gpu/device/stream_slot.h"
 #include "gpu/kernels/step.h"
 
@@ -91,7 +92,11 @@ class JobContext {
   bool Cancelled() const;
   // What was enqueued since the mark before is a stage, if the job asks.
   absl::Status Mark(std::string_view stage);
-  // Fills in the job's times, once the GPU is done.
+  // The stages' times, but for those by events.
+  StageTimes& stages() { return stages_; }
+  // A part of the job between two events of its stream, once the GPU is done.
+  void AddStage(JobStage stage, cudaEvent_t from, cudaEvent_t to);
+  // Fills in the job's times, once the GPU is done and all stages are there.
   void CollectTimes();
   // What a unit of an item says of the announcement that it served; OK for a job.
   // query, kv_head: the unit's first.
@@ -103,6 +108,7 @@ class JobContext {
   StepContext* const step_ = nullptr;
   const Gpu gpu_;
   std::vector<std::pair<std::string, Event>> marks_;
+  StageTimes stages_;
 };
 
 }  // namespace spillway::cuda

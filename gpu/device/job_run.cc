@@ -39,10 +39,18 @@ absl::Status JobRun::Reserve() {
 absl::Status JobRun::EnqueuePipelines() {
   // Sparse attends take a step's append into their graph.
   RETURN_IF_ERROR(append_.Enqueue(/*step_later=*/!sparse_.empty(), workspace_));
+  StreamSlot& slot = context_.slot();
+  const bool attends = !sparse_.empty() || !dense_.empty();
+  if (append_.enqueued() && attends) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.appended(), slot.stream()));
+  }
   Carver pinned(pinned_);
   sparse_.Prepare(pinned, pinned, workspace_);
   dense_.Prepare(pinned, pinned, workspace_);
   RETURN_IF_ERROR(sparse_.Launch(append_.TakeStep()));
+  if (!sparse_.empty() && !dense_.empty()) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.dense(), slot.stream()));
+  }
   return dense_.Launch();
 }
 
@@ -59,6 +67,20 @@ absl::Status JobRun::Enqueue() {
   return ToStatus(cudaEventRecord(slot.done(), slot.stream()), "cudaEventRecord");
 }
 
+void JobRun::CollectStages() {
+  const StreamSlot& slot = context_.slot();
+  const bool attends = !sparse_.empty() || !dense_.empty();
+  if (append_.enqueued()) {
+    context_.AddStage(JobStage::kAppend, slot.start(), attends ? slot.appended() : slot.done());
+  }
+  if (dense_.empty()) return;
+  context_.AddStage(JobStage::kDense,
+                    !sparse_.empty()     ? slot.dense()
+                    : append_.enqueued() ? slot.appended()
+                                         : slot.start(),
+                    slot.done());
+}
+
 void JobRun::Collect() {
   append_.Collect();
   sparse_.Collect();
@@ -68,6 +90,7 @@ void JobRun::Collect() {
       item.status = CheckOutput(context_.spec(), context_.layer(), item.result);
     }
   }
+  CollectStages();
   context_.CollectTimes();
 }
 

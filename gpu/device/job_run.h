@@ -33,6 +33,8 @@ class JobRun {
   // Memory for all attends. RESOURCE_EXHAUSTED, and then nothing has changed.
   absl::Status Reserve();
   absl::Status EnqueuePipelines();
+  // Times of what events stand around.
+  void CollectStages();
 
   JobContext context_;
   AppendPipeline append_{&context_};

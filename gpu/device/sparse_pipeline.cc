@@ -269,6 +269,7 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     r.result = wave.results + i;
     r.out = wave.select_only || wave.out == nullptr ? nullptr : wave.out + i * width;
     wave.requests[i] = r;
+    std::ranges::fill(r.result->moments, 0);
     if (wave.q != nullptr) {
       context_->ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * width);
     }
@@ -286,6 +287,7 @@ void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* works
 }
 
 absl::Status SparsePipeline::Launch(StepAppend append) {
+  append_begins_ = append.begins;
   StepContext* const step = context_->step();
   if (waves_.size() < 2 || waves_[1].lane == 0) {
     for (const UnitWave& wave : waves_) RETURN_IF_ERROR(Launch(wave, std::exchange(append, {})));
@@ -437,7 +439,17 @@ void SparsePipeline::Collect(const UnitWave& wave) const {
 }
 
 void SparsePipeline::Collect() const {
-  for (const UnitWave& wave : waves_) Collect(wave);
+  const uint64_t* append_begins = append_begins_;
+  for (const UnitWave& wave : waves_) {
+    Collect(wave);
+    uint64_t ends = 0;
+    for (size_t i = 0; i < wave.units.size(); ++i) {
+      ends = std::max(ends, wave.results[i].moments[kUnitEnds]);
+    }
+    context_->stages().AddWave(wave.results[0], ends,
+                               append_begins != nullptr ? *append_begins : 0);
+    append_begins = nullptr;
+  }
 }
 
 }  // namespace spillway::cuda

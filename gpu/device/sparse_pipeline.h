@@ -30,7 +30,7 @@ class SparsePipeline {
   absl::Status Launch(StepAppend append);
   // The waves as they are launched: what can be captured depends on them alone.
   std::vector<Wave> Views() const;
-  // Results and statuses of the items.
+  // Results and statuses of the items, and the stages' times.
   void Collect() const;
 
  private:
@@ -105,6 +105,7 @@ class SparsePipeline {
 
   JobContext* const context_;
   std::vector<UnitWave> waves_;
+  const uint64_t* append_begins_ = nullptr;  // of the append in the first wave's graph
 };
 
 }  // namespace spillway::cuda

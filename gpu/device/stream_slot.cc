@@ -39,7 +39,7 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
     ASSIGN_OR_RETURN(stage.filled, Event::Create(/*timing=*/false));
     ASSIGN_OR_RETURN(stage.coded, Event::Create(/*timing=*/false));
   }
-  for (Event* event : {&slot->start_, &slot->done_}) {
+  for (Event* event : {&slot->start_, &slot->done_, &slot->appended_, &slot->dense_}) {
     ASSIGN_OR_RETURN(*event, Event::Create(/*timing=*/true));
   }
   ASSIGN_OR_RETURN(slot->cancel_, PinnedBuffer::Create(64, host_budget, "a stream slot of a GPU"));

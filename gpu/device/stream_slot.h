@@ -50,6 +50,7 @@ struct AppendLists {
   static constexpr int kPieceMax = 4096;
 
   AppendCounts counts;
+  uint64_t step_begins;  // see StepAppend
   // Of the rows that an append brings from GPU memory, see RowsAppend.
   unsigned long long bad_row;
   std::array<RowCopy, kCopiesOfRow * kStepRowsMax> step_copies;
@@ -92,6 +93,9 @@ class StreamSlot {
   cudaStream_t stream() const { return stream_.get(); }
   cudaEvent_t start() const { return start_.get(); }
   cudaEvent_t done() const { return done_.get(); }
+  // Where a job's parts meet: after its appends, and before its dense attends.
+  cudaEvent_t appended() const { return appended_.get(); }
+  cudaEvent_t dense() const { return dense_.get(); }
   // Pinned; not 0 asks the kernels to stop.
   int32_t* cancel() const { return reinterpret_cast<int32_t*>(cancel_.data()); }
 
@@ -102,7 +106,7 @@ class StreamSlot {
   Stream stream_;
   Stream side_stream_;
   std::array<Stage, kStages> stages_;
-  Event start_, done_;
+  Event start_, done_, appended_, dense_;
   DeviceBuffer workspace_;
   DeviceBuffer append_scratch_;
   PinnedBuffer pinned_;

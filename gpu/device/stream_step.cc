@@ -601,6 +601,7 @@ absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
   for (const std::unique_ptr<LayerRun>& run : slot.layers) {
     run->sparse.Collect();
     run->dense.Collect();
+    run->context.CollectTimes();
     outcome.ran |= run->step.ran;
     for (size_t i = 0; i < outcome.parts.size(); ++i) {
       const JobItem& item = run->job.items[i];

@@ -57,7 +57,7 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context) {
   if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
   stage("cut", LaunchCut(wave, stream));
   stage("pilot", LaunchSample(wave, 0, stream));
-  stage("pilot gather", LaunchGather(wave, stream));
+  stage("pilot gather", LaunchGather(wave, 0, stream));
   stage("pilot fold", LaunchFold(wave, 0, stream));
   if (wave.tail_kernels != nullptr) {
     stage(wave.tail_kernels->stage, wave.tail_kernels->sample(wave, stream));
@@ -65,7 +65,7 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context) {
   } else if (wave.has_tail) {
     stage("budget", LaunchBudget(wave, stream));
     stage("sample", LaunchSample(wave, 1, stream));
-    stage("sample gather", LaunchGather(wave, stream));
+    stage("sample gather", LaunchGather(wave, 1, stream));
     stage("sample fold", LaunchFold(wave, 1, stream));
   }
   stage("finish", LaunchFinish(wave, stream));

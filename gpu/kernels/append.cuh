@@ -28,6 +28,9 @@ __device__ inline void UpdateTables(const TableUpdate* updates, int64_t count, i
 // Blocks that copy rows, and a last one that updates tables.
 __global__ void StepAppendKernel(StepAppend append) {
   TriggerDependents();
+  if (append.begins != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    *append.begins = GlobalTime();
+  }
   const int copy_blocks = static_cast<int>(gridDim.x) - 1;
   const int block = blockIdx.x;
   if (block < copy_blocks) {

@@ -35,6 +35,8 @@ struct StepAppend {
   const TableUpdate* updates = nullptr;
   const RowCopy* copies = nullptr;
   const AppendCounts* counts = nullptr;
+  // Written unless null: when it began, ns of the GPU's clock.
+  uint64_t* begins = nullptr;
 
   bool operator==(const StepAppend&) const = default;
 };

@@ -183,6 +183,19 @@ struct UnitState {
   uint32_t error_token;
 };
 
+// Moments of a wave, by which its stages are timed (gpu/device/stage_times.h): when a stage's first
+// kernel begins, all before it having ended.
+enum WaveMoment {
+  kScoreBegins,
+  kCutBegins,
+  kPilotBegins,       // the first draw
+  kPilotFoldBegins,   // its rows are brought and summed up
+  kSampleBegins,      // the second draw: budgets first
+  kSampleFoldBegins,  // its rows
+  kUnitEnds,
+};
+inline constexpr int kWaveMoments = kUnitEnds + 1;
+
 // What the host reads of a unit; lies in pinned memory.
 struct UnitResult {
   uint32_t error_token = kNoToken;
@@ -193,6 +206,8 @@ struct UnitResult {
   float lse[kGroupMax] = {};
   HeadCertificate certificates[kGroupMax] = {};
   StepReport report;
+  // By the GPU's clock, ns; 0: not reached. But for kUnitEnds of the wave's first unit alone.
+  uint64_t moments[kWaveMoments] = {};
 };
 static_assert(kGroupMax <= kStepReportHeads);
 
@@ -334,8 +349,8 @@ cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of a phase: 0 the exact rows and the pilot, 1 what the
 // budgets ask for, 2 what heads ask for whose error came out too large.
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
-// Copies what the list has of rows in host memory to the staging.
-cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream);
+// Copies what the phase's list has of rows in host memory to the staging.
+cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream);
 // Sums over the phase's splits.
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream);
 // The budgets of phase 1.

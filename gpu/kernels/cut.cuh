@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   __shared__ HeavySet heavy_set;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
+  if (!u.by_mass) NoteMoment(u.result, kCutBegins);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
   // RankTotalsKernel knows, if anyone.

@@ -113,6 +113,20 @@ __device__ inline void TriggerDependents() {
 #endif
 }
 
+// ns, of all multiprocessors.
+__device__ inline uint64_t GlobalTime() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+// Notes the moment, in the result of the wave's first unit, which the grid's first block has. The
+// write is not waited for.
+__device__ inline void NoteMoment(UnitResult* result, WaveMoment moment) {
+  if ((blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x) == 0) {
+    result->moments[moment] = GlobalTime();
+  }
+}
+
 // How every kernel of an attend begins but the first, which fills the
 // requests, and the second.
 __device__ inline void Begin(const UnitRequest* from, UnitRequest& to) {

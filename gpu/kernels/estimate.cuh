@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   __shared__ HeadSums head;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
+  NoteMoment(u.result, kSampleBegins);
   UnitState& s = *u.state;
   EstimateHead(shape, u, blockIdx.x, 1, totals, head);
   // Else there is nothing to draw, or nothing that would be answered.
@@ -169,6 +170,7 @@ __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const Unit
     result.sampled_count = drawn;
     result.touched_count = u.n - s.tail_count + drawn;
     result.moved_count = s.moved_count;
+    result.moments[kUnitEnds] = GlobalTime();
   }
   return certificate;
 }

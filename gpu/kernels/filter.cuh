@@ -291,6 +291,7 @@ __global__ void __launch_bounds__(kFilterThreads)
   own.Load(u, blockIdx.x);
   GridDependencyWait();
   TriggerDependents();
+  if (phase == 0) NoteMoment(u.result, kPilotBegins);
   if (blockIdx.x >= u.segments() || (phase > 0 && !u.state->drawing)) return;
   LoadBins(u, bin_count, class_of_bin, u.state->limit_of_class, table);
   LoadRule(u, phase, u.state->threshold, rule);

@@ -193,8 +193,9 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
 }
 
 // What a fold puts in the place of logits: here the logits themselves. `Context`
-// is what the launch passes to it.
+// is what the launch passes to it. kGathered: a gather has begun the phase.
 struct PlainLogits {
+  static constexpr bool kGathered = true;
   struct Context {};
   __device__ explicit PlainLogits(const Context&) {}
   // Of query head `head` and the row at `place` of the unit's list; key: [d].
@@ -213,6 +214,7 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
   __shared__ SoftmaxSums sums[kRows];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
+  if constexpr (!Weigh::kGathered) NoteMoment(u.result, kSampleFoldBegins);
   UnitState& state = *u.state;
   const int d = shape.head_dim;
   if (blockIdx.x >= state.split_count[phase]) return;

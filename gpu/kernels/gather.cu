@@ -5,7 +5,7 @@
 
 namespace spillway::cuda {
 
-cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream) {
+cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream) {
   const auto row_bytes = wave.shape.row_bytes;
   cudaError_t error = cudaSuccess;
   for (int first = 0; first < wave.unit_count && error == cudaSuccess; first += kGatherUnitsMax) {
@@ -13,10 +13,11 @@ cudaError_t LaunchGather(const Wave& wave, cudaStream_t stream) {
     const int count = std::min(kGatherUnitsMax, wave.unit_count - first);
     if (wave.bulk_copies) {
       const LaunchShape shape{wave.gather_blocks, kBulkWarps * 32, kBulkSharedBytes, wave.overlap};
-      error = Launch<GatherBulkKernel>(shape, stream, static_cast<int>(row_bytes), units, count);
+      error =
+          Launch<GatherBulkKernel>(shape, stream, static_cast<int>(row_bytes), units, count, phase);
     } else {
       const LaunchShape shape{wave.gather_blocks, kGatherThreads, 0, wave.overlap};
-      error = Launch<GatherKernel>(shape, stream, row_bytes, units, count);
+      error = Launch<GatherKernel>(shape, stream, row_bytes, units, count, phase);
     }
   }
   return error;

@@ -21,13 +21,14 @@ struct GatherLists {
   std::byte* stagings[kGatherUnitsMax];
 
   // All threads of the block. How the kernel begins.
-  __device__ void Load(const UnitRequest* units, int unit_count, int64_t row_bytes) {
+  __device__ void Load(const UnitRequest* units, int unit_count, int64_t row_bytes, int phase) {
     for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
       lists[i] = units[i].gather;
       stagings[i] = units[i].staging;
     }
     GridDependencyWait();
     TriggerDependents();
+    NoteMoment(units->result, phase == 0 ? kPilotFoldBegins : kSampleFoldBegins);
     for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
       const UnitState& state = *units[i].state;
       ends[i] = state.gather_count;
@@ -53,10 +54,10 @@ struct GatherLists {
 // By 16-byte loads. Warps take rows w, w + W, ... of the lists. Grid (blocks);
 // at most kGatherUnitsMax units.
 __global__ void __launch_bounds__(kGatherThreads)
-    GatherKernel(int64_t row_bytes, const UnitRequest* units, int unit_count) {
+    GatherKernel(int64_t row_bytes, const UnitRequest* units, int unit_count, int phase) {
   constexpr int kRowsInFlight = 4;
   __shared__ GatherLists lists;
-  lists.Load(units, unit_count, row_bytes);
+  lists.Load(units, unit_count, row_bytes, phase);
   const int lane = threadIdx.x % 32;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);
   const int loads = static_cast<int>(row_bytes / 16);
@@ -103,7 +104,7 @@ inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageByt
 // kGatherUnitsMax units; compute capability 9.0. Shared memory:
 // kBulkSharedBytes.
 __global__ void __launch_bounds__(kBulkWarps * 32, 1)
-    GatherBulkKernel(int row_bytes, const UnitRequest* units, int unit_count) {
+    GatherBulkKernel(int row_bytes, const UnitRequest* units, int unit_count, int phase) {
 #if __CUDA_ARCH__ >= 900
   namespace ptx = ::cuda::ptx;
   extern __shared__ __align__(128) std::byte rings[];
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
     // Bulk copies see barriers through another proxy.
     ptx::fence_proxy_async(ptx::space_shared);
   }
-  lists.Load(units, unit_count, row_bytes);
+  lists.Load(units, unit_count, row_bytes, phase);
   const int64_t count = lists.ends[unit_count - 1];
   const int run_rows = min(32, kBulkStageBytes / row_bytes);
   const int64_t runs = (count + run_rows - 1) / run_rows;

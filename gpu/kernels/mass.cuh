@@ -18,6 +18,7 @@ __global__ void CountHeadBinsKernel(const UnitRequest* units) {
   __shared__ uint32_t histogram[kScoreBinCount];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
+  NoteMoment(u.result, kCutBegins);
   const int head = blockIdx.z;
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
   __syncthreads();

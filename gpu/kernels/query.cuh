@@ -19,7 +19,7 @@ __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
     u.q[i] =
         QueryOf(requests, u.place, shape.group, shape.head_dim, i, PinnedQuery(requests, size, i));
   }
-  EndFirst();
+  EndFirst(requests, u);
 }
 
 // asymmetric: levels of query_code.h, stored as w + 8 in planes;
@@ -82,7 +82,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
     error_runs[word] = error_run;
   }
   __syncthreads();
-  EndFirst();
+  EndFirst(requests, u);
   if (j != 0 || g >= shape.group) return;
   int total = 0;
   float norm_sq = 0;

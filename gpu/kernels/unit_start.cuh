@@ -40,9 +40,14 @@ struct PinnedRequests {
   const float* q;            // pinned, [units][G][d]; null: step.q
   UnitRequest* copies;       // device
   CallerTensors step;
+  // Whether the wave begins here: not with a first selection's end.
+  bool begins;
+  // Whether the launch may run beside an append.
+  bool overlaps;
 
   static PinnedRequests Of(const Wave& wave) {
-    return {wave.host_units, wave.host_q, wave.units, wave.step};
+    return {wave.host_units, wave.host_q, wave.units,
+            wave.step,       !wave.first, PrepareOverlaps(wave)};
   }
 };
 
@@ -58,20 +63,24 @@ __device__ inline float QueryOf(const PinnedRequests& requests, const UnitPlace&
   return isfinite(x) ? x : 0.0f;
 }
 
-// A wave's first kernel may run beside a step's append, and ends after it.
-__device__ inline void EndFirst() { GridDependencyWait(); }
-
 // A unit's request from across the link, for the block and, by the first block
 // of the grid's x, for the kernels that follow. Leaves that block's request
 // for the caller to synchronise.
 __device__ inline void FetchRequest(const PinnedRequests& requests, UnitRequest& u) {
   LoadRequest(requests.units + blockIdx.y, u);
+  if (requests.begins && !requests.overlaps) NoteMoment(u.result, kScoreBegins);
   if (blockIdx.x != 0) return;
   const auto* source = reinterpret_cast<const uint64_t*>(&u);
   auto* target = reinterpret_cast<uint64_t*>(requests.copies + blockIdx.y);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(UnitRequest) / 8); i += blockDim.x) {
     target[i] = source[i];
   }
+}
+
+// A wave's first kernel may run beside a step's append, and ends after it.
+__device__ inline void EndFirst(const PinnedRequests& requests, const UnitRequest& u) {
+  GridDependencyWait();
+  if (requests.begins && requests.overlaps) NoteMoment(u.result, kScoreBegins);
 }
 
 }  // namespace spillway::cuda

@@ -68,7 +68,7 @@ __global__ void PrepareHammingKernel(AttendShape shape, HammingShape hamming,
   }
   __syncthreads();
   if (threadIdx.x == 0) u.state->offset[0] = missing_sum;
-  EndFirst();
+  EndFirst(requests, u);
 }
 
 // Query bits of hamming: eight columns, planes 0 to 2 of the heads' counts,

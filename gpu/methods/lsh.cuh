@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kLshThreads)
   __shared__ MethodRequest m;
   LoadRequest(lsh.methods + blockIdx.y, m);
   Begin(units + blockIdx.y, u);
+  NoteMoment(u.result, kSampleBegins);
   const int tables = lsh.tables;
   for (int g = 0; g < shape.group; ++g) {
     __syncthreads();
@@ -159,6 +160,7 @@ __global__ void LshPlaceKernel(int64_t row_bytes, const MethodRequest* methods,
 class LshLogits {
  public:
   using Context = LshShape;
+  static constexpr bool kGathered = false;
   __device__ explicit LshLogits(const Context& lsh)
       : tables_(lsh.tables),
         bits_(lsh.bits),

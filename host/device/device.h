@@ -149,6 +149,7 @@ struct JobItem {
 struct StageTime {
   std::string name;
   double us = 0;
+  std::string device = {};  // its name, where the job ran on several
 };
 
 // One layer's work for sequences of one model, served as one parallel job.
@@ -164,10 +165,12 @@ struct Job {
   bool waited_for = false;
   double queue_time_us = 0;   // filled: from Submit until the device began
   double device_time_us = 0;  // filled: from then on
-  // For benchmarks: asks a GPU for the time of each stage, which makes a job slower.
+  // For benchmarks: asks a GPU for the time of each kernel in place of its stages', which makes a
+  // job slower.
   bool trace = false;
-  // Filled. By a GPU only where trace asks for it. By a CPU always (host/device/job_stage.h): of
-  // all appends and dense attends, and of one query and KV head of the longest sparse attend.
+  // Filled (host/device/job_stage.h): of all appends and dense attends. Of sparse attends by a GPU
+  // of all, from a stage's first kernel to that of the next; by a CPU of one query and KV head of
+  // the longest.
   std::vector<StageTime> stages;
 };
 

@@ -70,6 +70,7 @@ std::vector<QueuedJob> JobBatch::Split() {
     for (QueuedJob& part : parts_) {
       for (JobItem& own : part.job->items) own = std::move(*item++);
       part.job->device_time_us = joined_->device_time_us;
+      part.job->stages = joined_->stages;
     }
     joined_.reset();
   }

@@ -4,8 +4,7 @@
 
 namespace spillway {
 
-// Stages of a job that a device on the CPU tells the time of, in the order that they run in. They
-// have the names that a GPU's stages have.
+// Stages of a job that devices tell the time of, in the order that they run in.
 enum class JobStage {
   kAppend,  // new rows are copied, and indexed where a page closes
   kDense,   // exact attention over all rows

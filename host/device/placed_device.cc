@@ -198,7 +198,8 @@ class SplitJob : public std::enable_shared_from_this<SplitJob> {
       job_->queue_time_us = std::max(job_->queue_time_us, ended.job->queue_time_us);
       job_->device_time_us = std::max(job_->device_time_us, ended.job->device_time_us);
       for (StageTime& stage : ended.job->stages) {
-        job_->stages.push_back({absl::StrCat(*ended.device_name, " ", stage.name), stage.us});
+        stage.device = *ended.device_name;
+        job_->stages.push_back(std::move(stage));
       }
     }
     done_(std::move(job_));

@@ -13,7 +13,7 @@ namespace spillway {
 // A model is made on every device, or on none. A sequence lives on one device,
 // and so do its forks, which share its pages. A job whose sequences live on
 // several is split and answered once, when the last part is: device_time_us is
-// the longest part's, a stage is named after its device ("cuda:1 score").
+// the longest part's, a stage names its device.
 // Parts are submitted one after the other in the caller's thread, so they run
 // beside each other where Submit returns before its job is done.
 //

@@ -164,19 +164,27 @@ absl::Status BenchSequence::Append(const reference::Context& context, int64_t fr
   return absl::OkStatus();
 }
 
-JobItem BenchSequence::Step(const reference::Context& context, const Policy& policy,
-                            const std::vector<float>& q) {
+JobItem BenchSequence::StepItem(const reference::Context& context, const Policy& policy,
+                                const std::vector<float>& q) {
   const int64_t start = token_count();
   const auto count =
       static_cast<int64_t>(q.size()) / (context.spec.query_head_count * context.spec.head_dim);
-  const std::vector<std::byte> k = Slice(context, context.k, start, count);
-  const std::vector<std::byte> v = Slice(context, context.v, start, count);
+  step_k_ = Slice(context, context.k, start, count);
+  step_v_ = Slice(context, context.v, start, count);
   std::vector<int64_t> visible;
   for (int64_t t = 0; t < count; ++t) visible.push_back(start + t + 1);
   JobItem item = AttendItem(policy, q, /*select_only=*/false, std::move(visible));
   item.status = PrepareAppend(count, 0);
   if (!item.status.ok()) return item;
-  item.append = AppendWork::Dense(rows_[0].get(), start, count, k.data(), v.data());
+  item.append = AppendWork::Dense(rows_[0].get(), start, count, step_k_.data(), step_v_.data());
+  return item;
+}
+
+JobItem BenchSequence::Step(const reference::Context& context, const Policy& policy,
+                            const std::vector<float>& q) {
+  const int64_t start = token_count();
+  JobItem item = StepItem(context, policy, q);
+  if (!item.status.ok()) return item;
   item = RunOne(std::move(item), 0);
   if (!item.status.ok()) rows_[0]->Truncate(start);
   return item;

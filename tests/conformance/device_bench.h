@@ -69,6 +69,9 @@ class BenchSequence {
   // attends, in one job. As the daemon does, an error takes the append back.
   JobItem Step(const reference::Context& context, const Policy& policy,
                const std::vector<float>& q);
+  // What such a step submits; q outlives the job.
+  JobItem StepItem(const reference::Context& context, const Policy& policy,
+                   const std::vector<float>& q);
   BenchSequence Fork(int64_t token_count);
   void Truncate(int64_t token_count);
 
@@ -94,6 +97,7 @@ class BenchSequence {
   DeviceBench* bench_;
   std::unique_ptr<DeviceSequence> device_sequence_;
   std::vector<std::unique_ptr<LayerRows>> rows_;
+  std::vector<std::byte> step_k_, step_v_;  // of the step that is next
 };
 
 // out of query t, head h.

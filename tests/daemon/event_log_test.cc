@@ -111,7 +111,7 @@ TEST_F(EventLogTest, ASlowAttendSaysWhereItsTimeWent) {
                           .wait_seconds = 1.2,
                           .queue_seconds = 0.05,
                           .device_seconds = 0.0021,
-                          .stages = {{"score", 1300}, {"fold", 800}},
+                          .stages = {{"score", 1300}, {"fold", 800, "cuda:1"}},
                           .trace = ""};
   SlowAttends::Taken taken;
   taken.steps = {{attend}, 0};
@@ -119,7 +119,7 @@ TEST_F(EventLogTest, ASlowAttendSaysWhereItsTimeWent) {
   events.Slow(taken);
   const std::string said =
       "sequence=sequences/a sequences=2 model=models/m layer=7 tokens=4096 queries=1 ms=1260.000 "
-      "wait_ms=1200.000 queue_ms=50.000 device_ms=2.100 score_ms=1.300 fold_ms=0.800";
+      "wait_ms=1200.000 queue_ms=50.000 device_ms=2.100 score_ms=1.300 cuda:1_fold_ms=0.800";
   const std::vector<std::string> lines = Lines();
   ASSERT_EQ(lines.size(), 6);
   EXPECT_EQ(lines[0], "warning slow_step " + said);

@@ -120,7 +120,7 @@ TEST_F(MetricsTest, WhatIsCountedIsTold) {
 TEST_F(MetricsTest, StagesAndWaitsForTheDeviceAreTold) {
   const auto sequence = NewSequence("a");
   ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());
-  // Of what a GPU tells benchmarks only those stages count that a CPU has too.
+  // What a GPU tells benchmarks of its kernels does not count.
   device.stages = {{"score", 3000}, {"pilot", 7000}, {"fold", 250}};
   device.queue_time_us = 500;
   Attend(sequence);

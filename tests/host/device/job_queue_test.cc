@@ -162,6 +162,7 @@ TEST_F(JobQueueTest, PartsGetTheirItemsAndTheirOwnErrorsBack) {
   ASSERT_EQ(batch->part_count(), 2u);
   Job& job = batch->job();
   job.device_time_us = 12.5;
+  job.stages = {{"score", 7}};
   for (size_t i = 0; i < 3; ++i) job.items[i].result.lse = {static_cast<float>(10 * (i + 1))};
   job.items[1].status = absl::OutOfRangeError("token 7");
   std::vector<QueuedJob> parts = batch->Split();
@@ -175,6 +176,8 @@ TEST_F(JobQueueTest, PartsGetTheirItemsAndTheirOwnErrorsBack) {
   EXPECT_TRUE(parts[1].job->items[1].status.ok());
   for (QueuedJob& part : parts) {
     EXPECT_EQ(part.job->device_time_us, 12.5);
+    ASSERT_EQ(part.job->stages.size(), 1);
+    EXPECT_EQ(part.job->stages[0].us, 7);
     part.done(std::move(part.job));
   }
   EXPECT_THAT(answered_, ElementsAre(1, 2, 3));

@@ -414,7 +414,9 @@ TEST_F(PlacedDeviceTest, ASplitJobIsAnsweredOnceWhicheverPartEndsLast) {
     EXPECT_EQ(answer.device_time_us, 90);
     EXPECT_EQ(answer.queue_time_us, 18);
     std::vector<std::string> stages;
-    for (const StageTime& stage : answer.stages) stages.push_back(stage.name);
+    for (const StageTime& stage : answer.stages) {
+      stages.push_back(absl::StrCat(stage.device, " ", stage.name));
+    }
     EXPECT_THAT(stages, ElementsAre("cuda:0 score", "cuda:0 gather", "cuda:1 score",
                                     "cuda:1 gather", "cuda:2 score", "cuda:2 gather"));
     for (const FakeDevice* fake : fakes) {
