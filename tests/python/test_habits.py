@@ -44,9 +44,10 @@ def test_hooks_run_what_is_there() -> None:
                 assert (ROOT / word).is_file(), hook["id"]
 
 
-def test_every_target_is_phony_and_listed() -> None:
+def test_every_target_is_phony_and_there() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
-    assert set(phony.split()) == TARGETS
+    rules = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    assert set(phony.split()) == rules
 
 
 def test_pages_name_targets_that_are() -> None:
