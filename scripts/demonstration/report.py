@@ -101,14 +101,15 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
     )
     table.add_row("rows read", "100 %", f"{summary['rows_touched_fraction']:.1%}")
     table.add_row(
-        f"same next token, {summary['top1_tokens']} tokens", "", f"{summary['top1_agreement']:.1%}"
+        f"same next token, of {summary['top1_tokens']}", "", f"{summary['top1_agreement']:.1%}"
     )
     table.add_row("KL divergence of the next token", "", f"{summary['kl_divergence_mean']:.5f}")
     table.add_section()
-    table.add_row(f"error promised, but for {summary['delta']:.0%}", "", f"{summary['epsilon']:g}")
-    table.add_row("error certified, mean", "", f"{summary['certified_error_mean']:.4f}")
+    table.add_row("error bound: epsilon", "", f"{summary['epsilon']:g}")
+    table.add_row("violations allowed: delta", "", f"{summary['delta']:.0%}")
+    table.add_row("certified error, mean", "", f"{summary['certified_error_mean']:.4f}")
     table.add_row(
-        f"error observed, mean of {summary['observed_count']:,}",
+        f"observed error, mean of {summary['observed_count']:,}",
         "0",
         f"{summary['observed_error_mean']:.4f}",
     )
@@ -116,10 +117,10 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
         _add_share(
             table,
             summary,
-            f"beyond its certificate (< {summary['delta']:.0%})",
+            "errors above their certificate",
             "certificate_exceeded",
         )
-    _add_share(table, summary, "beyond the promise", "observed_violation")
+    _add_share(table, summary, "errors above epsilon", "observed_violation")
     table.add_section()
     table.add_row("K/V in host memory, MiB", "", f"{summary['kv_bytes_host'] / 2**20:.1f}")
     table.add_row("codes of the keys, MiB", "", f"{summary['index_bytes'] / 2**20:.1f}")
@@ -158,8 +159,12 @@ def _draw_rows(axes: Any, observer: Observer, mean: float) -> None:
     )
     axes.bar(layers, values, color="#7fb3d5", label="mean over steps and KV heads")
     axes.vlines(layers, low, high, color="#1b4f72", linewidth=1.2, label="5 % to 95 %")
-    axes.axhline(100 * mean, color="#b03a2e", linestyle="--", label=f"all layers, {mean:.1%}")
-    axes.set(xlabel="layer", ylabel="rows touched, % of the visible rows", title="Rows touched")
+    axes.axhline(100 * mean, color="#b03a2e", linestyle="--", label="mean of all layers")
+    axes.set(
+        xlabel="layer",
+        ylabel="K/V rows read, % of all",
+        title=f"{mean:.1%} of the K/V rows are read",
+    )
     # Room for the legend above what is drawn.
     axes.set_ylim(0, 1.35 * max(high.max(), values.max()))
     axes.legend(frameon=False, loc="upper right")
@@ -184,14 +189,14 @@ def _draw_errors(axes: Any, observer: Observer) -> None:
         ylim=(0, top),
         xlabel="observed error / certified error, of one attend and head",
         ylabel=f"share of {ratios.size:,} outputs, %",
-        title="Each observed error against its own certificate",
+        title="Errors stay below their certificates, but for the share that may exceed them",
     )
     if beyond is None:
         axes.text(0.5, 0.5, "no output has one", transform=axes.transAxes, ha="center")
         return
     for x, side, colour, text in (
-        (0.97, "right", WITHIN, f"{1 - beyond:.1%}\nwithin its certificate"),
-        (1.03, "left", BEYOND, f"{beyond:.1%} beyond it\n(up to {observer.delta:.0%} may be)"),
+        (0.97, "right", WITHIN, f"{1 - beyond:.1%} below\nthe certificate"),
+        (1.03, "left", BEYOND, f"{beyond:.1%} above it\n({observer.delta:.0%} allowed)"),
     ):
         axes.text(x, 0.97 * top, text, ha=side, va="top", color=colour, fontsize=12, weight="bold")
     if (ratios > RATIO_SHOWN_MAX).any():

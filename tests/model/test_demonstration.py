@@ -72,7 +72,7 @@ def test_share_beyond_the_certificate() -> None:
     table = printed(
         {**SUMMARY, "certificate_exceeded_fraction": 2 / 6, "certificate_exceeded_worst": worst}
     )
-    assert table["beyond its certificate (< 10%)"] == "33.33%"
+    assert table["errors above their certificate"] == "33.33%"
     assert table["worst: layer 0, head 1, of 1"] == "100.0%"
 
 
