@@ -339,11 +339,8 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
         label = way
         for record in of_way:
             if "ended" in record:
-                label += (
-                    ": stopped by its time limit"
-                    if record["ended"].startswith("by")
-                    else ": out of memory"
-                )
+                why = "over its time" if record["ended"].startswith("by") else "out of memory"
+                label += f": {why} at {record['tokens'] / 1024:.0f}K"
         if wrong:
             label += "\n(hollow: its output is wrong)"
         axes.annotate(
@@ -395,11 +392,15 @@ def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
     """The one picture of the README: what ends by memory, and what goes on."""
     environment = records[0]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    draw(axes, [r for r in records if r["name"] != WHOLE], "tokens_per_s")
+    draw(axes, [r for r in records if r["name"] != OFFLOADED], "tokens_per_s")
     mark_full(axes, environment)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("decoded tokens a second")
-    axes.set_title("Decoding goes on where GPU memory ends", loc="left", fontweight="bold")
+    axes.set_title(
+        f"Decoding goes on where {environment['left_bytes'] / GIB:.3g} GiB of GPU memory end",
+        loc="left",
+        fontweight="bold",
+    )
     figure.savefig(path, dpi=150)
 
 
