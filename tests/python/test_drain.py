@@ -21,7 +21,7 @@ from daemon_process import binary, device_flags, on_gpu
 from helpers import refused, settles
 from spillway import _split
 from spillway._proto import admin_service_pb2, attention_service_pb2
-from spillway_lab import serving
+from spillway.starting import wait_until_serving
 from test_long_creation import LONG
 from test_service_manager import Manager, has_systemd
 
@@ -41,7 +41,7 @@ class Ending:
                 env={"NOTIFY_SOCKET": str(self.manager.path), "PATH": "/usr/bin:/bin"},
             )
         try:
-            serving.wait_until_serving(self.process, self.target, self.log, 30)
+            wait_until_serving(self.process.poll, self.target, self.log, 30)
             self.client = spillway.connect(self.target)
         except BaseException:
             self.close()

@@ -13,6 +13,7 @@ import pytest
 import spillway
 import yaml
 from daemon_process import ROOT, binary
+from spillway.starting import wait_until_serving
 from spillway_lab import serving
 
 MANIFEST = ROOT / "docs/operations/kubernetes/deployment.yaml"
@@ -72,7 +73,7 @@ def test_the_daemon_starts_as_the_manifest_says() -> None:
                 env={"PATH": "/usr/bin:/bin"},
             )
         try:
-            serving.wait_until_serving(process, target, log, 30)
+            wait_until_serving(process.poll, target, log, 30)
             with spillway.connect(target) as client:
                 assert client.server_info.store_id
         finally:

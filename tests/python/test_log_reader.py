@@ -15,7 +15,7 @@ import grpc
 import pytest
 import spillway
 from daemon_process import binary, running_daemon
-from spillway_lab import serving
+from spillway.starting import wait_until_serving
 
 # GetSequence of a name that is no UTF-8, which libprotobuf complains of.
 NO_UTF8 = b"\x0a\x0bsequences/\xff"
@@ -49,7 +49,7 @@ def daemon_before_a_pipe(
     try:
         log = folder / "none"
         log.touch()
-        serving.wait_until_serving(process, target, log, timeout=30)
+        wait_until_serving(process.poll, target, log, timeout=30)
         yield process, target, reader
     finally:
         process.kill()

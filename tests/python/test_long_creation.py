@@ -17,7 +17,7 @@ from spillway import Client
 from spillway._proto import model_service_pb2 as models
 from spillway._proto import model_service_pb2_grpc as stubs
 from spillway._proto import tensor_pb2 as tensors
-from spillway_lab import serving
+from spillway.starting import wait_until_serving
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="models that take long are the CPU's")
 
@@ -109,7 +109,7 @@ def test_a_stop_ends_the_work_with_the_grace(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([binary(), *flags], stdout=log, stderr=log)
     try:
-        serving.wait_until_serving(process, target, tmp_path / "log", timeout=30)
+        wait_until_serving(process.poll, target, tmp_path / "log", timeout=30)
         with grpc.insecure_channel(target) as channel, spillway.connect(target) as client:
             call = stubs.ModelServiceStub(channel).CreateModel.future(LONG, timeout=120)
             assert starts(client)

@@ -11,16 +11,11 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 
-import spillway
-from spillway.errors import DeadlineExceeded, Unavailable
+from spillway.starting import wait_until_serving
 
-# Last lines of the log that the error quotes.
-_LINE_COUNT = 20
-_POLL_SECONDS = 0.05
 # For a daemon that another cluster has left behind.
 _OTHERS_GRACE_SECONDS = 10.0
 
@@ -154,22 +149,13 @@ class DaemonProcess:
                     # Ray ends its workers' process groups.
                     start_new_session=True,
                 )
-        self._wait_until_serving(guard, timeout)
+        wait_until_serving(
+            self._ended if guard is None else guard.poll, self.target, self.log, timeout
+        )
 
-    def _wait_until_serving(self, guard: subprocess.Popen[bytes] | None, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while True:
-            with contextlib.suppress(Unavailable, DeadlineExceeded):
-                with spillway.connect(self.target, timeout=5, native=False) as client:
-                    if client.health():
-                        return
-            ended = self.pid is None if guard is None else guard.poll() is not None
-            if ended or time.monotonic() > end:
-                last = self.log.read_text(errors="replace").splitlines()[-_LINE_COUNT:]
-                raise RuntimeError(
-                    f"spillwayd does not serve; {self.log} ends with\n" + "\n".join(last)
-                )
-            time.sleep(_POLL_SECONDS)
+    def _ended(self) -> int | None:
+        """None while a daemon runs."""
+        return None if self.pid is not None else 0
 
     def wait(self, seconds: float) -> bool:
         """Waits until no daemon runs; returns whether that is so."""

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from spillway.client import connect
-from spillway.errors import DeadlineExceeded, Unavailable
-
-# Last lines of the log that the error quotes.
-_LINE_COUNT = 20
+from spillway.starting import wait_until_serving
 
 
 def find_binary(root: Path) -> Path:
@@ -87,7 +82,7 @@ class Daemon:
                 start_new_session=True,
             )
         try:
-            wait_until_serving(self._process, self.target, self._log, self._timeout)
+            wait_until_serving(self._process.poll, self.target, self._log, self._timeout)
         except BaseException:
             self.end()
             raise
@@ -146,26 +141,3 @@ def end(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def wait_until_serving(
-    process: subprocess.Popen[bytes], target: str, log: Path, timeout: float
-) -> None:
-    """Waits for a daemon that was started here.
-
-    Raises:
-        RuntimeError: It ended, or does not serve after so many seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            with connect(target, timeout=5) as client:
-                if client.health():
-                    return
-        except (Unavailable, DeadlineExceeded):
-            if process.poll() is not None or time.monotonic() > deadline:
-                last = log.read_text(errors="replace").splitlines()[-_LINE_COUNT:]
-                raise RuntimeError(
-                    f"spillwayd does not serve; {log} ends with\n" + "\n".join(last)
-                ) from None
-        time.sleep(0.05)

@@ -1,0 +1,43 @@
+"""Waits for a daemon that this program has started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from spillway.client import connect
+from spillway.errors import DeadlineExceeded, Unavailable
+
+# Last lines of the log that the error quotes.
+_LINE_COUNT = 20
+_POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
+
+
+def wait_until_serving(
+    poll: Callable[[], int | None], target: str, log: Path, timeout: float
+) -> None:
+    """Returns when a daemon serves.
+
+    Args:
+        poll: As `subprocess.Popen.poll`: None while its process runs.
+        target: Its gRPC target.
+        log: Where its output goes.
+        timeout: Seconds until it must.
+
+    Raises:
+        RuntimeError: It ended, or does not serve; the message has the log's end.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            with connect(target, timeout=_ANSWER_SECONDS, native=False) as client:
+                if client.health():
+                    return
+        except (Unavailable, DeadlineExceeded):
+            pass
+        if poll() is not None or time.monotonic() > end:
+            last = log.read_text(errors="replace").splitlines()[-_LINE_COUNT:]
+            raise RuntimeError(f"spillwayd does not serve; {log} ends with\n" + "\n".join(last))
+        time.sleep(_POLL_SECONDS)
