@@ -51,6 +51,15 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 Output = Annotated[str, typer.Option(help="Where the result is written.")]
 
 
+@app.callback()
+def prepared() -> None:
+    """Kills and drains of a cluster."""
+    binary = serving.find_binary(environment.ROOT)
+    serving.prefer_library(binary)
+    # Nodes have it from here.
+    os.environ["SPILLWAYD"] = str(binary)
+
+
 class Rows:
     """What is appended and asked, by its position alone: of all sequences the same."""
 
@@ -93,8 +102,6 @@ class Rows:
 @contextlib.contextmanager
 def ray_nodes(count: int) -> Iterator[None]:
     """Nodes of one core each; the head has none."""
-    serving.prefer_library(serving.find_binary(environment.ROOT))
-    os.environ["SPILLWAYD"] = str(serving.find_binary(environment.ROOT))
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )

@@ -201,6 +201,18 @@ const std::vector<Setting>& Settings() {
          return absl::OkStatus();
        },
        [](const Config& config) { return config.listen; }},
+      {"server.local_socket", "--local-socket",
+       "unix:/path of a second socket where --listen is a TCP address, for clients on this "
+       "machine, who share memory with the daemon by it; empty: none",
+       true,
+       [](Config& config, const std::string& text) {
+         if (!text.empty() && !text.starts_with("unix:/")) {
+           return Refuse(text, "unix:/path or empty");
+         }
+         config.local_socket = text;
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return config.local_socket; }},
       {"server.socket_group", "--socket-group",
        "group that may connect to the unix socket; empty: none, the daemon's user alone", true,
        [](Config& config, const std::string& text) {
@@ -419,6 +431,7 @@ absl::Status Set(const std::string& key, const std::string& text, const Topology
 constexpr char kListensNowhere[] = "an embedded engine listens nowhere";
 constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.listen", kListensNowhere},
+    {"server.local_socket", kListensNowhere},
     {"server.socket_group", kListensNowhere},
     {"server.allow_remote", kListensNowhere},
     {"tls.certificate", kListensNowhere},
@@ -442,8 +455,19 @@ absl::Status CheckMps(const Config& config) {
       "leave --mps out");
 }
 
+absl::Status CheckLocalSocket(const Config& config) {
+  if (config.local_socket.empty() || config.listen.starts_with("tcp:")) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--local-socket (server.local_socket) is ", config.local_socket,
+      " and --listen (server.listen) is ", config.listen,
+      ": a second socket is for a daemon that listens on a TCP address; leave it out"));
+}
+
 absl::Status CheckSocketGroup(const Config& config) {
-  if (config.socket_group.empty() || !config.listen.starts_with("tcp:")) return absl::OkStatus();
+  if (config.socket_group.empty() || !config.listen.starts_with("tcp:") ||
+      !config.local_socket.empty()) {
+    return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("--socket-group (server.socket_group) is \"", config.socket_group,
                    "\" and --listen (server.listen) is ", config.listen,
@@ -573,6 +597,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     }
   }
   RETURN_IF_ERROR(CheckMps(line.config));
+  RETURN_IF_ERROR(CheckLocalSocket(line.config));
   RETURN_IF_ERROR(CheckSocketGroup(line.config));
   RETURN_IF_ERROR(CheckTls(line.config));
   RETURN_IF_ERROR(CheckTokens(line.config));

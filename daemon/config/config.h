@@ -37,6 +37,9 @@ enum class WhenLost {
 struct Config {
   // unix:/path, or tcp:host:port (port 0: any that is free); empty: nowhere.
   std::string listen;
+  // unix:/path of a second socket where `listen` is a TCP address, for clients on this machine,
+  // who share memory with the daemon by it; empty: none.
+  std::string local_socket;
   // Group that may connect to the unix socket, by name or number; empty: none, the
   // daemon's user alone.
   std::string socket_group;

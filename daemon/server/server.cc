@@ -54,14 +54,20 @@ constexpr int kModelThreadCountMax = 32;
 
 bool IsUnix(const Config& config) { return config.listen.starts_with("unix:"); }
 
-// REQUIRES: IsUnix(config).
+// Path of the unix socket; empty: none.
+std::string UnixPath(const Config& config) {
+  const std::string& target = IsUnix(config) ? config.listen : config.local_socket;
+  return target.empty() ? "" : target.substr(5);
+}
+
+// REQUIRES: there is a unix socket.
 std::filesystem::path RegionSocket(const Config& config) {
-  return absl::StrCat(config.listen.substr(5), kRegionsSuffix);
+  return absl::StrCat(UnixPath(config), kRegionsSuffix);
 }
 
 RegionTable::Kind RegionsOf(const Config& config) {
   if (config.listen.empty()) return RegionTable::Kind::kProcess;
-  return IsUnix(config) ? RegionTable::Kind::kSessions : RegionTable::Kind::kNone;
+  return UnixPath(config).empty() ? RegionTable::Kind::kNone : RegionTable::Kind::kSessions;
 }
 
 CallLimits::Values LimitsOf(const Config& config) {
@@ -130,7 +136,7 @@ struct Server::Impl {
                 boot_id,
                 metrics.sources().start_time,
                 limits,
-                IsUnix(config) ? RegionSocket(config).filename().string() : "",
+                UnixPath(config).empty() ? "" : RegionSocket(config).filename().string(),
                 config.snapshot_folder},
         memory(context),
         models(context),
@@ -187,9 +193,10 @@ struct Server::Impl {
     counts.open_call_count = calls.open_work_count() + doorbells.open_call_count();
     counts.open_stream_count = streams.count();
     if (drain.begun()) counts.drain_seconds_left = drain.seconds_left();
-    if (acceptor == nullptr) return counts;
-    counts.open_connection_count = acceptor->open_connection_count();
-    counts.shed_connection_count = acceptor->shed_connection_count();
+    for (const std::unique_ptr<Acceptor>& acceptor : acceptors) {
+      counts.open_connection_count += acceptor->open_connection_count();
+      counts.shed_connection_count += acceptor->shed_connection_count();
+    }
     return counts;
   }
 
@@ -223,8 +230,9 @@ struct Server::Impl {
   std::unique_ptr<grpc::Server> server;
   // Before the server goes, whose health it reports.
   Sweeper sweeper;
-  // Last: it goes first. None where the server listens nowhere.
-  std::unique_ptr<Acceptor> acceptor;
+  // Last: they go first. None where the server listens nowhere; of a unix socket, and of a TCP
+  // address.
+  std::vector<std::unique_ptr<Acceptor>> acceptors;
 };
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -240,21 +248,22 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   }
   auto impl =
       std::make_unique<Impl>(config, engine, std::move(losses), std::move(tls), std::move(tokens));
-  std::vector<Descriptor> listeners;
-  if (IsUnix(config)) {
+  std::vector<Descriptor> local, remote;
+  if (const std::string path = UnixPath(config); !path.empty()) {
     ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));
-    ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(config.listen.substr(5), access));
+    ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(path, access));
     impl->socket.emplace(std::move(socket));
-    impl->address = config.listen;
     ASSIGN_OR_RETURN(impl->region_server,
                      RegionServer::Start(RegionSocket(config), access, &impl->regions));
-    ASSIGN_OR_RETURN(Descriptor listener,
-                     ListenAtPath(config.listen.substr(5), SOCK_STREAM, access));
-    listeners.push_back(std::move(listener));
+    ASSIGN_OR_RETURN(Descriptor listener, ListenAtPath(path, SOCK_STREAM, access));
+    local.push_back(std::move(listener));
+  }
+  if (IsUnix(config)) {
+    impl->address = config.listen;
   } else if (!config.listen.empty()) {
     ASSIGN_OR_RETURN(const std::string address, TcpAddress(config.listen, config.allow_remote));
     ASSIGN_OR_RETURN(TcpListeners bound, ListenAtTcp(address));
-    listeners = std::move(bound.sockets);
+    remote = std::move(bound.sockets);
     impl->address = absl::StrCat(
         impl->tls == nullptr ? "" : "tls:", address.substr(0, address.rfind(':')), ":", bound.port);
     if (impl->tls == nullptr && !IsLoopback(address)) {
@@ -264,12 +273,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
     }
   }
   grpc::ServerBuilder builder;
-  if (!listeners.empty()) {
-    impl->acceptor = std::make_unique<Acceptor>(
-        std::move(listeners), config.connection_count_max,
-        impl->tls == nullptr ? grpc::InsecureServerCredentials() : impl->tls->Credentials(),
-        builder, impl->events);
-  }
+  const auto accept = [&](std::vector<Descriptor> listeners,
+                          const std::shared_ptr<grpc::ServerCredentials>& credentials) {
+    if (listeners.empty()) return;
+    impl->acceptors.push_back(std::make_unique<Acceptor>(
+        std::move(listeners), config.connection_count_max, credentials, builder, impl->events));
+  };
+  accept(std::move(local), grpc::InsecureServerCredentials());
+  accept(std::move(remote),
+         impl->tls == nullptr ? grpc::InsecureServerCredentials() : impl->tls->Credentials());
   builder.RegisterService(&impl->memory);
   builder.RegisterService(&impl->models);
   builder.RegisterService(&impl->sequences);
@@ -291,7 +303,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   impl->health = impl->server->GetHealthCheckService();
   impl->health.load()->SetServingStatus(true);
   impl->ReportReadiness();
-  if (impl->acceptor) impl->acceptor->Start();
+  for (const std::unique_ptr<Acceptor>& acceptor : impl->acceptors) acceptor->Start();
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
 
@@ -310,12 +322,16 @@ void Server::Apply(const Config& config) {
   impl_->context.engine.SetUnnamedGrace(UnnamedGraceOf(config));
   impl_->streams.SetCountMax(config.open_stream_count_max);
   impl_->context.engine.registry().SetCountMax(config.model_count_max, config.sequence_count_max);
-  if (impl_->acceptor) impl_->acceptor->SetConnectionCountMax(config.connection_count_max);
+  for (const std::unique_ptr<Acceptor>& acceptor : impl_->acceptors) {
+    acceptor->SetConnectionCountMax(config.connection_count_max);
+  }
 }
 
 absl::Status Server::CheckServing(absl::Duration timeout) {
   if (impl_->stopping) return absl::OkStatus();
-  if (impl_->acceptor) RETURN_IF_ERROR(impl_->acceptor->Check(timeout));
+  for (const std::unique_ptr<Acceptor>& acceptor : impl_->acceptors) {
+    RETURN_IF_ERROR(acceptor->Check(timeout));
+  }
   const absl::Duration turn = absl::FromChrono(impl_->sweeper.since_last_turn());
   if (turn > timeout + kSweepPeriod) {
     return absl::DeadlineExceededError(
@@ -353,7 +369,7 @@ void Server::Stop(absl::Duration last) {
   // ten seconds for the one that polls after a large write.
   grpc_init();
   impl_->stopping = true;
-  if (impl_->acceptor) impl_->acceptor->Stop();
+  for (const std::unique_ptr<Acceptor>& acceptor : impl_->acceptors) acceptor->Stop();
   impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + last));
   impl_->server->Wait();
 }

@@ -3,8 +3,8 @@
 #   run_all.sh FOLDER [STEP...]
 # FOLDER gets summary.json, a log of each step and a report of each suite.
 # Without names of steps all run: devices conformance statistics gpu memcheck
-# racecheck attend_bench encode_bench python model demo huggingface fairness presence. A step that
-# fails, or does not end in its time, does not keep the next ones from running;
+# racecheck attend_bench encode_bench python model demo huggingface fairness presence cluster ray. A
+# step that fails, or does not end in its time, does not keep the next ones from running;
 # the exit status is 1 if there was one. The Python steps use the GPU
 # $SPILLWAY_TEST_DEVICE, cuda:0 where it is not set.
 set -euo pipefail
@@ -148,6 +148,13 @@ python_steps() {
   step presence 900 "${in_tree[@]}" bash -o pipefail -c \
     'python3 bench/rpc/presence.py --device "$1" --steps 2000 | tee "$0"' \
     "$results/presence.jsonl" "$device"
+  step cluster 600 "${in_tree[@]}" python3 bench/cluster/scale.py measure hops daemons \
+    --output "$results/scale.json"
+  # Where python3 brings Ray.
+  if python3 -c 'import ray' 2>/dev/null; then
+    step ray 300 "${in_tree[@]}" bash -c \
+      'PYTHONPATH=$PYTHONPATH:tests/python "$@" tests/cluster_ray/test_gpu_daemon.py' - "${pytest[@]}"
+  fi
 }
 
 # With the model, which stage.sh --model puts beside the bundle in two parts.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,9 +36,9 @@ class RayNodes:
         self.address: str = self._cluster.address
         ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
 
-    def add(self) -> None:
-        """Adds one."""
-        self._nodes.append(self._cluster.add_node(num_cpus=1))
+    def add(self, gpu_count: int = 0) -> None:
+        """Adds one, with GPUs of this machine."""
+        self._nodes.append(self._cluster.add_node(num_cpus=1, num_gpus=gpu_count))
 
     def remove(self, node_id: str) -> None:
         """Ends one as a machine that is switched off does: at once."""
@@ -63,3 +65,15 @@ def daemons(count: int, **options: Any) -> Iterator[list[str]]:
         yield deploy.up(settings)
     finally:
         deploy.down()
+
+
+def program(nodes: RayNodes, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs spillway-cluster."""
+    return subprocess.run(
+        [sys.executable, "-m", "spillway_cluster.cli", *arguments, "--address", nodes.address],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200"},
+    )

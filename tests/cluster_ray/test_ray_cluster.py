@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 import spillway
-from ray_nodes import RayNodes, daemons
+from ray_nodes import RayNodes, daemons, program
 from spillway_cluster import deploy
 from spillway_cluster.handle import DIRECTORY
 from spillway_cluster.settings import Settings
@@ -74,18 +72,6 @@ def expected() -> list[np.ndarray]:
         client.create_model("m", **SHAPES)
         sequence = filled(client)
         return [decoded(client, sequence, number) for number in range(STEPS)]
-
-
-def program(nodes: RayNodes, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs spillway-cluster."""
-    return subprocess.run(
-        [sys.executable, "-m", "spillway_cluster.cli", *arguments, "--address", nodes.address],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "200"},
-    )
 
 
 def test_the_program(nodes: RayNodes, expected: list[np.ndarray]) -> None:
@@ -151,6 +137,12 @@ def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
         with spillway.connect("ray:") as client:
             client.create_model("m", **SHAPES)
             assert filled(client).token_count == TOKENS
+            # Clients on the node itself go by its socket.
+            every: Any = client
+            assert [each.step_transport for each in every.clients] == ["doorbell"] * 3
+        with spillway.connect(records[0].target) as far:
+            assert far.step_transport == "libspillway"
+            assert far.health()
 
 
 def test_a_task_of_a_ray_job_connects(nodes: RayNodes) -> None:
@@ -246,6 +238,11 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
                     sequences[0].refresh()
                 except (spillway.Unavailable, spillway.Cancelled) as error:
                     reason, message = error.reason, error.message
+                except spillway.DaemonRestarted:
+                    # The next one has its address by now, as both are on this machine.
+                    every: Any = client
+                    loss = every.placement.loss(lost)
+                    reason, message = loss.reason, loss.message
                 time.sleep(0.2)
             assert re.search(f"{lost} is lost with all sequences that it had", message)
             for number in range(3):

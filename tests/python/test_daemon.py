@@ -251,6 +251,37 @@ def test_groups_that_are_not_there_and_groups_of_tcp(tmp_path: Path) -> None:
     assert "a group is for a unix socket" in done.stderr
 
 
+def test_a_tcp_daemon_has_a_socket_for_its_machine_too(tmp_path: Path) -> None:
+    local = f"unix:{tmp_path}/own/local.sock"
+    with process("--listen", "tcp:127.0.0.1:0", "--local-socket", local) as (_, address):
+        with spillway.connect(f"tcp:{address}") as far, spillway.connect(local) as near:
+            assert (far.step_transport, near.step_transport) == ("libspillway", "doorbell")
+            assert far.server_info.boot_id == near.server_info.boot_id
+            model = far.create_model(
+                layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
+            )
+            sequence = far.create_sequence(model, "s")
+            k = np.ones((1, 2, 1, 16), np.float32)
+            q = np.ones((1, 1, 2, 16), np.float32)
+            outs = []
+            for client in (far, near):
+                with client.begin_step([client.get_sequence(sequence.name)]) as step:
+                    outs.append(step.attend(0, q, k, k)[0])
+                    assert client.step_transport == ("libspillway" if client is far else "doorbell")
+            np.testing.assert_array_equal(*outs)
+        assert set(modes(tmp_path / "own")) >= {"local.sock", "local.sock.regions"}
+
+
+def test_a_second_socket_is_for_daemons_on_tcp(tmp_path: Path) -> None:
+    flags = ("--listen", f"unix:{tmp_path}/a.sock", "--local-socket", f"unix:{tmp_path}/b.sock")
+    done = run(*flags)
+    assert done.returncode == 2
+    assert "a second socket is for a daemon that listens on a TCP address" in done.stderr
+    done = run("--listen", "tcp:127.0.0.1:0", "--local-socket", "tcp:127.0.0.1:0")
+    assert done.returncode == 2
+    assert "unix:/path or empty" in done.stderr
+
+
 def test_others_may_not_write_to_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()

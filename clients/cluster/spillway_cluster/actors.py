@@ -123,8 +123,7 @@ class NodeActor:
             cluster=cluster,
             arena=settings.arena(context.gcs_address, namespace, slot),
         )
-        local = process.target if process.target.startswith("unix:") else ""
-        record = DaemonRecord("", slot, node, host_id(), process.target, local)
+        record = DaemonRecord("", slot, node, host_id(), process.target, process.local_target)
         self._node = Node(
             process,
             _RemoteDirectory(DirectoryHandle(namespace)),

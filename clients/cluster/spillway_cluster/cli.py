@@ -58,7 +58,10 @@ def up(
     ] = "",
     listen: Annotated[
         Listen,
-        typer.Option(help="tcp: the node's address; unix: sockets, for clients on the same node."),
+        typer.Option(
+            help="tcp: the node's address, and a socket for clients on the same node; unix: the "
+            "socket alone."
+        ),
     ] = Listen.tcp,
     allow_remote: Annotated[
         bool,

@@ -15,6 +15,7 @@ from spillway_cluster.client import ClusterClient
 SCHEME = "ray:"
 _TARGET = re.compile(r"ray:([A-Za-z0-9_.-]*)(?:\?(.*))?")
 _COUNTS = ("parts", "layer_groups")
+_TLS = ("ca", "cert", "key")
 
 
 def parse_target(target: str) -> tuple[str, dict[str, int]]:
@@ -37,6 +38,13 @@ def parse_target(target: str) -> tuple[str, dict[str, int]]:
             raise InvalidArgument(f"{target}: {name} {value!r} is not a number of 1 or more")
         counts[name] = int(value)
     return matched[1] or "spillway", counts
+
+
+def _connected(options: dict[str, Any], target: str) -> spillway.Client:
+    """A client of a daemon: its unix socket takes no TLS, which its address may."""
+    if target.startswith("unix:"):
+        options = {name: value for name, value in options.items() if name not in _TLS}
+    return spillway.connect(target, **options)
 
 
 def connect(target: str, **options: Any) -> ClusterClient:
@@ -63,7 +71,7 @@ def connect(target: str, **options: Any) -> ClusterClient:
         DirectoryHandle(namespace),
         counts["parts"],
         counts["layer_groups"],
-        partial(spillway.connect, **options),
+        partial(_connected, options),
     )
     try:
         serving = placement.daemons()

@@ -51,6 +51,7 @@ class DaemonProcess:
     Attributes:
         folder: Where its log, its address and its process id are.
         target: Where clients reach it.
+        local_target: Where those on this machine do, who share memory with it by that.
     """
 
     def __init__(
@@ -80,7 +81,10 @@ class DaemonProcess:
         self._command = list(command)
         if arena is not None:
             self._command += ["--arena-directory", str(arena)]
-        self.target = self._address(host)
+        self.local_target = f"unix:{self.folder}/spillwayd.sock"
+        self.target = self._address(host) if host else self.local_target
+        if host:
+            self._command += ["--local-socket", self.local_target]
         noted = folder / "cluster"
         if not noted.exists() or noted.read_text() != cluster:
             self.stop(_OTHERS_GRACE_SECONDS)
@@ -89,8 +93,6 @@ class DaemonProcess:
 
     def _address(self, host: str) -> str:
         """The address, the same as of the daemon before."""
-        if not host:
-            return f"unix:{self.folder}/spillwayd.sock"
         noted = self.folder / "address"
         if noted.exists() and noted.read_text().startswith(f"tcp:{host}:"):
             return noted.read_text()

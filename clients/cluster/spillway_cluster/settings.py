@@ -41,8 +41,8 @@ class Settings:
         cpus: Cores of each, which Ray keeps for it; worker threads are as many.
         gpus: GPUs of each: it serves on those that Ray gives it, and without any on the CPU.
         memory_limit: Host memory of each, such as "64GiB"; empty: three quarters of its machine's.
-        listen: tcp, on the node's address, for clients on other machines; unix, sockets in
-            `state_folder`, for clients on the same one.
+        listen: tcp, on the node's address, for clients on other machines, and on a socket in
+            `state_folder` for those on the same one; unix, on the socket alone.
         allow_remote: That the node's address may be other than loopback: whoever reaches it may
             use the daemon, unless `config` asks for certificates or a token.
         config: File of daemon settings on every node; empty: none.

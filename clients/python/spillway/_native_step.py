@@ -144,7 +144,8 @@ class NativeStep:
         return answer
 
     def check_open(self) -> None:
-        """Raises ValueError where the step has ended."""
+        """Raises ValueError where the step has ended, or the client is closed."""
+        self.channel._check_open()
         if not self.end.alive:
             raise ValueError("the step is closed")
 
