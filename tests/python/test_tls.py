@@ -110,6 +110,22 @@ def test_the_tool_takes_the_files(daemon: Served, folder: Path) -> None:
     assert "go together" in halved.stderr
 
 
+def test_the_socket_for_its_machine_takes_no_tls(folder: Path, tmp_path: Path) -> None:
+    local = f"unix:{tmp_path}/own/local.sock"
+    flags = (
+        "--tls-certificate",
+        str(folder / "server.pem"),
+        "--tls-key",
+        str(folder / "server.key"),
+    )
+    with served(folder, *flags, "--local-socket", local) as daemon:
+        with spillway.connect(local) as near:
+            assert near.step_transport == "doorbell"
+            decode_and_check(near)
+        with spillway.connect(daemon.address, ca=folder / "ca.pem") as far:
+            decode_and_check(far)
+
+
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     ("ca", "client"), [("stranger", "client"), ("ca", "strange"), ("ca", ""), ("", "client")]
