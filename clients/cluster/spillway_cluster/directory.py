@@ -132,6 +132,9 @@ class Directory:
         # By part and the daemon that it was on.
         self._moves: dict[tuple[str, str], Moved] = {}
         self._under_way: dict[str, MoveUnderWay] = {}
+        # Of named sequences, where the first part is; and the same by the daemon.
+        self._first_place: dict[str, str] = {}
+        self._first_on: dict[str, set[str]] = {}
         # Sequences placed since a daemon last told how many it has.
         self._placed: dict[str, int] = {}
         tables = {
@@ -145,6 +148,9 @@ class Directory:
             table, _, _ = key.partition("/")
             name, record = pickle.loads(value)  # noqa: S301  (of this cluster's own)
             tables[table][name] = record  # type: ignore[index]
+        for name, named in self._sequences.items():
+            first = part_name(name, 0, len(named.daemons))
+            self._set_first(name, self._place(first, named.daemons[0]))
 
     def _put(self, table: str, name: object, record: object) -> None:
         self._store.put(_key(table, name), pickle.dumps((name, record)))
@@ -386,6 +392,7 @@ class Directory:
         record = _Named(claim, tuple(daemons), time.time())
         self._put("sequence", sequence, record)
         self._sequences[sequence] = record
+        self._set_first(sequence, daemons[0])
 
     def _is_claimed(self, sequence: str, claim: str) -> bool:
         """Whether the name is this call's already; raises AlreadyExists if it is another's."""
@@ -407,6 +414,7 @@ class Directory:
             return
         if self._sequences.pop(sequence, None) is not None:
             self._delete("sequence", sequence)
+            self._set_first(sequence, None)
 
     def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
         """As `Placement.deleted`."""
@@ -428,16 +436,22 @@ class Directory:
             older_than: Seconds since they were noted, at least.
         """
         before = time.time() - older_than
-        parts = {
-            name: (part_name(name, 0, len(found.daemons)), found.daemons[0])
-            for name, found in self._sequences.items()
-            if found.noted < before
-        }
-        return {
-            name: part
-            for name, (part, first) in parts.items()
-            if part not in self._under_way and self._place(part, first) == daemon
-        }
+        found = {}
+        for name in self._first_on.get(daemon, ()):
+            named = self._sequences[name]
+            part = part_name(name, 0, len(named.daemons))
+            if named.noted < before and part not in self._under_way:
+                found[name] = part
+        return found
+
+    def _set_first(self, sequence: str, daemon: str | None) -> None:
+        """Notes where a named sequence's first part is; None: nowhere."""
+        before = self._first_place.pop(sequence, None)
+        if before is not None:
+            self._first_on[before].discard(sequence)
+        if daemon is not None:
+            self._first_place[sequence] = daemon
+            self._first_on.setdefault(daemon, set()).add(sequence)
 
     def expire(self, names: SequenceABC[str], daemon: str, older_than: float) -> None:
         """Gives names up whose first part a daemon has no more, unless it moved meanwhile."""
@@ -467,6 +481,9 @@ class Directory:
             key = part, under_way.source
             self._put("move", key, under_way.moved)
             self._moves[key] = under_way.moved
+            whole, number, _ = whole_of(part)
+            if number == 0 and whole in self._sequences:
+                self._set_first(whole, under_way.moved.daemon)
             here = part, under_way.moved.daemon
             if self._moves.pop(here, None) is not None:
                 self._delete("move", here)  # it has come back

@@ -146,6 +146,14 @@ class ClusterStep:
             else tuple(starts)
         )
         # By the layers that a group of layers begins with.
+        self._owned_from = {
+            layer: [
+                _Owned(number, part)
+                for number, sequence in enumerate(self.sequences)
+                for part in sequence.parts_of(layer)
+            ]
+            for layer in sequences[0].first_layers
+        }
         self._groups: dict[int, list[_Group]] = {}
         # What asks the groups of such a list together; None: they are asked one by one.
         self._at_once: dict[int, tuple[list[_Group], AttendsAtOnce | None]] = {}
@@ -171,11 +179,11 @@ class ClusterStep:
         self.close()
 
     def _owned(self, layer: int) -> list[_Owned]:
-        return [
-            _Owned(number, part)
-            for number, sequence in enumerate(self.sequences)
-            for part in sequence.parts_of(layer)
-        ]
+        """The parts that serve a layer, and others of its group."""
+        first = max((each for each in self._owned_from if each <= layer), default=-1)
+        if first < 0 or layer >= self.sequences[0].whole.layer_count:
+            self.sequences[0].parts_of(layer)  # raises
+        return self._owned_from[first]
 
     def _groups_of(self, layer: int) -> list[_Group]:
         """The daemons' steps that serve a layer, where the parts are now."""

@@ -46,13 +46,20 @@ class Portion:
         mine = self.sequences
         return array[mine.start : mine.stop : mine.step, :, self.query_heads]
 
-    def is_dense(self, lse: Any) -> bool:
-        """Whether its own of log-sum-exps of all [B, T, H_q] lie side by side."""
+    def lse_offset(self, lse: Any) -> int | None:
+        """How far into log-sum-exps of all [B, T, H_q] its own begin, bytes.
+
+        None where they do not lie side by side: they have no strides, and are put apart.
+        """
         _, tokens, heads = lse.shape
         has_all = self.query_heads == slice(0, heads)
-        if len(self.sequences) == 1:
-            return has_all or tokens == 1
-        return has_all and self.sequences.step == 1
+        dense = (
+            has_all or tokens == 1
+            if len(self.sequences) == 1
+            else has_all and self.sequences.step == 1
+        )
+        first = self.sequences.start * tokens * heads + self.query_heads.start
+        return _F32_BYTES * first if dense else None
 
 
 class AttendsAtOnce:
@@ -80,6 +87,8 @@ class AttendsAtOnce:
         self._shares_at = ctypes.byref(self._shares)
         self._tensors = Tensors()
         self._tensors_at = ctypes.byref(self._tensors)
+        self._lse_shape: Any = None
+        self._lse_offsets: list[int | None] = []
         self._last: tuple[Any, Any] = (None, None)
 
     @staticmethod
@@ -111,19 +120,22 @@ class AttendsAtOnce:
         Raises:
             ValueError: A step is closed.
         """
-        out, lse, kept = put_all(self._tensors, *rows, out_dtype)
-        apart: dict[int, Any] = {}
-        for index, portion in enumerate(self.portions):
-            kind: Any = self._kinds[index]
+        kind: Any = None
+        for kind in self._kinds:
             kind.check_open()
-            share = self._shares[index]
-            # Log-sum-exps have no strides: those that do not lie side by side are put apart.
-            if portion.is_dense(lse):
-                first = portion.sequences.start * lse.shape[1] * lse.shape[2]
-                share.lse = self._tensors.lse + _F32_BYTES * (first + portion.query_heads.start)
-            else:
-                apart[index] = empty_like(rows[0], F32, tuple(portion.of(lse).shape))
+        out, lse, kept = put_all(self._tensors, *rows, out_dtype)
+        if lse.shape != self._lse_shape:
+            self._lse_shape = lse.shape
+            self._lse_offsets = [portion.lse_offset(lse) for portion in self.portions]
+        apart: dict[int, Any] = {}
+        begin = self._tensors.lse
+        for index, (share, offset) in enumerate(zip(self._shares, self._lse_offsets, strict=True)):
+            if offset is None:
+                part = self.portions[index].of(lse)
+                apart[index] = empty_like(rows[0], F32, tuple(part.shape))
                 share.lse = address_of(apart[index])
+            else:
+                share.lse = begin + offset
         library = kind.channel.library
         count = len(self.portions)
         well = attend_at_once(library, self._shares_at, count, layer, self._tensors_at)
