@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import spillway
 from spillway_cluster import ClusterClient
-from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.directory import Directory
 from spillway_cluster.directory_placement import DirectoryPlacement, LocalDirectory
 from spillway_cluster.node import host_id
+from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
 def cluster_of(targets: Sequence[str], part_count: int = 1) -> ClusterClient:

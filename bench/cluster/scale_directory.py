@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from spillway_cluster.actors import DirectoryActor
-from spillway_cluster.directory import DaemonRecord
+from spillway_cluster.records import DaemonRecord
 
 
 def per_second(call: Callable[[int], Any], seconds: float = 2.0) -> float:

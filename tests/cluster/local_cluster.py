@@ -12,10 +12,11 @@ from typing import Any
 import spillway
 from daemon_process import running_daemon
 from spillway_cluster import ClusterClient
-from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.directory import Directory
 from spillway_cluster.directory_placement import DirectoryPlacement, LocalDirectory, connected
 from spillway_cluster.node import Node, host_id
 from spillway_cluster.process import DaemonProcess
+from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
 class MortalDirectory(LocalDirectory):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import spillway
-from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.directory import Directory
 from spillway_cluster.placement import Dealt, Moved, Stale
+from spillway_cluster.records import DaemonRecord, MemoryStore
 
 GIB = 1 << 30
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import running_daemon
-from spillway_cluster.directory import Directory, MemoryStore
+from spillway_cluster.directory import Directory
 from spillway_cluster.moving import Copied, move
+from spillway_cluster.records import MemoryStore
 
 LAYERS, KV_HEADS, DIM, TOKENS = 4, 2, 64, 3000
 SHAPES: dict[str, Any] = {

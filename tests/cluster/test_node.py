@@ -11,8 +11,9 @@ import pytest
 import spillway
 from local_cluster import Served, record
 from spillway_cluster import node
-from spillway_cluster.directory import DaemonRecord, Directory, MemoryStore
+from spillway_cluster.directory import Directory
 from spillway_cluster.node import Node
+from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
 class EndsOnce(Served):

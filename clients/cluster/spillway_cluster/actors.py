@@ -11,11 +11,12 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
-from spillway_cluster.directory import DaemonRecord, Directory
+from spillway_cluster.directory import Directory
 from spillway_cluster.directory_placement import connected
 from spillway_cluster.handle import DirectoryHandle
 from spillway_cluster.node import Drained, Node, host_id
 from spillway_cluster.process import DaemonProcess
+from spillway_cluster.records import DaemonRecord
 from spillway_cluster.settings import Settings
 
 # How long an answer about Ray's nodes is good.

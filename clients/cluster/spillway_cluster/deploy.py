@@ -21,10 +21,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spillway_cluster.actors import DirectoryActor, NodeActor, group_of, records_of
-from spillway_cluster.directory import DaemonRecord
 from spillway_cluster.handle import DIRECTORY, DirectoryHandle
 from spillway_cluster.node import Drained
 from spillway_cluster.placement import Dealt
+from spillway_cluster.records import DaemonRecord
 from spillway_cluster.settings import Settings, check_namespace
 
 NAMESPACE = "spillway"

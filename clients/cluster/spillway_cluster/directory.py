@@ -8,106 +8,16 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
 
 import spillway
 
 from spillway_cluster.placement import Dealt, Moved, Stale, part_name, whole_of
-
-State = Literal["up", "down", "draining", "drained", "lost"]
+from spillway_cluster.records import DaemonRecord, MoveUnderWay, Named, State, Store
 
 # Moves that are remembered; who asks after an older one is told that there is none.
 _MOVES_MAX = 100_000
-
-
-@dataclass(frozen=True)
-class DaemonRecord:
-    """A daemon as its node last told.
-
-    Attributes:
-        name: Of this daemon; one that comes in its place with other rows has another name.
-        slot: Number of the placement group's bundle.
-        node: Ray's id of the node.
-        host: What tells this machine from others, the kernel's boot id.
-        local_target: Where clients on the same machine reach it; empty: as all others.
-        target: Where all others do.
-        version: Of the daemon.
-        boot_id: Of its process.
-        store_id: Of its rows, which outlive it; empty: they do not.
-        state: up; down, until its node has started it again; draining and drained; lost, with
-            all it had.
-        reason: Why it is lost or down.
-        memory_limit_bytes: Everything it may hold.
-        memory_used_bytes: What it holds.
-        sequence_count: Sequences that it has.
-        restart_count: How often its node has started it again.
-    """
-
-    name: str
-    slot: int
-    node: str
-    host: str
-    target: str
-    local_target: str = ""
-    version: str = ""
-    boot_id: str = ""
-    store_id: str = ""
-    state: State = "up"
-    reason: str = ""
-    memory_limit_bytes: int = 0
-    memory_used_bytes: int = 0
-    sequence_count: int = 0
-    restart_count: int = 0
-
-
-@dataclass(frozen=True)
-class MoveUnderWay:
-    """A part that is being moved.
-
-    Attributes:
-        source: The daemon that has it.
-        moved: Where it will be.
-    """
-
-    source: str
-    moved: Moved
-
-
-class _Named(NamedTuple):
-    """A named sequence: whose claim it is, its parts' daemons, and when it was noted."""
-
-    claim: str
-    daemons: tuple[str, ...]
-    noted: float
-
-
-class Store(Protocol):
-    """Where the directory's records outlive it."""
-
-    def put(self, key: str, value: bytes) -> None: ...
-
-    def delete(self, key: str) -> None: ...
-
-    def items(self) -> Iterable[tuple[str, bytes]]: ...
-
-
-class MemoryStore:
-    """Outlives the directory, but not the process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def put(self, key: str, value: bytes) -> None:
-        self.values[key] = value
-
-    def delete(self, key: str) -> None:
-        self.values.pop(key, None)
-
-    def items(self) -> Iterable[tuple[str, bytes]]:
-        return list(self.values.items())
 
 
 class Directory:
@@ -128,7 +38,7 @@ class Directory:
         self._death = death
         self._daemons: dict[str, DaemonRecord] = {}
         self._models: dict[str, Dealt] = {}
-        self._sequences: dict[str, _Named] = {}
+        self._sequences: dict[str, Named] = {}
         # By part and the daemon that it was on.
         self._moves: dict[tuple[str, str], Moved] = {}
         self._under_way: dict[str, MoveUnderWay] = {}
@@ -389,7 +299,7 @@ class Directory:
         """As `Placement.put`; `claim` as of `choose`."""
         if self._is_claimed(sequence, claim):
             return
-        record = _Named(claim, tuple(daemons), time.time())
+        record = Named(claim, tuple(daemons), time.time())
         self._put("sequence", sequence, record)
         self._sequences[sequence] = record
         self._set_first(sequence, daemons[0])

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import spillway
 from spillway.errors import SpillwayError, Unavailable
 
-from spillway_cluster.directory import DaemonRecord, Directory
+from spillway_cluster.directory import Directory
 from spillway_cluster.node import host_id
 from spillway_cluster.placement import Dealt, Moved
+from spillway_cluster.records import DaemonRecord
 
 # New sequences wait so long for daemons that are being restarted.
 _RESTART_SECONDS = 30.0

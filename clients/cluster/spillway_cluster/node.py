@@ -18,11 +18,11 @@ from typing import Protocol
 import spillway
 from spillway.errors import SpillwayError
 
-from spillway_cluster.directory import DaemonRecord, State
 from spillway_cluster.model_parts import ensure_part
 from spillway_cluster.moving import Copied, Ledger, move
 from spillway_cluster.placement import CLAIM_SECONDS, Dealt, whole_of
 from spillway_cluster.process import DaemonProcess
+from spillway_cluster.records import DaemonRecord, State
 
 _log = logging.getLogger(__name__)
 
