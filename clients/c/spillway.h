@@ -1,15 +1,14 @@
 /* libspillway: Spillway for programs of any language.
  *
- * A channel leads to a daemon, or to an engine in this process. Over it go
- * calls of the API (proto/spillway/v1), whose messages pass as they are,
- * serialised. The thread that waits for an answer is the one that reads it
- * from the socket: to a daemon, the library starts no threads of its own but one for
- * each channel, which looks once a second whether the daemon still knows that the
- * channel's client is there (SequenceService.Connect), and sleeps else.
+ * A channel connects to a daemon, or to an embedded engine in this process. It
+ * carries calls of the API (proto/spillway/v1) with serialised messages. The
+ * thread that waits for an answer reads it from the socket itself. For a daemon
+ * the library starts one thread per channel. Once a second this thread checks
+ * that the daemon still knows the channel's client (SequenceService.Connect).
  *
- * Channels are thread-safe. Of a call, one thread may send while another
- * receives; cancel may be called from any. Nothing throws, and no error ends
- * the process.
+ * Channels are thread-safe. In a call, one thread may send while another one
+ * receives, and any thread may cancel. No function throws, and no error ends the
+ * process.
  */
 #ifndef SPILLWAY_SPILLWAY_H_
 #define SPILLWAY_SPILLWAY_H_
@@ -27,9 +26,9 @@ extern "C" {
 #define SPILLWAY_INTERFACE 1
 SPILLWAY_EXPORT int spillway_interface(void);
 
-/* Why the last function that failed in this thread did so: a gRPC status code,
- * and text. details: a serialised google.rpc.Status, or nothing. Both are valid
- * until the thread's next failure. */
+/* The error of the last function that failed in this thread: returns a gRPC
+ * status code. message: text. details: a serialised google.rpc.Status, or
+ * nothing. Both are valid until the thread's next failure. */
 SPILLWAY_EXPORT int spillway_error(const char** message, const void** details,
                                    size_t* details_size);
 
@@ -39,123 +38,124 @@ typedef struct spillway_channel spillway_channel;
  *
  * target: gRPC target, for example "unix:/run/spillway.sock".
  *
- * Connects with its first call: that no daemon answers is how that call ends.
- * NULL where memory is exhausted. */
+ * It connects with its first call. If no daemon answers, that call fails.
+ * NULL if memory is exhausted. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open(const char* target);
 
-/* By what a daemon is reached over TCP. Each may be NULL. */
+/* TLS files and token for a daemon over TCP. Each field may be NULL. */
 typedef struct {
-  /* PEM files. The authorities that its certificate rests on; NULL: the system's. */
+  /* PEM file of the authorities that sign the daemon's certificate; NULL: the system's. */
   const char* tls_ca;
-  /* The client's own certificate, and its key. */
+  /* PEM files of the client's certificate and of its key. */
   const char* tls_certificate;
   const char* tls_key;
-  /* The bearer token that says whose calls these are. */
+  /* Bearer token of the calls. */
   const char* token;
 } spillway_access;
 
-/* The same as spillway_channel_open, with an access. TLS is spoken to "tls:host:port", and to a
- * host:port without "tcp:" where one of the files is named.
+/* The same as spillway_channel_open, with an access. TLS is used for "tls:host:port", and for
+ * host:port without "tcp:" if one of the files is named.
  *
- * NULL where a file cannot be read, a certificate is named without its key, or the token has
- * characters that none has (INVALID_ARGUMENT). */
+ * NULL (INVALID_ARGUMENT) if a file cannot be read, a certificate is named without its key, or
+ * the token has invalid characters. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open_with(const char* target,
                                                              const spillway_access* access);
 
-/* The same for a client that says itself that it is there.
+/* The same, for a program that calls SequenceService.Connect itself.
  *
- * client_id: what it calls itself in SequenceService.Connect, which it keeps open; the
- * channel's calls are that client's. NULL: the channel is a client of its own, and keeps
- * Connect open until it is closed. */
+ * client_id: the id in the SequenceService.Connect that the program keeps open. The channel's
+ * calls carry this id. NULL: the channel is a separate client, and keeps its own Connect
+ * open until it is closed. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open_as(const char* target,
                                                            const spillway_access* access,
                                                            const char* client_id);
 
-/* An engine in this process, and a channel to it; nothing else reaches it.
+/* An embedded engine in this process, and the only channel to it.
  *
  * settings: setting_count texts "name=value" with the names of the daemon's
- * settings file, for example "memory.limit=8GiB", "device.name=cuda:0". CUDA is
- * not touched where device.name is "cpu".
+ * settings file, for example "memory.limit=8GiB", "device.name=cuda:0". If
+ * device.name is "cpu", CUDA is not used at all.
  *
- * NULL where a setting is wrong (INVALID_ARGUMENT), a device is not there
- * (NOT_FOUND) or not built in (UNIMPLEMENTED), or memory is missing. */
+ * NULL if a setting is wrong (INVALID_ARGUMENT), a device does not exist
+ * (NOT_FOUND) or is not in this build (UNIMPLEMENTED), or memory is exhausted. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_embed(const char* const* settings,
                                                          size_t setting_count);
 
-/* Frees the channel and, if it has one, the engine with all it holds: calls
- * that still run on that end with an error. Calls stay the caller's to close. */
+/* Frees the channel and its embedded engine, if it has one, with all sequences.
+ * Calls that still run on that engine end with an error. The caller must still
+ * close its calls. */
 SPILLWAY_EXPORT void spillway_channel_close(spillway_channel* channel);
 
 typedef struct spillway_call spillway_call;
 
-/* Starts a call, of any method with or without streams.
+/* Starts a call of any method, with or without streams.
  *
  * method: for example "/spillway.v1.AttentionService/Decode".
- * timeout_seconds: how long the whole call may last; 0 or less: no limit.
+ * timeout_seconds: limit for the whole call; 0 or less: no limit.
  *
- * NULL where memory is exhausted. */
+ * NULL if memory is exhausted. */
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                                   double timeout_seconds);
 
-/* The same of a call that the program's own tracing knows, and finds in the daemon's log, by
- * an id: a W3C trace's or a request's, 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or
- * empty: none.
+/* The same, with an id that the daemon's log shows for the call: a W3C trace id or a request
+ * id, 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or empty: no id.
  *
- * NULL also where the id has other characters, or more (INVALID_ARGUMENT). */
+ * Also returns NULL if the id has other characters, or more of them (INVALID_ARGUMENT). */
 SPILLWAY_EXPORT spillway_call* spillway_call_open_traced(spillway_channel* channel,
                                                          const char* method, double timeout_seconds,
                                                          const char* trace_id);
 
-/* Sends a copy of a message, in order, without waiting. What cannot be written
- * yet is kept, without a bound, and goes out while a later function sends or
- * receives. Returns 0, or -1 when the call is known to have ended: receive tells
- * how. */
+/* Sends a copy of a message, in order, without waiting. Data that cannot be
+ * written yet is kept, without a limit, and is written when a later function sends
+ * or receives. Returns 0, or -1 if the call has ended: receive then tells how. */
 SPILLWAY_EXPORT int spillway_call_send(spillway_call* call, const void* message, size_t size);
 
-/* Says that no message follows those that were sent: a call of a method that
- * takes one message is answered then. */
+/* Ends the client's messages. A method that takes a single message answers only
+ * after this. */
 SPILLWAY_EXPORT void spillway_call_send_end(spillway_call* call);
 
 enum {
   SPILLWAY_RECEIVED = 0,
-  SPILLWAY_TIMED_OUT = 1, /* nothing came; the call goes on */
-  SPILLWAY_ENDED = 2      /* nothing will come; spillway_call_status tells why */
+  SPILLWAY_TIMED_OUT = 1, /* no message yet; the call continues */
+  SPILLWAY_ENDED = 2      /* no more messages; spillway_call_status tells why */
 };
 
-/* Waits for the next message, at most timeout_seconds (less than 0: for ever).
+/* Waits for the next message, at most timeout_seconds (less than 0: forever).
  * The message is valid until the next receive or close. */
 SPILLWAY_EXPORT int spillway_call_receive(spillway_call* call, double timeout_seconds,
                                           const void** message, size_t* size);
 
-/* How the call ended, once a receive has returned SPILLWAY_ENDED: a gRPC
- * status code, 0 for OK. message: text, NUL-terminated; details: a serialised
+/* The status of a call that has ended, after a receive returned SPILLWAY_ENDED: a
+ * gRPC status code, 0 for OK. message: text, NUL-terminated. details: a serialised
  * google.rpc.Status, or nothing. Both are valid until close. */
 SPILLWAY_EXPORT int spillway_call_status(spillway_call* call, const char** message,
                                          const void** details, size_t* details_size);
 
-/* Ends the call from this side; a receive that waits returns. */
+/* Cancels the call. A receive that waits returns. */
 SPILLWAY_EXPORT void spillway_call_cancel(spillway_call* call);
 
-/* Cancels and frees the call, which no other thread may be using. */
+/* Cancels and frees the call. No other thread may use it. */
 SPILLWAY_EXPORT void spillway_call_close(spillway_call* call);
 
-/* --- Decode steps without messages: on an engine in this process, or by a doorbell
- * in memory that this process and a daemon on its host share. */
+/* --- Decode steps without messages: with an embedded engine, or through a doorbell in
+ * memory that this process shares with a daemon on its host. */
 
 typedef struct spillway_step spillway_step;
 
-/* Announces a step: a serialised spillway.v1.DecodeStep. One thread at a time
- * uses it. An engine whose channel is closed goes with its last step.
+/* Announces a step. description: a serialised spillway.v1.DecodeStep. Only one
+ * thread at a time may use a step. If the channel of an embedded engine is closed,
+ * the engine ends with its last step.
  *
- * NULL where the description is refused, or a daemon shares no memory with this
- * process (UNIMPLEMENTED): it is reached by TCP, or its second socket is not there. */
+ * NULL if the description is refused. NULL with UNIMPLEMENTED if the daemon shares no
+ * memory with this process, because it is connected over TCP, or its second socket
+ * does not exist. */
 SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
                                                    const void* description, size_t size);
 
 /* Element types, numbered as spillway.v1.DType. */
 enum { SPILLWAY_F32 = 1, SPILLWAY_F16 = 2, SPILLWAY_BF16 = 3 };
 
-/* Of a step's model. */
+/* The shape of a step's model. */
 typedef struct {
   int32_t query_head_count;
   int32_t kv_head_count;
@@ -163,19 +163,19 @@ typedef struct {
   int32_t row_dtype; /* of K and V */
 } spillway_step_shape;
 
-/* The same step by messages, of a daemon anywhere: on a Decode stream of its own, without
- * memory that both share. Said to no daemon before the first attend, which tells what is
- * refused. After a daemon was gone, or an attend has failed, the next one opens another
+/* The same step by messages, for a daemon anywhere. It uses its own Decode stream, and no
+ * shared memory. The daemon first sees it with the first attend, which also returns any
+ * refusal. If the daemon was gone, or an attend has failed, the next attend opens a new
  * stream.
  *
- * NULL where the description is none, a number of the shape is below 1
- * (INVALID_ARGUMENT), or the engine is in this process (UNIMPLEMENTED). */
+ * NULL if the description does not parse or a number of the shape is below 1
+ * (INVALID_ARGUMENT), or if the engine is in this process (UNIMPLEMENTED). */
 SPILLWAY_EXPORT spillway_step* spillway_step_begin_streamed(spillway_channel* channel,
                                                             const void* description, size_t size,
                                                             const spillway_step_shape* shape);
 
-/* Elements of sequences, tokens and heads: how far each of these is from the
- * next, bytes. The elements of a head lie side by side. */
+/* A tensor of sequences, tokens and heads. Strides are in bytes. The elements of a
+ * head are contiguous. */
 typedef struct {
   void* data;
   int64_t sequence_stride;
@@ -185,7 +185,7 @@ typedef struct {
 
 typedef struct {
   int32_t q_dtype;
-  int32_t out_dtype;   /* q's or SPILLWAY_F32 */
+  int32_t out_dtype;   /* that of q, or SPILLWAY_F32 */
   spillway_tensor q;   /* [B, T, H_q, d], after the positional encoding */
   spillway_tensor k;   /* [B, T, H_kv, d] in the model's dtype, likewise */
   spillway_tensor v;   /* the same */
@@ -193,158 +193,163 @@ typedef struct {
   float* lse;          /* [B, T, H_q] in C order, written; may be NULL */
 } spillway_step_tensors;
 
-/* Appends the step's new tokens at a layer and attends. On an engine in this process
- * inputs are read and outputs written in place, in this thread; to a daemon they are
- * copied through the shared memory.
+/* Appends the step's new tokens at a layer, and attends. An embedded engine reads inputs
+ * and writes outputs in place, in this thread. For a daemon they are copied through the
+ * shared memory.
  *
- * Returns 0, or a gRPC status code that spillway_error tells of: the first
- * part's that failed. The outputs of the others are written. */
+ * Returns 0, or the gRPC status code of the first part that failed; spillway_error has
+ * the details. The outputs of the other parts are written. */
 SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
                                          const spillway_step_tensors* tensors);
 
-/* What the following two return where no answer has come yet. */
+/* The next two functions return this if there is no answer yet. */
 enum { SPILLWAY_UNANSWERED = -1 };
 
-/* The same, for callers that look now and then whether they are to stop: returns
- * SPILLWAY_UNANSWERED where a daemon has not answered within timeout_seconds (less than
- * 0: for ever), or a signal came. Until an answer has come by spillway_step_await, the
- * step's other functions refuse (FAILED_PRECONDITION), but spillway_step_end: that gives
- * the attend up, and nothing of the caller's is written any more. The daemon then either
- * never begins it or ends it: whether its tokens are appended, the sequences tell. An
- * engine in this process answers first, whatever the timeout. */
+/* The same, for callers that want to check from time to time whether they should stop. It
+ * returns SPILLWAY_UNANSWERED if a daemon has not answered within timeout_seconds (less
+ * than 0: no limit), or if a signal came. Until spillway_step_await returns an answer, all
+ * other functions of the step fail (FAILED_PRECONDITION), except spillway_step_end. This
+ * gives up the attend, and nothing is written to the caller's memory any more. The daemon
+ * then either completes the attend or never begins it. The sequences show whether its
+ * tokens were appended. An embedded engine always answers before it returns, whatever the
+ * timeout. */
 SPILLWAY_EXPORT int spillway_step_attend_for(spillway_step* step, int layer,
                                              const spillway_step_tensors* tensors,
                                              double timeout_seconds);
 
-/* Waits on for an attend that is unanswered, given the same tensors. */
+/* Continues to wait for an attend without an answer. Pass the same tensors. */
 SPILLWAY_EXPORT int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
                                         double timeout_seconds);
 
-/* What one of several steps, each of another daemon, has of the tensors of all. */
+/* One of several steps on different daemons, and its part of the tensors of all. */
 typedef struct {
   spillway_step* step;
-  int32_t code;             /* written: as spillway_step_attend_for returns it */
-  int32_t layer_first;      /* which layer the step calls 0 */
-  int32_t sequence_first;   /* of its sequences, in all; */
-  int32_t sequence_every;   /* and how far each is from the next */
-  int32_t query_head_first; /* of its query heads, in all, which follow one another */
-  int32_t kv_head_first;    /* of its KV heads, likewise */
-  float* lse;               /* of its own: as of spillway_step_tensors */
+  int32_t code;             /* written: the result, as of spillway_step_attend_for */
+  int32_t layer_first;      /* the layer that is layer 0 of the step */
+  int32_t sequence_first;   /* index in `all` of its first sequence */
+  int32_t sequence_every;   /* distance in `all` between its sequences */
+  int32_t query_head_first; /* index in `all` of its first query head; the others follow */
+  int32_t kv_head_first;    /* index in `all` of its first KV head; the others follow */
+  float* lse;               /* its own log-sum-exp, as in spillway_step_tensors */
 } spillway_step_share;
 
-/* Asks all of them for a layer before it waits for the first answer: daemons work at the
- * same moment. Each is as by spillway_step_attend_for, and one that fails leaves the others
- * alone; engines in this process attend one after the other.
+/* Attends at a layer with several steps. It sends all requests before it waits for the
+ * first answer, so the daemons work in parallel. Each step behaves as with
+ * spillway_step_attend_for, and a step that fails does not affect the others. Embedded
+ * engines attend one after the other.
  *
- * all: of every sequence and head; its lse is not looked at.
+ * all: the tensors of every sequence and head; its lse is not used.
  *
- * Returns 0 where all are answered, SPILLWAY_UNANSWERED where one is not yet, or else the
- * code of the first that failed. */
+ * Returns 0 if all steps succeeded, SPILLWAY_UNANSWERED if any has no answer yet, and
+ * otherwise the code of the first step that failed. */
 SPILLWAY_EXPORT int spillway_steps_attend(spillway_step_share* shares, size_t count, int layer,
                                           const spillway_step_tensors* all, double timeout_seconds);
 
-/* Waits on for those whose code is SPILLWAY_UNANSWERED, given the same tensors; returns as
- * spillway_steps_attend. */
+/* Continues to wait for the steps whose code is SPILLWAY_UNANSWERED. Pass the same tensors.
+ * Returns as spillway_steps_attend. */
 SPILLWAY_EXPORT int spillway_steps_await(spillway_step_share* shares, size_t count,
                                          const spillway_step_tensors* all, double timeout_seconds);
 
 /* Certificates and counts of the step's last attend: a serialised
- * spillway.v1.AttendResponse without tensors, a result for each part. Valid
- * until the step's next function. Returns 0, or -- of a daemon that is gone -- a gRPC
- * status code. */
+ * spillway.v1.AttendResponse without tensors, with one result per part. It is valid
+ * until the next function of the step. Returns 0, or a gRPC status code if the daemon
+ * is gone. */
 SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** message, size_t* size);
 
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
-/* --- Regions of a GPU's memory, which a daemon on this host has attached
+/* --- Regions of GPU memory that a daemon on this host has allocated
  * (MemoryService.AttachRegion with a device). */
 
 typedef struct spillway_gpu_region spillway_gpu_region;
 
-/* Maps one into this process, once.
+/* Maps a region into this process. A region can be mapped once.
  *
  * device: its Region.device. handle: its AttachRegionResponse.ipc_handle.
- * address: where it is, for this process's CUDA. ordinal: CUDA's number of the GPU in
- * this process.
+ * address: written, its CUDA address in this process. ordinal: written, CUDA's number of
+ * the GPU in this process.
  *
- * NULL where the library was built without CUDA (UNIMPLEMENTED), this process does not
- * see the GPU (NOT_FOUND), or CUDA refuses. */
+ * NULL if the library was built without CUDA (UNIMPLEMENTED), this process does not see
+ * the GPU (NOT_FOUND), or CUDA refuses. */
 SPILLWAY_EXPORT spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle,
                                                              size_t size, void** address,
                                                              int* ordinal);
 
-/* Waits for the GPU and unmaps it: nothing may use its addresses afterwards. Belongs
- * before DetachRegion. */
+/* Waits for the GPU and unmaps the region. Its addresses must not be used afterwards.
+ * Call it before DetachRegion. */
 SPILLWAY_EXPORT void spillway_gpu_region_unmap(spillway_gpu_region* region);
 
-/* --- Decoding on CUDA streams, with tensors in the GPU's memory. By an engine in this
- * process attends are enqueued and can be captured into a CUDA graph; by a daemon on this
- * host, with a GPU that this process sees too, each attend is a call, which waits for the
- * stream and for the daemon: no stream may be captured. */
+/* --- Decoding on CUDA streams, with tensors in GPU memory. An embedded engine enqueues
+ * attends on the stream, and they can be captured into a CUDA graph. A daemon on this host
+ * must use a GPU that this process sees too. Each attend is then a call that waits for the
+ * stream and for the daemon, and the stream must not be captured. */
 
 typedef struct spillway_decoder spillway_decoder;
 
-/* Opens a decoder of the sequences that a serialised spillway.v1.DecodeStep
- * describes, and holds them: until it is closed, other requests for them are
- * refused. token_count_max: tokens that a sequence may come to, for which memory
- * is made. One thread at a time uses a decoder.
+/* Opens a decoder for the sequences of a serialised spillway.v1.DecodeStep, and holds
+ * them: other requests for them are refused until the decoder is closed.
+ * token_count_max: the largest length of a sequence; memory is allocated for it. Only
+ * one thread at a time may use a decoder.
  *
- * NULL where it is refused, the device is no GPU, or a daemon shares no memory with this
- * process (UNIMPLEMENTED), or its GPU is none of this process's (NOT_FOUND). A client of
- * a daemon that ends, however it does, lets its sequences go. */
+ * NULL if the description is refused, or the device is not a GPU. NULL with UNIMPLEMENTED
+ * if the daemon shares no memory with this process, and with NOT_FOUND if this process
+ * does not see the daemon's GPU. If a daemon's client ends for any reason, its sequences
+ * are released. */
 SPILLWAY_EXPORT spillway_decoder* spillway_decoder_open(spillway_channel* channel,
                                                         const void* description, size_t size,
                                                         int64_t token_count_max);
 
-/* CUDA's number in this process of the daemon's GPU, which tensors lie on; -1 of an engine
- * in this process, which has one of its own. */
+/* CUDA's number, in this process, of the daemon's GPU, on which the tensors must be. -1
+ * for an embedded engine. */
 SPILLWAY_EXPORT int spillway_decoder_gpu(const spillway_decoder* decoder);
 
-/* Begins a step: announces the next tokens of every sequence on a cudaStream_t,
- * behind all that the step before has put there. Not while it is captured. Returns
- * without waiting for the GPU, unless two steps are on their way.
+/* Begins a step: announces the next tokens of every sequence on a cudaStream_t, after
+ * all work of the step before. The stream must not be captured. Returns without waiting
+ * for the GPU, unless two steps are in flight.
  *
- * version: of the launches. A graph that was captured at another version must not
- * be launched for this step; where it is, outputs are NaN and the step fails.
+ * version: written, the version of the launches. A graph that was captured with another
+ * version must not be launched for this step. If it is, outputs are NaN and the step
+ * fails.
  *
- * Returns 0, or a gRPC status code that spillway_error tells of: also of an earlier
- * step that has failed on the GPU. Its tokens, and those after them, are gone then
- * from the sequences that it is of. */
+ * Returns 0, or a gRPC status code; spillway_error has the details. The error may be that
+ * of an earlier step that failed on the GPU. The tokens of that step, and all later ones,
+ * are then removed from its sequences. */
 SPILLWAY_EXPORT int spillway_decoder_next(spillway_decoder* decoder, void* stream,
                                           uint64_t* version);
 
-/* Enqueues a layer of the step: appends its K and V and attends. All tensors lie in
- * the GPU's memory; rows of q, k and v are aligned to 16 bytes. lse may be NULL. With an
- * engine in this process the stream may be one that is captured; with a daemon that is
- * FAILED_PRECONDITION, and what is left on the stream are the copies of out and lse. */
+/* Enqueues a layer of the step: appends its K and V, and attends. All tensors are in GPU
+ * memory. Rows of q, k and v are aligned to 16 bytes. lse may be NULL. With an embedded
+ * engine the stream may be captured. With a daemon that is FAILED_PRECONDITION. With a
+ * daemon, only the copies of out and lse may still be pending on the stream when the
+ * function returns. */
 SPILLWAY_EXPORT int spillway_decoder_attend(spillway_decoder* decoder, int layer,
                                             const spillway_step_tensors* tensors, void* stream);
 
-/* Ends the step and waits for the GPU. Errors as of spillway_decoder_next. */
+/* Ends the step and waits for the GPU. Errors as for spillway_decoder_next. */
 SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* stream);
 
-/* Certificates and counts of a layer of the step that spillway_decoder_finish has
- * ended, until the next begins: as spillway_step_results. */
+/* Certificates and counts of a layer, as in spillway_step_results, for the step that
+ * spillway_decoder_finish has ended. Call it before the next step begins. */
 SPILLWAY_EXPORT int spillway_decoder_results(spillway_decoder* decoder, int layer,
                                              const void** message, size_t* size);
 
-/* Sums over a layer's steps that have ended well. */
+/* Sums over all steps of a layer that have succeeded. */
 typedef struct {
   int64_t attend_count;      /* queries, of all sequences */
   int64_t touched_row_count; /* over KV heads */
   int64_t visible_row_count; /* the same */
-  int64_t exact_count;       /* certificates by promise, one a query head */
+  int64_t exact_count;       /* certificates by kind of error bound, one per query head */
   int64_t statistical_count;
   int64_t none_count;
-  int64_t certified_error_count; /* that are finite */
+  int64_t certified_error_count; /* number of finite errors */
   double certified_error_sum;
 } spillway_decoder_sums;
 
-/* layer: one of the model's. Zeros of a daemon that is gone. */
+/* layer: a layer of the model. All sums are 0 if the daemon is gone. */
 SPILLWAY_EXPORT spillway_decoder_sums spillway_decoder_sums_of(spillway_decoder* decoder,
                                                                int layer);
 
-/* Ends the step, waits for the GPU, and lets the sequences go. */
+/* Ends the step, waits for the GPU, and releases the sequences. */
 SPILLWAY_EXPORT void spillway_decoder_close(spillway_decoder* decoder);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// By what a client reaches a daemon over TCP, and who it says that it is.
+// TLS files and token with which a client connects to a daemon.
 #pragma once
 
 #include <memory>
@@ -11,23 +11,22 @@
 namespace spillway {
 
 struct Access {
-  // PEM files, of TLS. The authorities that the daemon's certificate rests on; empty: the
-  // system's.
+  // PEM file of the authorities that sign the daemon's certificate; empty: the system's.
   std::string tls_ca;
-  // The client's own certificate and its key, for daemons that ask for one; empty: none.
+  // PEM files of the client's certificate and its key, for daemons that ask for one; empty: none.
   std::string tls_certificate;
   std::string tls_key;
-  // What `spillway tokens new` has printed, for daemons that ask for one; empty: none.
+  // The token that `spillway tokens new` printed, for daemons that ask for one; empty: none.
   std::string token;
 };
 
-// What the environment says: SPILLWAY_TLS_CA, SPILLWAY_TLS_CERT, SPILLWAY_TLS_KEY, SPILLWAY_TOKEN.
+// The access from the environment: SPILLWAY_TLS_CA, SPILLWAY_TLS_CERT, SPILLWAY_TLS_KEY, SPILLWAY_TOKEN.
 Access DefaultAccess();
 
-// A channel to a target as NormalizeTarget takes it, or "tls:host:port". TLS is spoken there, and
-// to a host:port without "tcp:" where a file of TLS is named. Connects with its first call.
-// INVALID_ARGUMENT for a file that cannot be read, a certificate without its key, or a token that
-// is none.
+// Opens a channel. target: as for NormalizeTarget, or "tls:host:port". TLS is used for "tls:",
+// and for host:port without "tcp:" if a TLS file is named. The channel connects with its first
+// call. INVALID_ARGUMENT if a file cannot be read, a certificate has no key, or the token has
+// invalid characters.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> OpenChannel(const std::string& target,
                                                            const Access& access,
                                                            grpc::ChannelArguments arguments = {});

@@ -14,7 +14,7 @@ namespace spillway {
 
 class CallContext {
  public:
-  // No deadline when `timeout` is infinite. client_id: as PresenceKeeper has it.
+  // No deadline if `timeout` is infinite. client_id: that of the PresenceKeeper.
   CallContext(absl::Duration timeout, std::stop_token stop, const std::string& client_id)
       : on_stop_(std::move(stop), [this] { context_.TryCancel(); }) {
     context_.AddMetadata(kClientMetadata, client_id);
@@ -27,7 +27,8 @@ class CallContext {
 
  private:
   grpc::ClientContext context_;
-  // After the context: destroyed first, so that a stop never meets a dead one.
+  // Declared after the context, so that it is destroyed first: a stop never uses a destroyed
+  // context.
   std::stop_callback<std::function<void()>> on_stop_;
 };
 

@@ -32,26 +32,26 @@
 namespace spillway {
 
 struct ClientOptions {
-  // Time for Connect to reach the daemon and learn what it is.
+  // Time limit for Connect, which reaches the daemon and reads its server info.
   absl::Duration connect_timeout = absl::Seconds(5);
-  // Deadline of unary calls that name none. Streams have none of themselves.
+  // Deadline of unary calls without a timeout of their own. Streams have no deadline by default.
   absl::Duration call_timeout = absl::Seconds(60);
-  // By what the daemon is reached over TCP.
+  // TLS files and token.
   Access access = DefaultAccess();
 };
 
 // How one call may end early.
 struct CallOptions {
-  // Replaces the client's; absl::InfiniteDuration() for no deadline. Passing
-  // it ends the call with DEADLINE_EXCEEDED.
+  // Replaces the client's timeout; absl::InfiniteDuration(): no deadline. After the deadline
+  // the call ends with DEADLINE_EXCEEDED.
   std::optional<absl::Duration> timeout = std::nullopt;
   // A stop request ends the call with CANCELLED.
   std::stop_token stop = {};
 };
 
-// One connection to a daemon. Thread-safe: calls may run at the same time on
-// one client. It must outlive the streams that it opened. Sequences that it made without an id,
-// and that no other client uses, go a while after it does (the daemon's
+// One connection to a daemon. Thread-safe: calls may run at the same time on one client. It must
+// outlive the streams that it opened. If it created sequences without an id, and no other client
+// uses them, the daemon deletes them some time after the client is gone (the daemon's
 // sequences.unnamed_grace_seconds).
 class Client {
  public:
@@ -60,13 +60,13 @@ class Client {
 
   // Connects to an address such as "unix:/path", "127.0.0.1:7311" or "tls:host:7311", see
   // OpenChannel, and reads the server info. UNAVAILABLE if nothing answers there,
-  // UNAUTHENTICATED where the daemon takes another token, FAILED_PRECONDITION for a daemon of
+  // UNAUTHENTICATED if the daemon does not accept the token, FAILED_PRECONDITION if the daemon has
   // another major version.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options = {});
 
-  // The same over a channel that is open already, to an engine in this process
-  // (daemon/server/embedded.h) for example.
+  // The same over a channel that is already open, for example to an embedded engine
+  // (daemon/server/embedded.h).
   static absl::StatusOr<std::unique_ptr<Client>> Connect(std::shared_ptr<grpc::Channel> channel,
                                                          const std::string& target,
                                                          const ClientOptions& options = {});
@@ -74,66 +74,66 @@ class Client {
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  // What the daemon said when this client connected.
+  // The server info from when this client connected.
   const v1::GetServerInfoResponse& server_info() const { return server_info_; }
 
   // --- Daemon.
 
-  // Asks again: a boot_id other than server_info()'s means that the daemon
-  // restarted and every sequence is gone.
+  // Reads the server info again. If its boot_id differs from that of server_info(), the daemon has
+  // restarted, and every sequence is gone, unless store_id is the same.
   absl::StatusOr<v1::GetServerInfoResponse> GetServerInfo(const CallOptions& options = {});
 
-  // Memory and work, and those of all models, or of `model` (models/{id}) and its sequences. All
-  // pages.
+  // Memory and work of the daemon and of all models, or of `model` (models/{id}) and its sequences.
+  // Reads all pages.
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(const std::string& model = "",
                                                           const CallOptions& options = {});
 
-  // Everything that the daemon counts and measures.
+  // All metrics of the daemon.
   absl::StatusOr<std::vector<v1::MetricFamily>> GetMetrics(const CallOptions& options = {});
 
   // --- Models. Names are models/{id}.
 
-  // `id` may be empty: the daemon then chooses. Returns the model as created.
+  // If `id` is empty, the daemon chooses one. Returns the model as created.
   absl::StatusOr<v1::Model> CreateModel(const std::string& id, const v1::Model& model,
                                         const CallOptions& options = {});
   absl::StatusOr<v1::Model> GetModel(const std::string& name, const CallOptions& options = {});
-  // All pages.
+  // Reads all pages.
   absl::StatusOr<std::vector<v1::Model>> ListModels(const CallOptions& options = {});
   absl::Status DeleteModel(const std::string& name, const CallOptions& options = {});
-  // Uploads the bytes of one safetensors file; returns the model, now ready.
+  // Uploads the bytes of one safetensors file. Returns the model, which is then ready.
   absl::StatusOr<v1::Model> UploadHashWeights(const std::string& name, std::string_view file,
                                               const CallOptions& options = {});
 
   // --- Sequences. Names are sequences/{id}.
 
-  // `id` may be empty. `sequence` needs its model.
+  // `id` may be empty. `sequence` must name its model.
   absl::StatusOr<v1::Sequence> CreateSequence(const std::string& id, const v1::Sequence& sequence,
                                               const CallOptions& options = {});
   absl::StatusOr<v1::Sequence> GetSequence(const std::string& name,
                                            const CallOptions& options = {});
-  // All pages; of one model, or with an empty name of all.
+  // Sequences of one model, or of all if `model` is empty. Reads all pages.
   absl::StatusOr<std::vector<v1::Sequence>> ListSequences(const std::string& model = "",
                                                           const CallOptions& options = {});
-  // `id` of the copy may be empty.
+  // `id` is that of the copy, and may be empty.
   absl::StatusOr<v1::Sequence> ForkSequence(const std::string& name, const std::string& id = "",
                                             const CallOptions& options = {});
   // Keeps the first `token_count` tokens of every layer.
   absl::StatusOr<v1::Sequence> TruncateSequence(const std::string& name, int64_t token_count,
                                                 const CallOptions& options = {});
-  // Ends appends to it and truncations, or lets them go on; see SequenceService.SealSequence.
+  // Forbids appends and truncations, or allows them again; see SequenceService.SealSequence.
   absl::StatusOr<v1::Sequence> SealSequence(const std::string& name, bool sealed,
                                             const CallOptions& options = {});
   absl::Status DeleteSequence(const std::string& name, const CallOptions& options = {});
-  // FAILED_PRECONDITION, reason SEQUENCE_NOT_SEALED, for one that is not sealed, which stays.
+  // Deletes it only if it is sealed; otherwise FAILED_PRECONDITION, reason SEQUENCE_NOT_SEALED.
   absl::Status DeleteSealedSequence(const std::string& name, const CallOptions& options = {});
-  // Saves it to a folder of the daemon's host, by default without a deadline; see
+  // Saves it to a folder on the daemon's host, by default without a deadline. See
   // SequenceService.SaveSequence for the folder's name and for client_data.
   absl::StatusOr<v1::SaveSequenceResponse> SaveSequence(const std::string& name,
                                                         const std::string& folder,
                                                         const std::string& client_data = "",
                                                         const CallOptions& options = {});
-  // Makes a sequence of what was saved, likewise. `id` may be empty, and so may `sequence`, which
-  // says what shall be other than it was.
+  // Creates a sequence from a snapshot, by default without a deadline. `id` may be empty. `sequence`
+  // has the fields that replace the saved ones, and may be empty too.
   absl::StatusOr<v1::LoadSequenceResponse> LoadSequence(const std::string& folder,
                                                         const std::string& id = "",
                                                         const v1::Sequence& sequence = {},
@@ -141,24 +141,24 @@ class Client {
 
   // --- K/V and attention.
 
-  // Appends the rows, cut into messages of the daemon's size. On failure the
-  // chunks before the one that failed stay; the same call again skips what is
-  // there and goes on.
+  // Appends the rows, split into messages of the size that the daemon accepts. If a chunk fails, the
+  // chunks before it remain. If the same call is repeated, it skips the chunks that are there, and
+  // continues.
   absl::StatusOr<v1::AppendResponse> Append(const KvRows& rows, const CallOptions& options = {});
 
-  // Each result has a status of its own, see ToAbslStatus().
+  // Each result has its own status, see ToAbslStatus().
   absl::StatusOr<v1::AttendResponse> Attend(const v1::AttendRequest& request,
                                             const CallOptions& options = {});
 
-  // Opens a stream that appends and attends; by default without a deadline.
-  // Failures show at its first Send or Receive.
+  // Opens a stream that appends and attends, by default without a deadline. If it cannot be opened,
+  // its first Send or Receive fails.
   std::unique_ptr<DecodeStream> OpenDecode(const CallOptions& options = {});
 
   absl::StatusOr<v1::SelectResponse> Select(const v1::SelectRequest& request,
                                             const CallOptions& options = {});
 
-  // Calls `on_rows` for every message of the stream, in order. An error that
-  // it returns cancels the stream and is returned.
+  // Calls `on_rows` for every message of the stream, in order. If it returns an error, the stream is
+  // cancelled, and FetchPages returns that error.
   absl::Status FetchPages(const v1::FetchPagesRequest& request,
                           absl::FunctionRef<absl::Status(v1::FetchPagesResponse)> on_rows,
                           const CallOptions& options = {});
@@ -174,16 +174,15 @@ class Client {
   const std::unique_ptr<v1::ModelService::Stub> models_;
   const std::unique_ptr<v1::SequenceService::Stub> sequences_;
   const std::unique_ptr<v1::AttentionService::Stub> attention_;
-  // Written by Connect alone.
+  // Written only by Connect.
   v1::GetServerInfoResponse server_info_;
 };
 
-// $SPILLWAY_TARGET where set, else the socket that a daemon of this user
-// listens on unless configured otherwise.
+// $SPILLWAY_TARGET if it is set, otherwise the default socket of a daemon of this user.
 std::string DefaultTarget();
 
-// The gRPC target of an address: a bare absolute path is that of a unix socket,
-// "tcp:host:port" is what the daemon's --listen calls host:port.
+// The gRPC target of an address. An absolute path is a unix socket, and "tcp:host:port" is
+// host:port, as in the daemon's --listen.
 std::string NormalizeTarget(const std::string& target);
 
 }  // namespace spillway

@@ -11,8 +11,8 @@ namespace spillway {
 
 class CallContext;
 
-// One thread may send while another receives; no more than one of each at a
-// time. Finish and the destructor need both to have ended.
+// One thread may send while another one receives, but only one of each at a time.
+// Call Finish and the destructor only after both have returned.
 class DecodeStream {
  public:
   DecodeStream(std::unique_ptr<CallContext> context, v1::AttentionService::Stub& stub);
@@ -22,24 +22,23 @@ class DecodeStream {
   DecodeStream(const DecodeStream&) = delete;
   DecodeStream& operator=(const DecodeStream&) = delete;
 
-  // Sends a request; blocks while the daemon is behind. UNAVAILABLE when the
+  // Sends a request. Blocks while the daemon does not read. UNAVAILABLE if the
   // stream has ended: Finish tells why.
   absl::Status Send(const v1::DecodeRequest& request);
 
-  // Waits for the next answer, which replaces what `response` holds; a loop
-  // that gives the same one each time has its memory used again. Answers of
-  // one sequence come in the order of its requests. UNAVAILABLE when the
-  // stream has ended.
+  // Waits for the next answer and writes it to `response`. To reuse memory, pass
+  // the same object each time. The answers for one sequence come in the order of
+  // its requests. UNAVAILABLE if the stream has ended.
   absl::Status Receive(v1::DecodeResponse& response);
 
-  // Sends and waits for the answer. An error of the request itself is in its
-  // result's status and leaves the stream open. FAILED_PRECONDITION when the
-  // answer is to another request.
+  // Sends a request and waits for its answer. If the request itself fails, the
+  // error is in the status of the result, and the stream stays open.
+  // FAILED_PRECONDITION if the answer is for another request.
   // REQUIRES: no other request is unanswered.
   absl::Status Step(const v1::DecodeRequest& request, v1::DecodeResponse& response);
 
-  // Tells the daemon that no more comes, drops answers not received, and
-  // returns how the stream ended. Call it once.
+  // Tells the daemon that there are no more requests, drops the remaining answers,
+  // and returns the status of the stream. Call it once.
   absl::Status Finish();
 
  private:

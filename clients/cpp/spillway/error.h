@@ -1,8 +1,8 @@
 // Errors of the client: absl::Status with the daemon's details as payloads.
 //
-// Every status that the client returns for a failed call has the gRPC code,
-// the daemon's message and, as payloads keyed by type URL, the google.rpc
-// details that came with it. The functions here read them back.
+// If a call fails, its status has the gRPC code and the daemon's message. The
+// google.rpc details are payloads, with their type URLs as keys. The functions
+// here read these details.
 #pragma once
 
 #include <map>
@@ -23,21 +23,21 @@ struct FieldViolation {
   std::string description;
 };
 
-// The status of a call as gRPC reports it. Details that do not parse as
-// google.rpc.Status are dropped; code and message are kept.
+// The status of a call, from gRPC's status. Details that do not parse as
+// google.rpc.Status are dropped. Code and message are kept.
 absl::Status ToAbslStatus(const grpc::Status& status);
 
 // The status of one item of an Attend or one answer of a Decode.
 absl::Status ToAbslStatus(const google::rpc::Status& status);
 
-// Reason of the google.rpc.ErrorInfo, for example "SEQUENCE_NOT_FOUND"; empty
-// when the status has none.
+// Reason in the google.rpc.ErrorInfo, for example "SEQUENCE_NOT_FOUND"; empty
+// if the status has none.
 std::string ErrorReason(const absl::Status& status);
 
-// Metadata of the google.rpc.ErrorInfo, for example {"boot_id", ...}.
+// Metadata in the google.rpc.ErrorInfo, for example {"boot_id", ...}.
 std::map<std::string, std::string> ErrorMetadata(const absl::Status& status);
 
-// Refused fields; empty when the status has no google.rpc.BadRequest.
+// Refused fields; empty if the status has no google.rpc.BadRequest.
 std::vector<FieldViolation> FieldViolations(const absl::Status& status);
 
 }  // namespace spillway

@@ -1,4 +1,4 @@
-// Cuts the K/V rows of one append into messages of a bounded size.
+// Splits the K/V rows of one append into messages of limited size.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace spillway {
 
-// K and V of consecutive tokens of consecutive layers, of one sequence.
+// K and V of one sequence, for consecutive tokens of consecutive layers.
 struct KvRows {
   // sequences/{id}.
   std::string sequence;
@@ -19,7 +19,7 @@ struct KvRows {
   // Half-open range of layers [layer_start, layer_start + layer_count).
   int32_t layer_start = 0;
   int32_t layer_count = 0;
-  // Position of the first token, and how many there are.
+  // Position of the first token, and the number of tokens.
   int64_t token_start = 0;
   int64_t token_count = 0;
   // The model's shape.
@@ -32,17 +32,17 @@ struct KvRows {
   std::string_view v;
 };
 
-// Yields the chunks of an append in order: whole layers together where several
-// fit in a message, else one layer at a time in runs of tokens. The cut depends
-// on nothing but the rows' shape and the bound, so that a repeated append has
-// the same chunks. Not thread-safe.
+// Yields the chunks of an append in order. If several whole layers fit into a message,
+// a chunk has whole layers. Otherwise it has consecutive tokens of one layer. The
+// chunks depend only on the shape and the message size, so a repeated append has the
+// same chunks. Not thread-safe.
 class KvChunker {
  public:
-  // INVALID_ARGUMENT when sizes and shape disagree, or when one token of one
-  // layer does not fit in a message.
+  // INVALID_ARGUMENT if the sizes do not match the shape, or if one token of one layer
+  // does not fit into a message.
   static absl::StatusOr<KvChunker> Create(const KvRows& rows, int64_t message_bytes_max);
 
-  // Fills `chunk` with the next rows; false when there are none left.
+  // Fills `chunk` with the next rows. Returns false if there are none left.
   bool Next(v1::KvChunk& chunk);
 
  private:
@@ -54,7 +54,7 @@ class KvChunker {
             v1::Tensor& tensor) const;
 
   KvRows rows_;
-  // Largest chunk; chunk_layer_count_ is 1 unless all tokens fit in a chunk.
+  // Largest chunk; chunk_layer_count_ is 1 unless all tokens fit into a chunk.
   int64_t chunk_layer_count_;
   int64_t chunk_token_count_;
   // First layer and token of the next chunk, relative to the rows.

@@ -1,4 +1,4 @@
-// Tells a daemon that this client is there, so that it keeps the sequences that nobody has named.
+// Tells a daemon that this client is connected, so that it keeps the client's unnamed sequences.
 #pragma once
 
 #include <memory>
@@ -11,18 +11,17 @@
 
 namespace spillway {
 
-// Metadata by which calls say which client they are of: PresenceKeeper::client_id().
+// Metadata with which calls name their client: PresenceKeeper::client_id().
 inline constexpr char kClientMetadata[] = "spillway-client";
 
-// A client under a random id, and the Connect stream that says that it is there
-// (SequenceService.Connect), opened anew where it breaks. Nobody waits for the stream: whoever
-// makes a call reads its connection, and a thread of its own looks once a second, asleep
-// else. Thread-safe.
+// The random id of a client, and its stream SequenceService.Connect, which is opened again if it
+// breaks. No thread waits for the stream. Calls of the client read its connection, and a thread of
+// its own checks it once a second. Thread-safe.
 class PresenceKeeper {
  public:
-  // Opens the stream, ahead of the calls that follow.
+  // Opens the stream, before any other call.
   explicit PresenceKeeper(std::shared_ptr<grpc::Channel> channel);
-  // Ends it: the client is gone.
+  // Ends the stream: the client is gone.
   ~PresenceKeeper();
   PresenceKeeper(const PresenceKeeper&) = delete;
   PresenceKeeper& operator=(const PresenceKeeper&) = delete;

@@ -1,4 +1,4 @@
-// Tensors of the API: bytes with a dtype and a shape, C order, little endian.
+// Tensors of the API: bytes with a dtype and a shape, in C order, little endian.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,9 @@ v1::Tensor MakeTensor(v1::DType dtype, absl::Span<const int64_t> shape, std::str
 // REQUIRES: values.size() == product(shape).
 v1::Tensor MakeTensor(absl::Span<const int64_t> shape, absl::Span<const float> values);
 
-// The elements of a DTYPE_F32 tensor where they lie; valid as long as the
-// tensor is neither changed nor destroyed. INVALID_ARGUMENT for another dtype
-// or when the size does not fit the shape.
+// The elements of a DTYPE_F32 tensor, without a copy. Valid until the tensor is changed
+// or destroyed. INVALID_ARGUMENT if the dtype differs, or the size does not match the
+// shape.
 absl::StatusOr<absl::Span<const float>> FloatValues(const v1::Tensor& tensor);
 
 }  // namespace spillway
