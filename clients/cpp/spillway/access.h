@@ -20,7 +20,8 @@ struct Access {
   std::string token;
 };
 
-// The access from the environment: SPILLWAY_TLS_CA, SPILLWAY_TLS_CERT, SPILLWAY_TLS_KEY, SPILLWAY_TOKEN.
+// The access from the environment: SPILLWAY_TLS_CA, SPILLWAY_TLS_CERT, SPILLWAY_TLS_KEY,
+// SPILLWAY_TOKEN.
 Access DefaultAccess();
 
 // Opens a channel. target: as for NormalizeTarget, or "tls:host:port". TLS is used for "tls:",

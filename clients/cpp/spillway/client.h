@@ -132,8 +132,8 @@ class Client {
                                                         const std::string& folder,
                                                         const std::string& client_data = "",
                                                         const CallOptions& options = {});
-  // Creates a sequence from a snapshot, by default without a deadline. `id` may be empty. `sequence`
-  // has the fields that replace the saved ones, and may be empty too.
+  // Creates a sequence from a snapshot, by default without a deadline. `id` may be empty.
+  // `sequence` has the fields that replace the saved ones, and may be empty too.
   absl::StatusOr<v1::LoadSequenceResponse> LoadSequence(const std::string& folder,
                                                         const std::string& id = "",
                                                         const v1::Sequence& sequence = {},
@@ -141,9 +141,9 @@ class Client {
 
   // --- K/V and attention.
 
-  // Appends the rows, split into messages of the size that the daemon accepts. If a chunk fails, the
-  // chunks before it remain. If the same call is repeated, it skips the chunks that are there, and
-  // continues.
+  // Appends the rows, split into messages of the size that the daemon accepts. If a chunk fails,
+  // the chunks before it remain. If the same call is repeated, it skips the chunks that are there,
+  // and continues.
   absl::StatusOr<v1::AppendResponse> Append(const KvRows& rows, const CallOptions& options = {});
 
   // Each result has its own status, see ToAbslStatus().
@@ -157,8 +157,8 @@ class Client {
   absl::StatusOr<v1::SelectResponse> Select(const v1::SelectRequest& request,
                                             const CallOptions& options = {});
 
-  // Calls `on_rows` for every message of the stream, in order. If it returns an error, the stream is
-  // cancelled, and FetchPages returns that error.
+  // Calls `on_rows` for every message of the stream, in order. If it returns an error, the stream
+  // is cancelled, and FetchPages returns that error.
   absl::Status FetchPages(const v1::FetchPagesRequest& request,
                           absl::FunctionRef<absl::Status(v1::FetchPagesResponse)> on_rows,
                           const CallOptions& options = {});
