@@ -49,6 +49,7 @@ def client(_: DaemonRecord) -> Any:
         server_info=info,
         statistics=lambda: SimpleNamespace(memory=memory, models=[]),
         close=lambda: None,
+        _restarts=SimpleNamespace(),
     )
 
 
@@ -176,6 +177,15 @@ def test_a_daemon_that_is_started_while_its_node_stops_is_ended(
     made.stop()
     assert not process.runs
     assert directory.daemon(name).restart_count == 0
+
+
+def test_a_call_for_a_daemon_that_is_stopped_is_given_up() -> None:
+    made_client = client(record(0, "unix:/nowhere"))
+    made = Node(EndsOnce(), Directory(MemoryStore()), record(0, ""), lambda _: made_client)  # type: ignore[arg-type]
+    made.start()
+    assert made_client._restarts.given_up() is None
+    made.stop()
+    assert "daemon-0 is stopped" in str(made_client._restarts.given_up())
 
 
 def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:

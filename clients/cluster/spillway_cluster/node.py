@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import spillway
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, Unavailable
 
 from spillway_cluster.model_parts import ensure_part
 from spillway_cluster.moving import Copied, Ledger, move
@@ -128,6 +128,8 @@ class Node:
         self._boot_id = info.boot_id
         if self._client is None:
             self._client = fresh
+            # Calls of the watcher wait for no daemon that is not to come back.
+            self._client._restarts.given_up = self._given_up
         else:
             fresh.close()
         self.name = self._directory.register(
@@ -176,6 +178,9 @@ class Node:
                 # The directory restarts too, and a daemon that cannot start may later.
                 _log.exception("%s", self.name)
                 self._stopping.wait(_REPORT_SECONDS)
+
+    def _given_up(self) -> SpillwayError | None:
+        return Unavailable(f"{self.name} is stopped") if self._stopping.is_set() else None
 
     def _tell_end(self, boot_id: str) -> None:
         try:
@@ -298,6 +303,8 @@ class Node:
         """Ends the daemon; its rows go."""
         self._stopping.set()
         self._process.stop(_GRACE_SECONDS)
+        # At once: Ray may have no patience for the rest.
+        self._process.clear()
         if self._watcher is not None:
             self._watcher.join()
             # It may have been about to start one.
