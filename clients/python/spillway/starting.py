@@ -33,7 +33,8 @@ def wait_until_serving(
     while True:
         try:
             with connect(target, timeout=_ANSWER_SECONDS, native=False) as client:
-                if client.health():
+                # Another process may have the address.
+                if client.health() and poll() is None:
                     return
         except (Unavailable, DeadlineExceeded):
             pass
