@@ -871,7 +871,7 @@ def _cluster_connect(target: str) -> Callable[..., Any]:
             raise
         raise ImportError(
             f"{target} is a cluster, whose client is in a package of its own: "
-            "pip install spillway-cluster"
+            "install its wheel, spillway_cluster-*.whl"
         ) from None
     made: Callable[..., Any] = package.connect
     return made
