@@ -12,7 +12,11 @@ Queries are scaled so that attention is peaked: over the flat attention of rando
 nothing but all rows would do. Spillway decodes by its default policy; the prompt, and the first
 step after it, are attended exactly, and must agree but for rounding.
 
+With --model and --text a real model reads a real text, beyond its own length by YaRN. All ways
+decode the text's next tokens, each given, and are compared by the next token that they find.
+
     python bench/gpu/small_gpu.py --out DIRECTORY
+    python bench/gpu/small_gpu.py --out DIRECTORY --model MODEL.gguf --text TEXT --ratios 0.25,1,2
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import hashlib
 import json
 import math
 import os
@@ -43,6 +48,7 @@ import torch
 import transformers
 from spillway.transformers import SpillwayCache, prompt_memory
 from spillway_lab import serving
+from spillway_lab.evaluation import language
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,12 +97,14 @@ class Outcome(NamedTuple):
         step_ms: Each step's milliseconds.
         logits: After the prompt and after the first step, [2, vocabulary].
         attention: Output of the first layer's attention at the same two tokens.
+        next_tokens: The likeliest token after the prompt and after each step.
     """
 
     prompt_s: float
     step_ms: list[float]
     logits: torch.Tensor
     attention: torch.Tensor
+    next_tokens: torch.Tensor
 
 
 class Bench:
@@ -108,30 +116,61 @@ class Bench:
         self.chunk: int = options.chunk
         self.steps: int = options.steps
         self.left = int(options.left * GIB)
+        self.factor = 1.0
+        if options.model is None:
+            self.model = self._random_model(options.shape)
+        else:
+            self.model = self._model(options)
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        self.token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        tokens = [int(ratio * self.left / self.token_bytes) for ratio in options.ratios]
+        # Whole chunks.
+        self.lengths = [max(n // self.chunk, 1) * self.chunk for n in tokens]
+        count = self.lengths[-1] + self.steps
+        if options.model is None:
+            generator = torch.Generator().manual_seed(2)
+            ids = torch.randint(VOCABULARY, (count,), generator=generator)
+        else:
+            tokenizer = language.load_tokenizer(options.model)
+            ids = language.tokenize(tokenizer, (options.text,))[:count]
+            if len(ids) < count:
+                raise SystemExit(f"{options.text} has {len(ids)} tokens, and {count} are needed")
+        self.ids = ids[None].to(self.device)
+
+    def _model(self, options: argparse.Namespace) -> Any:
+        config = language.load_config(options.model)
+        token_bytes = (
+            2
+            * 2
+            * config.num_hidden_layers
+            * config.num_key_value_heads
+            * (config.hidden_size // config.num_attention_heads)
+        )
+        longest = int(options.ratios[-1] * self.left / token_bytes) + self.steps
+        # A power of two of the model's own length, as its authors have it.
+        factor = longest / config.max_position_embeddings
+        self.factor = 1.0 if factor <= 1 else 2.0 ** math.ceil(math.log2(factor * 0.98))
+        return language.load_model(options.model, options.device, self.factor)
+
+    def _random_model(self, shape: str) -> Any:
         config = LlamaConfig(
-            **SHAPES[options.shape],
+            **SHAPES[shape],
             vocab_size=VOCABULARY,
             max_position_embeddings=1 << 21,
             rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-            initializer_range=DEVIATION / SHAPES[options.shape]["hidden_size"] ** 0.5,
+            initializer_range=DEVIATION / SHAPES[shape]["hidden_size"] ** 0.5,
             attn_implementation="sdpa",
         )
         torch.manual_seed(1)
         with self.device:
             model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-        self.model = model.eval()
         with torch.no_grad():
-            for layer in self.model.model.layers:
+            for layer in model.model.layers:
                 layer.self_attn.q_proj.weight *= QUERY_FACTOR
-        self.token_bytes = (
-            2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        )
-        tokens = [int(ratio * self.left / self.token_bytes) for ratio in RATIOS]
-        # Whole chunks.
-        self.lengths = [max(n // self.chunk, 1) * self.chunk for n in tokens]
-        generator = torch.Generator().manual_seed(2)
-        self.ids = torch.randint(VOCABULARY, (1, self.lengths[-1]), generator=generator)
-        self.ids = self.ids.to(self.device)
+        return model.eval()
 
     def limit(self, byte_count: int | None) -> None:
         """Limits what torch may take beside the weights; None: no more."""
@@ -150,8 +189,8 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def run(self, cache: Any, length: int, tokens: list[int] | None) -> Outcome:
-        """Reads a prompt in chunks and decodes; the tokens: those to read, or its own."""
+    def run(self, cache: Any, length: int) -> Outcome:
+        """Reads a prompt in chunks and decodes what follows it, each token given."""
         attention: list[torch.Tensor] = []
         first = self.model.model.layers[0].self_attn.o_proj
         hook = first.register_forward_pre_hook(
@@ -167,15 +206,17 @@ class Bench:
             self.synchronize()
             prompt_s = time.perf_counter() - begin
             logits = [made.float()]
+            next_tokens = [made.argmax()]
             times = []
             for index in range(self.steps):
-                token = int(logits[-1].argmax()) if tokens is None else tokens[index]
                 begin = time.perf_counter()
-                ids = torch.full((1, 1), token, device=self.device)
-                made = self.model(ids, past_key_values=cache).logits[0, -1].float()
-                logits.append(made)
+                at = length + index
+                made = self.model(self.ids[:, at : at + 1], past_key_values=cache).logits[0, -1]
+                next_tokens.append(made.argmax())
                 self.synchronize()
                 times.append(1000 * (time.perf_counter() - begin))
+                if index == 0:
+                    logits.append(made.float())
         finally:
             hook.remove()
         # The first steps warm up, and of Spillway the first is the prompt's.
@@ -184,16 +225,12 @@ class Bench:
             times[len(times) // 4 :],
             torch.stack(logits[:2]),
             torch.stack(attention[:2]),
+            torch.stack(next_tokens).cpu(),
         )
 
 
 def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((mine - wanted).norm() / wanted.norm())
-
-
-def tokens_of(bench: Bench, outcome: Outcome) -> list[int]:
-    """What all decode, so that all do the same: the first token, and then the prompt's."""
-    return [int(outcome.logits[0].argmax()), *bench.ids[0, : bench.steps].tolist()]
 
 
 def attempt(run: Callable[[], Outcome]) -> Outcome | str:
@@ -235,14 +272,10 @@ def measure(
             torch.cuda.reset_peak_memory_stats(bench.device)
         started = time.perf_counter()
 
-        def run(
-            length: int = length,
-            known: Outcome | None = known,
-            fields: dict[str, Any] = fields,
-        ) -> Outcome:
+        def run(length: int = length, fields: dict[str, Any] = fields) -> Outcome:
             cache = make()
             try:
-                made = bench.run(cache, length, None if known is None else tokens_of(bench, known))
+                made = bench.run(cache, length)
                 if isinstance(cache, SpillwayCache):
                     fields["rows_fraction"] = cache.statistics.rows_touched_fraction
                     fields["certified_error_mean"] = cache.statistics.certified_error_mean
@@ -263,6 +296,7 @@ def measure(
         fields |= times(length, outcome.prompt_s, step) | {
             "attention_relative_difference": difference(outcome.attention, known.attention),
             "logits_relative_difference": difference(outcome.logits, known.logits),
+            "same_next_token": float((outcome.next_tokens == known.next_tokens).double().mean()),
         }
         if bench.on_gpu:
             fields["torch_peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
@@ -271,7 +305,8 @@ def measure(
             f"{way:32} {length:8} tokens: prompt {outcome.prompt_s:7.2f} s, "
             f"{1000 / step:7.1f} tokens/s, attention differs by "
             f"{fields['attention_relative_difference']:.2g}, logits by "
-            f"{fields['logits_relative_difference']:.2g}",
+            f"{fields['logits_relative_difference']:.2g}, same next token "
+            f"{fields['same_next_token']:.1%}",
             flush=True,
         )
 
@@ -380,8 +415,11 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     prompt.set_yscale("log")
     prompt.yaxis.set_major_formatter("{x:g}")
     prompt.set_ylabel("seconds to read the prompt")
+    model = environment["shape_name"]
+    if "yarn_factor" not in environment:
+        model = f"Llama of {model}'s shape"
     figure.suptitle(
-        f"Llama of {environment['shape_name']}'s shape, {environment['left_bytes'] / GIB:.3g} GiB "
+        f"{model}, {environment['left_bytes'] / GIB:.3g} GiB "
         f"of GPU memory beside the weights ({environment['device']}, {environment['date']})",
         fontsize=10,
     )
@@ -404,6 +442,24 @@ def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def told_model(options: argparse.Namespace, factor: float) -> dict[str, Any]:
+    """Which model reads which text."""
+    if options.model is None:
+        return {"shape_name": options.shape, "shape": SHAPES[options.shape]}
+    path = Path(options.model)
+    hashes = {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in (("model_sha256", path), ("text_sha256", options.text))
+        if file.is_file()
+    }
+    return {
+        "shape_name": options.name or path.stem,
+        "text": options.text.name,
+        "yarn_factor": factor,
+        **hashes,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--left", type=float, default=1.75, help="GiB beside the weights")
@@ -415,6 +471,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20, help="of transformers' caches")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--model", help="a folder or a .gguf file, in place of random weights")
+    parser.add_argument("--name", help="the model's, for the picture")
+    parser.add_argument("--text", type=Path, help="what the model reads")
+    parser.add_argument(
+        "--ratios",
+        type=lambda text: tuple(float(part) for part in text.split(",")),
+        default=RATIOS,
+        help="K/V over what is left, ascending",
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, required=True, help="for small_gpu.json and pictures")
     parser.add_argument(
@@ -447,8 +512,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
                 "device": client.server_info.devices[0].description,
-                "shape_name": options.shape,
-                "shape": SHAPES[options.shape],
+                **told_model(options, bench.factor),
                 "weight_bytes": sum(p.nbytes for p in bench.model.parameters()),
                 "token_bytes": bench.token_bytes,
                 "left_bytes": bench.left,
@@ -476,7 +540,7 @@ def main() -> None:
         bench.limit(None)
         for make in (own, spilled):
             cache = make()
-            bench.run(cache, bench.lengths[0], None)
+            bench.run(cache, bench.lengths[0])
             if isinstance(cache, SpillwayCache):
                 cache.close()
             del cache
