@@ -386,7 +386,7 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
     axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
     axes.minorticks_off()
     # The longest curve's name stands beside it.
-    axes.set_xlim(right=lengths[-1] * 3)
+    axes.set_xlim(right=lengths[-1] * 2.5)
     axes.set_xlabel("tokens of context")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -427,10 +427,10 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
-    """The one picture of the README: what ends by memory, and what goes on."""
+    """What ends when memory does, and what goes on."""
     environment = records[0]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    draw(axes, [r for r in records if r["name"] != OFFLOADED], "tokens_per_s")
+    draw(axes, [r for r in records if r["name"] in (RESIDENT, SPILLWAY)], "tokens_per_s")
     mark_full(axes, environment)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("decoded tokens a second")
