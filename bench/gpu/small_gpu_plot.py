@@ -1,0 +1,113 @@
+"""The pictures of small_gpu.py, from its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
+    "transformers, whole GPU",
+    "transformers",
+    "transformers, offloaded cache",
+    "Spillway",
+)
+GIB = 1 << 30
+# Of the first layer's attention, whose input is the same: what rounding explains.
+TOLERANCE = 0.02
+
+
+def is_wrong(record: dict[str, Any]) -> bool:
+    """Whether its attention is not the reference's but for rounding; NaN is wrong."""
+    return not record.get("attention_relative_difference", 0.0) <= TOLERANCE
+
+
+# Okabe and Ito's colours, which colour-blind people tell apart.
+COLOURS = {WHOLE: "#7f7f7f", RESIDENT: "#E69F00", OFFLOADED: "#009E73", SPILLWAY: "#0072B2"}
+
+
+def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
+    """A curve for each way, with its name and why it ends."""
+    for way, colour in COLOURS.items():
+        of_way = [r for r in records if r["name"] == way]
+        points = [(r["tokens"], r[field]) for r in of_way if field in r]
+        if not points:
+            continue
+        style = ":" if way == WHOLE else "-"
+        axes.plot(*zip(*points, strict=True), style, marker="o", color=colour)
+        wrong = [(r["tokens"], r[field]) for r in of_way if field in r and is_wrong(r)]
+        if wrong:
+            axes.plot(*zip(*wrong, strict=True), "o", mec=colour, mfc="white", zorder=3)
+        label = way
+        for record in of_way:
+            if "ended" in record:
+                why = "over its time" if record["ended"].startswith("by") else "out of memory"
+                label += f": {why} at {record['tokens'] / 1024:.0f}K"
+        if wrong:
+            label += "\n(hollow: its output is wrong)"
+        axes.annotate(
+            label, points[-1], (8, -4), textcoords="offset points", color=colour, fontsize=9
+        )
+    lengths = sorted({r["tokens"] for r in records if "tokens" in r})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
+    axes.minorticks_off()
+    # The longest curve's name stands beside it.
+    axes.set_xlim(right=lengths[-1] * 2.5)
+    axes.set_xlabel("tokens of context")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def mark_full(axes: Any, environment: dict[str, Any]) -> None:
+    tokens = environment["left_bytes"] / environment["token_bytes"]
+    axes.axvline(tokens, color="gray", linewidth=0.8)
+    axes.annotate(
+        " K/V fill the GPU memory",
+        (tokens, 0.02),
+        xycoords=("data", "axes fraction"),
+        color="gray",
+        fontsize=8,
+    )
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    environment = records[0]
+    figure, (decode, prompt) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for axes, field in ((decode, "tokens_per_s"), (prompt, "prompt_s")):
+        draw(axes, records, field)
+        mark_full(axes, environment)
+    decode.set_ylim(bottom=0)
+    decode.set_ylabel("decoded tokens a second")
+    prompt.set_yscale("log")
+    prompt.yaxis.set_major_formatter("{x:g}")
+    prompt.set_ylabel("seconds to read the prompt")
+    model = environment["shape_name"]
+    if "yarn_factor" not in environment:
+        model = f"Llama of {model}'s shape"
+    figure.suptitle(
+        f"{model}, {environment['left_bytes'] / GIB:.3g} GiB "
+        f"of GPU memory beside the weights ({environment['device']}, {environment['date']})",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
+    """What ends when memory does, and what goes on."""
+    environment = records[0]
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    draw(axes, [r for r in records if r["name"] in (RESIDENT, SPILLWAY)], "tokens_per_s")
+    mark_full(axes, environment)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("decoded tokens a second")
+    axes.set_title(
+        f"Decoding goes on where {environment['left_bytes'] / GIB:.3g} GiB of GPU memory end",
+        loc="left",
+        fontweight="bold",
+    )
+    figure.savefig(path, dpi=150)
