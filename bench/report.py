@@ -328,6 +328,21 @@ SECTIONS = {
 }
 
 
+# What other programs have measured, and the page that says so.
+OTHERS = {
+    "the CUDA device beside its peers": "gpu/README.md",
+    "prompts and decoding beyond GPU memory": "prompts/README.md",
+    "methods of sparse attention compared": "../evaluation.md",
+    "trained hash functions": "../training.md",
+    "the vLLM plugin beside stock vLLM": "vllm/README.md",
+    "several daemons": "cluster/README.md",
+    "decode latency beside heavy tenants": "fairness/README.md",
+    "decode latency with many connected clients": "presence/README.md",
+    "rows that outlive the process": "../adr/0045-rows-that-outlive-the-process.md",
+    "the wheels on another system": "wheels/README.md",
+}
+
+
 def write(folder: Path) -> None:
     """Writes README.md from the result files that are there."""
     results = {
@@ -340,6 +355,8 @@ def write(folder: Path) -> None:
     for name, result in results.items():
         title, section = SECTIONS[name]
         lines += [f"## {title}", "", *_origin(result), *section(result)]
+    lines += ["## Other results", ""]
+    lines += [f"- [{what}]({page})" for what, page in OTHERS.items()]
     (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n")
 
 
