@@ -1,7 +1,6 @@
-"""Client of the Spillway daemon.
+"""Python client of Spillway.
 
-`connect()` returns a `Client`; `spillway.transformers` runs Hugging Face
-models on it.
+`connect()` returns a `Client`. `spillway.transformers` runs Hugging Face models with it.
 """
 
 from importlib import metadata

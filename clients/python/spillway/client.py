@@ -1,4 +1,4 @@
-"""The connection to a daemon."""
+"""The client: a connection to a daemon, or an engine in this process."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ class _Stubs:
 class Client:
     """A connection to one daemon; `connect` makes it.
 
-    Thread-safe: any number of threads may call it at once. The handles that
-    it makes (`Sequence`, `DecodeStream`) say what they allow themselves.
-    Use it as a context manager, or call `close()`.
+    Thread-safe: any number of threads may use it at the same time. For the objects that it
+    returns (`Sequence`, `DecodeStream`), see their own documentation. Use it as a context
+    manager, or call `close()`.
 
     Attributes:
         target: gRPC target of the daemon.
-        server_info: What the daemon said of itself when the client connected, or went on
-            after a restart.
+        server_info: The daemon's description of itself, from the time when the client connected,
+            or continued after a restart.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class Client:
     def close(self) -> None:
         """Closes the connection.
 
-        Sequences stay in a daemon, those that were named (`sequence_id`) until their ttl, and
-        others for a minute (the daemon's `sequences.unnamed_grace_seconds`) unless another
-        client uses them. An embedded engine goes with everything it holds. In a process that
-        was forked from the client's it does nothing.
+        A daemon keeps the sequences. Named ones (`sequence_id`) stay until their ttl ends.
+        Others stay for a minute (the daemon's `sequences.unnamed_grace_seconds`), unless another
+        client uses them. An embedded engine ends, with everything in it. In a process that was
+        forked from the client's process, this does nothing.
         """
         if self._left:
             return
@@ -204,10 +204,10 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """What carries decode streams.
+        """How decode streams are transported.
 
-        `embedded`: function calls within the process; `libspillway`, or `grpcio`
-        where that is not installed: a daemon's socket.
+        `embedded`: function calls within the process. `libspillway`, or `grpcio` if libspillway
+        is not installed: the socket of a daemon.
         """
         if self._native is None:
             return "grpcio"
@@ -215,10 +215,10 @@ class Client:
 
     @property
     def step_transport(self) -> str:
-        """What carries decode steps (`begin_step`).
+        """How decode steps (`begin_step`) are transported.
 
-        As `transport`, or better than a socket: `doorbell`, memory that a daemon on
-        this host and libspillway share.
+        Like `transport`, or `doorbell`, which is faster than a socket: memory that libspillway
+        shares with a daemon on this host.
         """
         doorbell = self._native is not None and self._regions.available
         return "doorbell" if doorbell and not self._no_doorbell else self.transport
@@ -321,31 +321,31 @@ class Client:
         first_layer: int = 0,
         first_kv_head: int = 0,
     ) -> Model:
-        """Creates a model: the shapes and codes that sequences are made from.
+        """Creates a model: shapes and kind of codes for its sequences.
 
         Args:
-            model_id: The id to use; empty: the daemon chooses.
+            model_id: The id to use. If empty, the daemon chooses one.
             layer_count: Transformer layers, [1, 1024].
             query_head_count: Query heads per layer, a multiple of
                 `kv_head_count`, at most 16 per KV head.
             kv_head_count: K/V heads per layer.
             head_dim: Elements of a key, a multiple of 16 in [16, 256].
             dtype: Element type of K and V rows.
-            softmax_scale: Factor on q.k; None is 1 / sqrt(head_dim).
+            softmax_scale: Factor on q.k. None means 1 / sqrt(head_dim).
             policy: Default policy of its sequences.
-            hash_weights: How codes are made; None: no codes, only selectors
-                `all`, `oracle` and those of `key_indices` work.
-            resident_sample_fraction: Share of the tokens that samples begin with
-                and whose rows a GPU keeps, [0, 0.0625]; None is 0.01.
-            key_indices: What else is kept of every key; None: nothing.
-            first_layer: Of a part of a larger model, which several daemons hold: its
-                layers before these.
-            first_kv_head: Likewise, its KV heads before these. The parts answer as one
-                daemon with the whole model would, bit for bit.
+            hash_weights: How codes are computed. None means no codes: only the selectors `all`,
+                `oracle` and those of `key_indices` work.
+            resident_sample_fraction: Share of the tokens with which samples begin, and whose
+                rows a GPU keeps, [0, 0.0625]. None means 0.01.
+            key_indices: Additional data that is stored for every key. None means nothing.
+            first_layer: For a part of a larger model that is split over several daemons: the
+                number of layers of the larger model before this part.
+            first_kv_head: Like `first_layer`, for KV heads. The results of the parts are
+                bit-identical to those of one daemon with the whole model.
 
         Raises:
             AlreadyExists: The id is taken.
-            InvalidArgument: A value out of range; see `fields`.
+            InvalidArgument: A value is out of range. See `fields`.
         """
         message = model_service_pb2.Model(
             layer_count=layer_count,
@@ -400,7 +400,7 @@ class Client:
     def upload_hash_weights(
         self, model: Model | str, path: str | Path, *, timeout: float | None = None
     ) -> Model:
-        """Uploads the weights of a model created with `MlpHash` or label channels.
+        """Uploads the weights of a model that was created with `MlpHash` or label channels.
 
         Args:
             model: The model.
@@ -414,14 +414,14 @@ class Client:
                 also `query_w1` and so on, H = query_head_count. With label
                 channels `layers.{l}.channels` [kv_head_count,
                 label_channel_count], int32 or int64.
-            timeout: Seconds; None is the client's.
+            timeout: Seconds. None means the client's timeout.
 
         Returns:
-            The model, ready.
+            The model, which is now ready.
 
         Raises:
-            InvalidArgument: A tensor is missing or misshapen.
-            FailedPrecondition: The model awaits no upload.
+            InvalidArgument: A tensor is missing or has a wrong shape.
+            FailedPrecondition: The model does not wait for an upload.
         """
         path = Path(path)
         total = path.stat().st_size
@@ -454,16 +454,17 @@ class Client:
 
         Args:
             model: The model.
-            sequence_id: The id to use; empty: the daemon chooses, and the sequence goes a
-                minute after the last client that uses it (`close`).
+            sequence_id: The id to use. If empty, the daemon chooses one, and the sequence is
+                deleted a minute after the last client that uses it has gone (`close`).
             policy: Overrides the model's default policy, field by field.
-            ttl: Idle time after which it is deleted, seconds or a timedelta;
-                every call that names it renews it. 0 never; None is an hour.
+            ttl: Idle time after which the sequence is deleted, in seconds or as a timedelta.
+                Every call that names the sequence starts this time again. 0 means never, None
+                means an hour.
 
         Raises:
             NotFound: No such model.
             AlreadyExists: The id is taken.
-            ResourceExhausted: The daemon is full.
+            ResourceExhausted: The daemon has no free memory.
         """
         message = _sequence_message(_name(model), policy, ttl)
         # Asked before: had the daemon restarted in between, the model would be gone.
@@ -495,33 +496,33 @@ class Client:
         ttl: datetime.timedelta | float | None = None,
         timeout: float | None = None,
     ) -> tuple[Sequence, bytes]:
-        """Makes a sequence of what `Sequence.save` has saved.
+        """Creates a sequence from the files that `Sequence.save` has written.
 
-        Every size and digest is checked, and codes are made anew, which takes as
-        long as appending the rows. Other sequences go on meanwhile. The sequence can
-        be named once all of it is there; a call that fails leaves none.
+        Every size and digest is checked, and codes are computed again. This takes as long as
+        appending the rows. Calls for other sequences continue meanwhile. The sequence can be
+        named only when it is complete. A call that fails leaves no sequence.
 
         Args:
-            folder: As `Sequence.save` had it.
-            sequence_id: The id to use; empty: the daemon chooses.
-            model: The model, which must be as the saved one; empty: the one of the
-                saved name, which is created unless it needs hash weights.
+            folder: The folder that was given to `Sequence.save`.
+            sequence_id: The id to use. If empty, the daemon chooses one.
+            model: The model to use. It must be like the saved one. If empty, the model with the
+                saved name is used, and created if it does not exist and needs no hash weights.
             policy: Overrides the saved policy, field by field.
-            ttl: As of `create_sequence`; None is the saved one.
-            timeout: Seconds; None is no limit.
+            ttl: As for `create_sequence`. None means the saved one.
+            timeout: Seconds. None means no limit.
 
         Returns:
             The sequence, and the `client_data` that was saved with it.
 
         Raises:
             NotFound: There is no snapshot, or no such model.
-            DataLoss: A file is missing, or has other bytes than were saved; the
-                message names it.
-            FailedPrecondition: The model is not the one that it was saved of
-                (SNAPSHOT_MODEL_DIFFERS), or the daemon has no folder for snapshots.
-            Aborted: It is being saved (SNAPSHOT_BUSY).
+            DataLoss: A file is missing, or has other bytes than were saved. The message names
+                it.
+            FailedPrecondition: The model is not like the saved one (SNAPSHOT_MODEL_DIFFERS), or
+                the daemon has no folder for snapshots.
+            Aborted: The snapshot is being saved (SNAPSHOT_BUSY).
             AlreadyExists: The id is taken.
-            ResourceExhausted: The daemon's memory limit.
+            ResourceExhausted: The daemon's memory limit is reached.
         """
         message = _sequence_message(_name(model), policy, ttl)
         boot_id = self.get_server_info().boot_id
@@ -543,7 +544,7 @@ class Client:
         """Yields every sequence by name, page after page.
 
         Args:
-            model: Only this model's; empty for all.
+            model: Only sequences of this model. Empty means all models.
         """
         token = ""
         while True:
@@ -597,25 +598,25 @@ class Client:
     ) -> Any:
         """Attends at one layer for several sequences of one model.
 
-        What does not fit into one message is cut by sequences and queries.
+        If the request does not fit into one message, it is split by sequences and queries.
 
         Args:
             layer: Layer, [0, layer_count).
-            queries: Queries [T, H_q, d] of each sequence; T may differ.
-            policy: Overrides every sequence's policy for this call.
-            visible: Visible tokens of each query, [T], for the sequences that
-                it names; the others are causal over their last T tokens.
-            out_dtype: Element type of the outputs; None is the queries'.
-            timeout: Seconds for each message; None is the client's.
-            return_errors: Returns a sequence's failure in its place instead
-                of raising the first.
+            queries: Queries [T, H_q, d] of each sequence. T may differ.
+            policy: Overrides the policy of every sequence for this call.
+            visible: Visible tokens of each query, [T], for the sequences in this mapping. The
+                others are causal over their last T tokens.
+            out_dtype: Element type of the outputs. None means that of the queries.
+            timeout: Seconds for each message. None means the client's timeout.
+            return_errors: Return the error of a sequence in place of its result, instead of
+                raising the first error.
 
         Returns:
-            A result per sequence.
+            One result per sequence.
 
         Raises:
-            SpillwayError: The request was refused, or, without
-                `return_errors`, one sequence's attend failed.
+            SpillwayError: The request was refused, or, without `return_errors`, the attend of a
+                sequence failed.
         """
         limits = self.server_info.limits
         sequences = list(queries)
@@ -683,10 +684,10 @@ class Client:
         return results
 
     def decode(self, *, timeout: float | None = None) -> DecodeStream:
-        """Opens a stream of decode steps; use it as a context manager.
+        """Opens a stream of decode steps. Use it as a context manager.
 
         Args:
-            timeout: Seconds that the whole stream may last; None is no limit.
+            timeout: Seconds that the whole stream may last. None means no limit.
         """
         return DecodeStream(self, timeout)
 
@@ -700,21 +701,24 @@ class Client:
     ) -> DecodeStep:
         """Announces a decode step of several sequences of one model.
 
-        A step that failed in the middle of its layers may be said again, with the `starts` that
-        it had: a layer that has its tokens with equal bytes, as its last ones, attends as before.
+        A step that failed in the middle of its layers may be repeated, with the same `starts`.
+        If the newest tokens of a layer are already those of the step, with equal bytes, the
+        layer attends as before.
 
         Args:
-            sequences: 1 to 256, none twice.
-            token_count: New tokens of each, [1, 16], which are its queries too.
-            policy: Overrides every sequence's policy for this step.
-            starts: Position of each one's first new token, at least 0; None is after what each
-                has in every layer. One that a layer does not take is refused when that attends.
+            sequences: 1 to 256 sequences, each only once.
+            token_count: Number of new tokens of each sequence, [1, 16]. It is also the number of
+                queries.
+            policy: Overrides the policy of every sequence for this step.
+            starts: Position of the first new token of each sequence, at least 0. None means
+                after the tokens that it has in every layer. If a layer does not accept the
+                position, its attend is refused.
 
         Raises:
-            ValueError: The sequences are not of one model, one is named twice, or
-                a count or a start is out of range.
-            NotFound: One was deleted or has expired; at the latest the first
-                attend says so.
+            ValueError: The sequences are of different models, a sequence is named twice, or a
+                count or a start is out of range.
+            NotFound: A sequence was deleted or has expired. This may be raised only by the first
+                attend.
         """
         return DecodeStep(self, sequences, token_count, policy, starts)
 
@@ -726,30 +730,30 @@ class Client:
         token_count_max: int | None = None,
         policy: Policy | None = None,
     ) -> StreamDecoder:
-        """Opens a decoder of sequences of one model, for steps with CUDA tensors.
+        """Opens a decoder for sequences of one model, for steps with CUDA tensors.
 
-        By an embedded engine on a GPU attends are enqueued on torch's current stream,
-        and can be captured into a CUDA graph. By a daemon on this host, on a GPU that
-        this process sees too, they are calls through memory of that GPU.
+        With an embedded engine on a GPU, attends are enqueued on torch's current stream and can
+        be captured into a CUDA graph. With a daemon on this host, whose GPU this process can
+        also use, they are calls through memory of that GPU.
 
         Args:
-            sequences: 1 to 256, none twice, each with as many tokens in all layers.
-            token_count: New tokens of each in a step, [1, 16].
-            token_count_max: Tokens that a sequence may come to while the decoder is
-                open, for which it takes GPU memory; None is between as many again
-                and four times as many, 8,192 at least.
-            policy: Overrides every sequence's policy. Selectors all, asymmetric and
-                oracle.
+            sequences: 1 to 256 sequences, each only once, and each with the same number of
+                tokens in all layers.
+            token_count: Number of new tokens of each sequence in a step, [1, 16].
+            token_count_max: Largest number of tokens that a sequence may reach while the decoder
+                is open. GPU memory is allocated for it. None means the largest power of two that
+                is at most twice the present length, but at least 8,192.
+            policy: Overrides the policy of every sequence. Selectors `all`, `asymmetric` and
+                `oracle` are supported.
 
         Raises:
-            SpillwayError: UNIMPLEMENTED where the engine's device is no GPU, the
-                policy's methods are not served on streams, or a daemon shares no
-                memory with this process.
-            NotFound: A sequence is gone, or this process does not see its GPU.
+            SpillwayError: UNIMPLEMENTED if the engine's device is not a GPU, if the methods of
+                the policy are not supported on streams, or if a daemon shares no memory with
+                this process.
+            NotFound: A sequence does not exist, or this process does not see its GPU.
             FailedPrecondition: A sequence is held by another decoder.
-            ResourceExhausted: The GPU's memory limit.
-            ValueError: As of `begin_step`, or the client reaches its daemon over TCP or
-                without libspillway.
+            ResourceExhausted: The GPU's memory limit is reached.
+            ValueError: As for `begin_step`, or the client uses TCP, or has no libspillway.
         """
         from spillway.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
 
@@ -764,26 +768,26 @@ class Client:
     def attach_region(self, byte_count: int, device: str) -> GpuRegion: ...
 
     def attach_region(self, byte_count: int, device: str | None = None) -> Any:
-        """Has the daemon allocate memory that this process sees too.
+        """Lets the daemon allocate memory that this process also maps.
 
-        What is appended from arrays in it is not copied into messages. It takes
-        its part of the daemon's memory until `Region.detach`, or until this
-        client closes or its process ends. An embedded engine reads every array
-        in place and needs none.
+        Appends from arrays in this memory are not copied into messages. The region counts
+        against the daemon's memory until `Region.detach`, or until this client closes or its
+        process ends. An embedded engine reads every array in place and needs no region.
 
         Args:
-            byte_count: Its size; of a GPU's memory it is rounded up to 2 MiB.
-            device: The daemon's GPU whose memory it shall be, by the name or UUID that
-                `server_info.devices` gives; None: host memory.
+            byte_count: Size of the region. For GPU memory it is rounded up to 2 MiB.
+            device: Name or UUID of the daemon's GPU whose memory is used, as in
+                `server_info.devices`. None means host memory.
 
         Raises:
-            ResourceExhausted: The daemon's memory limit, the GPU's, or too many regions.
-            ValueError: The daemon is not reached by a unix socket, or there is no
-                libspillway for a GPU's.
+            ResourceExhausted: The memory limit of the daemon or of the GPU is reached, or there
+                are too many regions.
+            ValueError: The client does not use a unix socket, or there is no libspillway, which
+                GPU memory needs.
             InvalidArgument: The daemon has no such GPU.
-            SpillwayError: UNIMPLEMENTED where libspillway is without CUDA, NOT_FOUND
-                where this process does not see the GPU.
-            Unavailable: The region cannot be handed over.
+            SpillwayError: UNIMPLEMENTED if libspillway is without CUDA, NOT_FOUND if this
+                process does not see the GPU.
+            Unavailable: The region cannot be passed to this process.
         """
         if device is None:
             return self._regions.attach(byte_count)
@@ -792,20 +796,20 @@ class Client:
     # The daemon.
 
     def get_server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Asks the daemon what it is.
+        """Asks the daemon for its description: version, devices and limits.
 
         Args:
-            timeout: Seconds; None is the client's.
+            timeout: Seconds. None means the client's timeout.
         """
         request = admin_service_pb2.GetServerInfoRequest()
         get = self._stubs.admin.GetServerInfo
         return ServerInfo.from_proto(self._call(get, request, timeout=timeout))
 
     def statistics(self, model: Model | str = "") -> Statistics:
-        """Returns memory and work of the daemon.
+        """Returns statistics about the memory and the work of the daemon.
 
         Args:
-            model: Lists this model alone, with its sequences.
+            model: Lists only this model, together with its sequences.
 
         Raises:
             NotFound: No such model.
@@ -823,7 +827,7 @@ class Client:
         return Statistics.from_proto(response, self._described_transport())
 
     def health(self) -> bool:
-        """Whether the daemon says that it serves (grpc.health.v1)."""
+        """Whether the daemon reports that it is serving (grpc.health.v1)."""
         response = self._call(self._stubs.health.Check, health_pb2.HealthCheckRequest())
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -891,50 +895,48 @@ def connect(
 ) -> Client:
     """Connects to a daemon, or runs the engine in this process.
 
-    `connect("embedded:")` needs no daemon: the engine lives in this process, in
-    libspillway, until the client is closed. Each such client has an engine of
-    its own, which nobody else reaches.
+    `connect("embedded:")` needs no daemon. The engine is in this process, in libspillway, until
+    the client is closed. Each such client has its own engine, which no other client can reach.
 
-    A client is its process's: in one that is forked from that, every use raises RuntimeError,
-    and neither that nor the child's exit is noticed by the daemon. The child connects anew.
+    A client belongs to its process. In a forked child process, every use of it raises
+    RuntimeError, and the daemon does not notice the child or its end. The child must connect
+    again.
 
-    A target that begins with `ray:` is a cluster of daemons: `spillway_cluster.connect` gets it
-    with the other arguments, and what it returns has the calls of a `Client`.
+    A target that begins with `ray:` is a cluster of daemons. It is passed to
+    `spillway_cluster.connect` with the other arguments. The returned object has the calls of a
+    `Client`.
 
     Args:
-        target: gRPC target of a daemon (`unix:/path`, `localhost:50051`), the
-            path of a unix socket, `tls:host:port`, `embedded:`, or `ray:...`; None is
-            `SPILLWAY_TARGET`, else the daemon's default socket of this user.
-        timeout: Seconds that a call may take unless it names its own.
-        settings: Of an embedded engine, by the names that the daemon's settings
-            file has, for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
-        native: Whether decode streams go through libspillway, which takes two
-            fifths off a step's way to the daemon and back; None is where it
-            is installed, or `SPILLWAY_LIBRARY` names it.
-        ca: PEM file with the authorities that the certificate of `tls:host:port`
-            rests on; None is `SPILLWAY_TLS_CA`, else the system's. With a
-            `host:port` it asks for TLS; `tcp:host:port` is always without.
-        cert: PEM file with the client's own certificate, for a daemon that asks
-            for one; None is `SPILLWAY_TLS_CERT`.
-        key: PEM file with its key; None is `SPILLWAY_TLS_KEY`.
-        token: Bearer token, for a daemon that asks for one; None is
-            `SPILLWAY_TOKEN`.
-        resume_seconds: How long a call waits for a daemon that has gone away and whose rows
-            outlive it (`server_info.store_id`) to come back. Appends, attends, decode
-            steps and what only reads then go on where they were; 0: they fail at once
-            with `Unavailable`.
+        target: gRPC target of a daemon (`unix:/path`, `localhost:50051`), the path of a unix
+            socket, `tls:host:port`, `embedded:`, or `ray:...`. None means `SPILLWAY_TARGET`, or
+            if this is not set, the default socket of this user's daemon.
+        timeout: Default timeout of a call in seconds.
+        settings: Settings of an embedded engine, with the names of the daemon's settings file,
+            for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
+        native: Whether decode streams use libspillway, which takes two fifths off the time of a
+            step between client and daemon. None means that they use it if it is installed, or if
+            `SPILLWAY_LIBRARY` names it.
+        ca: PEM file with the certificate authorities for `tls:host:port`. None means
+            `SPILLWAY_TLS_CA`, or if this is not set, those of the system. With `host:port`, a
+            value here selects TLS. `tcp:host:port` never uses TLS.
+        cert: PEM file with the client's own certificate, for a daemon that requires one. None
+            means `SPILLWAY_TLS_CERT`.
+        key: PEM file with the key of `cert`. None means `SPILLWAY_TLS_KEY`.
+        token: Bearer token, for a daemon that requires one. None means `SPILLWAY_TOKEN`.
+        resume_seconds: How long a call waits for a daemon to come back, if its rows outlive the
+            process (`server_info.store_id`). Appends, attends, decode steps and calls that only
+            read then continue. With 0 they fail at once with `Unavailable`.
 
     Raises:
-        Unauthenticated: The daemon takes other tokens.
-        Unavailable: No daemon answers there.
-        VersionMismatch: It has another major version.
+        Unauthenticated: The daemon does not accept the token.
+        Unavailable: No daemon answers at the target.
+        VersionMismatch: The daemon has another major version.
         InvalidArgument: A setting of an embedded engine is wrong.
-        NotFound: Its device is not there.
-        OSError: libspillway was asked for, by name or by `embedded:`, and cannot
-            be loaded.
-        ValueError: Settings for a daemon, which has its own; or an embedded
-            engine without libspillway; or files of TLS for a target without.
-        ImportError: `ray:` without the package `spillway-cluster`.
+        NotFound: The device of an embedded engine does not exist.
+        OSError: libspillway was requested, by `native` or by `embedded:`, and cannot be loaded.
+        ValueError: Settings were given for a daemon, which has its own. Or an embedded engine
+            was requested with `native=False`. Or TLS files were given for a target without TLS.
+        ImportError: A `ray:` target without the package `spillway-cluster`.
     """
     asked = default_target() if target is None else target
     if asked.startswith(_CLUSTER):

@@ -93,15 +93,15 @@ class _NativeStream:
 
 
 class DecodeStream:
-    """A long-lived stream of decode steps; `Client.decode` makes it.
+    """A long-lived stream of decode steps. `Client.decode` creates it.
 
-    Messages of one sequence are served in order; those of different sequences
-    may be answered in any order. One thread may send while another receives.
-    An error is raised by the `recv` or `step` that gets the answer and leaves
-    the stream open; it carries `correlation_id`. A failed message appended
-    nothing unless its K/V were committed before the attend failed; the
-    sequence's lengths are asked anew on their next use. After a restart of a daemon whose
-    rows outlive it, steps in flight are sent again, unless the stream has a timeout.
+    Messages for one sequence are served in order. Messages for different sequences may be
+    answered in any order. One thread may send while another one receives. An error is raised by
+    the `recv` or `step` that gets the answer. It has a `correlation_id`, and the stream stays
+    open. A failed message appended nothing, unless its K/V were committed before the attend
+    failed. The lengths of the sequence are therefore requested again when they are next used.
+    After a restart of a daemon whose rows outlive the process, steps in flight are sent again,
+    unless the stream has a timeout.
     """
 
     def __init__(self, client: Client, timeout: float | None) -> None:
@@ -166,21 +166,19 @@ class DecodeStream:
         policy: Policy | None = None,
         out_dtype: OutDType | None = None,
     ) -> int:
-        """Sends one step without waiting for its answer.
+        """Sends one step without waiting for the answer.
 
         Args:
             sequence: The sequence to append to and attend to.
             layer: Layer, [0, layer_count).
             q: Queries [T, H_q, d].
-            k: Keys of the new tokens, 1 to 16, [H_kv, T, d]; None to attend
-                without appending.
-            v: Values, the same shape.
-            start: Position of the first new token; None is the layer's length
-                as this handle knows it, steps in flight counted.
-            visible: Visible tokens of each query; None is causal over the
-                last T tokens.
+            k: Keys of the new tokens, 1 to 16, [H_kv, T, d]. None attends without appending.
+            v: Values, with the same shape.
+            start: Position of the first new token. None means the layer's length as this handle
+                knows it, including steps in flight.
+            visible: Visible tokens of each query. None is causal over the last T tokens.
             policy: Overrides the sequence's policy for this step.
-            out_dtype: Element type of the output; None is q's.
+            out_dtype: Element type of the output. None means that of q.
 
         Returns:
             The correlation id, which `recv` returns with the answer.
@@ -266,11 +264,11 @@ class DecodeStream:
         policy: Policy | None = None,
         out_dtype: OutDType | None = None,
     ) -> AttendResult:
-        """Sends one step and waits for its answer; arguments as `send`.
+        """Sends one step and waits for its answer. The arguments are those of `send`.
 
         Raises:
             SpillwayError: The step failed, or the stream broke.
-            ValueError: Other steps are in flight; receive them first.
+            ValueError: Other steps are in flight. Receive their answers first.
         """
         if self._pending:
             raise ValueError(f"{len(self._pending)} steps are in flight; recv them first")
@@ -289,7 +287,7 @@ class DecodeStream:
 
     @property
     def transport(self) -> str:
-        """What moves the messages: as `Client.transport`."""
+        """How the messages are transported, as for `Client.transport`."""
         return self._stream.name
 
     @property
@@ -298,7 +296,7 @@ class DecodeStream:
         return self._closed
 
     def close(self) -> None:
-        """Ends the stream; steps in flight are abandoned."""
+        """Ends the stream. Steps in flight are abandoned."""
         if not self._closed:
             self._closed = True
             for step in self._pending.values():

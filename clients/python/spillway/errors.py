@@ -1,8 +1,7 @@
 """The exceptions that calls to the daemon raise.
 
-Every failure that the daemon reports, and every failure to reach it, is a
-`SpillwayError`. Mistakes that the client sees before it sends anything are
-plain `TypeError` and `ValueError`.
+Every failure that the daemon reports, and every failure to reach it, is a `SpillwayError`.
+Mistakes that the client detects before it sends anything are plain `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class SpillwayError(Exception):
 
     Attributes:
         code: Name of the gRPC status code, for example `NOT_FOUND`.
-        message: What went wrong, for people.
-        reason: Why, for programs, for example `SEQUENCE_NOT_FOUND`; empty
-            when the failure did not come from the daemon.
+        message: Description of the error for people.
+        reason: Reason for programs, for example `SEQUENCE_NOT_FOUND`. Empty if the error did not
+            come from the daemon.
         metadata: Values that belong to the reason, for example `boot_id`.
         fields: The refused fields of an `INVALID_ARGUMENT`.
-        correlation_id: Of the `Decode` message that failed, else None.
+        correlation_id: Correlation id of the `Decode` message that failed, or None.
     """
 
     code = "UNKNOWN"
@@ -75,7 +74,7 @@ class SpillwayError(Exception):
 
 
 class InvalidArgument(SpillwayError, ValueError):
-    """A request that can never succeed; `fields` says which part is wrong."""
+    """A request that can never succeed. `fields` says which part is wrong."""
 
     code = "INVALID_ARGUMENT"
 
@@ -87,34 +86,34 @@ class OutOfRange(SpillwayError):
 
 
 class NotFound(SpillwayError):
-    """No such model or sequence; it may have been deleted or have expired."""
+    """No such model or sequence. It may have been deleted or have expired."""
 
     code = "NOT_FOUND"
 
 
 class DaemonRestarted(NotFound):
-    """The daemon has restarted since it had the sequence, and has lost its models too."""
+    """The daemon has restarted and has lost the sequence and its models."""
 
 
 class AlreadyExists(SpillwayError):
-    """The id is taken, or other rows are at that position."""
+    """The id is taken, or there are other rows at that position."""
 
     code = "ALREADY_EXISTS"
 
 
 class ResourceExhausted(SpillwayError):
-    """The daemon's memory limit or another quota."""
+    """The daemon's memory limit or another quota is reached."""
 
     code = "RESOURCE_EXHAUSTED"
 
     @property
     def needed_bytes(self) -> int | None:
-        """Bytes that the call needed, None where the daemon did not say."""
+        """Bytes that the call needed. None if the daemon did not report it."""
         return _int_or_none(self.metadata.get("needed_bytes"))
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that were free, None where the daemon did not say."""
+        """Bytes that were free. None if the daemon did not report it."""
         return _int_or_none(self.metadata.get("free_bytes"))
 
 
@@ -125,13 +124,13 @@ class FailedPrecondition(SpillwayError):
 
 
 class Aborted(SpillwayError):
-    """A stale generation: the sequence was truncated since."""
+    """The generation is outdated: the sequence was truncated in between."""
 
     code = "ABORTED"
 
 
 class DataLoss(SpillwayError):
-    """A file that was saved is missing, or holds other bytes."""
+    """A saved file is missing, or has other bytes than were saved."""
 
     code = "DATA_LOSS"
 
@@ -155,13 +154,13 @@ class Unavailable(SpillwayError, ConnectionError):
 
 
 class Unauthenticated(SpillwayError, PermissionError):
-    """The daemon takes no call without a token of its own, or not this token."""
+    """The daemon requires a token, and the call has none or a wrong one."""
 
     code = "UNAUTHENTICATED"
 
 
 class VersionMismatch(SpillwayError):
-    """The daemon speaks another major version of the API."""
+    """The daemon has another major version of the API."""
 
     code = "FAILED_PRECONDITION"
 

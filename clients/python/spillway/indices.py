@@ -1,4 +1,4 @@
-"""What a model keeps of every key to choose rows by."""
+"""Data that a model stores for every key, to choose rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from spillway._proto import model_service_pb2
 
 @dataclass(frozen=True)
 class RotationHash:
-    """Codes by a seeded random rotation: training-free.
+    """Codes from a random rotation with a seed. They need no training.
 
     Attributes:
         bits_per_dim: Bits per dimension of a key's code, in [1, 4].
         seed: Seed of the rotations.
-        raw_keys: Whether codes are of keys as they are, not less their page's
-            centre.
+        raw_keys: Whether codes are computed from the keys themselves. Otherwise the centre of
+            the page is subtracted first.
     """
 
     bits_per_dim: int = 3
@@ -25,21 +25,20 @@ class RotationHash:
 
 @dataclass(frozen=True)
 class MlpHash:
-    """Codes by trained MLPs of every layer; see `Client.upload_hash_weights`.
+    """Codes from trained MLPs, for every layer. See `Client.upload_hash_weights`.
 
     Attributes:
-        hash_bits: Bits of an MLP's code, a multiple of 32 in [32, 1024]; with
-            `per_query_head` the codes of a key, query_head_count //
-            kv_head_count of them, may have 1024 bits together.
-        hidden_dim: Width of the hidden layers, in [1, 4096]; None is head_dim.
+        hash_bits: Bits of the code of an MLP, a multiple of 32 in [32, 1024]. With
+            `per_query_head`, all codes of a key together (query_head_count // kv_head_count of
+            them) may have 1024 bits.
+        hidden_dim: Width of the hidden layers, in [1, 4096]. None means head_dim.
         residual: Whether each layer's input is added to its output.
-        per_query_head: Whether there is an MLP per query head, each with its
-            own code of a key, rather than one per KV head.
-        raw_keys: Whether keys are hashed as they are, not less the mean of
-            their KV head's first 1,024.
-        hidden_layer_count: 1, or 2 as HashAttention's MLPs have.
-        query_weights: Whether queries have MLPs of their own, one per query
-            head.
+        per_query_head: Whether there is one MLP per query head, each with its own code of a key,
+            instead of one per KV head.
+        raw_keys: Whether the keys themselves are hashed. Otherwise the mean of the KV head's
+            first 1,024 keys is subtracted first.
+        hidden_layer_count: 1, or 2 as in HashAttention.
+        query_weights: Whether queries have their own MLPs, one per query head.
     """
 
     hash_bits: int = 128
@@ -56,19 +55,18 @@ HashWeights = RotationHash | MlpHash
 
 @dataclass(frozen=True)
 class KeyIndices:
-    """What else is kept of every key, for selectors and tails that need it.
+    """Additional data that is stored for every key, for the selectors and tails that need it.
 
     Attributes:
-        int4_keys: The key in 4 bits an element, for selector `int4_keys`.
-        quest_page_token_count: Tokens of the pages whose keys' bounds are
-            kept, 16, 32, 64 or 128, for selector `quest`; 0 for none.
-        label_channel_count: Channels that are kept of a key in 4 bits, a
-            multiple of 8 in [8, head_dim], for selector `double_sparsity`; 0
-            for none. See `Client.upload_hash_weights` for which ones.
-        lsh_table_count: LSH tables, in [1, 512], for tail `lsh_sampling`; 0
-            for none.
-        lsh_bits: Bits of a bucket's name in each, in [1, 16].
-        lsh_seed: Of their random projections.
+        int4_keys: Whether the key is stored with 4 bits per element, for selector `int4_keys`.
+        quest_page_token_count: Number of tokens per page with bounds of its keys: 16, 32, 64 or
+            128, for selector `quest`. 0 for none.
+        label_channel_count: Number of channels of a key that are stored with 4 bits, a multiple
+            of 8 in [8, head_dim], for selector `double_sparsity`. 0 for none.
+            `Client.upload_hash_weights` says which channels.
+        lsh_table_count: Number of LSH tables, in [1, 512], for tail `lsh_sampling`. 0 for none.
+        lsh_bits: Bits of a bucket index in each table, in [1, 16].
+        lsh_seed: Seed of the random projections of LSH.
     """
 
     int4_keys: bool = False

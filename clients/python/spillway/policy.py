@@ -1,4 +1,4 @@
-"""How one attend chooses its rows and how sure it must be."""
+"""How an attend chooses rows, and which error bound it must meet."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _ENUMS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TopK:
-    """A number of heavy tokens per KV head: exactly one of the two is set.
+    """A fixed number of heavy tokens per KV head. Set exactly one of the two.
 
     Attributes:
-        count: Tokens; 0: no heavy set.
+        count: Number of tokens. 0 means no heavy set.
         fraction: Share of the visible tokens, in (0, 1], rounded up.
     """
 
@@ -51,17 +51,17 @@ class TopK:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A first selection, whose finds alone the policy's selector looks at.
+    """A first selection. The policy's selector then scores only the tokens that it finds.
 
-    Twilight's two stages; what the first does not find counts as nothing in
-    the second, and in the mass of its top-p.
+    These are the two stages of Twilight. Tokens that the first stage does not find count as
+    nothing in the second stage, also in the mass of its top-p.
 
     Attributes:
-        selector: Of the first selection; any but `all`. None: no first
-            selection, every token is a candidate.
-        fraction: Share of the visible tokens that it finds, in (0, 1], rounded
-            up; a quarter when both are None.
-        count: Tokens that it finds, instead.
+        selector: Selector of the first selection, any except `all`. None means no first
+            selection: every token is a candidate.
+        fraction: Share of the visible tokens to find, in (0, 1], rounded up. A quarter if both
+            are None.
+        count: Number of tokens to find, instead of `fraction`.
     """
 
     selector: Selector | None
@@ -76,20 +76,20 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """As many heavy tokens as the error of the ranks themselves asks for.
+    """As many heavy tokens as the estimated error of the ranks requires.
 
-    64 to 1,024 with the selectors `asymmetric` and `oracle`, 256 with others.
+    64 to 1,024 with the selectors `asymmetric` and `oracle`, and 256 with others.
     """
 
 
 @dataclass(frozen=True)
 class TopP:
-    """The smallest heavy set whose estimated mass reaches a share of the whole.
+    """The smallest heavy set whose estimated attention mass reaches a share of the total.
 
     Attributes:
-        mass: Share of the attention mass, in (0, 1]; 0.95 when None.
-        floor_token_count: Fewest tokens per query head; 64 when None.
-        ceiling_token_count: Most tokens per query head; 4096 when None.
+        mass: Share of the attention mass, in (0, 1]. None means 0.95.
+        floor_token_count: Smallest number of tokens per query head. None means 64.
+        ceiling_token_count: Largest number of tokens per query head. None means 4096.
     """
 
     mass: float | None = None
@@ -99,33 +99,33 @@ class TopP:
 
 @dataclass(frozen=True)
 class Policy:
-    """How rows are chosen; a field that is None inherits.
+    """How rows are chosen. A field that is None is inherited.
 
-    A request's policy overrides its sequence's, which overrides its model's,
-    field by field; where all are None the daemon's default counts.
+    The policy of a request overrides that of its sequence, and this overrides that of its model,
+    field by field. If a field is None in all of them, the daemon's default is used.
 
     Attributes:
-        sink_token_count: First tokens, always attended. [0, 2^20], default 64.
-        window_token_count: Latest tokens, always attended. [1, 2^20], default 64.
+        sink_token_count: Number of first tokens that are always attended. [0, 2^20], default 64.
+        window_token_count: Number of newest tokens that are always attended. [1, 2^20], default
+            64.
         dense_token_count: A layer with at most this many visible tokens is
             attended densely. [1024, 2^40], default 2048.
         dense_layers: Layers that are always attended densely. Default none.
-        selector: How every key gets a score: `asymmetric` (default), `hamming`,
-            `oracle` (exact logits, for evaluation), `all` (no selection), and
-            with the model's `KeyIndices` `int4_keys`, `quest` and
-            `double_sparsity`.
+        selector: How every key gets a score: `asymmetric` (default), `hamming`, `oracle` (exact
+            logits, for evaluation), `all` (no selection), and, with the model's `KeyIndices`,
+            `int4_keys`, `quest` and `double_sparsity`.
         heavy: Size of the heavy set. Default `Adaptive()`.
-        candidates: A first selection; None inherits, by default there is none.
-        tail: What stands in for the other tokens: `stratified` (default),
-            `uniform`, `none`, or with `KeyIndices` `lsh_sampling`.
-        bound: What sets the size of a uniform sample: `ratio` (default),
-            `paper` or `denominator`; only with tail `uniform`.
-        epsilon: Relative error to promise. (0, 1), default 0.1.
-        delta: Chance that the promise fails. (0, 0.2], default 0.1.
+        candidates: A first selection. By default there is none.
+        tail: How the other tokens are sampled: `stratified` (default), `uniform`, `none`, or,
+            with `KeyIndices`, `lsh_sampling`.
+        bound: How the size of a uniform sample is computed: `ratio` (default), `paper` or
+            `denominator`. Only with tail `uniform`.
+        epsilon: Error bound, relative. (0, 1), default 0.1.
+        delta: Probability that the error is above the bound. (0, 0.2], default 0.1.
         pilot_token_count: Pilot rows per stratum. [16, 65536], default 24.
-        inflation: Factor on each stratum's deviation. [1, 16], default 1.25.
+        inflation: Factor on the standard deviation of each stratum. [1, 16], default 1.25.
         seed: Seed of the sampling hash. Default 0.
-        row_count_max: Most rows a KV head may touch in one attend, 0 for no
+        row_count_max: Largest number of rows that a KV head may read in one attend. 0 means no
             limit. Default 0.
     """
 

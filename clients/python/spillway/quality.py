@@ -1,4 +1,4 @@
-"""Quality in one word: policies that need no knowledge of their fields."""
+"""Quality in one word: policies for users who do not want to set the fields."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ QUALITIES = tuple(_POLICIES)
 
 
 def policy_of(quality: str) -> Policy | None:
-    """Returns the policy that a word stands for.
+    """Returns the policy for a word.
 
     Args:
-        quality: `exact`: all rows are attended to, as without Spillway. `high`,
-            `default` and `fast`: the error of an attend's output is below 0.05,
-            0.1 and 0.2 of its norm, but for a share of 0.05, 0.1 and 0.1 of the
-            attends; certificates say so.
+        quality: `exact`: all rows are attended, as without Spillway. `high`, `default` and
+            `fast`: the relative error of the output of an attend is at most 0.05, 0.1 and 0.2,
+            except for a share of 0.05, 0.1 and 0.1 of the attends. Certificates say so.
 
     Returns:
-        The policy; None for `default`, the model's own in the daemon.
+        The policy. None for `default`, which means the default policy of the model.
 
     Raises:
         ValueError: Another word.

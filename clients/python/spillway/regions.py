@@ -1,4 +1,4 @@
-"""Memory that a client and its daemon share, so that K/V need not travel in messages."""
+"""Memory that a client and its daemon share, so that K/V are not sent in messages."""
 
 from __future__ import annotations
 
@@ -141,15 +141,15 @@ class _Shared:
 
 
 class Region(_Shared):
-    """Memory shared with a daemon; `Client.attach_region` makes it.
+    """Memory shared with a daemon. `Client.attach_region` creates it.
 
-    What is appended from arrays in it, or fetched into them, is not copied into
-    messages. `array` and `tensor` give out its memory piece by piece;
-    `reset` takes all of it back. Not thread-safe.
+    Appends from arrays in the region, and fetches into them, are not copied into messages.
+    `array` and `tensor` allocate its memory piece by piece. `reset` frees all pieces. Not
+    thread-safe.
 
     Attributes:
         name: `regions/{id}`.
-        byte_count: Its size.
+        byte_count: Size of the region.
     """
 
     def __init__(self, regions: Regions, name: str, memory: mmap.mmap) -> None:
@@ -163,19 +163,19 @@ class Region(_Shared):
         return self._bytes[start : start + byte_count]
 
     def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-        """Returns a numpy array in the region; what is in it is not defined.
+        """Returns a numpy array in the region. Its content is undefined.
 
         Raises:
-            ValueError: So much is not left.
+            ValueError: The region has not enough free memory.
         """
         dtype = np.dtype(dtype)
         return self._take(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
 
     def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:
-        """Returns a torch tensor in the region; what is in it is not defined.
+        """Returns a torch tensor in the region. Its content is undefined.
 
         Raises:
-            ValueError: So much is not left.
+            ValueError: The region has not enough free memory.
         """
         import torch
 
@@ -184,9 +184,9 @@ class Region(_Shared):
         return taken.view(kind).view(shape)
 
     def detach(self) -> None:
-        """Gives the region back; the daemon frees it when no call uses it.
+        """Returns the region. The daemon frees it when no call uses it.
 
-        Arrays in it stay readable, and are this process's alone.
+        Arrays in it stay readable, but are no longer shared with the daemon.
         """
         self._regions.detach(self)
 
@@ -207,16 +207,16 @@ class _GpuBytes:
 
 
 class GpuRegion(_Shared):
-    """Memory of a daemon's GPU; `Client.attach_region` makes it where a device is named.
+    """Memory of a daemon's GPU. `Client.attach_region` creates it if a device is named.
 
-    CUDA tensors in it are appended, and rows fetched into them, where they are: over
-    no link but that between the GPU and the daemon's pages. `tensor` gives out its
-    memory piece by piece; `reset` takes all of it back. Not thread-safe.
+    CUDA tensors in the region are appended in place, and rows are fetched into them in place.
+    The only link that they cross is the one between the GPU and the daemon's pages. `tensor`
+    allocates its memory piece by piece. `reset` frees all pieces. Not thread-safe.
 
     Attributes:
         name: `regions/{id}`.
-        byte_count: Its size, a multiple of 2 MiB.
-        device: torch's name of the GPU in this process, such as `cuda:0`.
+        byte_count: Size of the region, a multiple of 2 MiB.
+        device: torch's name of the GPU in this process, for example `cuda:0`.
     """
 
     def __init__(self, regions: Regions, name: str, byte_count: int, mapping: GpuMapping) -> None:
@@ -225,10 +225,10 @@ class GpuRegion(_Shared):
         self.device = f"cuda:{mapping.ordinal}"
 
     def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:
-        """Returns a CUDA tensor in the region; what is in it is not defined.
+        """Returns a CUDA tensor in the region. Its content is undefined.
 
         Raises:
-            ValueError: So much is not left, or the region is detached.
+            ValueError: The region has not enough free memory, or is detached.
         """
         import torch
 
@@ -244,10 +244,10 @@ class GpuRegion(_Shared):
         return taken.view(kind).view(shape)
 
     def detach(self) -> None:
-        """Gives the region back; the daemon frees it when no call uses it.
+        """Returns the region. The daemon frees it when no call uses it.
 
-        Tensors in it stay usable, are this process's alone, and keep its memory taken
-        on the GPU until the last of them is gone.
+        Tensors in it stay usable, but are no longer shared with the daemon. The memory on the
+        GPU stays in use until the last tensor is deleted.
         """
         self._mapping = None
         self._regions.detach(self)

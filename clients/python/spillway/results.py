@@ -1,4 +1,4 @@
-"""What calls return: plain values, converted from messages when they are read."""
+"""Results of calls: plain values, which are converted from messages when they are read."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ Promise = Literal["exact", "statistical", "none"]
 
 @dataclass(frozen=True)
 class Model:
-    """What a sequence is a sequence of.
+    """The description of a model: what all of its sequences have in common.
 
     Attributes:
         name: Resource name, `models/{id}`.
         layer_count: Transformer layers.
         query_head_count: Query heads per layer.
-        kv_head_count: K/V heads per layer; query head h reads KV head
-            h // (query_head_count // kv_head_count).
-        head_dim: Elements of a key; values are as long.
+        kv_head_count: K/V heads per layer. Query head h reads KV head h // (query_head_count //
+            kv_head_count).
+        head_dim: Elements of a key. Values have the same number.
         dtype: Element type of K and V rows.
         softmax_scale: Factor on q.k before the softmax.
         policy: Default policy of its sequences.
-        hash_weights: How codes are made; None: no codes.
-        key_indices: What else is kept of every key.
-        resident_sample_fraction: Share of the tokens that samples begin with and
-            whose rows a GPU keeps.
-        first_layer: Of a part of a larger model: that one's layers before these.
-        first_kv_head: Likewise, KV heads.
-        ready: Whether sequences can be created; False while an upload is
-            awaited.
+        hash_weights: How codes are computed. None means no codes.
+        key_indices: Additional data that is stored for every key.
+        resident_sample_fraction: Share of the tokens with which samples begin, and whose rows a
+            GPU keeps.
+        first_layer: For a part of a larger model: the number of layers of the larger model
+            before this part.
+        first_kv_head: Like `first_layer`, for KV heads.
+        ready: Whether sequences can be created. False while the model waits for an upload.
         row_bytes_per_token: Bytes of K and V of one token over all layers.
         index_bytes_per_token: Bytes of codes of one token over all layers.
     """
@@ -90,22 +90,23 @@ class Model:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """A sequence as the daemon saw it when it was asked.
+    """A sequence, as it was when the daemon was asked.
 
     Attributes:
         name: Resource name, `sequences/{id}`.
         model: `models/{id}`.
-        policy: What overrides the model's default policy.
-        token_count: Tokens in every layer, the shortest layer's length.
+        policy: The fields that override the model's default policy.
+        token_count: Number of tokens that every layer has, which is the length of the shortest
+            layer.
         layer_token_counts: Length of each layer.
-        generation: Bumped by every truncation.
-        row_bytes: Bytes of the pages that hold its rows.
-        index_bytes: Bytes of the pages that hold its codes.
-        ttl: Idle time after which it goes; 0 is never.
-        expire_time: When it goes if nothing renews it, None for never.
-        named: Whether a client chose its id; then it stays until its ttl.
-        abandoned: Whether it is not named and every client that used it is gone.
-        sealed: Whether nothing can be appended to it, nor truncated (`Sequence.seal`).
+        generation: Number that every truncation increases.
+        row_bytes: Bytes of the pages with its rows.
+        index_bytes: Bytes of the pages with its codes.
+        ttl: Idle time after which it is deleted. 0 means never.
+        expire_time: When it is deleted if no call uses it. None means never.
+        named: Whether a client chose its id. Such a sequence stays until its ttl ends.
+        abandoned: Whether it is not named and all clients that used it are gone.
+        sealed: Whether appends and truncations are refused (`Sequence.seal`).
     """
 
     name: str
@@ -147,13 +148,13 @@ class SequenceInfo:
 
 @dataclass(frozen=True)
 class SavedSequence:
-    """What `Sequence.save` saved.
+    """The result of `Sequence.save`.
 
     Attributes:
-        token_count: Tokens, the shortest layer's length.
-        generation: The sequence's then.
-        byte_count: Bytes of the files, but for the manifest.
-        written_byte_count: Of those, bytes that were not there already.
+        token_count: Number of saved tokens, which is the length of the shortest layer.
+        generation: Generation of the sequence at that moment.
+        byte_count: Bytes of all files except the manifest.
+        written_byte_count: The part of these bytes that had to be written.
     """
 
     token_count: int
@@ -164,12 +165,12 @@ class SavedSequence:
 
 @dataclass(frozen=True)
 class AppendResult:
-    """What an append did.
+    """The result of an append.
 
     Attributes:
         appended_chunk_count: Chunks that were appended.
-        already_present_chunk_count: Chunks that were there with equal bytes.
-        layer_token_counts: Length of each layer afterwards.
+        already_present_chunk_count: Chunks that were already there, with equal bytes.
+        layer_token_counts: Length of each layer after the append.
     """
 
     appended_chunk_count: int
@@ -178,7 +179,7 @@ class AppendResult:
 
 
 class Certificate:
-    """What one attend knows of its own error; arrays are [T, H_q]."""
+    """The error estimates of one attend. Arrays are [T, H_q]."""
 
     def __init__(self, message: attention_service_pb2.Certificate, shape: tuple[int, int]) -> None:
         self.message = message
@@ -189,30 +190,30 @@ class Certificate:
 
     @cached_property
     def visible_token_counts(self) -> npt.NDArray[np.int64]:
-        """Visible tokens n."""
+        """Number n of visible tokens."""
         return self._ints("visible_token_counts")
 
     @cached_property
     def heavy_token_counts(self) -> npt.NDArray[np.int64]:
-        """Heavy tokens of the head's group, sink and window not counted."""
+        """Number of heavy tokens of the head's group, without sink and window."""
         return self._ints("heavy_token_counts")
 
     @cached_property
     def sampled_token_counts(self) -> npt.NDArray[np.int64]:
-        """Sampled tail tokens of the head's group."""
+        """Number of sampled tail tokens of the head's group."""
         return self._ints("sampled_token_counts")
 
     @cached_property
     def relative_errors(self) -> npt.NDArray[np.float32]:
-        """Estimated relative error of the output at confidence 1 - delta.
+        """Estimated relative error of the output, at confidence 1 - delta.
 
-        0 where exact, infinity where nothing is known.
+        0 if the output is exact, and infinity if the error is not known.
         """
         return np.array(self.message.relative_errors, np.float32).reshape(self._shape)
 
     @cached_property
     def tail_masses(self) -> npt.NDArray[np.float32]:
-        """Estimated share of the softmax mass outside sink, window and heavy."""
+        """Estimated share of the softmax mass outside sink, window and heavy set."""
         return np.array(self.message.tail_masses, np.float32).reshape(self._shape)
 
     @cached_property
@@ -226,22 +227,22 @@ class Certificate:
 
     @property
     def epsilon(self) -> float:
-        """Relative error that was promised."""
+        """Error bound, relative."""
         return self.message.epsilon
 
     @property
     def delta(self) -> float:
-        """Chance that the promise fails."""
+        """Probability that the error is above the bound."""
         return self.message.delta
 
     @property
     def inflation(self) -> float:
-        """Inflation that the policy in force asked for."""
+        """Inflation of the policy that was used."""
         return self.message.inflation
 
     @cached_property
     def head_inflations(self) -> npt.NDArray[np.float64]:
-        """Inflation of each KV head [H_kv], where the audit has raised that of one; else empty."""
+        """Inflation of each KV head [H_kv] if the audit has raised that of any head, else empty."""
         return np.array(self.message.head_inflations, np.float64)
 
     def __repr__(self) -> str:
@@ -250,9 +251,9 @@ class Certificate:
 
 
 class AttendResult:
-    """Output of one attend of one sequence.
+    """Result of one attend of one sequence.
 
-    Arrays are of the queries' kind (numpy or torch, on their device).
+    Arrays have the kind of the queries (numpy or torch, and their device).
     """
 
     def __init__(self, message: attention_service_pb2.AttendResult, decode: Decoder) -> None:
@@ -261,7 +262,7 @@ class AttendResult:
 
     @cached_property
     def out(self) -> Any:
-        """Output [T, H_q, d], in q's dtype unless another was asked for."""
+        """Output [T, H_q, d], in q's dtype unless `out_dtype` was given."""
         return self._decode(self.message.out)
 
     @cached_property
@@ -271,39 +272,39 @@ class AttendResult:
 
     @cached_property
     def certificate(self) -> Certificate:
-        """Certificate per query and head."""
+        """Certificates for each query and head."""
         query_count, head_count = self.message.out.shape[:2]
         return Certificate(self.message.certificate, (query_count, head_count))
 
     @cached_property
     def touched_row_counts(self) -> npt.NDArray[np.int64]:
-        """Rows read per KV head, [T, H_kv]."""
+        """Number of rows read by each KV head, [T, H_kv]."""
         counts = self.message.statistics.touched_row_counts
         return np.array(counts, np.int64).reshape(self.message.out.shape[0], -1)
 
     @property
     def moved_row_count(self) -> int:
-        """Of the rows read, those that came to the device over its link."""
+        """Number of those rows that crossed the link to the device."""
         return self.message.statistics.moved_row_count
 
     @property
     def device_time_us(self) -> float:
-        """Device time of the job that served this, microseconds."""
+        """Device time of the job that ran this attend, microseconds."""
         return self.message.statistics.device_time_us
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows chosen for one attend: per KV head a row of a CSR matrix.
+    """The rows that were chosen for one attend, as a CSR matrix with one row per KV head.
 
     Attributes:
         offsets: Start of each KV head's rows, int64 [H_kv + 1].
         indices: Token indices, ascending within a head, [offsets[-1]].
-        log_weights: What to add to each token's logit, float32; 0 where the
-            client chose the rows.
-        strata: 0 sink, 1 window, 2 heavy, 3 and up the tail's strata, uint8;
-            None where the client chose the rows.
-        certificate: What attending to it would promise, None where the client
+        log_weights: Number to add to the logit of each token, float32. 0 if the client chose the
+            rows.
+        strata: 0 for sink, 1 for window, 2 for heavy, 3 and above for the strata of the tail,
+            uint8. None if the client chose the rows.
+        certificate: Certificate that attention to these rows would have. None if the client
             chose the rows.
     """
 
@@ -321,9 +322,9 @@ class Pages:
     Attributes:
         kv_head: The KV head.
         indices: Token indices [R], ascending.
-        rows: Rows [R, 2, d] in the model's dtype: key, then value.
+        rows: Rows [R, 2, d] in the model's dtype: first the key, then the value.
         log_weights: Log-weights, float32 [R].
-        strata: Strata, uint8 [R]; None where the client chose the rows.
+        strata: Strata, uint8 [R]. None if the client chose the rows.
     """
 
     kv_head: int

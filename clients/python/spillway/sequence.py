@@ -87,15 +87,15 @@ def explained(error: NotFound, sequences: Iterable[Sequence]) -> SpillwayError:
 
 
 class Sequence:
-    """A handle of one sequence; `Client.create_sequence` and `fork` make it.
+    """A handle of one sequence. `Client.create_sequence` and `fork` create it.
 
-    The handle remembers the generation and each layer's length as the daemon
-    last told them, so that appends need not ask. It is not thread-safe:
-    appends, truncations and forks of one handle come from one thread at a
-    time. Reads (attend, select, fetch_pages, fetch) may overlap each other.
+    The handle stores the generation and the length of each layer from the last answer of the
+    daemon, so that appends need not ask for them. It is not thread-safe: only one thread at a
+    time may append, truncate or fork with one handle. Reads (attend, select, fetch_pages, fetch)
+    may overlap.
 
-    Every call raises `NotFound` where the sequence was deleted or has expired,
-    and `DaemonRestarted`, which is one, where the daemon lost it by a restart.
+    Every call raises `NotFound` if the sequence was deleted or has expired, and its subclass
+    `DaemonRestarted` if the daemon lost it in a restart.
 
     Attributes:
         name: Resource name, `sequences/{id}`.
@@ -165,12 +165,12 @@ class Sequence:
 
     @property
     def generation(self) -> int:
-        """Generation as last heard; appends carry it."""
+        """Generation, from the last answer of the daemon. Appends send it."""
         return self._generation
 
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
-        """Length of each layer as last heard; asks when a failure left it open."""
+        """Length of each layer, from the last answer. If an error left it unknown, this asks."""
         if self._layer_token_counts is None:
             self.refresh()
         assert self._layer_token_counts is not None
@@ -178,11 +178,11 @@ class Sequence:
 
     @property
     def token_count(self) -> int:
-        """Tokens in every layer: the shortest layer's length, as last heard."""
+        """Length of the shortest layer, from the last answer of the daemon."""
         return min(self.layer_token_counts)
 
     def refresh(self) -> SequenceInfo:
-        """Asks the daemon what the sequence is now.
+        """Asks the daemon for the present state of the sequence.
 
         Raises:
             NotFound: It was deleted or has expired.
@@ -194,11 +194,12 @@ class Sequence:
         return SequenceInfo.from_proto(message)
 
     def keep(self) -> SequenceInfo:
-        """Keeps the sequence until its ttl, whether its clients are there or not.
+        """Keeps the sequence until its ttl ends, even if all of its clients are gone.
 
-        For one that was not named when it was made and that shall be found by its name later,
-        also where the daemon restarts in between. Of an embedded engine, whose only client is its
-        process, it changes nothing: the next process must take it up within the grace time.
+        Use it for a sequence that was created without a name and must be found by its name
+        later, also if the daemon restarts in between. With an embedded engine, whose only client
+        is its process, it changes nothing: the next process must open the sequence within the
+        grace time.
 
         Raises:
             NotFound: It was deleted or has expired.
@@ -218,31 +219,30 @@ class Sequence:
     ) -> AppendResult:
         """Appends K/V rows of consecutive tokens.
 
-        K and V come after the positional encoding. Long appends are cut into
-        messages by layers and tokens; each commits whole or not at all, in
-        order, so after a failure `refresh()` tells what is there and the same
-        call may be repeated: rows that are present with equal bytes are
-        accepted.
+        K and V are given after the positional encoding. Long appends are split into messages by
+        layers and tokens. Each message is committed as a whole or not at all, in order. So after
+        a failure `refresh()` tells what is there, and the same call may be repeated: rows that
+        are already there with equal bytes are accepted.
 
         Args:
             layer: First layer, [0, layer_count).
-            start: Position of the first token; None appends at the layer's
-                length as last heard.
-            k: Keys [H_kv, T, d] for one layer, [layers, H_kv, T, d] for
-                consecutive layers, in the model's dtype, every element finite.
-            v: Values, the same shape. Arrays in memory that the engine sees (a region,
-                with an embedded engine every one, and CUDA tensors of its GPU) are read
-                in place; the current stream is waited for then. CUDA tensors on the one
-                GPU of a daemon on this host are copied there to a region of this
-                client's, 128 MiB, and read from that.
-            timeout: Seconds; None is the client's.
+            start: Position of the first token. None appends at the layer's length, from the last
+                answer of the daemon.
+            k: Keys [H_kv, T, d] for one layer, or [layers, H_kv, T, d] for consecutive layers,
+                in the model's dtype. All elements must be finite.
+            v: Values, with the same shape. Arrays that the engine can access are read in place:
+                arrays in a region, and with an embedded engine all arrays, also CUDA tensors of
+                its GPU. The call then waits for the current stream. With a daemon on this host
+                that has one GPU, CUDA tensors on this GPU are copied there to the client's own
+                region of 128 MiB, and read from it.
+            timeout: Seconds. None means the client's timeout.
 
         Raises:
-            OutOfRange: A gap, a straddle, or K/V that is not finite; the
-                message names the position.
-            AlreadyExists: Other rows are at that position.
-            Aborted: The sequence was truncated by somebody else.
-            ResourceExhausted: The daemon's memory limit.
+            OutOfRange: There is a gap, or the tokens are only partly there, or K/V are not
+                finite. The message names the position.
+            AlreadyExists: There are other rows at that position.
+            Aborted: Somebody else has truncated the sequence.
+            ResourceExhausted: The daemon's memory limit is reached.
         """
         if len(k.shape) == 3:
             k, v = k[None], v[None]
@@ -375,23 +375,22 @@ class Sequence:
 
         Args:
             layer: Layer, [0, layer_count).
-            q: Queries [T, H_q, d] after the positional encoding, float32,
-                float16 or bfloat16. With T > 16 they are served densely.
+            q: Queries [T, H_q, d] after the positional encoding, float32, float16 or bfloat16.
+                If T > 16, all rows are attended.
             policy: Overrides the sequence's policy for this call.
-            visible: Visible tokens of each query, [T], each in [1, n]; None is
-                causal over the last T tokens.
-            out_dtype: Element type of the output; None is q's.
-            timeout: Seconds; None is the client's.
+            visible: Visible tokens of each query, [T], each in [1, n]. None is causal over the
+                last T tokens.
+            out_dtype: Element type of the output. None means that of q.
+            timeout: Seconds. None means the client's timeout.
 
         Returns:
             Output, log-sum-exp, certificate and counts.
 
         Raises:
-            OutOfRange: `visible` beyond the layer's length, or a logit that
-                is not finite.
-            InvalidArgument: Shapes that do not fit the model, or a policy
-                that is impossible on it.
-            DeadlineExceeded: The timeout.
+            OutOfRange: `visible` is above the layer's length, or a logit is not finite.
+            InvalidArgument: Shapes do not fit the model, or the model does not support the
+                policy.
+            DeadlineExceeded: The call took longer than its timeout.
         """
         results = self._client.attend(
             layer,
@@ -412,17 +411,17 @@ class Sequence:
         *,
         timeout: float | None = None,
     ) -> Selection:
-        """Chooses the rows of an attend without attending.
+        """Chooses the rows of an attend without computing it.
 
         Args:
             layer: Layer, [0, layer_count).
             q: One query [1, H_q, d].
             policy: Overrides the sequence's policy for this call.
-            visible: Visible tokens; None is all.
-            timeout: Seconds; None is the client's.
+            visible: Visible tokens. None means all.
+            timeout: Seconds. None means the client's timeout.
 
         Returns:
-            Indices, log-weights and strata per KV head, of q's kind.
+            Indices, log-weights and strata per KV head, as arrays of q's kind.
         """
         request = attention_service_pb2.SelectRequest(layer=layer)
         self._fill_item(request.item, q, policy, None if visible is None else [visible])
@@ -451,23 +450,23 @@ class Sequence:
         like: Array | None = None,
         timeout: float | None = None,
     ) -> Iterator[Pages]:
-        """Streams K/V rows for a runner that attends itself.
+        """Streams K/V rows to a runner that computes attention itself.
 
-        Either `q` chooses the rows, as `select` would, or `selection` names
+        Give either `q`, which chooses the rows as `select` does, or `selection`, which names
         them by its offsets and indices.
 
         Args:
             layer: Layer, [0, layer_count).
             q: One query [1, H_q, d].
-            policy: Overrides the sequence's policy; only with `q`.
-            visible: Visible tokens; only with `q`; None is all.
+            policy: Overrides the sequence's policy. Only with `q`.
+            visible: Visible tokens. None means all. Only with `q`.
             selection: The caller's own choice, ascending within a head.
-            like: An array whose kind (numpy or torch) the results have;
-                None is q's.
-            timeout: Seconds; None is the client's.
+            like: An array whose kind (numpy or torch) the results have. None means q.
+            timeout: Seconds. None means the client's timeout.
 
         Yields:
-            Rows of one KV head after the other; a head may come in parts.
+            The rows of one KV head after the other. The rows of a head may come in several
+            parts.
         """
         if (q is None) == (selection is None):
             raise ValueError("fetch_pages takes either q or selection")
@@ -503,34 +502,34 @@ class Sequence:
         like: Array | None = None,
         timeout: float | None = None,
     ) -> tuple[Any, Any]:
-        """Copies K/V rows out: of tokens [start, end), or those that `selection` names.
+        """Copies K/V rows out: those of tokens [start, end), or those in `selection`.
 
-        They are the rows of one moment, whatever is appended or truncated
-        meanwhile; of a selection of more than 524,288 rows each so many are.
+        They are the rows of one moment, even if somebody appends or truncates meanwhile. For a
+        selection of more than 524,288 rows, this holds for each part of so many rows.
 
         Args:
             layer: Layer, [0, layer_count).
-            start: First token; only without `selection`.
-            end: One after the last token; None is the layer's length as last heard.
+            start: First token. Only without `selection`.
+            end: One after the last token. None means the layer's length, from the last answer of
+                the daemon.
             selection: Tokens of each KV head by its offsets and indices, ascending within a
                 head.
-            into: Arrays for keys and values in the model's dtype: [H_kv, end - start, d]
-                each, or with `selection` [offsets[-1], d], one head's rows after the
-                other's. Into memory that the engine sees (a region, with an embedded engine
-                every array, and CUDA tensors of its GPU) it writes in place; the current
-                stream is waited for then. Others are filled from messages. None makes
-                arrays.
-            like: An array whose kind and device the arrays have that are made; None is
-                numpy.
-            timeout: Seconds; None is the client's.
+            into: Arrays for keys and values in the model's dtype: [H_kv, end - start, d] each,
+                or with `selection` [offsets[-1], d], with the rows of one head after those of
+                the other. The engine writes in place to arrays that it can access: arrays in a
+                region, and with an embedded engine all arrays, also CUDA tensors of its GPU. The
+                call then waits for the current stream. Other arrays are filled from messages.
+                None creates arrays.
+            like: An array whose kind and device the created arrays have. None means numpy.
+            timeout: Seconds. None means the client's timeout.
 
         Returns:
             Keys and values: the arrays of `into`. After an error some rows may have been
             written.
 
         Raises:
-            OutOfRange: A token that the layer has not.
-            ValueError: Arrays of another shape or dtype, or that are read-only.
+            OutOfRange: A token is above the layer's length.
+            ValueError: Arrays have another shape or dtype, or are read-only.
         """
         model = self._described()
         row_shape: tuple[int, ...]
@@ -601,16 +600,16 @@ class Sequence:
             at += count
 
     def fork(self, sequence_id: str = "") -> Sequence:
-        """Copies the sequence; pages are shared until one side writes.
+        """Copies the sequence. The copy shares pages with it until one of them writes.
 
-        Each layer is copied to the sequence's length, the shortest layer's.
+        Each layer is copied up to the length of the shortest layer.
 
         Args:
-            sequence_id: The copy's id; empty: the daemon chooses.
+            sequence_id: The id of the copy. If empty, the daemon chooses one.
 
         Raises:
             AlreadyExists: The id is taken.
-            ResourceExhausted: The daemon's memory limit.
+            ResourceExhausted: The daemon's memory limit is reached.
         """
         response = self._call(
             self._client._stubs.sequences.ForkSequence,
@@ -619,10 +618,10 @@ class Sequence:
         return Sequence(self._client, response.sequence, self._boot_id)
 
     def truncate(self, token_count: int) -> SequenceInfo:
-        """Drops the newest tokens of every layer longer than `token_count`.
+        """Removes the newest tokens of every layer that is longer than `token_count`.
 
         Raises:
-            OutOfRange: `token_count` is above the sequence's.
+            OutOfRange: `token_count` is above the length of the sequence.
         """
         response = self._call(
             self._client._stubs.sequences.TruncateSequence,
@@ -634,11 +633,12 @@ class Sequence:
     def seal(self) -> SequenceInfo:
         """Ends appends to the sequence, so that it can be copied elsewhere.
 
-        When it returns no append is in progress and none begins; each layer keeps the length
-        that it has. Appends, steps with new tokens and truncations, of all clients, fail with
-        `FailedPrecondition` (SEQUENCE_SEALED) and change nothing; attends without new tokens,
-        fetches and forks go on, and the forks are not sealed. Sealing it twice is no error. A
-        seal ends with `unseal`, or with the daemon's process, also where rows outlive that.
+        When it returns, no append is in progress and none begins. Each layer keeps its length.
+        Appends, steps with new tokens, and truncations of all clients fail with
+        `FailedPrecondition` (SEQUENCE_SEALED) and change nothing. Attends without new tokens,
+        fetches and forks continue. A fork is not sealed. Sealing a sequence twice is not an
+        error. A seal ends with `unseal`, or when the daemon's process ends, even if rows outlive
+        the process.
 
         Raises:
             FailedPrecondition: A decoder holds the sequence (SEQUENCE_HELD).
@@ -646,7 +646,7 @@ class Sequence:
         return self._seal(True)
 
     def unseal(self) -> SequenceInfo:
-        """Lets rows be appended again; no error where they can be already.
+        """Allows appends again. If they are already allowed, this is not an error.
 
         Raises:
             FailedPrecondition: A decoder holds the sequence (SEQUENCE_HELD).
@@ -662,16 +662,16 @@ class Sequence:
         return SequenceInfo.from_proto(response.sequence)
 
     def delete(self, if_sealed: bool = False) -> None:
-        """Deletes the sequence; its memory is free when the call returns.
+        """Deletes the sequence. Its memory is free when the call returns.
 
         Args:
-            if_sealed: Only if it is sealed still: by nobody opened again, nor by a restart of
-                the daemon.
+            if_sealed: Delete it only if it is still sealed, that is, if neither another client
+                nor a restart of the daemon has opened it.
 
         Raises:
             NotFound: It was deleted or has expired.
-            FailedPrecondition: It shall be sealed, and is not (SEQUENCE_NOT_SEALED); or a decoder
-                holds it (SEQUENCE_HELD).
+            FailedPrecondition: `if_sealed` is set and the sequence is not sealed
+                (SEQUENCE_NOT_SEALED), or a decoder holds it (SEQUENCE_HELD).
         """
         self._call(
             self._client._stubs.sequences.DeleteSequence,
@@ -681,24 +681,24 @@ class Sequence:
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
     ) -> SavedSequence:
-        """Saves the sequence to a folder, as it is when its turn comes.
+        """Saves the sequence to a folder, in its state at the time of its turn.
 
-        Other calls for it go on meanwhile. Saved again to the same folder, only what
-        is new since is written, and so it is after a save that was cut off. Until the
-        call returns, what was saved there before is what loads.
+        Other calls for the sequence continue meanwhile. If it is saved again to the same folder,
+        only what is new is written. This is also true after an interrupted save. Until the call
+        returns, the earlier save is the one that can be loaded.
 
         Args:
-            folder: Of a daemon: a name below its setting `snapshots.folder`, parts
-                of [a-z0-9._-] with slashes between. Of an embedded engine: any path.
-            client_data: Up to 3 MiB that `Client.load_sequence` gives back.
-            timeout: Seconds; None is no limit.
+            folder: With a daemon: a name below its setting `snapshots.folder`, made of parts of
+                [a-z0-9._-] with slashes in between. With an embedded engine: any path.
+            client_data: Up to 3 MiB of data that `Client.load_sequence` returns.
+            timeout: Seconds. None means no limit.
 
         Raises:
-            InvalidArgument: The folder's name, or too much client data.
-            FailedPrecondition: The daemon has no folder for snapshots
-                (NO_SNAPSHOT_FOLDER), or another program's manifest.json is there.
-            Aborted: The folder is being saved to or loaded from (SNAPSHOT_BUSY).
-            ResourceExhausted: No room on the disk or in the daemon's memory.
+            InvalidArgument: The folder's name is not valid, or there is too much client data.
+            FailedPrecondition: The daemon has no folder for snapshots (NO_SNAPSHOT_FOLDER), or
+                the folder has a manifest.json of another program.
+            Aborted: Another call saves to the folder or loads from it (SNAPSHOT_BUSY).
+            ResourceExhausted: There is not enough space on the disk or in the daemon's memory.
         """
         response = self._call(
             self._client._stubs.sequences.SaveSequence,

@@ -1,4 +1,4 @@
-"""What a daemon says of itself: version, devices, limits, statistics and audits."""
+"""What a daemon reports about itself: version, devices, limits, statistics and audits."""
 
 from __future__ import annotations
 
@@ -66,19 +66,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What the daemon is.
+    """The description of a daemon.
 
     Attributes:
         version: MAJOR.MINOR.PATCH.
-        boot_id: Random per start: another value means all sequences are gone,
-            unless `store_id` is the same.
-        store_id: Of the files that rows outlive the process in; empty: they go with it.
+        boot_id: Random for each start. Another value means that all sequences are gone, unless
+            `store_id` is the same.
+        store_id: Id of the files in which rows outlive the process. Empty if rows do not outlive
+            it.
         start_time: When it started, UTC.
         devices: Devices that serve attends.
         limits: Limits that a client must keep.
         page_token_count: Tokens per page of rows.
-        region_socket: Name of the socket that hands over regions, beside the daemon's
-            own; empty: there is none.
+        region_socket: Name of the socket for regions, next to the daemon's own socket. Empty if
+            there is none.
     """
 
     version: str
@@ -209,20 +210,20 @@ class SequenceStatistics:
 
 @dataclass(frozen=True)
 class HeadAudit:
-    """What checks against exact attention have shown of one KV head of a layer.
+    """The results of checks against exact attention, for one KV head of a layer.
 
-    A check is of one query head and attend whose certificate was statistical.
+    A check is for one query head and one attend whose certificate was statistical.
 
     Attributes:
         layer: Layer.
         kv_head: KV head.
         check_count: Checks.
-        violation_count: Outputs farther from the exact one than epsilon.
+        violation_count: Outputs with an error above epsilon.
         recent_check_count: Checks since the level was last changed or confirmed.
         recent_violation_count: Violations of these.
-        level: How hard its attends try: 0 as the policy says, then more
-            inflation, a larger pilot, the `paper` budget, and at last dense
-            attention of the layer.
+        level: Level of the head's attends: 0 is the policy as it is. Each level adds more: first
+            inflation, then a larger pilot, then the `paper` budget, and at last dense attention
+            of the layer.
     """
 
     layer: int
@@ -239,11 +240,11 @@ class AuditStatistics:
     """The audit of all models, since the start.
 
     Attributes:
-        share: Of the attends, what is checked; 0: no audit.
+        share: Share of the attends that is checked. 0 means no audit.
         check_count: Checks.
-        violation_count: Outputs farther from the exact one than epsilon.
-        dropped_count: Attends that were chosen and found no room in the queue.
-        raised_head_count: KV heads above level 0 now.
+        violation_count: Outputs with an error above epsilon.
+        dropped_count: Attends that were chosen for a check, but the queue was full.
+        raised_head_count: KV heads that are above level 0 now.
     """
 
     share: float
@@ -255,16 +256,16 @@ class AuditStatistics:
 
 @dataclass(frozen=True)
 class Transport:
-    """How a client reaches its engine.
+    """How a client communicates with its engine.
 
     Attributes:
-        steps: What carries decode steps: `Client.step_transport`.
-        rows: What carries the K/V of appends: `in place`, nothing is copied on the
-            way; `regions`, so are arrays in regions, while other large ones are copied to
-            a region of the client's own, and small ones to messages; `messages`.
-        mps: Whether all GPUs of the engine are shared by way of CUDA MPS; False where
-            it has none.
-        reason: Why it is not a better way; empty for the best there is.
+        steps: How decode steps are transported, as `Client.step_transport`.
+        rows: How the K/V of appends are transported. `in place`: nothing is copied on the way.
+            `regions`: arrays in regions are not copied either, other large arrays are copied to
+            the client's own region, and small ones to messages. `messages`: all are copied to
+            messages.
+        mps: Whether all GPUs of the engine are shared through CUDA MPS. False if it has no GPU.
+        reason: Why no better transport is used. Empty if the transport is the best one.
     """
 
     steps: str
@@ -275,17 +276,17 @@ class Transport:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Memory and work of the daemon.
+    """Statistics about the memory and the work of a daemon.
 
     Attributes:
-        transport: How this client reaches it.
+        transport: How this client communicates with it.
         memory: Bytes held.
         work: Work of all models.
-        models: One per model, or the one asked for.
-        sequences: One per sequence of the model asked for.
+        models: One entry per model, or only the requested one.
+        sequences: One entry per sequence of the requested model.
         audit: Checks of all models.
-        head_audits: Of the model asked for, KV heads that were checked, those
-            with the most violations first.
+        head_audits: The KV heads of the requested model that were checked, those with the most
+            violations first.
     """
 
     transport: Transport

@@ -1,4 +1,4 @@
-"""Decode steps of several sequences: announced once, then layer by layer."""
+"""Decode steps of several sequences: announced once, then attended layer by layer."""
 
 from __future__ import annotations
 
@@ -189,18 +189,18 @@ def _raised(error: SpillwayError) -> NoReturn:
 
 
 class DecodeStep(_Together):
-    """One decode step of several sequences; `Client.begin_step` makes it.
+    """One decode step of several sequences. `Client.begin_step` creates it.
 
-    Positions and policy are the same in all layers and are said once. Layers
-    may come in any order; each is attended once its new tokens are appended.
-    With an embedded engine nothing is copied: it reads q, k and v where they
-    are, and writes the outputs into new arrays. To a daemon on this host they go
-    through memory that both share; to others, in messages. Not thread-safe.
+    Positions and policy are the same in all layers and are sent once. Layers may be attended in
+    any order. Each layer attends after its new tokens are appended. With an embedded engine
+    nothing is copied: it reads q, k and v in place, and writes the outputs to new arrays. With a
+    daemon on this host, they are passed through shared memory, and with other daemons in
+    messages. Not thread-safe.
 
     Attributes:
         sequences: The sequences, in the order of the arrays.
-        starts: Position of each one's first new token.
-        token_count: New tokens of each.
+        starts: Position of the first new token of each sequence.
+        token_count: Number of new tokens of each sequence.
     """
 
     def __init__(
@@ -278,26 +278,26 @@ class DecodeStep(_Together):
     def attend(
         self, layer: int, q: Array, k: Array, v: Array, *, out_dtype: OutDType | None = None
     ) -> tuple[Any, Any]:
-        """Appends the new tokens' K and V at a layer and attends.
+        """Appends the new tokens' K and V to a layer, and attends.
 
         Args:
             layer: Layer, [0, layer_count).
-            q: Queries [B, T, H_q, d] after the positional encoding; query t of
-                a sequence sees what was there and its new tokens up to t.
+            q: Queries [B, T, H_q, d] after the positional encoding. Query t of a sequence sees
+                the tokens before the step and the new tokens up to t.
             k: Keys of the new tokens [B, H_kv, T, d] in the model's dtype.
-            v: Values, the same shape.
-            out_dtype: Element type of the output; None is q's.
+            v: Values, with the same shape.
+            out_dtype: Element type of the output. None means that of q.
 
         Returns:
             Output [B, T, H_q, d] and log-sum-exp [B, T, H_q], of q's kind and device.
 
         Raises:
-            SpillwayError: The first sequence's failure. Its layer has no new
-                tokens then; the others' may have.
-            ValueError: A shape that does not fit the step.
-            KeyboardInterrupt: While the answer was waited for. The step is closed then. The
-                daemon may still append this layer's new tokens: `Sequence.truncate` to
-                `starts` waits for that, and makes all layers equally long again.
+            SpillwayError: The first sequence that failed. Its layer does not have the new tokens
+                then. The layers of the other sequences may have them.
+            ValueError: A shape does not fit the step.
+            KeyboardInterrupt: Raised while waiting for the answer. The step is then closed. The
+                daemon may still append this layer's new tokens. `Sequence.truncate` to `starts`
+                waits for that, and makes all layers equally long again.
         """
         return self._asked(layer, q, k, v, out_dtype, at_once=False)()
 
@@ -357,7 +357,7 @@ class DecodeStep(_Together):
             raise
 
     def results(self) -> list[AttendResult]:
-        """Returns all of the last attend, one for each sequence: certificate and counts too."""
+        """Returns the full results of the last attend, one per sequence, with certificates."""
         made = []
         if self._kind is None:
             raise ValueError("the step's last layer was not attended")

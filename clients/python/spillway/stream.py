@@ -1,4 +1,4 @@
-"""Decoding on a GPU with CUDA tensors: on streams and in CUDA graphs, or by a daemon's calls."""
+"""Decoding with CUDA tensors: on streams and in CUDA graphs, or by calls to a daemon."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class StreamDecoder(_Together):
-    """Decodes sequences with CUDA tensors; `Client.open_decoder` makes it.
+    """Decodes sequences with CUDA tensors. `Client.open_decoder` creates it.
 
-    Each step is begun by `next` and then attended layer by layer. With an embedded
-    engine attends are enqueued on torch's current stream, read and write tensors in
-    the GPU's memory, and return at once. They can be captured:
+    Each step begins with `next` and is then attended layer by layer. With an embedded engine,
+    attends are enqueued on torch's current stream. They read and write tensors in GPU memory,
+    and return at once. They can be captured:
 
         decoder.next()
         with torch.cuda.graph(graph):
@@ -42,27 +42,26 @@ class StreamDecoder(_Together):
             graph.replay()
         decoder.finish()
 
-    To a daemon on this host each attend is a call: it waits for the current stream,
-    and for the daemon, whose GPU the tensors are on. A stream that is captured is
-    refused. All else is the same.
+    With a daemon on this host, each attend is a call. It waits for the current stream, and for
+    the daemon, whose GPU the tensors must be on. A stream that is being captured is refused.
+    Everything else is the same.
 
-    What goes wrong on the GPU, an element that is not finite above all, makes
-    the layer's outputs NaN, and is raised by a later `next`, by `finish` or by
-    `results`. The tokens of that step and of those after it are gone then from
-    the sequence.
+    Errors on the GPU, mainly elements that are not finite, make the layer's outputs NaN. They
+    are raised by a later `next`, by `finish` or by `results`. The tokens of that step and of the
+    steps after it are then removed from the sequence.
 
     While the decoder is open, other requests for its sequences are refused. Not
     thread-safe.
 
     Attributes:
         sequences: The sequences, in the order of the tensors.
-        token_count: New tokens of each in a step.
-        device: The engine's GPU, on whose current stream steps go; None, torch's
-            current one, where an embedded engine has several.
+        token_count: Number of new tokens of each sequence in a step.
+        device: The engine's GPU. Steps go on its current stream. None, which means torch's
+            current GPU, if an embedded engine has several.
         layer_count: Layers of the model.
-        token_count_max: Tokens that a sequence may come to.
-        version: Of the launches of the step: a graph serves the steps of the
-            version that it was captured at.
+        token_count_max: Largest number of tokens that a sequence may reach.
+        version: Version of the step's launches. A graph can be used only for steps of the
+            version with which it was captured.
     """
 
     def __init__(
@@ -126,15 +125,15 @@ class StreamDecoder(_Together):
         self.close()
 
     def next(self) -> bool:
-        """Begins the next step: on the current stream, which is not captured.
+        """Begins the next step on the current stream, which must not be captured.
 
         Returns:
-            Whether the launches differ from those of the step before: graphs are
-            captured again then. True for the first step.
+            Whether the launches differ from those of the step before. If so, graphs must be
+            captured again. True for the first step.
 
         Raises:
-            SpillwayError: An earlier step has failed on the GPU, or there is no
-                memory; nothing is begun.
+            SpillwayError: An earlier step has failed on the GPU, or there is no memory. No step
+                is begun.
         """
         self._check_open()
         before = self.version
@@ -153,22 +152,22 @@ class StreamDecoder(_Together):
         *,
         out_dtype: OutDType | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the new tokens' K and V at a layer of the step, and attends.
+        """Appends the new tokens' K and V to a layer of the step, and attends.
 
         Args:
             layer: Layer, [0, layer_count).
-            q: Queries [B, T, H_q, d] after the positional encoding, on the engine's
-                GPU; query t sees what was there and the new tokens up to t.
+            q: Queries [B, T, H_q, d] after the positional encoding, on the engine's GPU. Query t
+                sees the tokens before the step and the new tokens up to t.
             k: Keys of the new tokens [B, H_kv, T, d] in the model's dtype.
-            v: Values, the same shape.
-            out_dtype: Element type of the output; None is q's.
+            v: Values, with the same shape.
+            out_dtype: Element type of the output. None means that of q.
 
         Returns:
             Output [B, T, H_q, d] and log-sum-exp [B, T, H_q], float32.
 
         Raises:
             SpillwayError: No step is begun, or a tensor is not on the engine's GPU.
-            ValueError: A shape that does not fit.
+            ValueError: A shape does not fit.
         """
         out, lse = self._enqueue(layer, q, k, v, out_dtype, wants_lse=True)
         assert lse is not None
@@ -229,7 +228,7 @@ class StreamDecoder(_Together):
         return dtype
 
     def finish(self) -> None:
-        """Ends the step and waits for the GPU: its tokens belong to the sequences now.
+        """Ends the step and waits for the GPU. Its tokens then belong to the sequences.
 
         Raises:
             SpillwayError: The first error that the GPU has found.
@@ -241,9 +240,9 @@ class StreamDecoder(_Together):
             self._forget()
 
     def results(self, layer: int) -> list[AttendResult]:
-        """Ends the step and returns certificates and counts of a layer, one a sequence.
+        """Ends the step and returns certificates and counts of a layer, one per sequence.
 
-        The outputs are where `attend` has put them, and not in the results.
+        The outputs are in the tensors that `attend` returned, and not in the results.
 
         Raises:
             SpillwayError: The first error that the GPU has found.
@@ -257,14 +256,14 @@ class StreamDecoder(_Together):
         return [AttendResult(result, decoder_like(None)) for result in results]
 
     def sums(self, layer: int) -> Sums:
-        """Returns sums over a layer's steps that have ended well: after `finish`, all."""
+        """Returns sums over the successful steps of a layer. After `finish` they are complete."""
         self._check_open()
         if not 0 <= layer < self._model.layer_count:
             raise ValueError(f"layer {layer} is not in [0, {self._model.layer_count})")
         return self._channel.decoder_sums(self._handle, layer)
 
     def close(self) -> None:
-        """Ends the step as `finish`, without its errors, and lets the sequences go."""
+        """Ends the step like `finish`, but raises no errors, and releases the sequences."""
         self._end()
         self._forget()
 

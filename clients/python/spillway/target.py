@@ -8,11 +8,10 @@ _ENVIRONMENT = "SPILLWAY_TARGET"
 
 
 def default_target() -> str:
-    """Returns the target to connect to when none is named.
+    """Returns the target that is used if none is named.
 
-    `SPILLWAY_TARGET` where set; else the socket that the daemon serves by
-    default, in `$XDG_RUNTIME_DIR/spillway` or, without that variable, in
-    `/tmp/spillway-<uid>`.
+    `SPILLWAY_TARGET` if it is set. Otherwise the default socket of the daemon: in
+    `$XDG_RUNTIME_DIR/spillway`, or without that variable in `/tmp/spillway-<uid>`.
     """
     named = os.environ.get(_ENVIRONMENT)
     if named:

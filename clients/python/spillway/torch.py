@@ -1,4 +1,4 @@
-"""Decode steps as a torch operator, which `torch.compile` takes.
+"""Decode steps as a torch operator that `torch.compile` supports.
 
     step = client.begin_step(sequences)
     slot = spillway.torch.Slot()
@@ -10,10 +10,9 @@
     slot.enter(step)  # for each token
     layer(x, slot.tensor)
 
-A slot says which step is meant: a compiled function takes its tensor as an
-argument, and so serves one step after the other. A `StreamDecoder` is entered
-once; then attends are enqueued on torch's current stream, and what was captured
-into a CUDA graph needs the slot no more.
+A slot determines which step is used. A compiled function takes the slot's tensor as an argument,
+and so serves one step after the other. A `StreamDecoder` is entered once. Attends are then
+enqueued on torch's current stream, and a captured CUDA graph does not need the slot any more.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _numbers = itertools.count(1)
 
 
 class Slot:
-    """Says which step `attend` means. Not thread-safe.
+    """Determines which step `attend` uses. Not thread-safe.
 
     Attributes:
-        tensor: Its number, int64 [1] on the CPU; what `attend` takes.
+        tensor: The number of the slot, int64 [1] on the CPU. `attend` takes it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Slot:
         self._step: DecodeStep | StreamDecoder | None = None
 
     def enter(self, step: DecodeStep | StreamDecoder) -> None:
-        """Makes it mean this step, or a decoder's, and keeps that alive until the next."""
+        """Selects this step or decoder, and keeps it alive until the next one is selected."""
         number = next(_numbers)
         _STEPS[number] = step
         self._step = step
@@ -55,22 +54,22 @@ class Slot:
 def attend(
     slot: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Appends the new tokens' K and V at a layer of the slot's step and attends.
+    """Appends the new tokens' K and V to a layer of the slot's step, and attends.
 
-    As `DecodeStep.attend`, or `StreamDecoder.attend`, with its errors.
+    It works like `DecodeStep.attend` or `StreamDecoder.attend`, and raises the same errors.
 
     Args:
         slot: `Slot.tensor`, after `Slot.enter`.
         layer: Layer, [0, layer_count).
         q: Queries [B, T, H_q, d].
         k: Keys of the new tokens [B, H_kv, T, d].
-        v: Values, the same shape.
+        v: Values, with the same shape.
 
     Returns:
         Output [B, T, H_q, d] of q's type, and log-sum-exp [B, T, H_q], float32.
 
     Raises:
-        RuntimeError: The slot means no step, or one that is gone.
+        RuntimeError: The slot has no step, or the step does not exist any more.
     """
     step = _STEPS.get(int(slot[0]))
     if step is None:

@@ -1,4 +1,4 @@
-"""By what a program's own tracing finds its calls in the daemon's log."""
+"""Trace ids, by which a program's tracing finds its calls in the daemon's log."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _said: ContextVar[Metadata] = ContextVar("spillway_traced", default=())
 
 @contextmanager
 def traced(traceparent: str = "", *, request_id: str = "") -> Iterator[None]:
-    """Has the calls that are made inside name a trace, or a request, to the daemon.
+    """Sends the id of a trace, or of a request, with all calls that are made inside.
 
-    What the daemon logs of them (refusals, slow attends, sequences made here that expire) has
-    the trace's id, or the request's, as `trace`. Holds for this thread, or this asyncio task.
-    A message of a decode stream is of the trace in which it is sent, a decode step of the one
-    in which it was begun, and a decoder of the one in which it was opened.
+    The daemon's log lines about these calls (refusals, slow attends, sequences created here that
+    expire) have the id as `trace`. It applies to this thread, or this asyncio task. A message of
+    a decode stream belongs to the trace in which it is sent, a decode step to the one in which
+    it was begun, and a decoder to the one in which it was opened.
 
     Args:
-        traceparent: W3C Trace Context's, such as OpenTelemetry's propagator injects:
-            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01". It wins over request_id.
-        request_id: What stands for it where there is no tracing, sent as `x-request-id`: 1 to
-            128 characters of [A-Za-z0-9._:=+/-].
+        traceparent: A `traceparent` of W3C Trace Context, as OpenTelemetry's propagator writes
+            it: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01". If both are given, it
+            is used instead of request_id.
+        request_id: An id for programs without tracing, sent as `x-request-id`: 1 to 128
+            characters of [A-Za-z0-9._:=+/-].
 
     Raises:
-        ValueError: One of them is none, or neither is given.
+        ValueError: One of them is not valid, or neither is given.
     """
     if traceparent and not _TRACEPARENT.fullmatch(traceparent):
         raise ValueError(f"traceparent {traceparent[:200]!r} is not version-trace-parent-flags")
