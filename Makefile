@@ -40,7 +40,7 @@ demo: setup ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVIC
 	@echo "demo: installs what it needs and builds Spillway, the first time: about five minutes on two cores."
 	@echo "demo: then a model reads a document twice, by dense attention and by Spillway: two minutes more."
 	@$(MAKE) --no-print-directory -j2 demo-venv demo-build
-	@SPILLWAYD=build/$(DEMO_PRESET)/daemon/spillwayd SPILLWAY_LIBRARY=build/$(DEMO_PRESET)/clients/c/libspillway.so.1 \
+	@SPILLWAYD=$(CURDIR)/build/$(DEMO_PRESET)/daemon/spillwayd SPILLWAY_LIBRARY=$(CURDIR)/build/$(DEMO_PRESET)/clients/c/libspillway.so.1 \
 	  $(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE) $(if $(DAEMON),--daemon) $(if $(RESTART),--restart)
 
 demo-venv:
