@@ -62,5 +62,7 @@ def test_takes_no_settings_of_an_engine(package: FakePackage) -> None:
 
 def test_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "spillway_cluster", None)
-    with pytest.raises(ImportError, match=r"ray:kv is .* install its wheel, spillway_cluster-\*\.whl"):
+    with pytest.raises(
+        ImportError, match=r"ray:kv is .* install its wheel, spillway_cluster-\*\.whl"
+    ):
         spillway.connect("ray:kv")
