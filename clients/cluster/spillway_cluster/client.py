@@ -1,4 +1,4 @@
-"""A client of several daemons: each sequence lies on one of them, or in parts on several."""
+"""A client of several daemons. Each sequence is on one of them, or in parts on several."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ C = TypeVar("C", bound="ClusterClient")
 
 
 class ClusterClient(ClusterModels):
-    """What `spillway.Client` is for one daemon, for several.
+    """A client of several daemons, with the calls of `spillway.Client`.
 
-    A sequence lies whole on one of them, or its layers' KV heads, or its layers too, are dealt
-    to several; tokens never are. What concerns several daemons is asked of all of them at once.
-    Outputs, sets and certificates are those of one daemon with the whole model, bit for bit,
-    while no daemon's audit has raised an inflation. Thread-safe.
+    A sequence is on one daemon as a whole, or it is split over several daemons by KV heads, and
+    on request by layers too. It is never split by tokens. Calls that concern several daemons are
+    sent to all of them at the same time. Outputs, sets and certificates are bit-identical to
+    those of one daemon with the whole model, unless the audit of a daemon has raised an
+    inflation. Thread-safe.
 
     Attributes:
-        placement: Which daemons there are, and what lies where.
-        server_info: A daemon's, with the devices and the smallest limits of all that there were
-            when the client was made.
+        placement: The daemons, and which sequences are on them.
+        server_info: That of one daemon, with the devices of all and the smallest limits of all,
+            when the client was created.
     """
 
     def __init__(self, placement: Placement, target: str) -> None:
@@ -81,17 +82,17 @@ class ClusterClient(ClusterModels):
 
     @property
     def clients(self) -> tuple[spillway.Client, ...]:
-        """One for each daemon that serves now."""
+        """One client for each daemon that serves now."""
         return tuple(self.placement.client(daemon) for daemon in self.placement.daemons())
 
     @property
     def transport(self) -> str:
-        """`cluster`: several daemons, each reached as well as it can be."""
+        """`cluster`: several daemons, each with its best transport."""
         return "cluster"
 
     @property
     def step_transport(self) -> str:
-        """Likewise; each daemon's client has its own."""
+        """Like `transport`. The client of each daemon has its own."""
         return "cluster"
 
     # Sequences.
@@ -104,10 +105,10 @@ class ClusterClient(ClusterModels):
         policy: Policy | None = None,
         ttl: datetime.timedelta | float | None = None,
     ) -> ClusterSequence:
-        """Creates an empty sequence, where there is most room. As `Client.create_sequence`.
+        """Creates an empty sequence, on the daemons with the most free memory.
 
         Raises:
-            SpillwayError: As of `Client.create_sequence`. No daemon has a part then that this
+            SpillwayError: As for `Client.create_sequence`. No daemon then keeps a part that this
                 call has created.
         """
 
@@ -206,10 +207,10 @@ class ClusterClient(ClusterModels):
         return [made[number] for number in sorted(made)]
 
     def get_sequence(self, name: str) -> ClusterSequence:
-        """Returns a handle of a sequence, if it is in parts of one that was named.
+        """Returns a handle of an existing sequence. If it is in parts, it must have been named.
 
         Raises:
-            NotFound: There is none of that name, or a daemon has no part of it.
+            NotFound: There is no such sequence, or a daemon does not have its part.
         """
         daemons = self.placement.find(name) or self._holders(name)
         handles: dict[int, tuple[str, spillway.Sequence]] = {}
@@ -272,10 +273,10 @@ class ClusterClient(ClusterModels):
         policy: Policy | None = None,
         **options: Any,
     ) -> tuple[ClusterSequence, bytes]:
-        """Makes a sequence of what `ClusterSequence.save` has saved, of as many parts.
+        """Creates a sequence with the parts that `ClusterSequence.save` has saved.
 
-        Arguments and errors as of `Client.load_sequence`, but that the model must be named.
-        Each daemon reads the folder of its own host.
+        Arguments and errors are those of `Client.load_sequence`, but the model must be named.
+        Each daemon reads the folder on its own host.
         """
         data: dict[int, bytes] = {}
 
@@ -292,9 +293,10 @@ class ClusterClient(ClusterModels):
         return self._placed(model, sequence_id, load), data[0]
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
-        """Yields a model's sequences by name, or one model's after the other's.
+        """Yields the sequences of a model by name, or those of one model after the other.
 
-        Of those in parts that nobody has named, which have other names on each daemon, none.
+        Sequences in parts without a name are left out, because they have other names on each
+        daemon.
         """
         if not model:
             for every in list(self.list_models()):
@@ -338,7 +340,7 @@ class ClusterClient(ClusterModels):
         timeout: float | None = None,
         return_errors: bool = False,
     ) -> Any:
-        """Attends at one layer for several sequences of one model; as `Client.attend`."""
+        """Attends at one layer for several sequences of one model, like `Client.attend`."""
         seen = visible or {}
         owners = [(s, part) for s in queries for part in s.parts_of(layer)]
 
@@ -381,18 +383,18 @@ class ClusterClient(ClusterModels):
         policy: Policy | None = None,
         starts: SequenceABC[int] | None = None,
     ) -> ClusterStep:
-        """Announces a decode step to all the daemons; as `Client.begin_step`."""
+        """Announces a decode step to all the daemons, like `Client.begin_step`."""
         return ClusterStep(self, sequences, token_count, policy, starts)
 
     def decode(self, *, timeout: float | None = None) -> ClusterStream:
-        """Opens a stream of decode steps to each daemon that it comes to; as `Client.decode`."""
+        """Opens a stream of decode steps to each daemon at its first use, like `Client.decode`."""
         return ClusterStream(self, timeout)
 
     def open_decoder(self, *_: Any, **__: Any) -> NoReturn:
-        """Decoders are of one daemon.
+        """Not supported: a decoder works only with one daemon.
 
         Raises:
-            SpillwayError: UNIMPLEMENTED.
+            SpillwayError: Always, with UNIMPLEMENTED.
         """
         raise SpillwayError(
             "a decoder is of one daemon: over a cluster begin_step serves the same steps, or "
@@ -404,10 +406,10 @@ class ClusterClient(ClusterModels):
     # The daemons.
 
     def get_server_info(self) -> ServerInfo:
-        """Asks the daemons what they are.
+        """Asks the daemons for their descriptions, and combines them.
 
         Raises:
-            Unavailable: One does not answer, or none serves.
+            Unavailable: A daemon does not answer, or none serves.
         """
         serving = self.placement.daemons()
         if not serving:
@@ -417,11 +419,11 @@ class ClusterClient(ClusterModels):
         )
 
     def statistics(self, model: Model | str = "") -> list[spillway.Statistics]:
-        """Memory and work of each daemon, in their order."""
+        """Statistics about the memory and the work of each daemon, in their order."""
         return self.each(lambda client: client.statistics(model), self.clients)
 
     def health(self) -> bool:
-        """Whether all the daemons say that they serve; not if there are none."""
+        """Whether all daemons report that they are serving. False if there are none."""
         try:
             answers = self.each(lambda client: client.health(), self.clients)
             return bool(answers) and all(answers)
@@ -430,18 +432,20 @@ class ClusterClient(ClusterModels):
 
 
 class SplitClient(ClusterClient):
-    """Of daemons that are named once, each with a share of every model's layers and KV heads."""
+    """A client of a fixed list of daemons, each with a share of every model's layers and heads."""
 
     def __init__(self, clients: SequenceABC[spillway.Client], layer_groups: int = 1) -> None:
-        """Takes the clients over: closing this one closes them.
+        """Takes ownership of the clients: closing this client closes them.
 
         Args:
-            clients: One for each daemon, of one version, in the order of the heads.
-            layer_groups: Groups of consecutive layers, each dealt to as many daemons.
+            clients: One client for each daemon, all of the same version, in the order of the
+                heads.
+            layer_groups: Number of groups of consecutive layers. Each group is split over the
+                same number of daemons.
 
         Raises:
-            ValueError: There is no client, a daemon is named twice, or their number is no
-                multiple of `layer_groups`.
+            ValueError: There is no client, a daemon is named twice, or the number of daemons is
+                not a multiple of `layer_groups`.
             VersionMismatch: A daemon has another version than the first.
         """
         placement = FixedPlacement(clients, layer_groups)

@@ -1,4 +1,4 @@
-"""Connects to a cluster's daemons by way of its directory: `spillway.connect("ray:")`."""
+"""Connects to the daemons of a cluster through its directory: `spillway.connect("ray:")`."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def _connected(options: dict[str, Any], target: str) -> spillway.Client:
 
 
 def connect(target: str, **options: Any) -> ClusterClient:
-    """Connects to a cluster of a Ray cluster that this process is in, or can join.
+    """Connects to a cluster on a Ray cluster that this process belongs to or can join.
 
     Args:
-        target: `ray:`, Ray's namespace where that is not `spillway`, and by how many daemons the
-            sequences of models are shared that do not say so themselves: `ray:?parts=4`.
-        **options: As of `spillway.connect`, for the connections to the daemons.
+        target: `ray:`, then Ray's namespace if it is not `spillway`, and the number of daemons
+            over which sequences are split if their model does not say so itself: `ray:?parts=4`.
+        **options: As for `spillway.connect`, for the connections to the daemons.
 
     Raises:
-        Unavailable: There is no Ray cluster, or no cluster of ours in it, or a daemon does
-            not answer.
+        Unavailable: There is no Ray cluster, or no Spillway cluster on it, or a daemon does not
+            answer.
         InvalidArgument: The target is wrong.
-        ValueError: More parts are asked for than there are daemons.
+        ValueError: More parts are requested than there are daemons.
     """
     namespace, counts = parse_target(target)
     from spillway_cluster.deploy import join  # noqa: PLC0415  (imports Ray, which takes a second)

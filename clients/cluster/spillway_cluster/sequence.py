@@ -1,4 +1,4 @@
-"""A sequence of a cluster: whole on one daemon, or in parts on several."""
+"""A sequence of a cluster: as a whole on one daemon, or in parts on several."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def part_folder(folder: str | Path, number: int, part_count: int) -> str:
 
 
 class ClusterSequence:
-    """What `spillway.Sequence` is on one daemon, on those of a `ClusterClient`.
+    """A sequence on the daemons of a `ClusterClient`, with the calls of `spillway.Sequence`.
 
-    After an error some of the parts may have what was appended. Their lengths then differ
-    in that layer, and the same call may be repeated: what is there is accepted. Not thread-safe,
-    as `spillway.Sequence`.
+    After an error, some of the parts may have the appended tokens, and others not. Their lengths
+    in that layer then differ. The same call may be repeated: tokens that are already there are
+    accepted. Not thread-safe, like `spillway.Sequence`.
 
     Attributes:
-        parts: One of each daemon, by layers and then by heads.
-        name: Resource name. Without a name of its own each part has another one, and this is the
-            first one's.
-        model: `models/{id}`, of the whole.
-        whole: That model.
+        parts: One part for each daemon, ordered by layers and then by heads.
+        name: Resource name. If the sequence was not named, each part has another name, and this
+            is the name of the first part.
+        model: `models/{id}` of the whole model.
+        whole: The whole model.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ClusterSequence:
         return f"ClusterSequence({self.name!r}, model={self.model!r})"
 
     def parts_of(self, layer: int) -> list[Part]:
-        """The parts that hold a layer, in the heads' order."""
+        """The parts that hold a layer, in the order of their heads."""
         found = [part for part in self.parts if layer in part.share.layers]
         if not found:
             raise spillway.InvalidArgument(
@@ -91,17 +91,17 @@ class ClusterSequence:
         return found
 
     def head_counts(self, layer: int) -> list[int]:
-        """KV heads of each of those."""
+        """Number of KV heads of each of these parts."""
         return [len(part.share.kv_heads) for part in self.parts_of(layer)]
 
     @property
     def first_layers(self) -> list[int]:
-        """With which layers a group of layers begins."""
+        """The first layer of each group of layers."""
         return sorted({part.share.layers.start for part in self.parts})
 
     @property
     def daemons(self) -> list[str]:
-        """Names of the daemons that the parts are on, as last heard."""
+        """Names of the daemons that hold the parts, as last known."""
         return [part.daemon for part in self.parts]
 
     def _forget(self) -> None:
@@ -115,29 +115,29 @@ class ClusterSequence:
 
     @property
     def generation(self) -> int:
-        """Of the first part, as last heard."""
+        """Generation of the first part, from the last answer."""
         return self.parts[0].sequence.generation
 
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
-        """Tokens of each layer that all its parts have, as last heard."""
+        """Number of tokens of each layer that all its parts have, from the last answers."""
         shares = [part.share for part in self.parts]
         counts = [part.call(lambda s: s.layer_token_counts) for part in self.parts]
         return merged_counts(shares, counts, self.whole.layer_count)
 
     @property
     def token_count(self) -> int:
-        """Tokens in every layer, as last heard."""
+        """Length of the shortest layer, from the last answers."""
         return min(part.call(lambda s: s.token_count) for part in self.parts)
 
     def refresh(self) -> SequenceInfo:
-        """Asks the daemons what the sequence is now."""
+        """Asks the daemons for the present state of the sequence."""
         return self._info(
             self._client.each(lambda part: part.call(lambda s: s.refresh()), self.parts)
         )
 
     def keep(self) -> SequenceInfo:
-        """As `spillway.Sequence.keep`, for each part."""
+        """Like `spillway.Sequence.keep`, for each part."""
         return self._info(self._client.each(lambda part: part.call(lambda s: s.keep()), self.parts))
 
     def _info(self, infos: SequenceABC[SequenceInfo]) -> SequenceInfo:
@@ -148,7 +148,7 @@ class ClusterSequence:
     def append(
         self, layer: int, start: int | None, k: Array, v: Array, *, timeout: float | None = None
     ) -> AppendResult:
-        """Appends rows, each daemon's heads to it; as `spillway.Sequence.append`."""
+        """Appends rows, and sends each daemon its heads. Like `spillway.Sequence.append`."""
         if len(k.shape) == 3:
             k, v = k[None], v[None]
         if k.shape[1] != self.whole.kv_head_count or tuple(v.shape) != tuple(k.shape):
@@ -190,7 +190,7 @@ class ClusterSequence:
         out_dtype: OutDType | None = None,
         timeout: float | None = None,
     ) -> AttendResult:
-        """Attends at one layer; as `spillway.Sequence.attend`."""
+        """Attends at one layer, like `spillway.Sequence.attend`."""
         results = self._client.attend(
             layer,
             {self: q},
@@ -211,7 +211,7 @@ class ClusterSequence:
         *,
         timeout: float | None = None,
     ) -> Selection:
-        """Chooses the rows of an attend; as `spillway.Sequence.select`."""
+        """Chooses the rows of an attend, like `spillway.Sequence.select`."""
 
         def ask(part: Part) -> Selection:
             share = part.share
@@ -232,9 +232,9 @@ class ClusterSequence:
         like: Array | None = None,
         timeout: float | None = None,
     ) -> Iterator[Pages]:
-        """Streams rows, one daemon's after the other's; as `spillway.Sequence.fetch_pages`.
+        """Streams rows, one daemon after the other, like `spillway.Sequence.fetch_pages`.
 
-        A part that moves meanwhile ends the stream with an error.
+        If a part is moved meanwhile, the stream ends with an error.
         """
         for part in self.parts_of(layer):
             share = part.share
@@ -261,7 +261,7 @@ class ClusterSequence:
         like: Array | None = None,
         timeout: float | None = None,
     ) -> tuple[Any, Any]:
-        """Copies rows out; as `spillway.Sequence.fetch`, but that parts may be of two moments."""
+        """Copies rows out, like `spillway.Sequence.fetch`. Parts may be of different moments."""
         model = self.whole
         if selection is None and end is None:
             end = self.layer_token_counts[layer]
@@ -293,7 +293,7 @@ class ClusterSequence:
         return k, v
 
     def fork(self, sequence_id: str = "") -> ClusterSequence:
-        """Copies the sequence on each daemon; as `spillway.Sequence.fork`."""
+        """Copies the sequence on each daemon, like `spillway.Sequence.fork`."""
         check_id(sequence_id)
         count = len(self.parts)
         name = f"sequences/{sequence_id}" if sequence_id else ""
@@ -314,10 +314,10 @@ class ClusterSequence:
         return ClusterSequence(self._client, self._dealt, name or parts[0].sequence.name, parts)
 
     def truncate(self, token_count: int) -> SequenceInfo:
-        """Drops the newest tokens; as `spillway.Sequence.truncate`.
+        """Removes the newest tokens, like `spillway.Sequence.truncate`.
 
         Raises:
-            OutOfRange: `token_count` is above a part's. None is truncated then.
+            OutOfRange: `token_count` is above the length of a part. No part is truncated then.
         """
         # All parts, or none.
         if token_count > self.refresh().token_count:
@@ -345,10 +345,10 @@ class ClusterSequence:
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
     ) -> SavedSequence:
-        """Saves each part to a folder of its own below this one, of its daemon.
+        """Saves each part to its own folder below this one, on the host of its daemon.
 
-        Parts are of one moment if nothing is appended meanwhile. Arguments and errors as of
-        `spillway.Sequence.save`.
+        Parts are of the same moment only if nothing is appended meanwhile. Arguments and errors
+        are those of `spillway.Sequence.save`.
         """
 
         def put(number: int) -> SavedSequence:

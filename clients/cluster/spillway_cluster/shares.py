@@ -1,4 +1,4 @@
-"""Which layers and KV heads of a model lie on which daemon."""
+"""Which layers and KV heads of a model are on which daemon."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """What one daemon holds of a model.
+    """The part of a model that one daemon holds.
 
     Attributes:
-        layers: Of the whole model.
-        kv_heads: Of the whole model.
+        layers: Its layers, as numbers of the whole model.
+        kv_heads: Its KV heads, as numbers of the whole model.
     """
 
     layers: range
     kv_heads: range
 
     def local(self, layer: int) -> int:
-        """What the daemon calls a layer of the whole model."""
+        """The daemon's number of a layer of the whole model."""
         return layer - self.layers.start
 
     @property
     def heads(self) -> slice:
-        """Its KV heads, of an array that has all of them."""
+        """The part of an array of all KV heads that it holds."""
         return slice(self.kv_heads.start, self.kv_heads.stop)
 
     def query_heads(self, group: int) -> slice:
-        """The query heads that read its KV heads, `group` each."""
+        """The query heads that read its KV heads, with `group` per KV head."""
         return slice(self.kv_heads.start * group, self.kv_heads.stop * group)
 
 
@@ -41,20 +41,20 @@ def even_ranges(count: int, part_count: int) -> list[range]:
 def deal(
     layer_count: int, kv_head_count: int, daemon_count: int, layer_groups: int = 1
 ) -> list[Share]:
-    """Deals a model out.
+    """Splits a model over daemons.
 
     Args:
-        layer_count: Of the model.
-        kv_head_count: Of the model.
-        daemon_count: Daemons; a multiple of `layer_groups`.
-        layer_groups: Groups of consecutive layers. Each has as many daemons, which share its
-            KV heads.
+        layer_count: Layers of the model.
+        kv_head_count: KV heads of the model.
+        daemon_count: Number of daemons, a multiple of `layer_groups`.
+        layer_groups: Number of groups of consecutive layers. Each group has the same number of
+            daemons, which share its KV heads.
 
     Returns:
-        The daemons' shares, by layers and then by heads.
+        The shares of the daemons, ordered by layers and then by heads.
 
     Raises:
-        ValueError: There are more daemons than KV heads or layers to deal.
+        ValueError: There are more daemons than KV heads or layers.
     """
     if not 1 <= layer_groups <= layer_count:
         raise ValueError(f"layer_groups {layer_groups} is not in [1, {layer_count}], the layers")

@@ -110,12 +110,12 @@ class _Group:
 
 
 class ClusterStep:
-    """As `spillway.DecodeStep`; `ClusterClient.begin_step` makes it. Not thread-safe.
+    """Like `spillway.DecodeStep`. `ClusterClient.begin_step` creates it. Not thread-safe.
 
     Attributes:
         sequences: The sequences, in the order of the arrays.
-        starts: Position of each one's first new token.
-        token_count: New tokens of each.
+        starts: Position of the first new token of each sequence.
+        token_count: Number of new tokens of each sequence.
     """
 
     def __init__(
@@ -234,10 +234,10 @@ class ClusterStep:
     def attend(
         self, layer: int, q: Array, k: Array, v: Array, *, out_dtype: OutDType | None = None
     ) -> tuple[Any, Any]:
-        """Appends the new tokens' K and V at a layer and attends, on all daemons at once.
+        """Appends the new tokens' K and V to a layer and attends, on all daemons at the same time.
 
-        Arguments, results and errors as of `spillway.DecodeStep.attend`. After an error some
-        daemons may have the new tokens; the same call may be repeated.
+        Arguments, results and errors are those of `spillway.DecodeStep.attend`. After an error
+        some daemons may have the new tokens. The same call may be repeated.
         """
         done: dict[int, tuple[_Group, tuple[Any, Any]]] = {}
         groups = self._groups_of(layer)
@@ -350,7 +350,7 @@ class ClusterStep:
         )
 
     def results(self) -> list[AttendResult]:
-        """Returns all of the last attend, one for each sequence: certificate and counts too."""
+        """Returns the full results of the last attend, one per sequence, with certificates."""
         if not self._last:
             raise ValueError("the step's last layer was not attended")
         if self._last_at_once is not None:

@@ -41,9 +41,9 @@ class _Step:
 
 
 class ClusterStream:
-    """As `spillway.DecodeStream`; `ClusterClient.decode` makes it.
+    """A stream like `spillway.DecodeStream`. `ClusterClient.decode` creates it.
 
-    A step is sent to all its daemons before the first answer is waited for. Not thread-safe.
+    A step is sent to all of its daemons before the first answer is awaited. Not thread-safe.
     """
 
     def __init__(self, client: ClusterClient, timeout: float | None) -> None:
@@ -80,7 +80,7 @@ class ClusterStream:
         policy: Policy | None = None,
         out_dtype: OutDType | None = None,
     ) -> int:
-        """Sends one step without waiting for its answer; as `spillway.DecodeStream.send`."""
+        """Sends one step without waiting for the answer, like `spillway.DecodeStream.send`."""
         if self._closed:
             raise ValueError("the stream is closed")
         parts = sequence.parts_of(layer)
@@ -129,7 +129,7 @@ class ClusterStream:
         step.open_count += 1
 
     def recv(self) -> tuple[int, AttendResult]:
-        """Waits for the answers to the oldest step; as `spillway.DecodeStream.recv`."""
+        """Waits for the answers to the oldest step, like `spillway.DecodeStream.recv`."""
         if not self._pending:
             raise ValueError("no step is in flight")
         number, step = next(iter(self._pending.items()))
@@ -188,7 +188,7 @@ class ClusterStream:
     def step(
         self, sequence: ClusterSequence, layer: int, q: Array, *rest: Any, **options: Any
     ) -> Any:
-        """Sends one step and waits for its answer; arguments as `send`."""
+        """Sends one step and waits for its answer. The arguments are those of `send`."""
         if self._pending:
             raise ValueError(f"{len(self._pending)} steps are in flight; recv them first")
         self.send(sequence, layer, q, *rest, **options)
@@ -201,11 +201,11 @@ class ClusterStream:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or a daemon's stream has ended by a failure."""
+        """Whether it was closed, or the stream of a daemon has ended with an error."""
         return self._closed or any(stream.closed for stream in self._streams.values())
 
     def close(self) -> None:
-        """Ends the streams; steps in flight are abandoned."""
+        """Ends the streams. Steps in flight are abandoned."""
         self._closed = True
         for stream in self._streams.values():
             stream.close()

@@ -12,19 +12,19 @@ from spillway.results import AttendResult
 
 @dataclass
 class LayerStatistics:
-    """Sums over one layer's attends.
+    """Sums over the attends of one layer.
 
     Attributes:
         attend_count: Attends, one per query token and batch row.
         touched_row_count: Rows read, over KV heads.
         visible_row_count: Rows that could have been read, over KV heads.
-        exact_count: Certificates per promise, one per attend and query head.
-        statistical_count: The same.
-        none_count: The same.
+        exact_count: `exact` certificates, one per attend and query head.
+        statistical_count: `statistical` certificates.
+        none_count: `none` certificates.
         certified_error_sum: Sum of the finite certified errors.
-        certified_error_count: How many there were.
-        device_time_us: Device time, microseconds; of attends by a decoder, which are not
-            timed, nothing.
+        certified_error_count: Number of finite certified errors.
+        device_time_us: Device time, microseconds. Attends by a decoder are not timed and add
+            nothing.
     """
 
     attend_count: int = 0

@@ -87,7 +87,7 @@ class _Stubs:
 
 
 class Client:
-    """A connection to one daemon; `connect` makes it.
+    """A connection to one daemon. `connect` creates it.
 
     Thread-safe: any number of threads may use it at the same time. For the objects that it
     returns (`Sequence`, `DecodeStream`), see their own documentation. Use it as a context

@@ -1,4 +1,4 @@
-"""Exact attention of a prompt's chunks, whose earlier K/V stream from the engine.
+"""Exact attention for prompts in chunks, whose earlier K/V are streamed from the engine.
 
     with Prefill() as prefill:
         for start in range(0, token_count, chunk):
@@ -6,10 +6,10 @@
             out = prefill.attend(sequence, layer, q, k, v, start=start, scale=scale)
             sequence.append(layer, start, k, v)
 
-The earlier tokens' K/V are fetched block by block into two buffers: while one block
-is attended, the next is on its way. Each block, and the chunk's own causal part,
-is attended with its log-sum-exp, by which the parts are merged: the softmax is that
-of all tokens at once. On the device are two blocks and one chunk, whatever the prompt.
+The K/V of earlier tokens are fetched block by block into two buffers: while one block is
+attended, the next one is being copied. Each block, and the chunk's own causal part, is attended
+with its log-sum-exp, by which the parts are merged. The softmax is that of all tokens at once.
+The device holds two blocks and one chunk, whatever the length of the prompt.
 """
 
 from __future__ import annotations
@@ -156,18 +156,18 @@ def _in_gpu_region(
 
 
 class Prefill:
-    """Attends exactly for chunks of prompts; earlier tokens' K/V come from the engine.
+    """Computes exact attention for chunks of prompts. Earlier K/V come from the engine.
 
-    An embedded engine writes to tensors on its GPU in place, a daemon to memory of its GPU,
-    which it shares; others send messages. The buffers, two blocks of K and V for each
-    device, dtype, and shape, are made at first use. One attend at a time; `close` waits
-    for what is queued.
+    An embedded engine writes to tensors on its GPU in place. A daemon writes to memory of its
+    GPU, which it shares. Otherwise rows come in messages. The buffers, two blocks of K and V for
+    each device, dtype and shape, are allocated at first use. Only one attend may run at a time.
+    `close` waits for queued work.
 
     Attributes:
-        block_token_count: Tokens of a block.
-        kernel: What attended to the last block, to most of it, or to the chunk where nothing
-            came before: "cudnn", "flash", "efficient", "flash_cpu", "plain"; "window" within
-            a window; empty before the first.
+        block_token_count: Number of tokens of a block.
+        kernel: Kernel that attended to the last block, to the largest part of it, or to the
+            chunk if it was the first: "cudnn", "flash", "efficient", "flash_cpu", "plain";
+            "window" for a sliding window; empty before the first attend.
     """
 
     def __init__(self, *, block_token_count: int = BLOCK_TOKEN_COUNT) -> None:
@@ -206,7 +206,7 @@ class Prefill:
 
     @property
     def in_place(self) -> bool:
-        """Whether a daemon's GPU writes to every buffer; of an embedded engine False."""
+        """Whether a daemon's GPU writes directly to every buffer. False with an embedded engine."""
         return bool(self._buffers) and all(b.in_region for b in self._buffers.values())
 
     def attend(
@@ -223,28 +223,28 @@ class Prefill:
     ) -> torch.Tensor:
         """Attends causally for tokens [start, start + T), appended or not.
 
-        Tokens [0, start) are read from the sequence, so they must be appended at this
-        layer. Kernels are queued on the current stream; the host waits until all rows are
-        fetched, and so until all blocks but the last two are attended. Not to be captured
+        Tokens [0, start) are read from the sequence, so they must already be appended to this
+        layer. Kernels are queued on the current stream. The host waits until all rows are
+        fetched, and so until all blocks except the last two are attended. It cannot be captured
         into a CUDA graph.
 
         Args:
-            sequence: The sequence; only its `fetch` is used.
+            sequence: The sequence. Only its `fetch` is used.
             layer: The layer.
-            q: Queries [T, H_q, d], any strides whose last is 1.
+            q: Queries [T, H_q, d], with any strides whose last one is 1.
             k: Keys of the same tokens [H_kv, T, d], in the model's dtype, which is q's.
-            v: Values, the same shape.
-            start: Tokens before them.
+            v: Values, with the same shape.
+            start: Number of tokens before them.
             scale: Factor on q.k.
-            window: Tokens that a query sees, its own the last; None is all. The rows
-                before the chunk that it takes, window - 1 at most, are fetched at once.
+            window: Number of tokens that a query sees, including its own. None means all. The
+                rows before the chunk that this needs, at most window - 1, are fetched at once.
 
         Returns:
             Output [T, H_q, d], contiguous, of q's dtype.
 
         Raises:
-            ValueError: Shapes that do not fit, or another attend is running.
-            SpillwayError: Rows could not be fetched; nothing is on its way any more.
+            ValueError: Shapes do not fit, or another attend is running.
+            SpillwayError: Rows could not be fetched. No copy is in progress any more.
         """
         _check(q, k, v, start, window)
         if not self._busy.acquire(blocking=False):
@@ -258,7 +258,7 @@ class Prefill:
             self._busy.release()
 
     def close(self) -> None:
-        """Waits for what is queued, and frees the buffers; it may be used again."""
+        """Waits for queued work, and frees the buffers. The object may be used again."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()

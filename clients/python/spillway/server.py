@@ -11,23 +11,25 @@ from spillway._proto import admin_service_pb2
 
 @dataclass(frozen=True)
 class Device:
-    """A device that serves attends.
+    """A device that runs attends.
 
     Attributes:
         name: For example `cpu:0` or `cuda:0`.
-        description: For people.
+        description: Description for people.
         thread_count: Worker threads.
         simd_target: Instruction set in use.
-        uuid: Of a GPU, else empty.
-        memory_limit_bytes: Memory of its own that codes may take; 0: host memory.
-        memory_used_bytes: What they take now, bytes.
-        mps: Of a GPU: whether the engine's process shares it by way of CUDA MPS, so
-            that kernels of other processes need not wait their turn.
-        resident_limit_bytes: Of memory_limit_bytes, what copies of all K/V rows of the
-            sequences in use may take (`--gpu-resident-limit`). Attends of a sequence
-            that is copied whole read no rows over the link.
-        resident_used_bytes: What the copies take now, bytes.
-        shared_used_bytes: Of a GPU: what regions and decoders share with clients, bytes.
+        uuid: UUID of a GPU, else empty.
+        memory_limit_bytes: Limit on the device's own memory for codes. 0 means that codes are in
+            host memory.
+        memory_used_bytes: Device memory that codes use now, bytes.
+        mps: For a GPU: whether the engine's process shares it through CUDA MPS, so that kernels
+            of other processes need not wait for their turn.
+        resident_limit_bytes: Part of memory_limit_bytes for copies of all K/V rows of sequences
+            in use (`--gpu-resident-limit`). Attends of a sequence with a complete copy read no
+            rows over the link.
+        resident_used_bytes: Device memory that the copies use now, bytes.
+        shared_used_bytes: For a GPU: memory of regions and decoders that is shared with clients,
+            bytes.
     """
 
     name: str
@@ -45,15 +47,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that a client must keep.
+    """Limits that a client must observe.
 
     Attributes:
         message_bytes_max: Largest message, bytes.
-        memory_bytes_max: Everything the daemon may hold, bytes.
-        query_token_count_max: Most queries of one item.
-        sparse_query_token_count_max: Most queries of an item served sparsely.
-        attend_item_count_max: Most items of one Attend.
-        sequence_count_max: Most sequences at once.
+        memory_bytes_max: Largest amount of memory that the daemon may use, bytes.
+        query_token_count_max: Largest number of queries of one item.
+        sparse_query_token_count_max: Largest number of queries of an item with sparse attention.
+        attend_item_count_max: Largest number of items of one Attend.
+        sequence_count_max: Largest number of sequences at the same time.
     """
 
     message_bytes_max: int
@@ -123,16 +125,16 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Bytes held by the daemon.
+    """Memory of the daemon, bytes.
 
     Attributes:
-        limit_bytes: Limit on all that follows.
-        used_bytes: Of the limit, what holds something now.
-        arena_committed_bytes: Obtained from the system for rows and codes; what is free in it is
-            no part of `used_bytes`.
-        arena_huge_page_bytes: Of those, in huge pages.
-        row_bytes: In pages that hold rows.
-        index_bytes: In pages that hold codes.
+        limit_bytes: Limit on all of the following.
+        used_bytes: The part of the limit that is in use.
+        arena_committed_bytes: Memory obtained from the system for rows and codes. Its free part
+            is not in `used_bytes`.
+        arena_huge_page_bytes: The part of these bytes in huge pages.
+        row_bytes: Pages with rows.
+        index_bytes: Pages with codes.
         other_bytes: Model weights, tables, requests in flight.
     """
 
@@ -152,12 +154,12 @@ class WorkStatistics:
     Attributes:
         attend_count: Attends, one per query token, layer and sequence.
         appended_row_count: Rows, one per token, layer and KV head.
-        touched_row_count: Rows read by attends.
+        touched_row_count: Rows that attends have read.
         visible_row_count: Rows that those attends could have read.
         attend_time_us: Device time of attends, microseconds.
-        exact_count: Certificates per promise, one per attend and query head.
-        statistical_count: The same.
-        none_count: The same.
+        exact_count: `exact` certificates, one per attend and query head.
+        statistical_count: `statistical` certificates.
+        none_count: `none` certificates.
     """
 
     attend_count: int
@@ -176,9 +178,9 @@ class ModelStatistics:
 
     Attributes:
         model: `models/{id}`.
-        sequence_count: Its sequences.
-        token_count: Tokens over its sequences.
-        free_token_count: Tokens that still fit before admission refuses.
+        sequence_count: Number of its sequences.
+        token_count: Tokens of all its sequences.
+        free_token_count: Tokens for which there is still free memory.
         work: Work done.
     """
 
@@ -195,9 +197,9 @@ class SequenceStatistics:
 
     Attributes:
         sequence: `sequences/{id}`.
-        token_count: Tokens in every layer.
-        row_bytes: Bytes of the pages that hold its rows.
-        index_bytes: Bytes of the pages that hold its codes.
+        token_count: Length of the shortest layer.
+        row_bytes: Bytes of the pages with its rows.
+        index_bytes: Bytes of the pages with its codes.
         work: Work done.
     """
 

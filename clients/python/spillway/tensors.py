@@ -1,4 +1,4 @@
-"""Tensors in and out: numpy arrays, torch tensors and raw bfloat16 bits."""
+"""Input and output tensors: numpy arrays, torch tensors and raw bfloat16 bits."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _STORAGE: dict[int, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class BFloat16:
-    """bfloat16 elements by their bits, for use without torch.
+    """bfloat16 elements as bits, for use without torch.
 
-    numpy has no bfloat16, and a bare uint16 array could mean anything; this
-    says that the bits are the upper halves of float32 numbers.
+    numpy has no bfloat16, and a plain uint16 array is ambiguous. This type says that the bits
+    are the upper halves of float32 numbers.
 
     Attributes:
         bits: uint16 array of any shape.
@@ -58,7 +58,7 @@ class BFloat16:
 
     @classmethod
     def from_float32(cls, array: npt.NDArray[np.float32]) -> BFloat16:
-        """Rounds to nearest, ties to even; NaNs stay NaNs."""
+        """Rounds to nearest, ties to even. NaNs stay NaNs."""
         array = np.ascontiguousarray(array, np.float32)
         wide = array.view(np.uint32)
         rounded = ((wide + (((wide >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on Spillway.
+"""Hugging Face transformers with Spillway.
 
 Importing this module registers the attention implementation `spillway`:
 
@@ -8,10 +8,9 @@ Importing this module registers the attention implementation `spillway`:
     with spillway.connect() as client, SpillwayCache(model.config, client) as cache:
         generate(model, cache, input_ids, max_new_tokens=100)
 
-Prompts are attended on the model's device and their K/V are appended to the
-daemon; every later step is appended and attended there. Each batch row is a
-sequence of its true length: left padding is never appended.
-docs/transformers.md tells what works.
+Prompts are attended on the model's device, and their K/V are appended to the daemon. Later
+tokens are appended and attended in the daemon. Each batch row is a sequence with its true
+length: left padding is never appended. docs/transformers.md says what is supported.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -11,9 +11,9 @@ _NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "pa
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """A cache as the argument of a model or of `generate`, by the name that it has there.
+    """Returns a cache as keyword argument of a model or of `generate`.
 
-    `cache` from transformers 5.24 on, `past_key_values` before, which later versions
-    still take with a warning: `model(ids, **cache_argument(cache))`.
+    The name is `cache` from transformers 5.24 on, and `past_key_values` before. Later versions
+    still accept the old name with a warning: `model(ids, **cache_argument(cache))`.
     """
     return {_NAME: cache}

@@ -1,4 +1,4 @@
-"""A transformers cache whose K/V live in the daemon."""
+"""A transformers cache whose K/V are in the daemon."""
 
 from __future__ import annotations
 
@@ -31,46 +31,44 @@ from spillway.transformers.unfinished import Unfinished
 
 
 class SpillwayCache(Chats, Cache):
-    """A cache whose K/V live in the daemon, one sequence per batch row.
+    """A cache whose K/V are in the daemon, with one sequence per batch row.
 
-    Use it with `model.set_attn_implementation("spillway")` and pass it as `cache`, or as
+    Use it with `model.set_attn_implementation("spillway")`, and pass it as `cache`, or as
     `past_key_values` before transformers 5.24 (`cache_argument`). Prompts are attended on the
-    model's device, to all tokens, and their K/V appended meanwhile; where they come in chunks, the
-    earlier tokens' K/V are fetched block by block (`spillway.prefill`), so that the device holds
-    two blocks of one layer whatever the prompt. Later tokens are appended and attended in the
-    daemon: sparsely those of decoding, assisted decoding's candidates up to 16 at once among them;
-    exactly the short ends of prompts, up to 16 tokens too. Batches with left padding, beam search,
-    assisted decoding and later turns on the same cache work. It is not thread-safe.
+    model's device, to all tokens, while their K/V are appended. If a prompt comes in chunks, the
+    K/V of earlier tokens are fetched block by block (`spillway.prefill`), so the device holds
+    two blocks of one layer, whatever the length of the prompt. Later tokens are appended and
+    attended in the daemon. Attention is sparse for decoding, including the candidates of
+    assisted decoding (up to 16 at once). It is exact for the short ends of prompts, also up to
+    16 tokens. Batches with left padding, beam search, assisted decoding and later turns on the
+    same cache are supported. It is not thread-safe.
 
-    Several tokens at once are of a prompt, but for candidates of assisted
-    decoding. One token is a step of decoding; directly after two or more
-    forwards of a prompt it may be the prompt's last chunk, and is attended
-    exactly. Taken for decoding all the same are the last token of a prompt
-    that has one more than `prefill_chunk_size`, chunks of one token, and the
-    first tokens that a direct call of the model brings after `generate()` has
-    done assisted decoding on the cache.
+    Several tokens at once belong to a prompt, except for candidates of assisted decoding. One
+    token is a decode step. Directly after two or more forward passes of a prompt it may be the
+    last chunk of the prompt, and is attended exactly. These are still taken for decoding: the
+    last token of a prompt with one token more than `prefill_chunk_size`, chunks of one token,
+    and the first tokens of a direct call of the model after `generate()` has done assisted
+    decoding on the cache.
 
-    Of layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2) the newest K/V
-    stay on the model's device, those of the window and 128 tokens more, so that as many
-    can be removed again. The daemon's model has the other layers alone (`model_layers`), and
-    what hands a cache on, `save` and the like, refuses such models.
+    For layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2), the newest K/V
+    stay on the model's device: those of the window and 128 tokens more, so that 128 tokens can
+    be removed again. The daemon's model has only the other layers (`model_layers`). `save` and
+    other methods that pass a cache on refuse such models.
 
-    Ctrl-C or an exception in a forward leaves the cache as it was before: `length` says how
-    long that is, and the next use undoes the rest. `save` and `load` keep it, `detach` and
-    `attach` hand it on, `mark` and `truncate` go back to a turn.
+    Ctrl-C or an exception in a forward pass leaves the cache as it was before. `length` tells
+    how long that is, and the next use undoes the rest. `save` and `load` store a cache, `detach`
+    and `attach` pass it to another process, and `mark` and `truncate` go back to a turn.
 
-    The sequences are deleted by `close()`, by `reset()`, at the end of a
-    `with` block, or when the cache is collected. The daemon's model, which
-    caches of equal shape share, stays; `client.delete_model(cache.model)`
-    deletes it.
+    The sequences are deleted by `close()`, by `reset()`, at the end of a `with` block, or when
+    the cache is garbage-collected. The daemon's model, which caches of the same shape share,
+    stays. `client.delete_model(cache.model)` deletes it.
 
-    A forward raises `spillway.NotFound` where a sequence was deleted or has
-    expired, and `spillway.DaemonRestarted`, which is one, where the daemon
-    has restarted and lost it. After `reset()` the cache starts empty on the
-    daemon that is there, with a model of the same kind.
+    A forward pass raises `spillway.NotFound` if a sequence was deleted or has expired, and its
+    subclass `spillway.DaemonRestarted` if the daemon has restarted and lost it. After `reset()`
+    the cache starts empty on the present daemon, with a model of the same kind.
 
     Attributes:
-        statistics: Sums over the attends that the daemon served.
+        statistics: Sums over the attends in the daemon.
     """
 
     def __init__(
@@ -86,29 +84,28 @@ class SpillwayCache(Chats, Cache):
         on_attend: OnAttend | None = None,
         prefill_block_token_count: int = BLOCK_TOKEN_COUNT,
     ) -> None:
-        """Checks that the model can be served; nothing is sent yet.
+        """Checks that the model is supported. Nothing is sent yet.
 
         Args:
             config: The model's config.
-            client: Connection to the daemon; must outlive the cache.
-            policy: Policy of its sequences; None is the daemon's default.
-            quality: The same in a word: `exact`, `high`, `default` or `fast`
+            client: Connection to the daemon. It must outlive the cache.
+            policy: Policy of the sequences. None means the daemon's default.
+            quality: The policy in one word: `exact`, `high`, `default` or `fast`
                 (`spillway.quality`). Not together with `policy`.
-            model: The daemon's model to use, which a restarted daemon must be
-                given anew; None finds or creates one by the shapes, the keys'
-                dtype and the layers' scale.
-            hash_weights: How that model makes codes.
-            ttl: Idle time after which a sequence is deleted, seconds; None is
-                an hour, 0 is never.
+            model: The daemon's model to use. If the daemon restarts, it must be created again.
+                None finds or creates a model by the shapes, the dtype of the keys and the scale
+                of the layers.
+            hash_weights: How that model computes codes.
+            ttl: Idle time after which a sequence is deleted, seconds. None means an hour, 0
+                means never.
             on_attend: Called after each attend in the daemon. It may attend
                 to `event.sequence` itself.
-            prefill_block_token_count: Tokens of a block, two of which are on the device
-                while a prompt comes in chunks.
+            prefill_block_token_count: Number of tokens of a block. Two blocks are on the device
+                while a prompt is processed in chunks.
 
         Raises:
-            UnsupportedModelError: The model's attention is of a kind that the
-                daemon does not compute.
-            ValueError: Both `policy` and `quality`, or another word.
+            UnsupportedModelError: The daemon does not support the model's kind of attention.
+            ValueError: Both `policy` and `quality` are given, or `quality` is another word.
         """
         shapes = shapes_of(config)
         store = RowStore(
@@ -153,15 +150,15 @@ class SpillwayCache(Chats, Cache):
 
     @property
     def model(self) -> Model | None:
-        """The daemon's model; None before the first forward."""
+        """The daemon's model. None before the first forward pass."""
         return self._shared.store.model
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The rows' sequences, all appended; empty before the first forward.
+        """The sequences of the rows, after all appends. Empty before the first forward pass.
 
         Raises:
-            SpillwayError: What an append has failed with.
+            SpillwayError: An append has failed.
         """
         self._shared.store.suspend()
         return tuple(row.sequence for row in self._shared.store.rows)
@@ -183,7 +180,7 @@ class SpillwayCache(Chats, Cache):
 
     @property
     def request_policy(self) -> Policy | None:
-        """Overrides the sequences' policy for the attends that follow; None does not."""
+        """Policy that overrides that of the sequences for the following attends, or None."""
         return self._shared.store.request_policy
 
     @request_policy.setter
@@ -192,12 +189,12 @@ class SpillwayCache(Chats, Cache):
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        """The model's layers that the daemon's are: those with full attention."""
+        """The layers of the model that are in the daemon: those with full attention."""
         return tuple(index for index, window in enumerate(self._windows) if window is None)
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 before the first forward."""
+        """Number of rows. -1 before the first forward pass."""
         return len(self._shared.store.rows) or -1
 
     def update(
@@ -208,7 +205,7 @@ class SpillwayCache(Chats, Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hands a layer's new K/V to its attention function."""
+        """Passes the new K/V of a layer to its attention function."""
         if layer_idx == 0:
             self._begin_forward()
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -223,7 +220,7 @@ class SpillwayCache(Chats, Cache):
         self._shared.phase.begin_generation()
 
     def activate_past_recording(self) -> None:
-        """Notes that assisted decoding begins, whose candidates are no prompt."""
+        """Notes that assisted decoding begins, whose candidates do not belong to a prompt."""
         self._shared.phase.begin_assisted_decoding()
 
     @property
@@ -273,11 +270,11 @@ class SpillwayCache(Chats, Cache):
         self._shared.phase.end_prompt()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row i what row beam_idx[i] was, for beam search."""
+        """Replaces row i by a copy of row beam_idx[i], for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows that indices [n] (numbers, or a mask [B]) name."""
+        """Keeps only the rows in indices [n] (numbers, or a mask [B])."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self._select(indices.tolist())
@@ -299,12 +296,12 @@ class SpillwayCache(Chats, Cache):
         """Removes the newest tokens.
 
         Args:
-            tokens_to_remove: Minus the number of tokens to remove, as
-                transformers passes it; 0 removes none.
+            tokens_to_remove: Minus the number of tokens to remove, as transformers passes it. 0
+                removes none.
 
         Raises:
-            ValueError: More tokens than a layer with a sliding window can give up: it keeps
-                128 tokens more than the window.
+            ValueError: More tokens than a layer with a sliding window can remove: it keeps 128
+                tokens more than the window.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -325,7 +322,7 @@ class SpillwayCache(Chats, Cache):
         self._shared.unfinished = None
 
     def fork(self) -> SpillwayCache:
-        """Copies the cache; its sequences share the daemon's pages.
+        """Copies the cache. The sequences of the copy share the daemon's pages.
 
         The copy has its own statistics and no `on_attend`. `copy.deepcopy(cache)`
         does the same.
@@ -357,5 +354,5 @@ class SpillwayCache(Chats, Cache):
             layer.reset()
 
     def close(self) -> None:
-        """Deletes the sequences; the cache is empty and may be used again."""
+        """Deletes the sequences. The cache is then empty and may be used again."""
         self.reset()

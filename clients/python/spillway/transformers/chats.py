@@ -1,4 +1,4 @@
-"""Chats that last: what a cache can do beside holding K/V for a model."""
+"""Long-lived chats: saving, loading and cutting a cache, and the tokens that it knows."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Chats:
 
     @property
     def length(self) -> int:
-        """Positions of whole forwards, left padding included.
+        """Number of positions of completed forward passes, including left padding.
 
-        After Ctrl-C or an exception in a forward: those before it. That forward is undone
-        when the cache is used next.
+        After Ctrl-C or an exception in a forward pass: those before it. That forward pass is
+        undone when the cache is next used.
         """
         return self.layers[0].get_seq_length()
 
@@ -74,7 +74,8 @@ class Chats:
     def tokens(self) -> list[list[int]]:
         """The tokens of each row, without padding, as far as they are known.
 
-        A cache sees no tokens: `note_tokens` and `spillway.transformers.generate` tell it.
+        A cache does not see tokens. `note_tokens` and `spillway.transformers.generate` pass them
+        to it.
         """
         paddings = self.paddings or (0,) * len(self._texts.ids)
         return [
@@ -83,25 +84,25 @@ class Chats:
         ]
 
     def note_tokens(self, ids: torch.Tensor) -> None:
-        """Tells the text whose K/V the cache holds or will hold.
+        """Tells the cache the tokens whose K/V it holds or will hold.
 
         Args:
-            ids: [B, n], from the first position on, left padding included.
+            ids: [B, n], from the first position on, including left padding.
         """
         self._texts.note(ids)
 
     def forget_tokens(self) -> None:
-        """Forgets the tokens; K/V stay."""
+        """Forgets the tokens. The K/V stay."""
         self._texts.ids = []
 
     def check_tokens(self, ids: torch.Tensor) -> None:
-        """Compares a text with the one whose K/V the cache holds, as far as that is known.
+        """Compares a text with the known tokens of the cache.
 
         Args:
-            ids: [B, n], all of the text, as a model would be given it.
+            ids: [B, n], the whole text, as a model would get it.
 
         Raises:
-            TokenMismatchError: The text is another, from `position` on, or shorter.
+            TokenMismatchError: The text differs from `position` on, or is shorter.
         """
         self._settle()
         self._texts.check(ids, self.length, self.paddings)
@@ -110,13 +111,13 @@ class Chats:
 
     @property
     def turns(self) -> Mapping[str, int]:
-        """Where turns end, positions, by the names that `mark` gave."""
+        """Positions where turns end, by the names given to `mark`."""
         return MappingProxyType(self._texts.turns)
 
     def mark(self, name: str) -> int:
-        """Names the present end of the text, for `truncate`; returns it.
+        """Names the present end of the text, for `truncate`. Returns the position.
 
-        A turn goes when the cache is cut before its end.
+        A turn is forgotten when the cache is cut before its end.
         """
         self._settle()
         self._texts.turns[name] = self.length
@@ -125,14 +126,14 @@ class Chats:
     def truncate(self, to: int | str) -> None:
         """Cuts the cache to a length or to the end of a turn.
 
-        What follows is appended from there. `fork()` before it makes a branch.
+        Later tokens are appended from there. Call `fork()` before to make a branch.
 
         Args:
-            to: Positions to keep, left padding included, or a turn's name.
+            to: Number of positions to keep, including left padding, or the name of a turn.
 
         Raises:
-            KeyError: No such turn.
-            ValueError: More positions than there are.
+            KeyError: There is no such turn.
+            ValueError: More positions than the cache has.
         """
         self._settle()
         if isinstance(to, str):
@@ -148,18 +149,18 @@ class Chats:
     def save(self, folder: str | Path, *, timeout: float | None = None) -> None:
         """Saves K/V, tokens and turns, for `load`.
 
-        Saved again to the same folder, only what is new is written. Each batch row is
-        a snapshot of its own, folder/row-0 and so on (`Sequence.save`): of a batch, a save that
-        is interrupted between rows must be repeated before it loads.
+        If the cache is saved again to the same folder, only what is new is written. Each batch
+        row has its own snapshot, folder/row-0 and so on (`Sequence.save`). If saving a batch is
+        interrupted between rows, it must be repeated before the batch can be loaded.
 
         Args:
-            folder: Of a daemon: a name below its setting `snapshots.folder`; of an
-                embedded engine any path.
-            timeout: Seconds for each row; None is no limit.
+            folder: With a daemon: a name below its setting `snapshots.folder`. With an embedded
+                engine: any path.
+            timeout: Seconds for each row. None means no limit.
 
         Raises:
-            ValueError: The cache is empty, or its tokens are more than can be kept.
-            SpillwayError: As of `Sequence.save`.
+            ValueError: The cache is empty, or has more tokens than can be saved.
+            SpillwayError: As for `Sequence.save`.
         """
         self._settle()
         self._check_all_in_daemon()
@@ -198,23 +199,23 @@ class Chats:
         timeout: float | None = None,
         **options: Any,
     ) -> Self:
-        """Makes a cache of what `save` saved, in any process, by any engine.
+        """Creates a cache from the files that `save` has written, in any process, with any engine.
 
         Args:
-            folder: As `save` had it.
+            folder: The folder that was given to `save`.
             config: The model's config.
-            client: Connection to the daemon; must outlive the cache.
+            client: Connection to the daemon. It must outlive the cache.
             policy: Overrides the saved policy, field by field.
-            quality: The same in a word, as of `SpillwayCache`.
-            model: The daemon's model; None is the saved one, which is created where
-                it is missing (`Client.load_sequence`).
-            ttl: Idle time of the sequences; None is the saved one.
-            timeout: Seconds for each row; None is no limit.
-            **options: As of `SpillwayCache`.
+            quality: The policy in one word, as for `SpillwayCache`.
+            model: The daemon's model. None means the saved one, which is created if it does not
+                exist (`Client.load_sequence`).
+            ttl: Idle time of the sequences. None means the saved one.
+            timeout: Seconds for each row. None means no limit.
+            **options: As for `SpillwayCache`.
 
         Raises:
-            ValueError: The model has other shapes, or the rows are not of one save.
-            SpillwayError: As of `Client.load_sequence`.
+            ValueError: The model has other shapes, or the rows come from different saves.
+            SpillwayError: As for `Client.load_sequence`.
         """
         made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
         made._check_all_in_daemon()
@@ -256,24 +257,25 @@ class Chats:
         keep: bool = True,
         **options: Any,
     ) -> Self:
-        """Makes a cache of sequences that a daemon holds, of another process for example.
+        """Creates a cache from sequences in a daemon, for example those of another process.
 
-        The other process must not go on with them: `detach` there. What a
-        step that was interrupted left in some layers is cut off.
+        The other process must not continue with them: call `detach` there. If a step was
+        interrupted, the tokens that it left in some layers are removed.
 
         Args:
             config: The model's config.
-            client: Connection to the daemon that holds them; must outlive the cache.
-            sequences: A sequence for each batch row, or its name.
-            paddings: Left padding of each row; None is none.
-            tokens: The text, as of `note_tokens`, where it is known.
-            keep: Whether the sequences stay when the cache is closed, reset or collected.
-                Rows that beam search or `batch_select_indices` drop are deleted all the same.
-            **options: As of `SpillwayCache`; the sequences have their own policy and ttl.
+            client: Connection to the daemon with the sequences. It must outlive the cache.
+            sequences: One sequence, or its name, for each batch row.
+            paddings: Left padding of each row. None means none.
+            tokens: The text, as for `note_tokens`, if it is known.
+            keep: Whether the sequences stay when the cache is closed, reset or
+                garbage-collected. Rows that beam search or `batch_select_indices` remove are
+                deleted in any case.
+            **options: As for `SpillwayCache`. The sequences keep their own policy and ttl.
 
         Raises:
-            NotFound: One was deleted or has expired.
-            ValueError: The model has other shapes, or rows have other lengths.
+            NotFound: A sequence was deleted or has expired.
+            ValueError: The model has other shapes, or the rows have other lengths.
         """
         if isinstance(sequences, str):
             raise ValueError("sequences is a list of names, one for each batch row")
@@ -305,10 +307,10 @@ class Chats:
         return made
 
     def detach(self) -> tuple[str, ...]:
-        """Parts with the sequences, which stay in the daemon until their ttl; returns their names.
+        """Releases the sequences and returns their names. They stay in the daemon until their ttl.
 
-        The cache is empty afterwards. `attach` takes them up, here or in another process; whoever
-        is done with them deletes them.
+        The cache is then empty. `attach` continues with the sequences, here or in another
+        process. Delete them when they are no longer needed.
         """
         self._settle()
         self._check_all_in_daemon()

@@ -1,4 +1,4 @@
-"""generate() on a cache that knows its tokens."""
+"""generate() with a cache that knows its tokens."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class _Recorder(StoppingCriteria):
 
 
 def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any) -> Any:
-    """Calls `model.generate(ids, ...)` with the cache, for a text that the cache may know.
+    """Calls `model.generate(ids, ...)` with the cache, which may already hold a part of the text.
 
-    The tokens are compared with those of the K/V that the cache holds already,
-    and noted as they come, so that a text can go on after Ctrl-C, after
-    `cache.save` and `SpillwayCache.load`, and is not taken for another one.
-    With `num_beams` or `num_return_sequences` the prompt's alone are noted.
+    The tokens are compared with those of the K/V that the cache already holds, and are noted as
+    they come. So a text can continue after Ctrl-C, or after `cache.save` and
+    `SpillwayCache.load`, and cannot be confused with another one. With `num_beams` or
+    `num_return_sequences`, only the tokens of the prompt are noted.
 
     Args:
         model: A transformers model.
-        cache: Its cache, empty or of a text that `ids` begins with.
-        ids: The text so far, [B, n], all of it.
-        **kwargs: As of `generate`.
+        cache: Its cache, empty or with a text with which `ids` begins.
+        ids: The whole text so far, [B, n].
+        **kwargs: As for `generate`.
 
     Raises:
-        TokenMismatchError: The cache holds another text; says from where on.
+        TokenMismatchError: The cache holds another text. The error says from which position on.
     """
     cache.check_tokens(ids)
     length = cache.get_seq_length()

@@ -1,4 +1,4 @@
-"""What a prompt in chunks takes of GPU memory beside the model's weights."""
+"""GPU memory that a prompt in chunks needs in addition to the model's weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _CODE_BYTES_PER_ELEMENT = 53 / 128
 
 
 class PromptMemory(NamedTuple):
-    """Bytes at most, by what takes them.
+    """Upper bounds in bytes, by use.
 
     Attributes:
         buffers: Two blocks of one layer's K and V.
-        attend: What attending to the blocks allocates.
-        appends: New K/V that are still to be appended.
+        attend: Memory that is allocated while blocks are attended.
+        appends: New K/V that are not appended yet.
         sliding: K/V that layers with a sliding window keep.
-        activations: Of one decoder layer, and the logits.
-        codes: The engine's, of all tokens: of `device.gpu_memory_limit`, not of torch's.
+        activations: Activations of one decoder layer, and the logits.
+        codes: Codes of all tokens, in the engine: part of `device.gpu_memory_limit`, not of
+            torch's memory.
     """
 
     buffers: int
@@ -37,7 +38,7 @@ class PromptMemory(NamedTuple):
 
     @property
     def of_torch(self) -> int:
-        """Bytes that torch allocates: all but the codes."""
+        """Bytes that torch allocates: everything except the codes."""
         return sum(self) - self.codes
 
 
@@ -51,22 +52,24 @@ def prompt_memory(
     block_token_count: int = BLOCK_TOKEN_COUNT,
     logits_token_count: int = 1,
 ) -> PromptMemory:
-    """Bounds what a prompt in chunks takes of GPU memory, whatever its length but for codes.
+    """Returns upper bounds for the GPU memory of a prompt in chunks.
 
-    Of models like Llama: a decoder layer of norms, four projections and a gated MLP. torch
-    holds more than it allocates; `max_memory_allocated` is what this bounds.
+    Only the codes depend on the length of the prompt. This is for models like Llama: a decoder
+    layer has norms, four projections and a gated MLP. torch reserves more than it allocates. The
+    bound is on `max_memory_allocated`.
 
     Args:
         config: The model's config.
         token_count: Tokens of each row, for the codes.
-        chunk_token_count: New tokens of each row in a forward (`prefill_chunk_size`).
-        batch_size: Rows.
-        dtype: Of weights, activations and K/V.
-        block_token_count: `SpillwayCache`'s `prefill_block_token_count`.
-        logits_token_count: Positions whose logits are computed; generate() asks for one.
+        chunk_token_count: Number of new tokens of each row in a forward pass
+            (`prefill_chunk_size`).
+        batch_size: Number of rows.
+        dtype: dtype of weights, activations and K/V.
+        block_token_count: `prefill_block_token_count` of `SpillwayCache`.
+        logits_token_count: Number of positions whose logits are computed. generate() needs one.
 
     Raises:
-        UnsupportedModelError: As `SpillwayCache`.
+        UnsupportedModelError: As for `SpillwayCache`.
     """
     shapes, windows = shapes_of(config), windows_of(config)
     config = config.get_text_config(decoder=True)

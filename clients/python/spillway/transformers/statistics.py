@@ -1,4 +1,4 @@
-"""What a cache counts of the attends that the daemon served for it."""
+"""Statistics of a cache about its attends in the daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillway.sequence import Sequence
 
 
 class AttendEvent(NamedTuple):
-    """One attend, as told to `on_attend`.
+    """One attend, as passed to `on_attend`.
 
     Attributes:
         layer: The layer.
@@ -35,7 +35,7 @@ OnAttend = Callable[[AttendEvent], None]
 
 
 class CacheStatistics:
-    """Sums per layer since the cache was made, or since `reset`.
+    """Sums per layer since the cache was created, or since `reset`.
 
     Attributes:
         layers: One entry per layer.
@@ -50,13 +50,13 @@ class CacheStatistics:
 
     @property
     def rows_touched_fraction(self) -> float:
-        """Rows read over rows visible, of all layers; 0 before the first attend."""
+        """Share of the visible rows that were read, over all layers. 0 before the first attend."""
         visible = sum(layer.visible_row_count for layer in self.layers)
         return sum(layer.touched_row_count for layer in self.layers) / max(visible, 1)
 
     @property
     def certified_error_mean(self) -> float:
-        """Mean of the finite certified errors; 0 before the first attend."""
+        """Mean of the finite certified errors. 0 before the first attend."""
         count = sum(layer.certified_error_count for layer in self.layers)
         return sum(layer.certified_error_sum for layer in self.layers) / max(count, 1)
 

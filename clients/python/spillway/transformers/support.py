@@ -1,4 +1,4 @@
-"""Which models can be served, and their shapes."""
+"""Which models are supported, and their shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class UnsupportedModelError(ValueError):
-    """The model's attention is of a kind that the daemon does not compute."""
+    """The daemon does not support the model's kind of attention."""
 
 
 @dataclass(frozen=True)

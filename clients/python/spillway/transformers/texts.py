@@ -19,11 +19,11 @@ _TOKENS_MAX = 1 << 32
 
 
 class TokenMismatchError(ValueError):
-    """A text is not the one whose K/V a cache holds.
+    """A text differs from the one whose K/V a cache holds.
 
     Attributes:
-        row: The batch row, or None where lengths do not fit.
-        position: The first position that differs, left padding included.
+        row: The batch row, or None if the lengths do not fit.
+        position: The first position that differs, including left padding.
     """
 
     def __init__(self, message: str, row: int | None = None, position: int | None = None) -> None:
