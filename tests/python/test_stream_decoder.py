@@ -19,12 +19,21 @@ import torch
 from daemon_process import binary, connected, on_gpu, running_daemon
 from helpers import refused, wait_for
 from spillway import Client, FailedPrecondition, Model, Policy, Sequence
+from spillway.stream import default_token_count_max
 from spillway_lab.serving import prefer_library
 
 GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
+
+
+@pytest.mark.parametrize(
+    ("now", "room"),
+    [(0, 8192), (4096, 8192), (4097, 16384), (16383, 32768), (16384, 32768), (16385, 65536)],
+)
+def test_a_decoder_has_room_for_as_much_again(now: int, room: int) -> None:
+    assert default_token_count_max(now) == room
 
 
 @pytest.fixture(scope="module", params=["embedded", "daemon"])

@@ -741,8 +741,8 @@ class Client:
                 tokens in all layers.
             token_count: Number of new tokens of each sequence in a step, [1, 16].
             token_count_max: Largest number of tokens that a sequence may reach while the decoder
-                is open. GPU memory is allocated for it. None means the largest power of two that
-                is at most twice the present length, but at least 8,192.
+                is open. GPU memory is allocated for it. None means the smallest power of two that
+                is at least twice the present length, but at least 8,192.
             policy: Overrides the policy of every sequence. Selectors `all`, `asymmetric` and
                 `oracle` are supported.
 

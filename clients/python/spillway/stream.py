@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from spillway.client import Client
 
 
+def default_token_count_max(token_count: int) -> int:
+    """The power of two that leaves room for as many tokens again; at least 8,192."""
+    return 1 << max((2 * token_count - 1).bit_length(), 13)
+
+
 class StreamDecoder(_Together):
     """Decodes sequences with CUDA tensors. `Client.open_decoder` creates it.
 
@@ -82,8 +87,7 @@ class StreamDecoder(_Together):
         assert client._native is not None
         starts = [sequence.token_count for sequence in sequences]
         if token_count_max is None:
-            # The next power of two that leaves room for as much again.
-            token_count_max = 1 << max((2 * max(starts)).bit_length() - 1, 13)
+            token_count_max = default_token_count_max(max(starts))
         self.layer_count = self._model.layer_count
         self.version = 0
         self.token_count_max = token_count_max
