@@ -86,8 +86,8 @@ def test_picture_of_the_share() -> None:
     assert drawn == {(0.5, 33.33), (0.75, 16.67), (0.95, 16.67), (1.5, 16.67), (1.95, 16.67)}
     assert {round(width, 3) for _, width, _ in bars} == {0.05}
     within, beyond = (text.get_text() for text in axes.texts)
-    assert within == "66.7%\nwithin its certificate"
-    assert beyond == "33.3% beyond it\n(up to 10% may be)"
+    assert within == "66.7% below\nthe certificate"
+    assert beyond == "33.3% above it\n(10% allowed)"
     assert axes.get_xticklabels()[-1].get_text() == "2 or more"
 
 
