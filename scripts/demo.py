@@ -37,9 +37,9 @@ FORCED_TOKEN_COUNT = 256
 # What one does then.
 NEXT = """
 Next:
-  make demo FILE=book.txt QUESTION='Who ...?'   your own document and question
-  make demo DAEMON=1 RESTART=1                  the engine in a daemon, which is killed meanwhile
-  make wheels                                   packages to install: docs/quickstart.md"""
+  make demo FILE=book.txt QUESTION='Who ...?'  your own document and question
+  make demo DAEMON=1 RESTART=1                 a daemon, killed before the answer
+  make wheels                                  to install: docs/quickstart.md"""
 # Attends of each layer that are recomputed exactly.
 RECOMPUTED_COUNT = 48
 
