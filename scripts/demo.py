@@ -266,7 +266,7 @@ def main(
     )
     if prompt.code_word:
         console.print("Planted in the middle of it:\n")
-        console.print(document.passage(prompt), style="dim", markup=False)
+        console.print(f"{document.passage(prompt)}\n", style="dim", markup=False)
     console.print(f"Question: {prompt.question}", markup=False)
 
     console.print("\n[bold]transformers' own attention[/]")
