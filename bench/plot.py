@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+from spillway_lab.evaluation.style import BLUE, GREEN, GREY, ORANGE, RED  # noqa: E402
 
 
 def _lengths(axes: Any, lengths: list[int]) -> None:
@@ -36,10 +37,6 @@ def _caption(figure: Any, result: dict[str, Any]) -> None:
         fontsize=7,
         color="gray",
     )
-
-
-# Okabe and Ito's colours, which colour-blind people tell apart.
-ORANGE, GREEN, BLUE, RED, GREY = "#e69f00", "#009e73", "#0072b2", "#d55e00", "#7f7f7f"
 
 
 def _line(axes: Any, x: list[int], y: list[float], name: str, colour: str, style: str) -> None:

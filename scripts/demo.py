@@ -307,10 +307,9 @@ def main(
         console.print(f"[red]Not met:[/] {text}")
     written = [output / "summary.json", output / "report.png", *([log] if daemon else [])]
     console.print("Written: " + ", ".join(os.path.relpath(file) for file in written))
-    if not failed:
-        console.print(NEXT, markup=False)
     if failed:
         raise typer.Exit(1)
+    console.print(NEXT, markup=False)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,12 @@ class Outcome(NamedTuple):
     next_tokens: torch.Tensor
 
 
+def token_bytes_of(config: Any) -> int:
+    """K and V of a token in all layers, bf16."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
+
+
 class Bench:
     """The model, and what is left beside it."""
 
@@ -119,10 +125,7 @@ class Bench:
         else:
             self.model = self._model(options)
         config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        self.token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        self.token_bytes = token_bytes_of(config)
         tokens = [int(ratio * self.left / self.token_bytes) for ratio in options.ratios]
         # Whole chunks.
         self.lengths = [max(n // self.chunk, 1) * self.chunk for n in tokens]
@@ -139,14 +142,7 @@ class Bench:
 
     def _model(self, options: argparse.Namespace) -> Any:
         config = language.load_config(options.model)
-        token_bytes = (
-            2
-            * 2
-            * config.num_hidden_layers
-            * config.num_key_value_heads
-            * (config.hidden_size // config.num_attention_heads)
-        )
-        longest = int(options.ratios[-1] * self.left / token_bytes) + self.steps
+        longest = int(options.ratios[-1] * self.left / token_bytes_of(config)) + self.steps
         # A power of two of the model's own length, as its authors have it.
         factor = longest / config.max_position_embeddings
         self.factor = 1.0 if factor <= 1 else 2.0 ** math.ceil(math.log2(factor * 0.98))

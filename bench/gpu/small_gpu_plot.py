@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from spillway_lab.evaluation import style
 
 WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
     "transformers, whole GPU",
@@ -26,8 +27,12 @@ def is_wrong(record: dict[str, Any]) -> bool:
     return not record.get("attention_relative_difference", 0.0) <= TOLERANCE
 
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
-COLOURS = {WHOLE: "#7f7f7f", RESIDENT: "#E69F00", OFFLOADED: "#009E73", SPILLWAY: "#0072B2"}
+COLOURS = {
+    WHOLE: style.GREY,
+    RESIDENT: style.ORANGE,
+    OFFLOADED: style.GREEN,
+    SPILLWAY: style.BLUE,
+}
 
 
 def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
@@ -37,8 +42,8 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
         points = [(r["tokens"], r[field]) for r in of_way if field in r]
         if not points:
             continue
-        style = ":" if way == WHOLE else "-"
-        axes.plot(*zip(*points, strict=True), style, marker="o", color=colour)
+        line = ":" if way == WHOLE else "-"
+        axes.plot(*zip(*points, strict=True), line, marker="o", color=colour)
         wrong = [(r["tokens"], r[field]) for r in of_way if field in r and is_wrong(r)]
         if wrong:
             axes.plot(*zip(*wrong, strict=True), "o", mec=colour, mfc="white", zorder=3)

@@ -75,6 +75,8 @@ absl::Status FromDaemon(const google::rpc::Status& status) {
   return made;
 }
 
+absl::Status NoSense() { return absl::InternalError("the daemon's answer makes no sense"); }
+
 absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std::string& path) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
@@ -229,7 +231,7 @@ absl::StatusOr<std::optional<DoorbellAnswer>> Doorbell::Answer(
   if (answer.byte_count < 0 || answer.byte_count > static_cast<int64_t>(data_.size()) ||
       answer.text_bytes > sizeof(memory_.text)) {
     broken_ = true;
-    return absl::InternalError("the daemon's answer makes no sense");
+    return NoSense();
   }
   if (answer.code == 0) return answer;
   const std::string details(reinterpret_cast<const char*>(memory_.text), answer.text_bytes);

@@ -29,6 +29,8 @@ std::string DaemonDetails(const absl::Status& status);
 // An error of a daemon's, with its DaemonDetails().
 absl::Status FromDaemon(const grpc::Status& status);
 absl::Status FromDaemon(const google::rpc::Status& status);
+// Of an answer that no daemon of this version gives.
+absl::Status NoSense();
 
 // The socket that says that this process lives, and hands over its regions.
 class SessionSocket {

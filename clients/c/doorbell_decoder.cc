@@ -16,8 +16,6 @@ namespace {
 // An attend on a GPU takes less at most lengths.
 constexpr std::chrono::microseconds kSpinMax{500};
 
-absl::Status NoSense() { return absl::InternalError("the daemon's answer makes no sense"); }
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DoorbellDecoder>> DoorbellDecoder::Open(

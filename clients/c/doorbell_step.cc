@@ -31,7 +31,7 @@ absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
     return answer.status();
   }
   const std::optional<DType> row_dtype = FromProto(static_cast<v1::DType>(answer->shape.row_dtype));
-  if (!row_dtype) return absl::InternalError("the daemon's answer makes no sense");
+  if (!row_dtype) return NoSense();
   const int64_t data_bytes =
       std::max(description_bytes, LargestLayout(answer->shape, *row_dtype).byte_count);
   if (data_bytes > static_cast<int64_t>(doorbell->data().size())) {

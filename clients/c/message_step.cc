@@ -39,8 +39,6 @@ StepPlace<Byte> Part(const StepPlace<Byte>& whole, int64_t sequence) {
   return {whole.At(sequence), 0, whole.token_stride, whole.head_stride};
 }
 
-absl::Status NoSense() { return absl::InternalError("the daemon's answer makes no sense"); }
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(

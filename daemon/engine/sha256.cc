@@ -2,6 +2,7 @@
 
 #include <openssl/evp.h>
 
+#include <algorithm>
 #include <array>
 #include <cassert>
 
@@ -36,6 +37,12 @@ std::string Sha256::Of(std::span<const std::byte> bytes) {
 
 std::string Sha256::Of(const std::string& text) {
   return Of(std::as_bytes(std::span(text.data(), text.size())));
+}
+
+bool IsDigest(std::string_view text, size_t digit_count) {
+  return text.size() == digit_count && std::all_of(text.begin(), text.end(), [](char c) {
+           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+         });
 }
 
 }  // namespace spillway

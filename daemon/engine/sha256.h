@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 struct evp_md_ctx_st;
 
@@ -27,5 +28,8 @@ class Sha256 {
  private:
   const std::unique_ptr<evp_md_ctx_st, void (*)(evp_md_ctx_st*)> context_;
 };
+
+// Whether a text is so many lower-case hexadecimal digits, all or the first of a digest.
+bool IsDigest(std::string_view text, size_t digit_count);
 
 }  // namespace spillway

@@ -6,6 +6,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "daemon/engine/sha256.h"
 #include "host/base/limits.h"
 
 namespace spillway {
@@ -30,12 +31,6 @@ std::string_view SafeTensorsType(DType type) {
       return "BF16";
   }
   return "";
-}
-
-bool IsNameDigest(std::string_view text) {
-  return text.size() == kNameDigestDigits && std::all_of(text.begin(), text.end(), [](char c) {
-           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
-         });
 }
 
 bool IsPosition(std::string_view text) {
@@ -112,7 +107,7 @@ bool IsDataFileName(std::string_view name) {
   if (name.starts_with(kClientPrefix) && name.ends_with(kClientSuffix)) {
     name.remove_prefix(kClientPrefix.size());
     name.remove_suffix(kClientSuffix.size());
-    return IsNameDigest(name);
+    return IsDigest(name, kNameDigestDigits);
   }
   if (!name.starts_with(kRowsPrefix) || !name.ends_with(kRowsSuffix)) return false;
   name.remove_prefix(kRowsPrefix.size());
@@ -121,7 +116,7 @@ bool IsDataFileName(std::string_view name) {
          IsPosition(name.substr(0, kPositionDigits)) && name[kPositionDigits] == '-' &&
          IsPosition(name.substr(kPositionDigits + 1, kPositionDigits)) &&
          name[2 * kPositionDigits + 1] == '-' &&
-         IsNameDigest(name.substr(2 * (kPositionDigits + 1)));
+         IsDigest(name.substr(2 * (kPositionDigits + 1)), kNameDigestDigits);
 }
 
 }  // namespace spillway

@@ -30,12 +30,6 @@ absl::Status Damaged(std::string_view what) {
   return absl::DataLossError(absl::StrCat(kManifestName, ": ", std::string(what)));
 }
 
-bool IsDigest(std::string_view text) {
-  return text.size() == kDigestDigits && std::all_of(text.begin(), text.end(), [](char c) {
-           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
-         });
-}
-
 // Exactly these members.
 absl::Status CheckMembers(const Json& object, std::initializer_list<const char*> names,
                           std::string_view what) {
@@ -62,7 +56,7 @@ absl::StatusOr<int64_t> Integer(const Json& object, const char* name, int64_t lo
 
 absl::StatusOr<std::string> Digest(const Json& object, const char* name) {
   const Json& value = object.at(name);
-  if (!value.is_string() || !IsDigest(value.get_ref<const std::string&>())) {
+  if (!value.is_string() || !IsDigest(value.get_ref<const std::string&>(), kDigestDigits)) {
     return Damaged(absl::StrCat("\"", name, "\" is no SHA-256 digest"));
   }
   return value.get<std::string>();

@@ -40,8 +40,7 @@ absl::Status JobRun::EnqueuePipelines() {
   // Sparse attends take a step's append into their graph.
   RETURN_IF_ERROR(append_.Enqueue(/*step_later=*/!sparse_.empty(), workspace_));
   StreamSlot& slot = context_.slot();
-  const bool attends = !sparse_.empty() || !dense_.empty();
-  if (append_.enqueued() && attends) {
+  if (append_.enqueued() && attends()) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.appended(), slot.stream()));
   }
   Carver pinned(pinned_);
@@ -69,9 +68,8 @@ absl::Status JobRun::Enqueue() {
 
 void JobRun::CollectStages() {
   const StreamSlot& slot = context_.slot();
-  const bool attends = !sparse_.empty() || !dense_.empty();
   if (append_.enqueued()) {
-    context_.AddStage(JobStage::kAppend, slot.start(), attends ? slot.appended() : slot.done());
+    context_.AddStage(JobStage::kAppend, slot.start(), attends() ? slot.appended() : slot.done());
   }
   if (dense_.empty()) return;
   context_.AddStage(JobStage::kDense,

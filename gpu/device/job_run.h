@@ -33,6 +33,7 @@ class JobRun {
   // Memory for all attends. RESOURCE_EXHAUSTED, and then nothing has changed.
   absl::Status Reserve();
   absl::Status EnqueuePipelines();
+  bool attends() const { return !sparse_.empty() || !dense_.empty(); }
   // Times of what events stand around.
   void CollectStages();
 

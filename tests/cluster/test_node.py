@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import spillway
+from helpers import settles, wait_for
 from local_cluster import Served, record
 from spillway_cluster import node
 from spillway_cluster.directory import Directory
@@ -61,10 +62,7 @@ def test_a_restarted_daemon_is_registered_once_the_directory_answers(
     made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
     name = made.start()
     process.ended.set()
-    end = time.monotonic() + 30
-    while directory.daemon(name).restart_count == 0:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: directory.daemon(name).restart_count > 0)
     assert directory.daemon(name).state == "up"
     made.stop()
 
@@ -96,15 +94,10 @@ def test_a_daemon_does_not_wait_for_the_directory_to_be_restarted(
     made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
     name = made.start()
     process.ended.set()
-    end = time.monotonic() + 20
-    while process.starts < 2:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert settles(lambda: process.starts >= 2, 20)
     assert directory.daemon(name).restart_count == 0
     back.set()
-    while directory.daemon(name).restart_count == 0:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert settles(lambda: directory.daemon(name).restart_count > 0, 20)
     made.stop()
 
 
@@ -123,10 +116,7 @@ def test_names_of_sequences_that_are_gone_are_given_up(monkeypatch: pytest.Monke
 
     made = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), listing)  # type: ignore[arg-type]
     made.start()
-    end = time.monotonic() + 30
-    while "sequences/gone" in directory.sequences():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: "sequences/gone" not in directory.sequences())
     made.stop()
     assert set(directory.sequences()) == {"sequences/there", "sequences/elsewhere"}
 
@@ -140,10 +130,7 @@ def test_a_daemon_whose_drain_failed_takes_nothing_new_after_a_restart(
     name = made.start()
     directory.set_state(name, "draining")
     process.ended.set()
-    end = time.monotonic() + 30
-    while directory.daemon(name).restart_count == 0:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: directory.daemon(name).restart_count > 0)
     assert directory.daemon(name).state == "draining"
     made.stop()
 
