@@ -1,11 +1,11 @@
-"""What the cost model of docs/scale.md rests on, and the tables that follow from it.
+"""Measures what the cost model of docs/scale.md needs, and prints the computed tables.
 
-    python bench/cluster/scale.py measure       # all of it, or by name: steps sequences ...
-    python bench/cluster/scale.py model         # tables, computed from what was measured
+    python bench/cluster/scale.py measure       # everything, or by name: steps sequences ...
+    python bench/cluster/scale.py model         # prints tables computed from the measurements
 
-`steps` and `sequences` run the client against simulated daemons, which answer after a set time
-and compute nothing; `daemons` against real ones on the CPU. Parts of a machine with few cores
-wait for each other, which the load that stands with each result does not show.
+`steps` and `sequences` run the client against simulated daemons, which answer after a fixed time
+and compute nothing. `daemons` runs it against real daemons on the CPU. On a machine with few cores
+the daemons wait for each other. The load in the results does not show this.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ TEST_F(Prefix, TakesTheLargestProductsOfTheFirstElements) {
   SetKey(100, 0, 20);
   SetKey(700, 15, 30);
   SetKey(1300, 7, 40);
-  SetKey(900, 16, 1000);  // which it does not see
+  SetKey(900, 16, 1000);  // beyond the prefix
   policy_.heavy_count = 1;
   EXPECT_EQ(Heavy(), (std::vector<uint32_t>{1300}));
   policy_.heavy_count = 2;
