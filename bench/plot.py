@@ -50,6 +50,8 @@ def _line(axes: Any, x: list[int], y: list[float], name: str, colour: str, style
 def draw_attend(result: dict[str, Any], folder: Path) -> None:
     rows = result["rows"]
     lengths = [row["token_count"] for row in rows]
+    share, ratio = rows[-1]["all_share_of_read_rate"], rows[-1]["all_over_default"]
+    at = f"{lengths[-1] // 1024}K"
     figure, (left, right) = plt.subplots(1, 2, figsize=(14.5, 4.8))
     for name, label, colour in (
         ("read_gb_per_s", "plain read", GREY),
@@ -58,9 +60,9 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
         _line(left, *_column(rows, name), label, colour, "-")
     left.set_ylim(bottom=0)
     left.set_ylabel("GB/s of rows")
-    left.set_title("Exact attention, and a plain read of as many bytes")
+    left.set_title(f"Exact attention reads at {share:.0%} of a plain read's rate")
     lines = {
-        "sdpa_grouped_bf16_us": ("torch SDPA, its fastest way", ORANGE, "-"),
+        "sdpa_grouped_bf16_us": ("torch SDPA, fastest variant", ORANGE, "-"),
         "all_us": ("exact attention", BLUE, "-"),
         "read_us": ("plain read of all rows", GREY, ":"),
         "default_us": ("default policy", RED, "-"),
@@ -71,7 +73,7 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
         _line(right, x, [us / 1000 for us in y], label, colour, style)
     right.set_yscale("log")
     right.set_ylabel("ms for one layer")
-    right.set_title("Time of one layer, cold caches")
+    right.set_title(f"The default policy is {ratio:.1f} times as fast as exact attention at {at}")
     for axes, room in ((left, 2.6), (right, 8)):
         _lengths(axes, lengths)
         axes.set_xlim(right=lengths[-1] * room)
@@ -80,74 +82,84 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
 
 
 def draw_growth(result: dict[str, Any], folder: Path) -> None:
-    rows = result["rows"]
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5))
-    columns = (
-        ("touched_rows_mean", 1, "rows touched per KV head"),
-        ("default_us", 1e-3, "ms per attend"),
+    x, y = _column(result["rows"], "touched_rows_mean")
+    figure, axes = plt.subplots(figsize=(8, 4.2))
+    _line(axes, x, y, "rows read", BLUE, "-")
+    if fit := result["fits"].get("touched_rows_mean"):
+        curve = [fit["a"] + fit["b"] * np.log2(n) for n in x]
+        text = f"fit over log2 n, R² {fit['r_squared']:.2f}"
+        axes.plot(x, curve, "--", color=GREY)
+        axes.annotate(
+            text, (x[1], curve[1]), (0, -22), textcoords="offset points", color=GREY, fontsize=9
+        )
+    _lengths(axes, x)
+    axes.set_xlim(right=x[-1] * 2)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("rows read for each KV head")
+    axes.set_title(
+        f"Tokens grow {x[-1] / x[0]:.0f} times, rows that the default policy reads "
+        f"{y[-1] / y[0]:.1f} times"
     )
-    for axes, (name, factor, label) in zip(panels, columns, strict=True):
-        x, y = _column(rows, name)
-        axes.plot(x, np.multiply(y, factor), "o", label="default policy")
-        if name in result["fits"]:
-            fit = result["fits"][name]
-            curve = np.geomspace(x[0], x[-1], 100)
-            value = (fit["a"] + fit["b"] * np.log2(curve)) * factor
-            sign = "+" if fit["b"] >= 0 else "-"
-            text = (
-                f"{fit['a'] * factor:.3g} {sign} {abs(fit['b']) * factor:.3g} log2 n, "
-                f"R² {fit['r_squared']:.3f}"
-            )
-            axes.plot(curve, value, "--", label=text)
-        _lengths(axes, x)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel(label)
-        axes.legend()
-    figure.suptitle("Growth of the default policy")
+    axes.spines[["top", "right"]].set_visible(False)
     _save(figure, result, folder / "growth.png")
 
 
 def draw_score(result: dict[str, Any], folder: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    figure, axes = plt.subplots(figsize=(7.5, 4.4))
     passes = result["passes"]
     at = np.arange(len(passes))
-    axes.bar(
-        at - 0.2,
-        [row["read_us_per_million_keys"] for row in passes],
-        0.4,
-        label="plain read",
-        color=GREY,
-    )
-    axes.bar(
-        at + 0.2,
-        [row["us_per_million_keys"] for row in passes],
-        0.4,
-        label="score, threshold, compact",
-        color=BLUE,
-    )
+    for shift, key, name, colour in (
+        (-0.2, "read_us_per_million_keys", "plain read of the codes", GREY),
+        (0.2, "us_per_million_keys", "score, threshold and compact", BLUE),
+    ):
+        axes.bar(at + shift, [row[key] / 1000 for row in passes], 0.4, label=name, color=colour)
     axes.set_xticks(
-        at, [f"{row['bits_per_dim']} bits\n{row['thread_count']} threads" for row in passes]
+        at,
+        [
+            f"{_count(row['bits_per_dim'], 'bit')}\n{_count(row['thread_count'], 'thread')}"
+            for row in passes
+        ],
     )
-    axes.set_ylabel("µs per million keys")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    last = passes[-1]
+    ratio = last["us_per_million_keys"] / last["read_us_per_million_keys"]
+    axes.set_title(
+        f"Scoring codes of {_count(last['bits_per_dim'], 'bit')} takes {ratio:.1f} times as long "
+        "as reading them"
+    )
+    axes.set_ylabel("ms for a million keys")
+    _finish_bars(axes, "y")
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
     _save(figure, result, folder / "score.png")
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _finish_bars(axes: Any, axis: str) -> None:
+    axes.grid(alpha=0.3, axis=axis)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_rpc(result: dict[str, Any], folder: Path) -> None:
     cases = result["cases"]
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure, axes = plt.subplots(figsize=(8, 1.8 + 0.6 * len(cases)))
     down = np.arange(len(cases))[::-1]
     for shift, key, label, colour in (
-        (0.2, "beyond_device_us", "round trip beyond device time", BLUE),
-        (-0.2, "echo_us", "bare gRPC echo of the same bytes", GREY),
+        (0.2, "beyond_device_us", "round trip without device time", BLUE),
+        (-0.2, "echo_us", "bare gRPC echo of as many bytes", GREY),
     ):
         medians = [case[key]["median"] for case in cases]
         axes.barh(down + shift, medians, 0.4, label=label, color=colour)
     axes.set_yticks(down, [f"{case['case']}\n{case['ratio_of_medians']:.2f}x" for case in cases])
-    axes.set_xlabel("µs, median")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    ratios = [case["ratio_of_medians"] for case in cases]
+    axes.set_title(
+        f"Round trips cost {min(ratios):.1f} to {max(ratios):.1f} times a bare gRPC echo"
+    )
+    axes.set_xlabel("us, median")
+    _finish_bars(axes, "x")
+    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     _save(figure, result, folder / "rpc.png")
 
 

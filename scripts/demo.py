@@ -38,7 +38,7 @@ FORCED_TOKEN_COUNT = 256
 NEXT = """
 Next:
   make demo FILE=book.txt QUESTION='Who ...?'  your own document and question
-  make demo DAEMON=1 RESTART=1                 a daemon, killed before the answer
+  make demo DAEMON=1 RESTART=1                 a daemon, killed midway
   make wheels                                  to install: docs/quickstart.md"""
 # Attends of each layer that are recomputed exactly.
 RECOMPUTED_COUNT = 48

@@ -16,36 +16,36 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import stream_section
 import trace_section
 from records import (
     DEFAULT_BITS,
     ROW_BYTES,
+    Curve,
     Record,
-    finish_axes,
+    draw_times,
     label,
     lines,
+    paragraph,
     verdict,
 )
+from spillway_lab.bench import link_plots
+from spillway_lab.evaluation import style
 
-AIMS_US = {(1, 524288): 25, (1, 1048576): 45, (2, 524288): 50, (2, 1048576): 95}
+GOALS_US = {(1, 524288): 25, (1, 1048576): 45, (2, 524288): 50, (2, 1048576): 95}
 STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
-# Of a whole attend, beyond scoring and its rows' way over the link.
+# For a whole attend, without scoring and without moving its rows over the link.
 BEYOND_US = {1 << 17: 40, 1 << 20: 60}
 
-# Medians over the queries of a length, of data like real traces.
-TRACE_AIMS_US = (
+# Medians over the queries of a length, on data with the statistics of a model.
+TRACE_GOALS_US = (
     ("whole attend", "us", "default policy", 1 << 17, 210),
     ("scoring", "scoring_us", "default policy", 1 << 17, 20),
-    ("the rest", "rest_us", "default policy", 1 << 17, 110),
+    ("other stages", "rest_us", "default policy", 1 << 17, 110),
     ("whole attend", "us", "default policy", 1 << 19, 300),
-    ("the rest", "rest_us", "default policy", 1 << 19, 120),
+    ("other stages", "rest_us", "default policy", 1 << 19, 120),
     ("whole attend", "us", "default policy", 1 << 20, 400),
-    ("the rest", "rest_us", "default policy", 1 << 20, 140),
+    ("other stages", "rest_us", "default policy", 1 << 20, 140),
     ("whole attend", "us", "default policy, epsilon 0.05", 1 << 20, 600),
 )
 
@@ -69,49 +69,55 @@ def beyond_us(record: Record, rate: float) -> float:
     return float(record["us"] - record["stages"]["score"] - link_us)
 
 
-def user_aims(
+def user_goals(
     traces: list[Record], peers: list[Record], bulk: list[Record]
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """What was measured, its value, its aim, and whether it was met."""
+    """What was measured, its value, its goal, and whether it was met."""
     groups = {
         (group[0]["name"], group[0]["tokens"]): group
         for group in trace_section.groups(of_default(traces))
     }
-    for of_what, field, name, tokens, aim in TRACE_AIMS_US:
+    for of_what, field, name, tokens, goal in TRACE_GOALS_US:
         if group := groups.get((name, tokens)):
             us = trace_section.median(group, field)
-            what = f"{of_what}, {name}, data like real traces, {label(tokens)}"
-            yield what, f"{us:.0f} us", f"<= {aim} us", us <= aim
+            what = f"{label(tokens)} model-like rows, {name}: {of_what}"
+            yield what, f"{us:.0f} us", f"<= {goal} us", us <= goal
     if million := groups.get(("default policy", 1 << 20)):
         us = trace_section.median(million, "us")
-        what = "whole attend, default policy, data like real traces, 1M"
+        what = "1M model-like rows, default policy: whole attend"
         times = [trace_section.peer_us(peers, name, 1 << 20) for name in trace_section.PEERS]
         dense = min(time for time in times if time is not None)
-        yield what, f"{us:.0f} us", f"< {dense:.0f} us, dense attention in GPU memory", us < dense
+        yield (
+            what,
+            f"{us:.0f} us",
+            f"< {dense:.0f} us, dense attention with K/V in GPU memory",
+            us < dense,
+        )
     if bulk:
         share = statistics.median(r["share"] for r in bulk)
-        what = "bulk append through the daemon, of what the client can send"
+        what = "bulk append through the daemon, share of what the client can send"
         value = f"{share:.0%} ({statistics.median(r['append_gb_per_s'] for r in bulk):.2f} GB/s)"
         yield what, value, ">= 80 %", share >= 0.8
 
 
-def aims(
+def goals(
     every: list[Record], encode: Record, decodes: list[Record], link: list[dict[str, str]]
 ) -> list[str]:
-    rows = ["| what | measured | the link | aim | |", "|---|---|---|---|---|"]
+    rows = ["| what | measured | limit of the link | goal | |", "|---|---|---|---|---|"]
     for bits in (1, *sorted({record["bits_per_dim"] for record in every})):
-        # Of `hamming` codes have one bit, whatever the model's have.
+        # `hamming` reads one bit of a code, however many the model's codes have.
         name, of_bits = ("hamming", DEFAULT_BITS) if bits == 1 else ("asymmetric", bits)
         for record in every:
             tokens = record["tokens"]
             if (record["name"], record["bits_per_dim"]) != (f"{name} top 2 %", of_bits):
                 continue
-            aim = AIMS_US.get((bits, tokens))
+            goal = GOALS_US.get((bits, tokens))
             us = selection_us(record)
             rows.append(
-                f"| `{name}`, {bits} bits: score and threshold, {label(tokens)} | {us:.0f} us "
-                f"({record['stages']['score']:.0f} us scoring) | "
-                + (f"| <= {aim} us | {verdict(us <= aim)} |" if aim else "| | |")
+                f"| {label(tokens)} tokens: score codes of {bits} bit{'' if bits == 1 else 's'} a "
+                f"dimension (`{name}`) and find the threshold | {us:.0f} us "
+                f"({record['stages']['score']:.0f} us for scoring) | "
+                + (f"| <= {goal} us | {verdict(us <= goal)} |" if goal else "| | |")
             )
     limit = link_gb_per_s(link)
     attends = of_default(every)
@@ -119,20 +125,21 @@ def aims(
         if record["tokens"] == 1 << 20 and record["name"] == "asymmetric top 2 %":
             rate = record["moved_rows"] * ROW_BYTES / record["stages"]["pilot gather"] / 1000
             rows.append(
-                f"| gather of 512 B rows, 2 % of a 4 GiB span, within an attend | {rate:.1f} GB/s "
+                f"| gather of 2 % of the 512 B rows in 4 GiB, within an attend | {rate:.1f} GB/s "
                 f"| {limit:.1f} GB/s | >= 50 GB/s | {verdict(rate >= 50)} |"
             )
     for record in attends:
-        aim = BEYOND_US.get(record["tokens"])
-        if aim is None or record["name"] not in (
+        goal = BEYOND_US.get(record["tokens"])
+        if goal is None or record["name"] not in (
             "asymmetric top 256",
             "default policy, pilot only",
         ):
             continue
         us = beyond_us(record, limit)
         rows.append(
-            f"| {record['name']}, {label(record['tokens'])}: beyond scoring and its rows at "
-            f"{limit:.1f} GB/s | {us:.0f} us | | <= {aim} us | {verdict(us <= aim)} |"
+            f"| {label(record['tokens'])} random rows, {record['name']}: whole attend without "
+            f"scoring and moving its rows at {limit:.1f} GB/s | {us:.0f} us | | <= {goal} us "
+            f"| {verdict(us <= goal)} |"
         )
     best = max(
         float(r["gb_per_s"])
@@ -141,17 +148,17 @@ def aims(
         and (r["sm_count"], r["density"]) == ("4", "0.02")
     )
     rows.append(
-        f"| the same alone, 16 GiB span, 4 SMs (`link.csv`) | {best:.1f} GB/s | {limit:.1f} GB/s "
-        f"| >= 50 GB/s | {verdict(best >= 50)} |"
+        f"| the same gather alone, in 16 GiB, by 4 SMs (`link.csv`) | {best:.1f} GB/s "
+        f"| {limit:.1f} GB/s | >= 50 GB/s | {verdict(best >= 50)} |"
     )
     rate = encode["gb_per_s"]
     rows.append(
-        f"| encoding, key bytes | {rate:.0f} GB/s | | >= 250 GB/s | {verdict(rate >= 250)} |"
+        f"| encoding, bytes of keys | {rate:.0f} GB/s | | >= 250 GB/s | {verdict(rate >= 250)} |"
     )
     held = [r["device_code_bytes"] / tokens_and_heads(decodes) for r in decodes if "append_s" in r]
     if held:
         rows.append(
-            "| GPU memory of codes and resident sample, token and KV head, d = 128, "
+            "| GPU memory for codes and resident sample, for each token and KV head, d = 128, "
             f"{DEFAULT_BITS} bits | {max(held):.1f} B | | | |"
         )
     return rows
@@ -170,7 +177,8 @@ def of_default(attends: list[Record]) -> list[Record]:
 
 def attend_table(attends: list[Record]) -> list[str]:
     rows = [
-        "| tokens | policy | rows read | moved | whole attend | scoring | gather | the rest |",
+        "| tokens | policy | rows read | rows moved | whole attend | scoring | gathers "
+        "| other stages |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for record in attends:
@@ -204,7 +212,7 @@ def least_and_most(times: set[float]) -> str:
 
 
 def noise(records: list[Record]) -> list[str]:
-    """What is to be said of outputs that are off by more than what is wanted of them."""
+    """A warning where outputs differ from the exact ones by more than these are large."""
     off = [
         error
         for r in records
@@ -214,24 +222,23 @@ def noise(records: list[Record]) -> list[str]:
     ]
     if not off:
         return []
-    return [
-        "Flat keys have no heavy tokens, so that an error bound needs nearly every row, and what a "
-        "fixed budget",
-        f"gives there is noise, {min(off):.0%} to {max(off):.0%} off: those rows say what so many "
-        "rows cost, and nothing of decoding.",
-        "Peaked keys are five times as large.",
-    ]
+    return paragraph(
+        f"""Flat keys have no heavy tokens, so an error bound needs nearly every row. With a fixed
+        budget the output is noise there ({min(off):.0%} to {max(off):.0%} off): those rows of the
+        table tell the cost of so many rows, and nothing about decoding. Peaked keys are five times
+        as large."""
+    )
 
 
 def decode_section(records: list[Record]) -> list[str]:
-    """Decode through transformers, and where the time of its steps goes."""
+    """Decoding with transformers, and where the time of a step goes."""
     if not records:
         return []
     environment = next(r for r in records if r["name"] == "environment")
     shape = environment["shape"]
     resident = {r["step_ms"] for r in records if r["name"] == "transformers, resident"}
     rows = [
-        "| K/V | keys | rows read | attention off by, first layer | last layer | ms a step |",
+        "| K/V | keys | rows read | relative error, first layer | last layer | ms a step |",
         "|" + 6 * "---|",
     ]
     # By way: the parts differ.
@@ -255,7 +262,7 @@ def decode_section(records: list[Record]) -> list[str]:
             times = record["us_per_layer"]
             way = record["name"].removesuffix(", where the time goes")
             of_way = parts.setdefault(
-                way, [[f"{way}, us a layer, mean"], *([part] for part in times)]
+                way, [[f"{way}: mean us a layer"], *([part] for part in times)]
             )
             for row, text in zip(
                 of_way,
@@ -264,21 +271,23 @@ def decode_section(records: list[Record]) -> list[str]:
             ):
                 row.append(text)
     return [
-        "## Decode through transformers",
+        "## Decoding with transformers",
         "",
-        f"`bench/gpu/huggingface.py`: {shape['num_hidden_layers']} layers of an 8B shape, bf16, "
-        f"batch 1, {label(environment['tokens'])} tokens,",
-        f"transformers {environment['transformers']}, torch {environment['torch']}. Weights and "
-        "K/V are random; K/V are on the host but for",
-        f"`resident`, which is the faster of its runs ({least_and_most(resident)} ms). Attention "
-        "is compared with resident's,",
-        "layer by layer: behind the first the input is off already.",
+        *paragraph(
+            f"""`bench/gpu/huggingface.py`: {shape["num_hidden_layers"]} layers of an 8B shape,
+            bf16, batch 1, {label(environment["tokens"])} tokens, transformers
+            {environment["transformers"]}, torch {environment["torch"]}. Weights and K/V are random.
+            K/V are in host memory, except for `transformers, resident`, whose faster run counts
+            ({least_and_most(resident)} ms). Errors are those of the attention output against that
+            run. From the second layer on they include the errors of the layers before."""
+        ),
         *noise(records),
-        "",
         *rows,
         "",
-        "Where a step's time goes, the GPU being waited for before each attend:",
-        "",
+        *paragraph(
+            """Where the time of a step goes. For this measurement the program waits for the GPU
+            before each attend:"""
+        ),
         *(
             line
             for rows_of in parts.values()
@@ -293,16 +302,19 @@ def decode_section(records: list[Record]) -> list[str]:
 
 
 def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for name in dict.fromkeys(r["name"] for r in attends):
-        points = [(r["tokens"], r["us"]) for r in attends if r["name"] == name]
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    for name in dict.fromkeys(p["name"] for p in peers if "us" in p):
-        points = [(p["tokens"], p["us"]) for p in peers if p["name"] == name and "us" in p]
-        peer = "torch: " + name.removeprefix("torch.")
-        axes.plot(*zip(*points, strict=True), marker="x", linestyle=":", label=peer)
-    finish_axes(axes, "8 KV heads, 4 query heads each, 128 dimensions, bf16, cold caches")
-    figure.savefig(path, dpi=150)
+    found = {(r["name"], r["tokens"]): r["us"] for r in (*attends, *peers) if "us" in r}
+    curves: list[Curve] = []
+    for name, text, colour in (
+        ("stream over PCIe", "torch, all rows over PCIe", style.GREY),
+        ("asymmetric top 2 %", "Spillway, 2 % of the rows", style.ORANGE),
+        ("sdpa cudnn", "torch (cuDNN), K/V in GPU memory", style.BLACK),
+        ("default policy, pilot only", "Spillway, and a small sample", style.GREEN),
+        ("asymmetric top 256", "Spillway, 256 heavy rows", style.BLUE),
+    ):
+        points = sorted((tokens, us) for (of, tokens), us in found.items() if of == name)
+        curves.append((text, colour, [n for n, _ in points], [us for _, us in points]))
+    title = "One layer over random rows: its time grows with the rows that it reads"
+    draw_times(curves, title, path, logarithmic=True)
 
 
 def main() -> None:
@@ -330,96 +342,107 @@ def main() -> None:
     with (folder / "link.csv").open() as file:
         link = list(csv.DictReader(file))
     plot(attends, peers, folder / "attend.png")
+    link_plots.redraw(folder)
     trace = folder / "attend_trace.jsonl"
     traces = [r for r in lines(trace) if "query" in r] if trace.exists() else []
     text = [
-        "# On a GPU",
+        "# Results on a GPU",
         "",
-        "Made by `bench/gpu/report.py` from the files beside it; not edited.",
-        "",
-        f"{environment['date']}, commit {environment['commit']}: {environment['gpu']}; "
-        f"{environment['host']}. Commands: "
-        + ", ".join(f"`{c}`" for c in environment["commands"])
-        + ".",
-        "",
-        f"Tests on this machine ({environment['tests']}): {tests['passed']} passed, "
-        f"{tests['failed']} failed, {tests['skipped']} skipped.",
-        "",
-        *aims(every, encode, decodes, link),
-        *(
-            f"| {what} | {value} | | {aim} | {verdict(met)} |"
-            for what, value, aim, met in user_aims(traces, peers, bulk)
+        *paragraph(
+            f"""How fast the CUDA device is, against dense attention in torch, against the link and
+            against its goals. Measured on an {environment["gpu"]}; {environment["host"]};
+            {environment["date"]}. `bench/gpu/report.py` makes this page from the files beside
+            it."""
         ),
-        "",
-        "Stages are timed with events between them, which adds some 2 us to each; a whole attend",
-        "is timed without. `the link` is the most that multiprocessors load of such rows, in "
-        "`link.csv`.",
-        "",
+        *(trace_section.section(lines(trace), peers, link, folder) if trace.exists() else []),
+        *stream_section.section(on_stream, sent_by_python, folder),
+        *decode_section(decodes),
         "## Attends over random rows",
         "",
-        "Gaussian rows need every row for a relative error, so budgets are fixed, or the queries",
-        "are five times as long, so that few keys take most of the softmax (`peaked`). Every",
-        "output was compared with weighted attention in fp64 over the rows that `Select` names",
-        f"(largest relative error {max(r['checked_error'] for r in attends):.1e}). Caches are",
-        "flushed before each attend; medians of 15. `moved` are the rows that crossed the link;",
-        "sink, window and the resident sample lie in GPU memory. `the rest` is everything but",
-        "scoring and gathers, by stages.",
+        *paragraph(
+            f"""For Gaussian rows, a bound on the relative error needs nearly all rows. So the
+            budget is fixed here, or queries are five times as long, so that few keys have most of
+            the softmax weight (`peaked`). Every output was compared with weighted attention in fp64
+            over the rows that `Select` names (largest relative error
+            {max(r["checked_error"] for r in attends):.1e}). Caches are flushed before each attend;
+            medians of 15. `rows moved` crossed the link; sink, window and the resident sample are
+            in GPU memory. `other stages` is the sum of all stages but scoring and gathers."""
+        ),
+        "![Time of one layer against tokens, beside torch](attend.png)",
         "",
         *attend_table(attends),
         "",
-        "![attends and their peers](attend.png)",
-        "",
-        *(trace_section.section(lines(trace), peers, link, folder) if trace.exists() else []),
-        "## What one would use instead",
-        "",
-        "The same shapes in torch "
-        + next(p["torch"] for p in peers if p["name"] == "environment")
-        + ": dense attention with all K/V in GPU memory, `torch.topk` over scores that are",
-        "there already, and all rows of a layer over PCIe.",
-        "",
+        *paragraph(
+            f"""What torch {next(p["torch"] for p in peers if p["name"] == "environment")} takes for
+            the same shapes: dense attention with all K/V in GPU memory, `torch.topk` over scores
+            that are already computed, and copying all rows of a layer over PCIe."""
+        ),
         *peer_table(peers),
         "",
-        *decode_section(decodes),
-        *stream_section.section(on_stream, sent_by_python, folder),
         "## Appends",
         "",
-        "Rows are copied by 16 cores into pinned pages and keys encoded from there, one chunk of",
-        "32,768 tokens after the other, memory being pinned on the way:",
-        "",
+        *paragraph(
+            """16 cores copy the rows into pinned pages, and the GPU encodes the keys from there,
+            one chunk of 32,768 tokens after another. Memory is pinned in the same run:"""
+        ),
         *[
-            f"- {r['tokens']} tokens: {r['gb_per_s']:.1f} GB/s of rows; the GPU's part "
-            f"{r['device_seconds'] / r['seconds']:.0%} of the time, pinning "
+            f"- {r['tokens']:,} tokens: {r['gb_per_s']:.1f} GB/s of rows; the GPU is busy for "
+            f"{r['device_seconds'] / r['seconds']:.0%} of the time, pinning takes "
             f"{r['pin_seconds'] / r['seconds']:.0%}"
             for r in appends
         ],
         "",
         *(
-            f"- through the daemon, {r['tokens']} tokens of a layer: {r['append_gb_per_s']:.2f} "
-            f"GB/s, {r['share']:.0%} of the {r['sink_gb_per_s']:.2f} GB/s at which a server that "
-            "drops them takes the same messages"
+            f"- through the daemon, {r['tokens']:,} tokens of a layer: {r['append_gb_per_s']:.2f} "
+            f"GB/s, {r['share']:.0%} of the {r['sink_gb_per_s']:.2f} GB/s of a server that "
+            "receives the same messages and drops them"
             for r in bulk
         ),
         "",
         *(
-            f"- {r['name']}, {label(r['tokens'])}: {r['us']:.0f} us with the append of its token, "
+            f"- {r['name']}, {label(r['tokens'])}: {r['us']:.0f} us with the append of one token, "
             f"{r['attend_us']:.0f} us without"
             for r in steps
         ),
         "",
         "## The link",
         "",
-        "[docs/link.md](../../link.md) says what is measured; `link.csv` has every measurement.",
+        "[docs/link.md](../../link.md) describes the measurements; `link.csv` has all of them.",
         "",
-        "![density](link_density.png)",
-        "![row size](link_rows.png)",
-        "![multiprocessors](link_sms.png)",
-        "![span](link_spans.png)",
-        "![engines](link_engines.png)",
-        "![directions](link_directions.png)",
-        "![pinning](link_pinning.png)",
+        "![Rate against the share of the rows that is read](link_density.png)",
+        "![Rate against row size](link_rows.png)",
+        "![Rate against the number of SMs](link_sms.png)",
+        "![Rate against span](link_spans.png)",
+        "![Rate against row size for each way to copy](link_engines.png)",
+        "![Rates in each direction](link_directions.png)",
+        "![Time to pin memory](link_pinning.png)",
         "",
+        "## Goals",
+        "",
+        *paragraph(
+            """The goals were set before measuring; those that were missed stay in the table. The
+            limit of the link is the highest rate in `link.csv` at which SMs load such rows. Stages
+            are timed by CUDA events between them, which add about 2 us to each stage; a whole
+            attend is timed without them."""
+        ),
+        *goals(every, encode, decodes, link),
+        *(
+            f"| {what} | {value} | | {goal} | {verdict(met)} |"
+            for what, value, goal, met in user_goals(traces, peers, bulk)
+        ),
+        "",
+        "## How it was measured",
+        "",
+        f"At commit {environment['commit']} unless a command names another:",
+        "",
+        *(f"- `{command}`" for command in environment["commands"]),
+        "",
+        *paragraph(
+            f"""Tests on this machine ({environment["tests"]}): {tests["passed"]} passed,
+            {tests["failed"]} failed, {tests["skipped"]} skipped."""
+        ),
     ]
-    (folder / "README.md").write_text("\n".join(text))
+    (folder / "README.md").write_text("\n".join(text).rstrip() + "\n")
 
 
 if __name__ == "__main__":

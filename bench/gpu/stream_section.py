@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-from records import Record, finish_axes, label
+from records import DENSE, Record, draw_times, faster_from, label, paragraph
+from spillway_lab.evaluation import style
 
 _NAMES = {
     "job": "Spillway, a job on its own stream",
     "eager": "Spillway, enqueued on the runner's stream",
     "graph": "Spillway, in the runner's CUDA graph",
-    "halves": "two decoders of half the sequences each, in two graphs at once",
-    "resident": "Spillway, in a graph, all rows in GPU memory too",
+    "halves": "Spillway, two decoders of half the sequences, in two graphs at once",
+    "resident": "Spillway, in a graph, with all rows in GPU memory too",
 }
 
 
@@ -35,20 +35,29 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
     lengths = sorted({r["tokens"] for r in records})
     ways = list(dict.fromkeys(r["way"] for r in records))
     times = {(r["way"], r["tokens"]): r for r in records}
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for way in ways:
-        points = [(n, times[way, n]["layer_us"]) for n in lengths if (way, n) in times]
-        style = "-" if way in _NAMES else ":"
-        axes.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=_name(way))
-    finish_axes(axes, "A layer of a decode step: 32 query heads over 8 KV heads of 128, bf16")
-    figure.savefig(folder / "decoder.png", dpi=150)
+    dense = next(way for way in ways if way not in _NAMES)
+    curves = [
+        (text, colour, lengths, [times[way, n]["layer_us"] for n in lengths])
+        for way, text, colour in (
+            (dense, DENSE, style.BLACK),
+            ("job", "Spillway, on its own stream", style.GREEN),
+            ("graph", "Spillway, in a CUDA graph", style.BLUE),
+            ("resident", "Spillway, K/V in GPU memory", style.ORANGE),
+        )
+    ]
+    when = faster_from(curves[2][3], curves[0][3], lengths)
+    title = f"Decode step with K/V in host memory: {when}"
+    draw_times(curves, title, folder / "decoder.png")
     graph = {n: times["graph", n] for n in lengths}
     return [
-        "`bench/gpu/decoder.py`: four layers of 32 query heads over 8 KV heads of 128, bf16, one",
-        "sequence of K/V like a real model's, default policy; time on the GPU between events",
-        "around the layers, for one of them, medians. Those of Spillway give the same bits. Their",
-        "error is that of the output, against attention over all rows in float32, per query head.",
+        "![Time of one layer of a decode step against tokens](decoder.png)",
         "",
+        *paragraph(
+            """`bench/gpu/decoder.py`: four layers of 32 query heads over 8 KV heads of 128, bf16,
+            one sequence of model-like rows, default policy. Times are medians on the GPU, between
+            events around the layers, divided by four. All ways of Spillway give the same bits. The
+            error is that of a query head's output, against attention over all rows in float32."""
+        ),
         "| us a layer | " + " | ".join(label(n) for n in lengths) + " |",
         "|" + (1 + len(lengths)) * "---|",
         *(
@@ -59,7 +68,7 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
             + " |"
             for way in ways
         ),
-        "| announcing the step, on the host, a layer | "
+        "| time on the host to announce the step, for one layer | "
         + " | ".join(f"{graph[n]['next_host_us'] / 4:.0f}" for n in lengths)
         + " |",
         "| relative error, median / largest | "
@@ -67,8 +76,6 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
             f"{graph[n]['error_median']:.3f} / {graph[n]['error_max']:.3f}" for n in lengths
         )
         + " |",
-        "",
-        "![decoding on a stream](decoder.png)",
         "",
     ]
 
@@ -81,7 +88,7 @@ def _together(records: list[Record]) -> list[str]:
     times = {(r["way"], r["sequences"]): r["layer_us"] for r in records}
     (tokens,) = {r["tokens"] for r in records}
     return [
-        f"The same for sequences of {label(tokens)} tokens that step together:",
+        f"The same for several sequences of {label(tokens)} tokens in one step:",
         "",
         "| us a layer | " + " | ".join(f"{count} sequences" for count in counts) + " |",
         "|" + (1 + len(counts)) * "---|",
@@ -102,14 +109,14 @@ def _top(records: list[Record]) -> list[str]:
     of_link = moved_gb / (graph["layer_us"] - resident["layer_us"])
     (peer,) = (r for r in records if r["way"].startswith("sdpa"))
     return [
-        f"The top {100 * graph['top']:g} % of the rows and no sample, {graph['sequences']} "
-        f"sequences of {label(graph['tokens'])} tokens, relative",
-        f"error {graph['error_median']:.3f} median, {graph['error_max']:.3f} at most: "
-        f"{graph['layer_us']:.0f} us in a graph, {resident['layer_us']:.0f} with all rows in GPU "
-        f"memory too,",
-        f"{peer['layer_us']:.0f} by cuDNN. What lies between the first two is the rows' way over "
-        f"the link, at {of_link:.1f} GB/s.",
-        "",
+        *paragraph(
+            f"""With the top {100 * graph["top"]:g} % of the rows and no sample,
+            {graph["sequences"]} sequences of {label(graph["tokens"])} tokens take
+            {graph["layer_us"]:.0f} us in a graph, {resident["layer_us"]:.0f} us with all rows in
+            GPU memory too, and {peer["layer_us"]:.0f} us in cuDNN. The relative error is
+            {graph["error_median"]:.3f} (median), at most {graph["error_max"]:.3f}. The difference
+            of the first two times is the transfer over the link, at {of_link:.1f} GB/s."""
+        ),
     ]
 
 
@@ -117,11 +124,12 @@ def _appends(records: list[Record]) -> list[str]:
     if not records:
         return []
     return [
-        "Bulk appends from Python, 8 layers of 8 KV heads of 128, float16, 16,384 tokens",
-        "(`bench/rpc/python_append.py`), beside one thread's memcpy and the link's copy of the",
-        "same bytes to pinned memory:",
-        "",
-        "| GB/s of rows | |",
+        *paragraph(
+            """Bulk appends from Python, 8 layers of 8 KV heads of 128, float16, 16,384 tokens
+            (`bench/rpc/python_append.py`). `memcpy` is one thread's copy of the same bytes, `link`
+            the GPU's copy to pinned memory:"""
+        ),
+        "| how | GB/s of rows |",
         "|---|---|",
         *(f"| {r['name']} | {r['gb_per_s']:.1f} |" for r in records if "gb_per_s" in r),
         "",

@@ -1,13 +1,24 @@
-"""The report's section on attends over data like real traces."""
+"""The report's section on attends over data with the statistics of a model's K/V."""
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-from records import DEFAULT_BITS, KV_HEADS, ROW_BYTES, Record, finish_axes, label, verdict
+from records import (
+    DEFAULT_BITS,
+    DENSE,
+    KV_HEADS,
+    ROW_BYTES,
+    Record,
+    draw_times,
+    faster_from,
+    label,
+    paragraph,
+    verdict,
+)
+from spillway_lab.evaluation import style
 
 GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/sparse_pipeline.cc
 # A whole attend is to take at most FACTOR x (scoring + moved rows / rate + REST_US).
@@ -36,11 +47,6 @@ class LinkRate:
         density = [r for r in density if int(r["sm_count"]) == self.sm_count]
         self.density_span = int(density[0]["span_bytes"])
         spans = [r for r in rows if r["experiment"] == "spans" and r["order"] == "shuffled"]
-        self.peak = max(
-            float(r["gb_per_s"])
-            for r in link
-            if r["experiment"] == "peak" and r["direction"] == "h2d"
-        )
         self._density = _curve(density, "density")
         self._span = _curve(spans, "span_bytes")
 
@@ -86,8 +92,10 @@ def peer_us(peers: list[Record], name: str, tokens: int) -> float | None:
 
 def time_table(attends: list[Record], peers: list[Record], link: LinkRate) -> list[str]:
     rows = [
-        "| tokens | policy | rows read | moved | whole attend | by query | scoring | gather "
-        "| the rest | link | bound | | " + " | ".join(PEERS) + " |",
+        "| tokens | policy | rows read | rows moved | whole attend | by query | scoring | gathers "
+        "| other stages | rate of the link | goal | | "
+        + " | ".join(f"torch {name}" for name in PEERS)
+        + " |",
         "|---" * (12 + len(PEERS)) + "|",
     ]
     for group in groups(attends):
@@ -111,9 +119,9 @@ def time_table(attends: list[Record], peers: list[Record], link: LinkRate) -> li
 
 def error_table(attends: list[Record]) -> list[str]:
     rows = [
-        "| tokens | policy | outputs | mean error | largest | beyond epsilon | beyond its "
-        "certificate | certified, mean | largest | beyond epsilon | heavy and sampled rows of a "
-        "KV head |",
+        "| tokens | policy | outputs | mean error | largest | share above epsilon | share above "
+        "its certificate | mean certificate | largest | share above epsilon | heavy and sampled "
+        "rows of a KV head |",
         "|---" * 11 + "|",
     ]
     for group in groups(attends):
@@ -144,31 +152,10 @@ def error_table(attends: list[Record]) -> list[str]:
     return rows
 
 
-def stripe_table(attends: list[Record], link: LinkRate) -> list[str]:
-    rows = [
-        "| tokens | policy | places | rows drawn there | gathered | all rows there | as a stripe |",
-        "|---" * 7 + "|",
-    ]
-    for group in groups(attends):
-        places = group[0]["places"]
-        for at in range(1, 3):
-            drawn = statistics.median(r["drawn_by_place"][at] for r in group)
-            gathered = statistics.median(
-                r["drawn_by_place"][at] * ROW_BYTES / rate_of(r, link) / 1000 for r in group
-            )
-            there = (places[at] - places[at - 1]) * KV_HEADS * median(group, "visible")
-            rows.append(
-                f"| {label(group[0]['tokens'])} | {group[0]['name']} "
-                f"| {places[at - 1]:.0%} to {places[at]:.0%} | {drawn:.0f} | {gathered:.0f} us "
-                f"| {there:.0f} | {there * ROW_BYTES / link.peak / 1000:.0f} us |"
-            )
-    return rows
-
-
 def step_table(steps: list[Record]) -> list[str]:
     rows = [
-        "| tokens | policy | rows read | moved | whole attend | outputs | mean error "
-        "| beyond epsilon |",
+        "| tokens | policy | rows read | rows moved | whole attend | outputs | mean error "
+        "| share above epsilon |",
         "|---" * 8 + "|",
     ]
     for r in steps:
@@ -182,8 +169,8 @@ def step_table(steps: list[Record]) -> list[str]:
 
 def data_table(meta: Record) -> list[str]:
     rows = [
-        "| | mass of the top 256 | quartiles | exp(entropy) of the rest | keys' effective "
-        "dimensions | values' |",
+        "| tokens | softmax weight of the top 256 keys, mean | its quartiles | effective number of "
+        "the other keys (exp of the entropy), median | effective dimensions of keys | of values |",
         "|---" * 6 + "|",
     ]
     vectors = {"source": {name: meta["vectors"][f"source_{name}"] for name in ("keys", "values")}}
@@ -203,26 +190,24 @@ def data_table(meta: Record) -> list[str]:
     return rows
 
 
-def plot(attends: list[Record], peers: list[Record], link: LinkRate, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for name in dict.fromkeys(r["name"] for r in attends):
-        of_policy = [group for group in groups(attends) if group[0]["name"] == name]
-        tokens = [group[0]["tokens"] for group in of_policy]
-        line = axes.plot(
-            tokens, [median(group, "us") for group in of_policy], marker="o", label=name
-        )
-        color = line[0].get_color()
-        points = [(r["tokens"], r["us"]) for group in of_policy for r in group]
-        axes.scatter(*zip(*points, strict=True), color=color, s=8, alpha=0.6)
-        bounds = [statistics.median(bound_us(r, link) for r in group) for group in of_policy]
-        axes.plot(tokens, bounds, linestyle="--", color=color, label=f"{name}: its bound")
-    lengths = sorted({r["tokens"] for r in attends})
-    for name in PEERS:
-        dense = [(n, us) for n in lengths if (us := peer_us(peers, name, n)) is not None]
-        if dense:
-            axes.plot(*zip(*dense, strict=True), marker="x", linestyle=":", label=f"torch: {name}")
-    finish_axes(axes, "Data like real traces: 8 KV heads, 4 query heads each, 128 dimensions, bf16")
-    figure.savefig(path, dpi=150)
+def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
+    """The default policy at two bounds, and the faster dense attention at each length."""
+    found = {
+        (group[0]["name"], group[0]["tokens"]): median(group, "us") for group in groups(attends)
+    }
+    lengths = sorted({tokens for _, tokens in found})
+    dense = []
+    for tokens in lengths:
+        times = (peer_us(peers, name, tokens) for name in PEERS)
+        dense.append(min(us for us in times if us is not None))
+    curves = [(DENSE, style.BLACK, lengths, dense)]
+    for name, text, colour in (
+        ("default policy, epsilon 0.05", "Spillway, error bound 0.05", style.ORANGE),
+        ("default policy", "Spillway, error bound 0.1", style.BLUE),
+    ):
+        curves.append((text, colour, lengths, [found[name, tokens] for tokens in lengths]))
+    when = faster_from(curves[-1][3], dense, lengths)
+    draw_times(curves, f"K/V in host memory: {when}", path)
 
 
 def named_by_bits(record: Record) -> Record:
@@ -241,59 +226,50 @@ def section(
     by_bits = [named_by_bits(r) for r in records if "query" in r]
     attends = [r for r in by_bits if r["bits_per_dim"] == DEFAULT_BITS]
     link = LinkRate(link_rows)
-    plot(attends, peers, link, folder / "attend_trace.png")
+    plot(attends, peers, folder / "attend_trace.png")
     return [
-        "## Attends over data like real traces",
+        "## Attends over model-like rows",
         "",
-        f"Keys, values and queries have the statistics of {meta['source_model']} reading "
-        f"{meta['source_token_count']} tokens,",
-        f"with YaRN's frequencies for {label(meta['yarn_target_length'])}; `bench/trace_data.py` "
-        "says how they are made. Medians of the",
-        f"{meta['queries_per_length']} queries of a length, each a median of repetitions; `by "
-        "query` has them in us. Caches are flushed",
-        "before each attend. `moved` are the rows that cross the link: sink, window and the "
-        "resident sample lie in GPU memory.",
-        f"Codes have {DEFAULT_BITS} bits a dimension, but where others are named.",
+        *paragraph(
+            f"""Keys, values and queries have the statistics of {meta["source_model"]} reading
+            {meta["source_token_count"]:,} tokens, with the frequencies of YaRN for
+            {label(meta["yarn_target_length"])}; `bench/trace_data.py` tells how they are made.
+            Dense attention in torch has all K/V in GPU memory; they are random, which does not
+            change its time."""
+        ),
+        "![Time of one layer against tokens, beside dense attention](attend_trace.png)",
         "",
+        *paragraph(
+            f"""Times are medians over {meta["queries_per_length"]} queries for each length, and for
+            each query over the repetitions (`by query`, in us). Caches are flushed before each
+            attend. `rows moved` cross the link; sink, window and the resident sample are in GPU
+            memory. Codes have {DEFAULT_BITS} bits a dimension unless the table says otherwise."""
+        ),
         *time_table(by_bits, peers, link),
         "",
-        f"`bound` is {FACTOR} x (scoring + moved rows / link + {REST_US} us). `link` is what "
-        f"`link.csv` has for rows of {ROW_BYTES} B",
-        f"and {link.sm_count} multiprocessors (engine `{link.engine}`): sorted, at the rows' "
-        f"density (moved rows over all rows",
-        f"of the layer), interpolated by its logarithm in a span of {link.density_span >> 30} GiB; "
-        "or shuffled, at the layer's span,",
-        "interpolated alike (`sm`, 2 %), where that is more: it needs no order. An attend's two "
-        "gathers are",
-        "each sparser than that. Dense attention has all of K and V in GPU memory, random ones; "
-        "its time does",
-        "not depend on them.",
-        "",
-        "![attends over data like real traces](attend_trace.png)",
-        "",
-        "Errors are relative, ||out - exact|| / ||exact|| of a query head, exact being dense "
-        "attention in fp64; every",
-        "output was also compared with weighted attention over the rows that `Select` names "
-        f"(largest {max(r['checked_error'] for r in by_bits):.1e}).",
-        "A certificate promises its error with probability 1 - delta = 0.9.",
-        "",
+        *paragraph(
+            f"""The goal is {FACTOR} x (scoring + moved rows / rate of the link + {REST_US} us). The
+            rate of the link is the larger of two measurements in `link.csv` for rows of
+            {ROW_BYTES} B: sorted rows at the same density in {link.density_span >> 30} GiB (engine
+            `{link.engine}`, {link.sm_count} SMs), and shuffled rows in as much memory as the layer
+            has (engine `sm`, 2 % of the rows). Both are interpolated on a logarithmic axis."""
+        ),
+        *paragraph(
+            f"""Errors are relative: ||out - exact|| / ||exact|| of a query head, where exact is
+            dense attention in fp64. Every output was also compared with weighted attention over the
+            rows that `Select` names (largest difference
+            {max(r["checked_error"] for r in by_bits):.1e}). A certificate is an upper limit at
+            confidence 1 - delta = 0.9: at most 10 % of the errors may be above it."""
+        ),
         *error_table(by_bits),
         "",
-        "A stripe would keep a second copy of rows in host memory by their places in the order of "
-        "sampling, to be",
-        "read as a whole. `gathered` is what the rows drawn in a range of places take at the rate "
-        "of `link`, `as a",
-        f"stripe` what all rows of the range take at the link's peak, {link.peak:.1f} GB/s:",
-        "",
-        *stripe_table(attends, link),
-        "",
-        "Steps that follow each other, as decoding takes them: each sees all tokens, and the "
-        "queries of a length take",
-        "turns, which differ more than a model's neighbouring steps.",
-        "",
+        *paragraph(
+            """Steps that follow each other, as in decoding. Each step sees all tokens. The queries
+            of a length take turns, so neighbouring steps differ more than those of a model:"""
+        ),
         *step_table([r for r in records if r.get("data") == "steps"]),
         "",
-        "The data, against its source:",
+        "How the generated data compares with the K/V that its statistics come from:",
         "",
         *data_table(meta),
         "",

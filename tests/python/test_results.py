@@ -62,7 +62,10 @@ def test_bounds_come_from_the_records(gpu: Path) -> None:
         huggingface.replace('"device_code_bytes": 247332864', '"device_code_bytes": 419430400')
     )
     page = report_gpu(gpu)
-    assert "1M | 513 us | | < 412 us, dense attention in GPU memory | **missed** |" in page
+    assert (
+        "attend | 513 us | | < 412 us, dense attention with K/V in GPU memory | **missed** |"
+        in page
+    )
     assert "within an attend | 51.0 GB/s | 52.5 GB/s |" in page
-    assert "beyond scoring and its rows at 52.5 GB/s |" in page
+    assert "without scoring and moving its rows at 52.5 GB/s |" in page
     assert "d = 128, 3 bits | 100.0 B |" in page

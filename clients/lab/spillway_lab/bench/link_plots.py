@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from spillway_lab.evaluation import style
 
 # A measurement, keyed by the columns of link.csv.
 Row = Mapping[str, Any]
@@ -19,7 +23,9 @@ ENGINES = {
     "bulk": "SM bulk copies",
     "batch": "copy engine, batched",
 }
+ORDERS = {"sorted": "rows sorted by address", "shuffled": "rows in random order"}
 DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "both": "both at once"}
+_COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PURPLE, style.SKY, style.BLACK)
 PINNINGS = {
     "cuda_host_alloc": "cudaHostAlloc",
     "huge_pages": "huge pages, registered",
@@ -120,65 +126,113 @@ def draw(
     return files
 
 
+def redraw(folder: Path) -> list[Path]:
+    """Draws the link.csv and link.json of a folder again; returns the files."""
+    with (folder / "link.csv").open(newline="") as file:
+        rows = [
+            {name: _typed(name, text) for name, text in row.items()} for row in csv.DictReader(file)
+        ]
+    about = json.loads((folder / "link.json").read_text())
+    return draw(rows, about["link"], f"{about['device']}, {about['date']}", folder)
+
+
+def _typed(name: str, text: str) -> Any:
+    """A cell of link.csv: what is empty was not measured."""
+    if name in ("experiment", "engine", "direction", "order", "pinning"):
+        return text
+    return json.loads(text) if text else None
+
+
 def draw_engines(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by row size, a line an engine and a panel a direction."""
+    """Rates by row size: a curve for each engine, a panel for each direction."""
     directions = [d for d in ("h2d", "d2h") if any(r["direction"] == d for r in rows)]
-    figure, panels = _panels(len(directions), _what("Engines", rows, "density", "order"))
+    figure, panels = _panels(
+        len(directions),
+        _engines_message([row for row in rows if row["direction"] == directions[0]]),
+        _common(rows, "density", "order"),
+    )
     for axes, direction in zip(panels, directions, strict=True):
         chosen = [row for row in rows if row["direction"] == direction]
-        _lines(axes, chosen, "row_bytes", lambda row: ENGINES[row["engine"]])
+        curves = _curves(axes, chosen, "row_bytes", lambda row: ENGINES[row["engine"]])
         _sizes(axes, chosen, "row_bytes", "row size")
         _rates(axes, bounds, direction)
-        # A row size apart, engines differ by orders of magnitude.
+        # At one row size, engines differ by orders of magnitude.
         _logarithmic(axes)
         axes.set_title(DIRECTIONS[direction])
-        _legend(axes)
+        style.label_ends(axes, curves)
     return figure
 
 
 def draw_rows(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by row size, a line an order and span; beside them rows a second."""
-
-    def kind(row: Row) -> str:
-        return f"span of {format_bytes(row['span_bytes'])}"
-
-    return _rates_and_rows(rows, bounds, "Row sizes", "row_bytes", "row size", kind)
+    """Rates by row size: a curve for each span, a panel for each order."""
+    span = max(row["span_bytes"] for row in rows)
+    least = min(row["row_bytes"] for row in rows)
+    return _by_order(
+        rows,
+        bounds,
+        f"Rows of {format_bytes(least)} in {format_bytes(span)}: "
+        + _orders_message(rows, row_bytes=least, span_bytes=span),
+        "row_bytes",
+        "row size",
+        lambda row: f"span of {format_bytes(row['span_bytes'])}",
+    )
 
 
 def draw_spans(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by span, a line a row size and order; beside them rows a second."""
-
-    def kind(row: Row) -> str:
-        return f"rows of {format_bytes(row['row_bytes'])}"
-
-    return _rates_and_rows(rows, bounds, "Spans", "span_bytes", "span of pinned memory", kind)
+    """Rates by span: a curve for each row size, a panel for each order."""
+    sizes = sorted({row["row_bytes"] for row in rows})
+    size = sizes[len(sizes) // 2]
+    low, high = (pick(row["span_bytes"] for row in rows) for pick in (min, max))
+    return _by_order(
+        rows,
+        bounds,
+        f"Rows of {format_bytes(size)} in {format_bytes(low)}: "
+        f"{_orders_message(rows, row_bytes=size, span_bytes=low)}; in {format_bytes(high)}: "
+        + _orders_message(rows, row_bytes=size, span_bytes=high),
+        "span_bytes",
+        "span of pinned memory",
+        lambda row: f"rows of {format_bytes(row['row_bytes'])}",
+    )
 
 
 def draw_density(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by density, a line an engine and SM count and a panel an order."""
-    orders = [o for o in ("sorted", "shuffled") if any(r["order"] == o for r in rows)]
-    figure, panels = _panels(len(orders), _what("Densities", rows, "row_bytes", "span_bytes"))
+    """Rates by density: a curve for each engine and SM count, a panel for each order."""
+    orders = _orders(rows)
+    figure, panels = _panels(
+        len(orders),
+        f"Best rate by the share of the rows that is read: {_density_message(rows)}",
+        _common(rows, "row_bytes", "span_bytes"),
+    )
     for axes, order in zip(panels, orders, strict=True):
         chosen = [row for row in rows if row["order"] == order]
-        _lines(axes, chosen, "density", lambda row: f"{ENGINES[row['engine']]}, {_sms(row)}")
+        curves = _curves(
+            axes, chosen, "density", lambda row: f"{ENGINES[row['engine']]}, {_sms(row)}"
+        )
         axes.set_xscale("log")
         ticks = sorted({row["density"] for row in chosen})
         axes.set_xticks(ticks, [f"{100 * t:g}" for t in ticks])
         axes.minorticks_off()
         axes.set_xlabel("% of the span's rows")
         _rates(axes, bounds, "h2d")
-        axes.set_title(f"{order} by address" if order == "sorted" else order)
-        _legend(axes)
+        axes.set_title(ORDERS[order])
+        style.label_ends(axes, curves)
     return figure
 
 
 def draw_sms(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by SM count, a line an order and density and a panel an engine."""
+    """Rates by SM count: a curve for each order and density, a panel for each engine."""
     engines = [e for e in ("sm", "bulk") if any(r["engine"] == e for r in rows)]
-    figure, panels = _panels(len(engines), _what("SM counts", rows, "row_bytes", "span_bytes"))
+    best = max(rows, key=lambda row: float(row["gb_per_s"]))
+    figure, panels = _panels(
+        len(engines),
+        f"Best rate: {best['gb_per_s']:.0f} GB/s, by {ENGINES[best['engine']]} on {_sms(best)}",
+        _common(rows, "row_bytes", "span_bytes"),
+    )
     for axes, engine in zip(panels, engines, strict=True):
         chosen = [row for row in rows if row["engine"] == engine]
-        _lines(axes, chosen, "sm_count", lambda row: f"{100 * row['density']:g} % of the rows")
+        curves = _curves(
+            axes, chosen, "sm_count", lambda row: f"{100 * row['density']:g} %, {row['order']}"
+        )
         axes.set_xscale("log", base=2)
         ticks = sorted({row["sm_count"] for row in chosen})
         axes.set_xticks(ticks, [str(t) for t in ticks], fontsize=7)
@@ -186,14 +240,19 @@ def draw_sms(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
         axes.set_xlabel("SMs")
         _rates(axes, bounds, "h2d")
         axes.set_title(ENGINES[engine])
-        _legend(axes)
+        style.label_ends(axes, curves)
     return figure
 
 
 def draw_directions(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates of engines, a bar a row size and a panel a direction."""
+    """Rates of engines: a bar for each row size, a panel for each direction."""
     directions = [d for d in DIRECTIONS if any(r["direction"] == d for r in rows)]
-    figure, panels = _panels(len(directions), _what("Directions", rows, "density"))
+    most = (
+        f"{DIRECTIONS[d]} {max(r['gb_per_s'] for r in rows if r['direction'] == d):.0f} GB/s"
+        for d in directions
+    )
+    title = f"Best rate: {', '.join(most)}"
+    figure, panels = _panels(len(directions), title, _common(rows, "density"))
     for axes, direction in zip(panels, directions, strict=True):
         chosen = [row for row in rows if row["direction"] == direction]
         _bars(
@@ -206,14 +265,16 @@ def draw_directions(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
         axes.tick_params(axis="x", labelsize=7)
         _rates(axes, bounds, direction)
         axes.set_title(DIRECTIONS[direction])
-        _legend(axes)
+    _legend(figure, panels[0])
     return figure
 
 
 def draw_numa(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by NUMA node, a bar an engine and order and a panel a direction."""
+    """Rates by NUMA node: a bar for each engine and order, a panel for each direction."""
     directions = [d for d in ("h2d", "d2h") if any(r["direction"] == d for r in rows)]
-    figure, panels = _panels(len(directions), "NUMA nodes")
+    best = max(rows, key=lambda row: float(row["gb_per_s"]))
+    title = f"Best rate: {best['gb_per_s']:.0f} GB/s, with memory of NUMA node {best['numa_node']}"
+    figure, panels = _panels(len(directions), title)
     for axes, direction in zip(panels, directions, strict=True):
         chosen = [row for row in rows if row["direction"] == direction]
         _bars(
@@ -228,13 +289,22 @@ def draw_numa(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
         )
         _rates(axes, bounds, direction)
         axes.set_title(DIRECTIONS[direction])
-        _legend(axes)
+    _legend(figure, panels[0])
     return figure
 
 
 def draw_pinning(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """What pinning takes by size, and the rates that the memory gives."""
-    figure, (left, right) = _panels(2, "Ways of pinning")
+    """Time to allocate and pin by size, and the rates of copies from that memory."""
+    size = max(row["allocation_bytes"] for row in rows)
+    times = sorted(
+        (row["pin_seconds"], PINNINGS[row["pinning"]])
+        for row in pinnings(rows)
+        if row["allocation_bytes"] == size
+    )
+    title = f"To allocate and pin {format_bytes(size)}: " + "; ".join(
+        f"{name} {seconds:.1f} s" for seconds, name in times
+    )
+    figure, (left, right) = _panels(2, title)
     _bars(
         left,
         pinnings(rows),
@@ -242,8 +312,8 @@ def draw_pinning(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
         bar=lambda row: PINNINGS[row["pinning"]],
         value=lambda row: row["pin_seconds"],
     )
-    left.set_ylabel("seconds to obtain and pin")
-    left.set_title("Time")
+    left.set_ylabel("seconds to allocate and pin")
+    left.set_title("time")
     _bars(
         right,
         [row for row in rows if row["allocation_bytes"] == rows[-1]["allocation_bytes"]],
@@ -253,17 +323,16 @@ def draw_pinning(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
     )
     last = rows[-1]
     right.set_title(
-        f"Rows of {format_bytes(last['row_bytes'])}, {100 * last['density']:g} % of "
+        f"rows of {format_bytes(last['row_bytes'])}, {100 * last['density']:g} % of "
         f"{format_bytes(last['allocation_bytes'])}"
     )
     _rates(right, bounds, "h2d")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        _legend(axes)
+    left.grid(alpha=0.3)
+    _legend(figure, left)
     return figure
 
 
-def _rates_and_rows(
+def _by_order(
     rows: Sequence[Row],
     bounds: Mapping[str, Limit],
     title: str,
@@ -271,32 +340,72 @@ def _rates_and_rows(
     axis: str,
     kind: Callable[[Row], str],
 ) -> Figure:
-    figure, (left, right) = _panels(2, _what(title, rows, "engine", "density", "sm_count"))
-    _lines(left, rows, key, kind)
-    _rates(left, bounds, "h2d")
-    _lines(right, rows, key, kind, value="rows_per_s", factor=1e-6)
-    right.set_ylabel("million rows/s")
-    _logarithmic(right)
-    right.grid(alpha=0.3)
-    for axes in (left, right):
+    """Rates by a column: a panel for each order."""
+    orders = _orders(rows)
+    figure, panels = _panels(len(orders), title, _common(rows, "engine", "density", "sm_count"))
+    for axes, order in zip(panels, orders, strict=True):
+        chosen = [row for row in rows if row["order"] == order]
+        curves = _curves(axes, chosen, key, kind)
         _sizes(axes, rows, key, axis)
-        _legend(axes)
+        _rates(axes, bounds, "h2d")
+        axes.set_title(ORDERS[order])
+        style.label_ends(axes, curves)
     return figure
 
 
-def _panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(5.8 * count + 0.8, 5.4), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.025, 1, 0.975))  # type: ignore[union-attr, call-arg]
-    figure.suptitle(title)
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+def _engines_message(rows: Sequence[Row]) -> str:
+    """The fastest and the slowest engine at rows of 512 B, or the size measured next to it."""
+    size = min({row["row_bytes"] for row in rows}, key=lambda size: abs(size - 512))
+    rates = sorted(
+        (row["gb_per_s"], ENGINES[row["engine"]]) for row in rows if row["row_bytes"] == size
+    )
+    (low, slowest), (high, fastest) = rates[0], rates[-1]
+    return (
+        f"Rows of {format_bytes(size)}, {DIRECTIONS[rows[0]['direction']]}: {fastest} "
+        f"{high:.0f} GB/s; {slowest} {low:.1f} GB/s"
+    )
 
 
-def _what(title: str, rows: Sequence[Row], *names: str) -> str:
-    """The title with what all rows have in common of the columns named."""
+def _orders_message(rows: Sequence[Row], **columns: int) -> str:
+    """The rates of each order at the values of the columns named."""
+    found = (
+        f"{order} {row['gb_per_s']:.0f} GB/s"
+        for order in _orders(rows)
+        for row in rows
+        if row["order"] == order and all(row[name] == at for name, at in columns.items())
+    )
+    return ", ".join(found)
+
+
+def _density_message(rows: Sequence[Row]) -> str:
+    """For each order, the best rate, and from which density on it is almost reached."""
+    found = []
+    for order in _orders(rows):
+        chosen = [row for row in rows if row["order"] == order]
+        most = max(row["gb_per_s"] for row in chosen)
+        least = min(row["density"] for row in chosen if row["gb_per_s"] >= 0.95 * most)
+        found.append(f"{order} {most:.0f} GB/s from {100 * least:g} % on")
+    return ", ".join(found)
+
+
+def _orders(rows: Sequence[Row]) -> list[str]:
+    return [order for order in ORDERS if any(row["order"] == order for row in rows)]
+
+
+def _panels(count: int, title: str, conditions: str = "") -> tuple[Figure, list[Axes]]:
+    """Panels of equal height below a title and what all measurements have in common."""
+    figure = style.make_figure(5.8 * count + 0.8, 4.8, title)
+    if conditions:
+        figure.suptitle(f"{title}\n{conditions}", fontsize=11)
+    return figure, list(figure.subplots(1, count, squeeze=False, sharey=False)[0])
+
+
+def _common(rows: Sequence[Row], *names: str) -> str:
+    """The columns named whose value is the same in all rows."""
     texts: dict[str, Callable[[Any], str]] = {
         "engine": lambda value: ENGINES[value],
         "density": lambda value: f"{100 * value:g} % of the rows",
-        "order": str,
+        "order": lambda value: ORDERS[value],
         "row_bytes": lambda value: f"rows of {format_bytes(value)}",
         "span_bytes": lambda value: f"span of {format_bytes(value)}",
         "sm_count": lambda value: f"{value} SM{'' if value == 1 else 's'}",
@@ -306,7 +415,7 @@ def _what(title: str, rows: Sequence[Row], *names: str) -> str:
         values = {row[name] for row in rows}
         if len(values) == 1:
             common.append(texts[name](values.pop()))
-    return f"{title}: {', '.join(common)}" if common else title
+    return ", ".join(common)
 
 
 def _sms(row: Row) -> str:
@@ -320,27 +429,18 @@ def _grouped(rows: Iterable[Row], label: Callable[[Row], str]) -> dict[str, list
     return groups
 
 
-def _lines(
-    axes: Axes,
-    rows: Sequence[Row],
-    key: str,
-    kind: Callable[[Row], str],
-    value: str = "gb_per_s",
-    factor: float = 1,
-) -> None:
-    """A line a kind and order: a colour a kind, dashed where shuffled."""
-    several = len({row["order"] for row in rows}) > 1
-    for i, (name, members) in enumerate(_grouped(rows, kind).items()):
-        for order, line in _grouped(members, lambda row: str(row["order"])).items():
-            line.sort(key=lambda row: row[key])
-            axes.plot(
-                [row[key] for row in line],
-                [row[value] * factor for row in line],
-                "o-" if order == "sorted" else "o--",
-                color=f"C{i}",
-                markersize=4,
-                label=f"{name}, {order}" if several else name,
-            )
+def _curves(
+    axes: Axes, rows: Sequence[Row], key: str, kind: Callable[[Row], str]
+) -> list[tuple[float, float, str, str]]:
+    """Draws rates by a column, a curve for each kind; returns the labels for its ends."""
+    labels = []
+    for colour, (name, curve) in zip(_COLOURS, _grouped(rows, kind).items(), strict=False):
+        curve.sort(key=lambda row: row[key])
+        x = [row[key] for row in curve]
+        y = [row["gb_per_s"] for row in curve]
+        axes.plot(x, y, "o-", color=colour, markersize=4)
+        labels.append((float(x[-1]), float(y[-1]), name, colour))
+    return labels
 
 
 def _bars(
@@ -356,7 +456,8 @@ def _bars(
     width = 0.8 / len(bars)
     for i, (name, members) in enumerate(bars.items()):
         x = [groups.index(group(row)) + (i - (len(bars) - 1) / 2) * width for row in members]
-        axes.bar(x, [value(row) for row in members], width, label=name)
+        colour = _COLOURS[i % len(_COLOURS)]
+        axes.bar(x, [value(row) for row in members], width, label=name, color=colour)
     axes.set_xticks(range(len(groups)), groups)
 
 
@@ -364,10 +465,21 @@ def _rates(axes: Axes, bounds: Mapping[str, Limit], direction: str) -> None:
     """The axis of rates, with the limit drawn in."""
     limit = bounds.get(direction)
     if limit is not None:
-        axes.axhline(limit.gb_per_s, color="black", linestyle=":", linewidth=1.5, label=limit.label)
+        axes.axhline(limit.gb_per_s, color="black", linestyle=":", linewidth=1.5)
+        axes.annotate(
+            limit.label,
+            (0.01, limit.gb_per_s),
+            (0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=8,
+        )
+        axes.set_ylim(top=1.12 * limit.gb_per_s)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s")
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -376,9 +488,10 @@ def _logarithmic(axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
 
 
-def _legend(axes: Axes) -> None:
-    """Below the panel, where it hides nothing."""
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
+def _legend(figure: Figure, axes: Axes) -> None:
+    """One for all panels, below them."""
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, frameon=False, ncols=3, loc="outside lower center")
 
 
 def _sizes(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
