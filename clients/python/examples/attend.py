@@ -3,7 +3,8 @@ import spillway
 
 rng = np.random.default_rng(0)
 k, v = rng.standard_normal((2, 2, 4, 5000, 64), np.float32)  # [layers, H_kv, T, d] each
-q = np.repeat(k[0, :, [1234]], 4, axis=1)  # [T, H_q, d]: each head looks for one of its keys
+# [layers, T, H_q, d]: each head looks for the key of token 1234. The factor makes attention peaked.
+queries = 2 * np.repeat(k[:, :, 1234], 4, axis=1)[:, None]
 
 with spillway.connect() as client:
     model = client.create_model(
@@ -11,6 +12,7 @@ with spillway.connect() as client:
     )
     sequence = client.create_sequence(model)
     sequence.append(0, 0, k, v)  # from layer 0 and position 0
+    q = queries[0]
     result = sequence.attend(0, q)  # layer 0
     print("out", result.out.shape, "log-sum-exp", result.lse.shape)
     print("rows read", result.touched_row_counts.mean(), "of", sequence.token_count)
@@ -23,7 +25,7 @@ with spillway.connect() as client:
     with client.decode() as stream:  # one new token, appended and attended to in each layer
         for layer in range(2):
             new_k, new_v = rng.standard_normal((2, 4, 1, 64), np.float32)
-            step = stream.step(sequence, layer, q, new_k, new_v)
+            step = stream.step(sequence, layer, queries[layer], new_k, new_v)
             print("layer", layer, "promises", set(step.certificate.promises.ravel().tolist()))
 
     sequence.delete()
