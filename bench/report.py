@@ -287,8 +287,8 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
     ]
     yield (
         "`attend` is a unary call, `decode` a step on a stream, and `doorbell` a step through "
-        "shared memory without a gRPC message; 9/3 heads are 9 query heads and 3 KV heads. Times are in "
-        f"us, median / 99th percentile over {result['round_count']} rounds. Both servers "
+        "shared memory without a gRPC message; 9/3 heads are 9 query heads and 3 KV heads. Times "
+        f"are in us, median / 99th percentile over {result['round_count']} rounds. Both servers "
         "are started again for each round, because the cost of a wake-up depends on the cores that "
         "the kernel gives to their threads."
     )

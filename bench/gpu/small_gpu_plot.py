@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patheffects import withStroke
 from spillway_lab.evaluation import style
 
 WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
@@ -36,7 +37,7 @@ COLOURS = {
 
 
 def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
-    """A curve for each way, with its name and why it ends."""
+    """A curve for each method, with its name and why it ends."""
     for way, colour in COLOURS.items():
         of_way = [r for r in records if r["name"] == way]
         points = [(r["tokens"], r[field]) for r in of_way if field in r]
@@ -51,11 +52,19 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
         for record in of_way:
             if "ended" in record:
                 why = "over its time" if record["ended"].startswith("by") else "out of memory"
-                label += f": {why} at {record['tokens'] / 1024:.0f}K"
+                label += f":\n{why} at {record['tokens'] / 1024:.0f}K"
         if wrong:
             label += "\n(hollow: its output is wrong)"
         axes.annotate(
-            label, points[-1], (8, -4), textcoords="offset points", color=colour, fontsize=9
+            label,
+            points[-1],
+            (8, 0),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+            va="center",
+            # Readable where a curve passes below.
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )
     lengths = sorted({r["tokens"] for r in records if "tokens" in r})
     axes.set_xscale("log", base=2)
@@ -86,14 +95,14 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     for axes, field in ((decode, "tokens_per_s"), (prompt, "prompt_s")):
         draw(axes, records, field)
         mark_full(axes, environment)
-    decode.set_ylim(bottom=0)
+    decode.set_ylim(0, 1.1 * decode.get_ylim()[1])
     decode.set_ylabel("decoded tokens a second")
     prompt.set_yscale("log")
     prompt.yaxis.set_major_formatter("{x:g}")
     prompt.set_ylabel("seconds to read the prompt")
     model = environment["shape_name"]
     if "yarn_factor" not in environment:
-        model = f"Llama of {model}'s shape"
+        model = f"Llama of {model.upper()} parameters"
     figure.suptitle(
         f"{model}, {environment['left_bytes'] / GIB:.3g} GiB "
         f"of GPU memory beside the weights ({environment['device']}, {environment['date']})",
@@ -103,16 +112,23 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
-    """What ends when memory does, and what goes on."""
+    """Transformers, which ends when memory is full, and Spillway."""
     environment = records[0]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     draw(axes, [r for r in records if r["name"] in (RESIDENT, SPILLWAY)], "tokens_per_s")
     mark_full(axes, environment)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    lengths = [r["tokens"] for r in records if "tokens" in r]
+    axes.set_xlim(min(lengths) * 0.9, max(lengths) * 1.5)
     axes.set_ylabel("decoded tokens a second")
+    last = {
+        name: max(r["tokens"] for r in records if r["name"] == name and "step_ms" in r) // 1024
+        for name in (RESIDENT, SPILLWAY)
+    }
     axes.set_title(
-        f"Decoding goes on where {environment['left_bytes'] / GIB:.3g} GiB of GPU memory end",
+        f"With {environment['left_bytes'] / GIB:.3g} GiB for the KV cache, transformers ends at "
+        f"{last[RESIDENT]}K tokens, Spillway goes on to {last[SPILLWAY]}K",
         loc="left",
-        fontweight="bold",
+        fontsize=11,
     )
     figure.savefig(path, dpi=150)
