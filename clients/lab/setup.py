@@ -21,6 +21,7 @@ setup(
     ],
     install_requires=[
         "matplotlib>=3.8",
+        "pillow>=9.1",
         "numpy>=1.26",
         "rich>=13",
         "safetensors>=0.4",

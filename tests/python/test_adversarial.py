@@ -147,7 +147,7 @@ def test_command(target: str, tmp_path: Path) -> None:
         assert 192 < family["rows"] < 1200
         assert family["wrong_count"] == 0
     assert (tmp_path / "new" / "adversarial.png").stat().st_size > 10_000
-    assert "| base | keys of a falling spectrum" in (tmp_path / "new" / "README.md").read_text()
+    assert "| base | keys with a decaying spectrum" in (tmp_path / "new" / "README.md").read_text()
 
 
 def test_refusals(target: str, tmp_path: Path) -> None:

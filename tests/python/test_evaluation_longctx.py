@@ -251,7 +251,7 @@ def test_longctx_from_end_to_end(
     assert more["all"]["count"] == 18
 
     page = (tmp_path / "README.md").read_text()
-    assert "| ours, quality `default` |" in page
+    assert "| Spillway, quality `default` |" in page
     assert f"{LENGTH:,} tokens" in page
     assert (tmp_path / "longctx.png").stat().st_size > 10_000
     assert refused(code, prose, "--minutes", "0.00001") == "nothing was measured in the time given"

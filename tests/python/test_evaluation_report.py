@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from daemon_process import ROOT
-from matplotlib.figure import Figure
 from rich.console import Console
-from spillway_lab.evaluation import report
+from spillway_lab.evaluation import curves, report, style
 
 
 def test_shares() -> None:
@@ -43,7 +42,7 @@ needs_results = pytest.mark.skipif(
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are named and take long to write."""
-    monkeypatch.setattr(Figure, "savefig", lambda *_args, **_options: None)
+    monkeypatch.setattr(style, "save", lambda _figure, _told, path: path)
 
 
 def made(folder: Path) -> str:
@@ -75,3 +74,39 @@ def test_a_reference_without_error_gives_no_ratios(tmp_path: Path) -> None:
     written = made(tmp_path)
     assert re.search(r"^\| Quest top-k \| 0\.[0-9]{4} \([0-9.-]+\) \| - \|$", written, re.MULTILINE)
     assert "below every other practical method" not in written
+
+
+def test_tokens() -> None:
+    assert style.tokens(8192) == "8K"
+    assert style.tokens(131072) == "128K"
+    assert style.tokens(118784) == "119K"
+    assert style.tokens(2300) == "2,300"
+
+
+def test_the_best_other_method_at_equal_rows() -> None:
+    def method(name: str, practical: bool, *points: tuple[float, float]) -> dict[str, object]:
+        return {
+            "name": name,
+            "label": name.upper(),
+            "kind": "ours" if name == "ours" else "top-k",
+            "practical": practical,
+            "points": [
+                {"value": str(i), "rows": {"mean": rows}, "kl": kl}
+                for i, (rows, kl) in enumerate(points)
+            ],
+        }
+
+    methods = [
+        method("oracle", False, (100, 0.001), (10_000, 0.001)),
+        # At 1,000 rows, half-way between the logarithms: 0.02.
+        method("near", True, (100, 0.2), (10_000, 0.002)),
+        method("far", True, (100, 0.3), (10_000, 0.3)),
+        # Its curve does not reach 1,000 rows.
+        method("short", True, (10, 0.001), (900, 0.0001)),
+        method("ours", True, (1_000, 0.005)),
+    ]
+    found = curves.times_ours(methods, "0", lambda point: (point["kl"], (0, 0)))
+    assert found is not None
+    assert found[0] == "NEAR"
+    assert found[1] == pytest.approx(4)
+    assert curves.times_ours(methods[:4], "0", lambda point: (point["kl"], (0, 0))) is None

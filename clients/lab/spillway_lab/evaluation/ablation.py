@@ -53,7 +53,7 @@ def variants(head_dim: int) -> list[Variant]:
     def bits(count: int, raw_keys: bool = False) -> Index:
         return Index(RotationHash(bits_per_dim=count, raw_keys=raw_keys))
 
-    made = [Variant("bits a dimension", str(b), Case(bits(b), Policy())) for b in (1, 2, 3, 4)]
+    made = [Variant("bits per dimension", str(b), Case(bits(b), Policy())) for b in (1, 2, 3, 4)]
     for raw, label in ((False, "centred"), (True, "raw keys")):
         made.append(Variant("centring", f"codes, {label}", Case(bits(DEFAULT_BITS, raw), Policy())))
         lsh = Case(stacked_rotations(128, head_dim, raw), Policy(selector="hamming"))
@@ -69,7 +69,7 @@ def variants(head_dim: int) -> list[Variant]:
         made.append(Variant("strata", label, Case(DEFAULT_INDEX, policy)))
     for count in (16, DEFAULT_PILOT, 48, 96, 192):
         policy = Policy() if count == DEFAULT_PILOT else Policy(pilot_token_count=count)
-        made.append(Variant("pilot rows a stratum", str(count), Case(DEFAULT_INDEX, policy)))
+        made.append(Variant("pilot rows per stratum", str(count), Case(DEFAULT_INDEX, policy)))
     for factor in (1.0, 1.25, 1.5, 2.0):
         policy = Policy() if factor == 1.25 else Policy(inflation=factor)
         made.append(Variant("inflation", f"{factor:g}", Case(DEFAULT_INDEX, policy)))
@@ -121,7 +121,7 @@ def _bands(bench: Workbench) -> list[dict[str, Any]]:
         )
         for fraction in BANDS
     ]
-    kinds.append(("a seed of its own each step", kinds[0][1], Policy(), True))
+    kinds.append(("another seed for each step", kinds[0][1], Policy(), True))
     kinds.append(("no tail", kinds[0][1], Policy(tail="none"), False))
     told = []
     with bench.progress("bands") as progress:

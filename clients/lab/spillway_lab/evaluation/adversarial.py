@@ -1,4 +1,4 @@
-"""`spillway-lab eval adversarial`: whether promises hold on data built against them."""
+"""`spillway-lab eval adversarial`: whether the error bound holds on adversarial data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spillway_lab.evaluation.families import Context, Family, Floats, Shape
 KV_HEAD_COUNT = 2
 # Queries that an attend serves sparsely, at most.
 QUERY_COUNT = 16
-# A family that says NONE so often makes no promise that could break.
+# A family that says NONE so often states no bound that could be violated.
 SILENT_SHARE = 0.99
 # Fewer outputs of one query head say nothing about its own share.
 HEAD_OUTPUT_COUNT = 200
@@ -202,7 +202,7 @@ def _judged(answer: AttendResult | None, exact: npt.NDArray[np.float64]) -> Outc
 
 
 def summary(outcome: Outcome, epsilon: float, delta: float) -> dict[str, Any]:
-    """What is told of a family: how often a promise was broken, how often none was made."""
+    """What is told of a family: how often the bound was violated, and how often there was none."""
     beyond = (outcome.errors > epsilon) & outcome.statistical
     contexts, draws, queries, heads = beyond.shape
     group = heads // KV_HEAD_COUNT

@@ -14,33 +14,36 @@ COLOURS = {
     "open": style.ORANGE,
     "broken": style.RED,
 }
-MEANINGS = {
-    "kept": "kept",
+VERDICTS = {
+    "kept": "holds",
     "exact": "exact or NONE",
-    "silent": "no promise made",
-    "open": "not decided",
-    "broken": "broken",
+    "silent": "at least 99 % NONE",
+    "open": "undecided",
+    "broken": "violated",
 }
+MEANINGS = {**VERDICTS, "kept": "the bound holds", "open": "too few outputs to tell"}
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """A line a family: the share beyond epsilon with its interval, NONE and rows beside it."""
+    """A line for each family: its violation rate with the interval, NONE and rows."""
     families = told["found"]["families"]
     delta, epsilon = told["parameters"]["delta"], told["parameters"]["epsilon"]
     broken = sum(family["verdict"] == "broken" for family in families)
     undecided = sum(family["verdict"] == "open" for family in families)
-    if broken:
-        title = f"On {broken} of {len(families)} families built against it the promise breaks"
+    if len(families) == 1 and families[0]["verdict"] == "kept":
+        title = f"The error bound holds on the adversarial family {families[0]['name']}"
+    elif broken:
+        title = f"The error bound is violated on {broken} of {len(families)} adversarial families"
     elif undecided:
         title = (
-            f"The promise holds on {len(families) - undecided} of {len(families)} families built "
-            f"against it; too few outputs to decide on {undecided}"
+            f"The error bound is violated on none of {len(families)} adversarial families; "
+            f"{undecided} {'has' if undecided == 1 else 'have'} too few outputs to tell"
         )
     else:
-        title = f"The promise holds on all {len(families)} families built against it"
-    figure = style.make_figure(9.5, 0.28 * len(families) + 1.6, title)
+        title = f"The error bound is violated on none of {len(families)} adversarial families"
+    figure = style.make_figure(9.5, 0.24 * len(families) + 1.7, title)
     shares, silence, rows = figure.subplots(
-        1, 3, sharey=True, gridspec_kw={"width_ratios": (3, 1, 1)}
+        1, 3, sharey=True, gridspec_kw={"width_ratios": (2.4, 1, 1)}
     )
     for line, family in enumerate(families):
         colour = COLOURS[family["verdict"]]
@@ -51,15 +54,15 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
         silence.barh(line, 100 * family["none_share"], color=colour, height=0.6)
         rows.barh(line, family["rows"], color=colour, height=0.6)
     shares.axvline(100 * delta, color=style.BLACK, lw=1, ls="--")
-    shares.text(100 * delta, -0.9, f" delta {100 * delta:g} %", fontsize=8, va="center")
+    shares.text(100 * delta, -0.9, f" allowed: delta = {100 * delta:g} %", fontsize=8, va="center")
     shares.set_yticks(range(len(families)), [family["name"] for family in families], fontsize=8)
     uppers = [100 * f["interval"][1] for f in families if f["statistical_count"]]
     right = min(101, 1.1 * max([250 * delta, *uppers]))
     shares.set(xlim=(-right / 100, right), ylim=(len(families) - 0.4, -1.4))
-    shares.set_xlabel(f"STATISTICAL outputs farther off than {epsilon:g}, %", fontsize=9)
-    silence.set_xlabel("NONE, %", fontsize=9)
+    shares.set_xlabel(f"outputs with error > {epsilon:g}, % (95 %)", fontsize=9)
+    silence.set_xlabel("NONE, % of certificates", fontsize=9)
     silence.set_xlim(0, 100)
-    rows.set_xlabel("rows a KV head", fontsize=9)
+    rows.set_xlabel("rows read by a KV head", fontsize=9)
     for axes in (shares, silence, rows):
         axes.tick_params(labelsize=8)
         for side in ("top", "right"):

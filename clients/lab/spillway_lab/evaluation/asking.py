@@ -32,8 +32,8 @@ ASKED = (
     "vattention-codes=10 %,magicpig=K8 L75"
 )
 EXPLANATION = (
-    "The context is read densely, as prompts are; the question and the answer are decoded by the "
-    "method, K/V of their tokens included, greedily."
+    "The context is read with dense attention, as prompts are. The question and the answer are "
+    "decoded greedily with the method, and attend to the K/V of their own tokens too."
 )
 
 

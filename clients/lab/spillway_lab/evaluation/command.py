@@ -42,7 +42,7 @@ from spillway_lab.evaluation.workbench import Workbench
 
 console = Console(highlight=False)
 app = typer.Typer(
-    help="How good, how sparse and how honest methods of sparse attention are.",
+    help="Compares methods of sparse attention: error, rows read, error bounds, answers.",
     no_args_is_help=True,
 )
 
@@ -63,9 +63,11 @@ def _setting(
         list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
     ],
     output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
-    length: Annotated[int, typer.Option(min=1024, help="tokens of a stretch of text")] = 8192,
-    stretches: Annotated[int, typer.Option(min=1, help="stretches, the text's last")] = 1,
-    queries: Annotated[int, typer.Option(min=2, help="of a stretch, in its last eighth")] = 64,
+    length: Annotated[int, typer.Option(min=1024, help="tokens of a segment of the text")] = 8192,
+    stretches: Annotated[int, typer.Option(min=1, help="segments, the last ones of the text")] = 1,
+    queries: Annotated[
+        int, typer.Option(min=2, help="query positions per segment, in its last eighth")
+    ] = 64,
     layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "all",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="of the model: cpu or cuda:N")] = "cpu",
@@ -76,7 +78,7 @@ def _setting(
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
-            help="text that offline choices learn from; none: what precedes",
+            help="text for offline choices; none: the text before the segments",
             exists=True,
             dir_okay=False,
         ),
@@ -144,11 +146,11 @@ def _section(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Numbers with commas between."""
+    """Numbers separated by commas."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not numbers with commas between") from None
+        raise typer.BadParameter(f"{text!r} is not a list of numbers separated by commas") from None
 
 
 def _names(numbers: tuple[float, ...]) -> str:
@@ -157,26 +159,26 @@ def _names(numbers: tuple[float, ...]) -> str:
 
 def _fidelity(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    methods: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
 ) -> None:
-    """Error against rows touched, a curve per method."""
+    """Error against rows read, a curve per method."""
     fidelity.run(bench, methods)
 
 
 def _guarantee(
     bench: Workbench,
-    promises: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    promises: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
     epsilons: Annotated[str, typer.Option()] = _names(guarantee.EPSILONS),
     deltas: Annotated[str, typer.Option()] = _names(guarantee.DELTAS),
     seeds: Annotated[int, typer.Option(min=1, help="draws of every query")] = 1,
 ) -> None:
-    """How often errors are beyond epsilon, against the delta promised."""
+    """How often errors exceed epsilon, compared with delta."""
     guarantee.run(bench, promises, _numbers(epsilons), _numbers(deltas), seeds)
 
 
 def _retrieval(
     bench: Workbench,
-    rankings: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    rankings: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
 ) -> None:
     """IoU with the true top and captured mass, per ranking and code length."""
     retrieval.run(bench, rankings)
@@ -184,51 +186,51 @@ def _retrieval(
 
 def _ablation(
     bench: Workbench,
-    parts: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    parts: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
 ) -> None:
-    """What each part of the default policy is for."""
+    """The default policy with one part changed at a time."""
     ablation.run(bench, parts)
 
 
 def _reuse(bench: Workbench) -> None:
-    """What neighbouring steps and layers have in common: caches, samples, guesses."""
+    """Rows that neighbouring steps and layers have in common."""
     reuse.run(bench)
 
 
 def _perplexity(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
-    tokens: Annotated[int, typer.Option(min=32, help="decoded of a stretch")] = 256,
+    methods: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
+    tokens: Annotated[int, typer.Option(min=32, help="decoded tokens per segment")] = 256,
     budgets: Annotated[int, typer.Option(min=1, help="points of a method's curve")] = 3,
 ) -> None:
-    """Next tokens against dense attention's: agreement, divergence, perplexity."""
+    """Next tokens compared with dense attention: agreement, KL divergence, perplexity."""
     perplexity.run(bench, methods, tokens, budgets)
 
 
 def _lengths(text: str) -> list[int]:
-    """Lengths in tokens with commas between."""
+    """Lengths in tokens, separated by commas."""
     return [int(number) for number in _numbers(text)]
 
 
 def _needle(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="name or name=budget, commas between")] = ASKED,
+    methods: Annotated[str, typer.Option(help="name or name=budget, separated by commas")] = ASKED,
     lengths: Annotated[str, typer.Option(help="in tokens")] = "4096,8192",
     depths: Annotated[str, typer.Option(help="0: the beginning, 1: the end")] = "0,.25,.5,.75,1",
     samples: Annotated[int, typer.Option(min=1, help="of a depth and length")] = 2,
 ) -> None:
-    """Needles in a haystack: depth by length, beside dense attention."""
+    """Needles in a haystack by depth and length, compared with dense attention."""
     needle.run_needle(bench, methods, _lengths(lengths), _numbers(depths), samples)
 
 
 def _ruler(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="name or name=budget, commas between")] = ASKED,
+    methods: Annotated[str, typer.Option(help="name or name=budget, separated by commas")] = ASKED,
     lengths: Annotated[str, typer.Option(help="in tokens; YaRN beyond the model's")] = "4096,8192",
-    tasks: Annotated[str, typer.Option(help="names with commas between; all by default")] = "",
+    tasks: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
     samples: Annotated[int, typer.Option(min=1, help="of a task and length")] = 5,
 ) -> None:
-    """Tasks after RULER: single and multi key, variable tracking, common words."""
+    """Tasks like those of RULER: single and multi key, variable tracking, common words."""
     needle.run_ruler(bench, methods, _lengths(lengths), tasks, samples)
 
 
@@ -239,13 +241,13 @@ def _longctx(
     ] = "gpu",
     lengths: Annotated[str, typer.Option(help="in tokens; the preset's by default")] = "",
     rounds: Annotated[
-        int, typer.Option(min=0, help="of other contexts each; 0: as many as the preset's")
+        int, typer.Option(min=0, help="each with new contexts; 0: the preset's number")
     ] = 0,
     minutes: Annotated[
-        float, typer.Option(min=0, help="no part is begun later than this; 0: all are")
+        float, typer.Option(min=0, help="no part starts after this time; 0: no limit")
     ] = 0,
 ) -> None:
-    """Accuracy and next tokens in long contexts, by length; TEXTS of `sources` and of prose."""
+    """Answers and next tokens in long contexts; TEXTS: a file of `sources`, and prose."""
     if preset not in longctx.PLANS:
         raise ValueError(f"no preset {preset!r}; there are {', '.join(longctx.PLANS)}")
     plan = longctx.PLANS[preset]
@@ -289,7 +291,7 @@ app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity)
 def _adversarial(
     output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
     names: Annotated[
-        str, typer.Option("--families", help="names with commas between; all by default")
+        str, typer.Option("--families", help="names separated by commas; all by default")
     ] = "",
     length: Annotated[int, typer.Option(min=2049, help="tokens of a context")] = 8192,
     head_dim: Annotated[int, typer.Option(min=16)] = 128,
@@ -302,7 +304,7 @@ def _adversarial(
     biases: Annotated[
         Path | None,
         typer.Option(
-            help=".gguf file of a model whose key biases make one family more",
+            help=".gguf file of a model with key biases, for one more family",
             exists=True,
             dir_okay=False,
         ),
@@ -312,7 +314,7 @@ def _adversarial(
     ] = None,
     daemon_device: Annotated[str, typer.Option(help="of a daemon started here")] = "auto",
 ) -> None:
-    """How often promises break on data built against them; needs no model."""
+    """How often the error bound is violated on adversarial data; needs no model."""
     shape = families.Shape(length, head_dim, group, adversarial.QUERY_COUNT)
     plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed)
     with _told(), contextlib.ExitStack() as exits:
@@ -353,7 +355,7 @@ def _report(
         Path, typer.Argument(help="of a section's results", exists=True, file_okay=False)
     ],
 ) -> None:
-    """Makes the Markdown and the pictures of a folder again, from its JSON alone."""
+    """Writes the Markdown and the pictures of a folder again, from its JSON."""
     if not results.read(folder):
         raise typer.BadParameter(f"{folder} has no results, such as fidelity.json")
     report.make(folder, console)

@@ -1,4 +1,4 @@
-"""Pictures of methods' curves over rows touched, a panel a ranking."""
+"""Pictures of methods' curves over rows read, a panel for each ranking."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from spillway_lab.evaluation import style
 
 COLUMNS = 3
 OURS = "ours"
-# Of a point: a value and its interval.
+ALL_TOKENS = "all tokens"
+# Spillway with other codes: in the tables, and not in the pictures.
+UNDRAWN = ("ours-2-bits", "ours-4-bits")
+# A point of a curve: a value and its interval.
 Value = Callable[[dict[str, Any]], tuple[float, Sequence[float]]]
 
 
 def draw(
     methods: Sequence[dict[str, Any]], value: Value, title: str, label: str, linear: float = 0.0
 ) -> Figure:
-    """Draws all methods; ours is in every panel.
+    """Draws all methods; Spillway's default is in every panel.
 
     Args:
         methods: As results have them, with their points.
@@ -30,33 +33,40 @@ def draw(
         label: Of the values' axis.
         linear: The axis is logarithmic; below this, if it is above 0, linear.
     """
+    methods = [method for method in methods if method["name"] not in UNDRAWN]
     ours = next((m for m in methods if m["name"] == OURS), None)
     bases = list(dict.fromkeys(m["base"] for m in methods))
     columns = min(COLUMNS, len(bases))
     rows = math.ceil(len(bases) / columns)
-    figure = style.make_figure(4.6 * columns + 0.6, 3.9 * rows + 0.6, title)
+    figure = style.make_figure(max(4.2 * columns + 0.4, 6.5), 3.3 * rows + 0.7, title)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for axes in panels[len(bases) :]:
         axes.remove()
     ends: list[list[tuple[float, float, str, str]]] = []
-    for axes, base in zip(panels, bases, strict=False):
+    for i, (axes, base) in enumerate(zip(panels, bases, strict=False)):
         shown = [m for m in methods if m["base"] == base]
         if ours is not None and ours not in shown:
             shown.append(ours)
-        ends.append([_line(axes, method, value) for method in shown])
-        axes.set_title(base, fontsize=10)
+        ends.append([label for method in shown for label in _line(axes, method, value)])
+        if len(bases) > 1:
+            ranking = f"ranking: {base.removesuffix(' ranks')}"
+            axes.set_title("on all tokens" if base == ALL_TOKENS else ranking, fontsize=10)
         axes.set_xscale("log")
         if linear:
             axes.set_yscale("symlog", linthresh=linear, linscale=0.4)
         else:
             axes.set_yscale("log")
-        axes.grid(alpha=0.25, which="both", linewidth=0.5)
+            axes.yaxis.set_minor_formatter(_minor_label)
+        axes.grid(alpha=0.25, linewidth=0.5)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axes.tick_params(labelbottom=True)
+        axes.tick_params(labelbottom=True, labelsize=8, which="both")
+        if i + columns >= len(bases):
+            axes.set_xlabel("rows read by a KV head, mean", fontsize=9)
     counts = [point["rows"]["mean"] for method in methods for point in method["points"]]
     # Room for the labels right of the lines.
-    low, high = min(counts) / 1.2, max(counts) * 3.2
-    ticks = [d * 10**e for e in range(1, 7) for d in (1, 2, 5) if low <= d * 10**e <= high]
+    low, high = min(counts) / 1.2, max(counts) * (5.2 if len(bases) > 1 else 2)
+    ticks = [d * 10**e for e in range(1, 7) for d in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low <= tick <= 1.2 * max(counts)]
     panels[0].set_xlim(low, high)
     for axes in panels[: len(bases)]:
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
@@ -64,33 +74,77 @@ def draw(
     if linear:
         tops = [max(value(point)[1]) for method in methods for point in method["points"]]
         panels[0].set_ylim(-linear / 4, 1.5 * max(*tops, linear))
-    figure.supxlabel("rows touched by a KV head, mean", fontsize=10)
-    figure.supylabel(label, fontsize=10)
-    figure.canvas.draw()
+    figure.supylabel(label, fontsize=9)
+    figure.draw_without_rendering()
     for axes, labels in zip(panels, ends, strict=False):
         style.label_ends(axes, labels)
     return figure
 
 
-def _line(axes: Axes, method: dict[str, Any], value: Value) -> tuple[float, float, str, str]:
-    """Draws a curve and returns the label of its end."""
+def _minor_label(y: float, _position: int) -> str:
+    """Labels 2 and 5 of each decade."""
+    return f"{y:g}" if f"{y:e}"[0] in "25" else ""
+
+
+def times_ours(
+    methods: Sequence[dict[str, Any]], setting: str, value: Value
+) -> tuple[str, float] | None:
+    """The practical method with the smallest value at the rows of a point of Spillway's.
+
+    Curves are interpolated between logarithms, and not extrapolated.
+
+    Args:
+        methods: As results have them.
+        setting: The point's, such as "0.1".
+        value: What is compared; smaller is better.
+
+    Returns:
+        Its label, and its value as a multiple of Spillway's; None if nothing compares.
+    """
+    ours = next((m for m in methods if m["name"] == OURS), None)
+    at = next((p for p in ours["points"] if p["value"] == setting), None) if ours else None
+    if at is None or not value(at)[0] > 0:
+        return None
+    rows = math.log(at["rows"]["mean"])
+    found = []
+    for method in methods:
+        points = sorted(method["points"], key=lambda point: point["rows"]["mean"])
+        x = np.log([point["rows"]["mean"] for point in points])
+        y = np.array([value(point)[0] for point in points])
+        if method["practical"] and method["kind"][:4] != OURS and x[0] <= rows <= x[-1]:
+            if (y > 0).all():
+                found.append((method["label"], math.exp(np.interp(rows, x, np.log(y)))))
+    if not found:
+        return None
+    label, least = min(found, key=lambda pair: pair[1])
+    return label, least / value(at)[0]
+
+
+def _line(axes: Axes, method: dict[str, Any], value: Value) -> list[tuple[float, float, str, str]]:
+    """Draws a curve and returns the label of its end, or of each of its quality presets."""
     points = sorted(method["points"], key=lambda point: point["rows"]["mean"])
     x = np.array([point["rows"]["mean"] for point in points])
     y = np.array([value(point)[0] for point in points])
     bars = np.abs(np.array([value(point)[1] for point in points]).T - y)
     colour = style.KIND_COLOURS[method["kind"]]
-    ours = method["name"] == OURS
+    ours = method["kind"] == OURS
     axes.errorbar(
         x,
         y,
         bars,
         color=colour,
+        alpha=1 if ours else style.MUTED,
         linewidth=2.2 if ours else 1.3,
-        linestyle={"ours-2-bits": "--", "ours-4-bits": ":"}.get(method["name"], "-"),
         marker="o",
         markersize=4 if ours else 3,
         capsize=0,
         elinewidth=0.8,
         zorder=3 if ours else 2,
     )
-    return float(x[-1]), float(y[-1]), method["kind"], colour
+    if method["name"] == "quality":
+        return [
+            (float(a), float(b), f"quality {point['value']}", colour)
+            for a, b, point in zip(x, y, points, strict=True)
+        ]
+    label = style.KIND_LABELS.get(method["kind"], method["kind"])
+    return [(float(x[-1]), float(y[-1]), label, colour)]

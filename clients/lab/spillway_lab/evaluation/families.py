@@ -1,4 +1,4 @@
-"""Generated contexts that are hard on a promise: what no trace of a model shows.
+"""Generated contexts that try to break the error bound, in ways that no model's trace shows.
 
 Each family takes the base data apart in one way. A context is of one KV head:
 keys and values [n, d], queries [T, G, d], all float32, drawn from a generator
@@ -80,7 +80,7 @@ def _unit(random: Generator, dim: int) -> Floats:
 
 
 def _base(shape: Shape, random: Generator) -> Context:
-    """Keys of a falling spectrum and queries that resemble some of them."""
+    """Keys with a decaying spectrum, and queries similar to some of them."""
     n, d = shape.token_count, shape.head_dim
     rank = 24
     basis = _normal(random, rank, d) / np.sqrt(np.arange(1, rank + 1, dtype=np.float32))[:, None]
@@ -228,25 +228,41 @@ def _magnitude(size: float, context: Context, random: Generator) -> None:
 
 def _registry() -> tuple[Family, ...]:
     made = [
-        Family("base", "keys of a falling spectrum, queries like some of them", _nothing),
-        Family("tiny", "nearly equal logits, 0.3 % of the values 300 along one axis", _tiny),
+        Family("base", "keys with a decaying spectrum, queries similar to some of them", _nothing),
+        Family(
+            "tiny",
+            "nearly equal logits, 0.3 % of the values are shifted by 300 along one axis",
+            _tiny,
+        ),
         Family("rare-40", "flat attention, 0.5 % of the values x40", partial(_rare, 0.005, 40)),
         Family("rare-100", "flat attention, 0.2 % of the values x100", partial(_rare, 0.002, 100)),
-        Family("flat-t", "flat attention, values of t(1.5) size", partial(_heavy_tailed, 1.5, 0.3)),
-        Family("cauchy", "values of Cauchy size", partial(_heavy_tailed, 1, 1)),
-        Family("zero-values", "all values 0 but 0.4 %", _zero_values),
-        Family("late-zeros", "the same after token 1,024, and nothing else attended", _late_zeros),
+        Family(
+            "flat-t",
+            "flat attention, value norms from a t(1.5) distribution",
+            partial(_heavy_tailed, 1.5, 0.3),
+        ),
+        Family("cauchy", "value norms from a Cauchy distribution", partial(_heavy_tailed, 1, 1)),
+        Family("zero-values", "only 0.4 % of the values are not 0", _zero_values),
+        Family(
+            "late-zeros", "the same after token 1,024; earlier tokens get no weight", _late_zeros
+        ),
         Family("shift-40", "keys shifted by 40 after token 1,024", partial(_shifted, 40)),
         Family("shift-15", "keys shifted by 15 after token 1,024", partial(_shifted, 15)),
-        Family("quiet-start", "1,024 small keys, the rest shifted by 15", _quiet_start),
+        Family("quiet-start", "the first 1,024 keys small, the rest shifted by 15", _quiet_start),
         Family("late-drift", "keys drift by 40 over the last quarter", _late_drift),
         Family("outlier-1e3", "one key of norm 1e3, never attended", partial(_outlier, 1e3)),
         Family("outlier-1e5", "one key of norm 1e5, never attended", partial(_outlier, 1e5)),
-        Family("slow-bias", "key bias 100 in slow channels before RoPE", partial(_slow_bias, 100)),
-        Family("bias-60", "key bias 60 in 6 channels before RoPE", partial(_random_bias, 60)),
-        Family("bias-200", "key bias 200 in 6 channels before RoPE", partial(_random_bias, 200)),
-        Family("clusters", "32 tight clusters with a value each", _clusters),
-        Family("duplicates", "64 keys, each many times, with other values", _duplicates),
+        Family(
+            "slow-bias",
+            "key bias of 100 before RoPE, in low-frequency channels",
+            partial(_slow_bias, 100),
+        ),
+        Family("bias-60", "key bias of 60 before RoPE, in 6 channels", partial(_random_bias, 60)),
+        Family(
+            "bias-200", "key bias of 200 before RoPE, in 6 channels", partial(_random_bias, 200)
+        ),
+        Family("clusters", "32 tight clusters, each with its own value", _clusters),
+        Family("duplicates", "64 different keys, each repeated with different values", _duplicates),
     ]
     for exponent in (-30, -15, 15, 30):
         for dtype, short in (("float32", "f32"), ("bfloat16", "bf16")):

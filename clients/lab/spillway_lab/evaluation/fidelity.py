@@ -1,4 +1,4 @@
-"""`spillway-lab eval fidelity`: error against rows touched, a curve per method."""
+"""`spillway-lab eval fidelity`: error against rows read, a curve per method."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def run(bench: Workbench, names: str = "") -> None:
     results.write(
         bench,
         "fidelity",
-        {"methods": list(curves), "reference": f"{OURS} at epsilon {REFERENCE_EPSILON:g}"},
+        {"methods": list(curves), "reference": f"Spillway at epsilon {REFERENCE_EPSILON:g}"},
         found,
     )
 
 
 def at_equal_rows(curve: Sequence[Outcome], reference: Outcome, seed: int) -> dict[str, Any]:
-    """A method's mean error where it touches as many rows as the reference.
+    """A method's mean error where it reads as many rows as the reference.
 
     Between the points of its curve the logarithms are interpolated; beyond
     its ends nothing is said. The same positions are drawn for both, and the

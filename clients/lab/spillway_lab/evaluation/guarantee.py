@@ -1,4 +1,4 @@
-"""`spillway-lab eval guarantee`: how often errors are beyond epsilon, against delta."""
+"""`spillway-lab eval guarantee`: how often errors exceed epsilon, compared with delta."""
 
 from __future__ import annotations
 

@@ -18,15 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 EXPLANATION = (
-    "Intervals are of 95 %: of means a bootstrap over query positions (2,000 resamples, all "
-    "layers and heads of a position together), of shares Wilson's with the number of draws "
-    "divided by their design effect (variance between query positions over that of independent "
-    "draws, at least 1; where the share is 0 or 1, all heads of a layer and position are one draw)."
+    "All intervals are 95 % confidence intervals. For means they come from a bootstrap over query "
+    "positions (2,000 resamples, all layers and heads of a position together). For rates they are "
+    "Wilson intervals, with the number of samples divided by the design effect: the variance "
+    "between query positions, divided by that of independent samples, at least 1. If a rate is 0 "
+    "or 1, all heads of one layer and position count as one sample."
 )
 CLUSTERED = (
-    "Intervals are Clopper and Pearson's of 95 %, the counts divided by their design effect: a "
-    "cluster is one KV head and query with all its query heads and draws; where no output or every "
-    "output is beyond the limit, a cluster is one draw."
+    "All intervals are 95 % Clopper-Pearson intervals, with the counts divided by the design "
+    "effect. A cluster is one query of one KV head, with all its query heads and draws. If no "
+    "output or every output exceeds the limit, a cluster counts as one sample."
 )
 RESAMPLE_COUNT = 2000
 Z = 1.959964

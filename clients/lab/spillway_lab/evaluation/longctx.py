@@ -41,8 +41,9 @@ PILOT = 32
 KINDS = ("needles", "ruler", "sources")
 TEXTS = ("code", "prose")
 EXPLANATION = (
-    f"{asking.EXPLANATION} Accuracy: Wilson's interval, a question one draw. To dense: a bootstrap "
-    "of the pairs; where no question tells the two apart, Wilson's bound of none in as many. "
+    f"{asking.EXPLANATION} Scores have Wilson intervals, each question one sample. Differences "
+    "from dense attention have a bootstrap over questions. If a method scores the same as dense "
+    "attention on every question, the interval is Wilson's bound for none of as many. "
     f"{perplexity.EXPLANATION}"
 )
 
@@ -151,7 +152,7 @@ def contenders(bench: Workbench, length: int) -> list[Contender]:
 
     made = [Contender("exact", "dense, quality `exact`", "dense", "", (("", EXACT),))]
     for point in known[QUALITY].points[::-1]:
-        label = f"ours, quality `{point.value}`"
+        label = f"Spillway, quality `{point.value}`"
         made.append(Contender(point.value, label, OURS, "", (("", point.case.policy),)))
     made += [
         of(known["codes"], "our codes' top-k"),

@@ -1,66 +1,89 @@
-"""The picture of `longctx.json`: accuracy over rows, a panel a length."""
+"""The picture of `longctx.json`: what methods lose against dense attention, by length."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from spillway_lab.evaluation import style
 
-COLUMNS = 2
-# Methods of a colour differ by their marker.
-MARKERS = "osD^vP*X<>"
+Told = dict[str, Any]
+# Other presets and the window alone are in the tables.
+DRAWN = ("default", "vattention-codes", "codes", "twilight-quest", "quest")
+# Two methods of a kind have two colours.
+COLOURS = {
+    "default": style.RED,
+    "vattention-codes": style.GREEN,
+    "codes": style.BLUE,
+    "twilight-quest": style.ORANGE,
+    "quest": style.PURPLE,
+}
+# Of neighbouring methods' bars, in columns.
+APART = 0.05
 
 
-def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """Accuracy with its interval over the share of the rows, dense attention's a band."""
-    methods, lengths = told["found"]["methods"], told["parameters"]["lengths"]
-    columns = min(COLUMNS, len(lengths))
-    rows = math.ceil(len(lengths) / columns)
-    title = "Answers in long contexts: upper left is better (bars and band: 95 %)"
-    figure = style.make_figure(4.4 * columns + 2.8, 3.2 * rows + 1.1, title)
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
-    for axes in panels[len(lengths) :]:
-        axes.remove()
-    points = [point for method in methods for point in method["points"]]
-    low = min(point["row_share"] for point in points) / 1.3
-    ticks = [t for t in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if t >= low]
-    for i, (axes, length) in enumerate(zip(panels, lengths, strict=False)):
-        for method, marker in zip(methods, MARKERS, strict=False):
-            _point(axes, method, method["points"][i], marker)
-        axes.set_xscale("log")
-        axes.set_xlim(low, 1.3)
-        axes.set_xticks(ticks, [f"{100 * t:g} %" for t in ticks], fontsize=8)
-        axes.xaxis.set_minor_formatter(lambda x, _: "")
-        axes.tick_params(labelbottom=True)
-        axes.set_xlabel("rows that a KV head reads, of the visible", fontsize=9)
-        axes.grid(alpha=0.25, linewidth=0.5)
-        count = methods[0]["points"][i]["all"]["count"]
-        axes.set_title(f"{length:,} tokens, {count} questions", fontsize=10)
-    panels[0].set_ylim(-3, 103)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.supylabel("% of the answers", fontsize=10)
+def draw(told: Told, folder: Path) -> list[Path]:
+    """Points relative to dense attention, a line for each method."""
+    lengths = told["parameters"]["lengths"]
+    methods = [method for method in told["found"]["methods"] if method["name"] in DRAWN]
+    figure = style.make_figure(8.6, 4.6, _title(methods, lengths))
+    axes = figure.subplots()
+    last = len(lengths) - 1 + APART * len(methods) / 2
+    axes.plot((-0.3, last), (0, 0), color=style.BLACK, linewidth=1, linestyle="--")
+    labels = [(last, 0.01, "dense attention, 100 % of rows", style.BLACK)]
+    for number, method in enumerate(methods):
+        found = [point["all"] for point in method["points"]]
+        ours = method["name"] == "default"
+        colour = COLOURS[method["name"]]
+        x = [i + APART * (number - (len(methods) - 1) / 2) for i in range(len(lengths))]
+        y = [100 * one["more_than_dense"] for one in found]
+        bars = [
+            [abs(100 * one["more_interval"][side] - at) for one, at in zip(found, y, strict=True)]
+            for side in (0, 1)
+        ]
+        axes.errorbar(
+            x,
+            y,
+            bars,
+            fmt="o-",
+            color=colour,
+            alpha=1 if ours else style.MUTED,
+            linewidth=2.4 if ours else 1.3,
+            markersize=5 if ours else 3.5,
+            elinewidth=0.8,
+            zorder=3 if ours else 2,
+        )
+        name = "Spillway (default)" if ours else method["label"]
+        share = 100 * method["points"][-1]["row_share"]
+        labels.append((last, y[-1], f"{name}, {share:.1f} % of rows", colour))
+    counts = [point["all"]["count"] for point in told["found"]["methods"][0]["points"]]
+    axes.set_xticks(
+        range(len(lengths)),
+        [
+            f"{style.tokens(length)}\n{count} questions"
+            for length, count in zip(lengths, counts, strict=True)
+        ],
+        fontsize=9,
+    )
+    axes.set_xlim(-0.35, len(lengths) - 1 + 0.5 * len(lengths))
+    axes.set_xlabel("context, tokens (shares of rows: at the longest)", fontsize=9)
+    axes.set_ylabel("points relative to dense attention (bars: 95 %)", fontsize=9)
+    axes.grid(alpha=0.25, linewidth=0.5, axis="y")
+    figure.draw_without_rendering()
+    style.label_ends(axes, labels)
     return [style.save(figure, told, folder / "longctx.png")]
 
 
-def _point(axes: Axes, method: dict[str, Any], point: dict[str, Any], marker: str) -> None:
-    """Draws a method at a length."""
-    found, x = point["all"], point["row_share"]
-    y, (low, high) = 100 * found["score"], (100 * bound for bound in found["interval"])
-    colour = style.KIND_COLOURS[method["kind"]]
-    if method["kind"] == "dense":
-        axes.axhspan(low, high, color=colour, alpha=0.07, linewidth=0)
-        axes.axhline(y, color=colour, linewidth=0.8, linestyle="--")
-    axes.errorbar(
-        [x],
-        [y],
-        [[y - low], [high - y]],
-        color=colour,
-        marker=marker,
-        markersize=6,
-        elinewidth=0.9,
-        label=method["label"].replace("`", ""),
+def _title(methods: list[Told], lengths: list[int]) -> str:
+    """What the default loses at the longest context, and the method that loses most."""
+    at_end = {method["name"]: method["points"][-1]["all"]["more_than_dense"] for method in methods}
+    if "default" not in at_end or len(at_end) < 2:
+        return "Answers from long contexts, relative to dense attention"
+    ours = 100 * at_end["default"]
+    worst = min(methods, key=lambda method: at_end[method["name"]])
+    less = 100 * at_end[worst["name"]]
+    same = "scores like dense attention" if abs(ours) < 0.5 else f"scores {ours:+.0f} points"
+    return (
+        f"At {style.tokens(lengths[-1])} tokens Spillway {same}, {worst['label']} scores "
+        f"{abs(less):.0f} points {'less' if less < 0 else 'more'}"
     )

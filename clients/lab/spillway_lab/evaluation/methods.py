@@ -25,10 +25,11 @@ OTHER_BASES = "all tokens"
 EPSILONS = (0.025, 0.05, 0.1, 0.2, 0.4)
 SHARES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 MASSES = (0.5, 0.7, 0.85, 0.95, 0.98, 0.99, 0.999)
-# Heavy set and pilot (their base rate) of vAttention where its epsilon is the knob, of the tokens.
+# Heavy set and pilot (their base rate) of vAttention where epsilon is its knob, as shares of the
+# tokens.
 HEAVY_SHARE = 0.02
 PILOT_SHARE = 0.01
-# As vAttention's authors tuned it, out of their search grids: by the density aimed at, heavy
+# vAttention as its authors tuned it, from their search grids. For each target density: heavy
 # share, base rate, and epsilon = delta.
 VATTENTION_TUNED = {
     "2 %": (0.01, 0.005, 0.2),
@@ -37,7 +38,7 @@ VATTENTION_TUNED = {
     "15 %": (0.1, 0.04, 0.05),
     "20 %": (0.1, 0.05, 0.025),
 }
-# Tables and bits of a bucket's name, from few rows to many; (75, 8) and (150, 10) are the authors'.
+# Tables and bits per hash, from few rows to many; (75, 8) and (150, 10) are the authors' settings.
 LSH_TABLES = ((50, 10), (150, 10), (75, 8), (150, 8), (300, 8))
 
 
@@ -47,7 +48,7 @@ class Point:
 
     Attributes:
         value: The knob's value, for people.
-        case: What is attended by.
+        case: The index and the policy of its attends.
     """
 
     value: str
@@ -61,10 +62,10 @@ class Method:
     Attributes:
         name: As `--methods` has it.
         label: For pictures and tables.
-        base: Whose ranks it stands on; methods of one base share a panel.
+        base: The ranking that it uses; methods of one base share a panel.
         kind: `top-k`, `top-p`, `Twilight`, `vAttention`, `MagicPIG` or `ours`.
         knob: What sets its budget.
-        practical: Whether it could serve: no oracle is asked.
+        practical: Whether it could serve requests: it uses no oracle.
         points: From few rows to many.
     """
 
@@ -109,7 +110,7 @@ def label_channel_count(head_dim: int) -> int:
 
 
 def bases(setting: Setting, shapes: Shapes) -> list[Base]:
-    """The rankings that methods stand on; trained ones where weights were given."""
+    """The rankings that methods use; trained ones where weights were given."""
     channels = KeyIndices(label_channel_count=label_channel_count(shapes.head_dim))
     made = [
         Base("oracle", "oracle ranks", "oracle", DEFAULT_INDEX),
@@ -135,7 +136,7 @@ def with_int4_keys(index: Index) -> Index:
 
 
 def top_p(mass: float) -> TopP:
-    """Top-p as Twilight has it: nothing but the mass decides."""
+    """Top-p as in Twilight: the mass alone decides."""
     return TopP(mass=mass, floor_token_count=1, ceiling_token_count=1 << 30)
 
 
@@ -167,7 +168,7 @@ def magicpig(tables: int, bits: int) -> Case:
 
 
 def registry(setting: Setting, shapes: Shapes) -> list[Method]:
-    """Every method that can be measured in a setting."""
+    """All methods that can be measured in a setting."""
     made = []
     for base in bases(setting, shapes):
         made += _on_base(base, setting.token_count)
@@ -270,19 +271,19 @@ def _ours(bits: int) -> Method:
     )
     name = OURS if default else f"{OURS}-{bits}-bits"
     kind = OURS if default else f"{OURS}, {bits} bits"
-    label = "ours (default)" if default else f"ours, {bits} bits"
+    label = "Spillway (default)" if default else f"Spillway, {bits} bits"
     return Method(name, label, OUR_BASE, kind, "epsilon", True, points)
 
 
 def _qualities() -> Method:
-    """The words of `spillway.quality` but `exact`, which is the reference."""
-    words = [word for word in QUALITIES[::-1] if word != "exact"]
-    points = tuple(Point(word, Case(DEFAULT_INDEX, policy_of(word) or Policy())) for word in words)
-    return Method(QUALITY, "quality in a word", OUR_BASE, OURS, "word", True, points)
+    """The quality presets, without `exact`, which is the reference."""
+    names = [name for name in QUALITIES[::-1] if name != "exact"]
+    points = tuple(Point(name, Case(DEFAULT_INDEX, policy_of(name) or Policy())) for name in names)
+    return Method(QUALITY, "Spillway, quality presets", OUR_BASE, OURS, "quality", True, points)
 
 
 def chosen(methods: Sequence[Method], names: str) -> list[Method]:
-    """The methods that a list with commas names; all but `quality` of an empty one.
+    """The methods named in a comma-separated list; all but `quality` if it is empty.
 
     Raises:
         ValueError: An unknown name.

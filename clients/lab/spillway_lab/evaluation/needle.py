@@ -16,8 +16,8 @@ from spillway_lab.evaluation.workbench import Workbench
 # Tasks of a length and kind, by the axis value of each.
 Cells = Mapping[str, Maker]
 EXPLANATION = (
-    "Here the bootstrap draws tasks; every method is asked the same ones, and the difference to "
-    "dense is of pairs."
+    "The bootstrap resamples tasks. Every method gets the same tasks, and its difference from "
+    "dense attention is taken task by task."
 )
 
 

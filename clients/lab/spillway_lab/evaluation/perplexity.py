@@ -24,7 +24,8 @@ from spillway_lab.evaluation.workbench import Workbench
 # Consecutive tokens that are drawn together.
 BLOCK = 16
 EXPLANATION = (
-    f"Here the bootstrap draws blocks of {BLOCK} consecutive tokens, the same ones of both sides."
+    f"For tokens, the bootstrap resamples blocks of {BLOCK} consecutive tokens, the same blocks "
+    "for the method and for dense attention."
 )
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -29,27 +29,34 @@ from spillway_lab.evaluation import (
 )
 
 Told = dict[str, Any]
+CLAIMS_TITLE = "Claims and what was measured here"
+ROWS = (
+    "**Rows** are K/V rows that a KV head reads for its whole group of query heads. Sink and "
+    "window count, 64 tokens each. The share of rows is that of all tokens that the query sees."
+)
+ERROR = (
+    "**Error** is `||o^ - o|| / ||o||` of the output of one query head. `o` is exact attention "
+    "over the same rows."
+)
 
 
 def make(folder: Path, console: Console) -> None:
     """Writes README.md and the pictures, and says where they are."""
     found = results.read(folder)
-    lines = [
-        "# Evaluation",
-        "",
-        "Made by `spillway-lab eval` from the JSON files beside it; not edited.",
-    ]
+    lines = _opening(found)
     written: list[Path] = []
     for section, told in found.items():
         title, write, draw = _SECTIONS[section]
         files = draw(told, folder)
         written += files
-        lines += ["", f"## {title}", "", _head(told), "", *write(told)]
+        summary, *details = write(told)
+        lines += ["", f"## {title}", "", summary]
         lines += [f"\n![{file.stem}]({file.name})" for file in files]
+        lines += [*details, "", _measured(told)]
     seen = claims.seen(found)
     if seen:
-        lines += ["", "## What is claimed, and what was seen here", ""]
-        lines += table(("claim", "seen here"), seen, numbers=False)
+        lines += ["", f"## {CLAIMS_TITLE}", ""]
+        lines += table(("claim", "measured here"), seen)
     path = folder / "README.md"
     path.write_text("\n".join(lines) + "\n")
     names = ", ".join(os.path.relpath(file) for file in (path, *written))
@@ -57,20 +64,22 @@ def make(folder: Path, console: Console) -> None:
 
 
 def show(folder: Path, console: Console) -> None:
-    """Prints what is claimed and what was seen, as a short table."""
-    shown = Table(title="what is claimed, and what was seen here", show_lines=True)
-    for column in ("claim", "seen here"):
+    """Prints claims and what was measured, as a short table."""
+    shown = Table(title=CLAIMS_TITLE, show_lines=True)
+    for column in ("claim", "measured here"):
         shown.add_column(column)
     for row in claims.seen(results.read(folder)):
         shown.add_row(*row)
     console.print(shown)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = True) -> list[str]:
-    """A Markdown table, all but its first column on the right if they are numbers."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table; columns of numbers, but not the first, are aligned on the right."""
+    rows = list(rows)
+    numbers = [all(row[i][:1] in "0123456789+-" for row in rows) for i in range(len(header))]
     return [
         "| " + " | ".join(header) + " |",
-        "|---|" + ("---:|" if numbers else "---|") * (len(header) - 1),
+        "|---|" + "".join("---:|" if number else "---|" for number in numbers[1:]),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
 
@@ -102,32 +111,47 @@ def between(interval: Sequence[float]) -> str:
     return f"{number(interval[0], 3)}{dash}{number(interval[1], 3)}"
 
 
-def _head(told: Told) -> str:
-    """Where and how a section was measured."""
-    if "model" not in told:
-        return f"Generated data, {_measured(told)}"
-    hardware, setting = told["hardware"], told["setting"]
-    if "lengths" not in told["parameters"]:
-        queries = setting["query_count"] * setting["stretch_count"]
-        what = (
-            f" from token {setting['first_token']:,} on, {queries} query positions, "
-            f"{len(setting['layers'])} layers"
-        )
+def _opening(found: dict[str, Told]) -> list[str]:
+    """The title, where the page comes from, and the words that all sections use."""
+    first = next(iter(found.values()))
+    if "model" in first:
+        what = f"{first['model']['name'].removesuffix('.gguf')}, {style.text_of(first)}"
     else:
-        what = ", YaRN beyond the model's own length"
-    return (
-        f"{told['model']['name']}, {style.text_of(told)}{what}. Model on "
-        f"{hardware['model_device']}, {_measured(told)}"
-    )
+        what = f"adversarial data, {style.tokens(first['parameters']['token_count'])} tokens"
+    words = [ROWS]
+    if {"fidelity", "guarantee", "adversarial", "ablation"} & set(found):
+        words.insert(0, ERROR)
+    return [
+        f"# Evaluation: {what}",
+        "",
+        "`spillway-lab eval` wrote this page and its pictures from the JSON files in this folder.",
+        "",
+        *(f"- {text}" for text in words),
+        # The same for all sections of a folder.
+        *dict.fromkeys(f"- {told['intervals']}" for told in found.values()),
+    ]
 
 
 def _measured(told: Told) -> str:
+    """Where and how a section was measured."""
     hardware = told["hardware"]
-    return (
+    parts = []
+    if "model" in told:
+        setting = told["setting"]
+        parts.append(f"{told['model']['name']} on {hardware['model_device']}")
+        parts.append(style.text_of(told, exact=True))
+        if "lengths" not in told["parameters"]:
+            queries = setting["query_count"] * setting["stretch_count"]
+            parts[-1] += f" from token {setting['first_token']:,} on"
+            parts.append(f"{queries} query positions")
+            parts.append(f"{len(setting['layers'])} layers")
+        else:
+            parts.append("YaRN beyond the model's own length")
+    parts.append(
         f"daemon {told['versions']['daemon']} on {'; '.join(hardware['daemon_devices'])} "
-        f"({hardware['processor']}, {hardware['core_count']} cores), {told['date']}: "
-        f"`{told['command']}`. {told['intervals']}"
+        f"({hardware['processor']}, {hardware['core_count']} cores)"
     )
+    return f"Measured {told['date']}: {'; '.join(parts)}. Command: `{told['command']}`"
 
 
 def _fidelity(told: Told) -> list[str]:
@@ -147,16 +171,15 @@ def _fidelity(told: Told) -> list[str]:
                     f"{worst['mean']:.3f} ({worst['layer']}, {worst['head']})",
                 )
             )
-    lines = [
-        "Error: `||o^ - o|| / ||o||` of a query head's output, `o` being exact attention over the "
-        "same bfloat16 rows. Rows: what a KV head touches for its group, sink and window of 64 "
-        "tokens each included.",
-    ]
+    lines = ["The mean error of each method at several budgets, with K and V in bfloat16."]
     equal = told["found"].get("at_equal_rows")
     if equal:
         lines += ["", *_equal_rows(equal, told["parameters"]["reference"])]
-    lines += ["", "<details><summary>Every point of every curve</summary>", ""]
-    header = "method|knob|rows|of the visible|error|p95|of a layer's output|worst (layer, head)"
+    lines += ["", "<details><summary>All points of all curves</summary>", ""]
+    header = (
+        "method|setting|rows|share of rows|mean error (95 %)|95th percentile|error of a layer's "
+        "output, all heads|worst head's mean error (layer, head)"
+    )
     return [*lines, *table(header.split("|"), rows), "", "</details>"]
 
 
@@ -174,9 +197,14 @@ def _equal_rows(equal: list[Told], reference: str) -> list[str]:
         for entry in reached
     ]
     short = [entry["label"] for entry in equal if entry["error"] is None]
-    lines = table((f"at the rows of {reference}", "mean error", "ratio to it"), rows)
+    header = (
+        f"method, with as many rows as {reference}",
+        "mean error (95 %)",
+        "as a multiple of Spillway's (95 %)",
+    )
+    lines = table(header, rows)
     if short:
-        lines += ["", f"Curves that do not pass through as many rows: {', '.join(short)}."]
+        lines += ["", f"These methods were not measured with so many rows: {', '.join(short)}."]
     return lines
 
 
@@ -188,24 +216,27 @@ def _guarantee(told: Told) -> list[str]:
             worst = cell["worst"]
             rows.append(
                 (
-                    f"{tail}, {promise['ranks']} ranks",
+                    f"{tail}, ranks from {guarantee_plots.ranks_of(promise)}",
                     f"{cell['epsilon']:g}",
                     f"{cell['delta']:g}",
                     f"{percent(cell['share'])} ({span(cell['interval'])})",
-                    cell["verdict"],
+                    guarantee_plots.VERDICTS[cell["verdict"]],
                     f"{percent(worst['share'])} ({worst['layer']}, {worst['head']})",
-                    # Files of before it was told have none.
+                    # Older files do not have it.
                     percent(cell["none_share"]) if "none_share" in cell else "-",
                     f"{cell['rows']['mean']:,.0f}",
                 )
             )
-    header = "tail|epsilon|delta|beyond epsilon|promise|worst (layer, head)|NONE|rows"
+    header = (
+        "sample and bound|epsilon|delta|outputs with error > epsilon (95 %)|the bound|worst head "
+        "(layer, head)|NONE|rows"
+    )
     return [
-        "The share of outputs whose error is beyond epsilon, against the delta that was promised; "
-        "the audit is off. The promise is per head and attend, so the worst (layer, head) counts "
-        "beside the mean.",
+        "The error bound allows an error above epsilon in at most a share delta of the outputs. "
+        'A bound "holds" if the whole interval is at most delta. NONE is the share of certificates '
+        "without a bound. The audit is off.",
         "",
-        "<details><summary>Every cell</summary>",
+        "<details><summary>All settings</summary>",
         "",
         *table(header.split("|"), rows),
         "",
@@ -219,7 +250,7 @@ def _adversarial(told: Told) -> list[str]:
         (
             family["name"],
             family["about"],
-            family["verdict"],
+            adversarial_plots.VERDICTS[family["verdict"]],
             f"{percent(family['share'])} ({span(family['interval'])})"
             if family["statistical_count"]
             else "-",
@@ -230,13 +261,18 @@ def _adversarial(told: Told) -> list[str]:
         for family in told["found"]["families"]
     ]
     wrong = sum(family["wrong_count"] for family in told["found"]["families"])
-    header = ("family", "what it is", "promise", "beyond epsilon", "worst head", "NONE", "rows")
+    epsilon = f"{parameters['epsilon']:g}"
+    header = (
+        f"family|what it is|the bound|outputs with error > {epsilon} (95 %)|worst head|NONE|rows"
+    ).split("|")
     return [
-        f"Generated contexts of {parameters['token_count']:,} tokens, head_dim "
-        f"{parameters['head_dim']}, {parameters['group']} query heads a KV head, at epsilon "
-        f"{parameters['epsilon']:g} and delta {parameters['delta']:g}; the audit is off. Beyond "
-        "epsilon: of the outputs whose certificate says STATISTICAL. Silent: at least 99 % of the "
-        f"certificates say NONE. Outputs said to be exact that are not: {wrong}.",
+        "Whether the error bound holds on contexts that were generated to break it: "
+        f"{parameters['token_count']:,} tokens, head_dim {parameters['head_dim']}, "
+        f"{parameters['group']} query heads per KV head, epsilon {epsilon}, delta "
+        f"{parameters['delta']:g}. The audit is off.",
+        "",
+        f"The rates are over the outputs whose certificate says STATISTICAL. Certificates that say "
+        f"EXACT for an output that is not exact: {wrong}.",
         "",
         *table(header, rows),
     ]
@@ -260,12 +296,17 @@ def _retrieval(told: Told) -> list[str]:
         )
         for ranking in told["found"]["rankings"]
     ]
-    header = "ranking|bytes a key|IoU, group|IoU, head|mass|least mass (layer, head)"
+    header = (
+        "ranking|bytes per key|IoU with the group's top (95 %)|IoU with a head's top (95 %)|"
+        "captured softmax mass (95 %)|least mass (layer, head)"
+    )
     return [
-        f"The {share} of the visible keys that a ranking finds for a KV head, beside the true top "
-        f"{share}: of the group (by the sum of its heads' softmax weights), and of each query head "
-        "alone, which a set that a group shares cannot reach. Mass: the softmax weight of a query "
-        "head that the set captures. Sink included, no window.",
+        f"For each KV head, a ranking chooses {share} of the keys. They are compared with the true "
+        f"top {share}, as intersection over union (IoU).",
+        "",
+        "The group's top is by the sum of its heads' softmax weights. A head's top is by its own "
+        "weights; one set for the whole group cannot equal it. The mass is the softmax weight of a "
+        "query head on the chosen keys. The sink is ranked too, and there is no window.",
         "",
         *table(header.split("|"), rows),
     ]
@@ -284,19 +325,27 @@ def _ablation(told: Told) -> list[str]:
         )
         for variant in found["variants"]
     ]
-    what = f"beyond epsilon {parameters['epsilon']:g}"
     lines = [
-        "The default policy with one thing changed, at delta "
-        f"{parameters['delta']:g} of error {parameters['epsilon']:g}.",
+        "Each variant is the default policy with one part changed, at epsilon "
+        f"{parameters['epsilon']:g} and delta {parameters['delta']:g}.",
         "",
-        *table(("variant", "rows", "error", what, "worst (layer, head)"), rows),
+        *table(
+            (
+                "variant",
+                "rows",
+                "mean error (95 %)",
+                f"outputs with error > {parameters['epsilon']:g} (95 %)",
+                "worst head (layer, head)",
+            ),
+            rows,
+        ),
     ]
     if found.get("bands"):
         lines += ["", *_bands(found["bands"])]
     if found.get("group"):
         points = [
             (
-                {"sum": "one set by the sum of scores", "union": "union of each head's own set"}[
+                {"sum": "the sum of the heads' scores", "union": "the union of the heads' sets"}[
                     rule["rule"]
                 ],
                 f"{point['count']}",
@@ -306,8 +355,14 @@ def _ablation(told: Told) -> list[str]:
             for rule in found["group"]
             for point in rule["points"]
         ]
-        header = ("heavy set of codes, no tail", "heavy tokens", "rows of a group", "error")
-        lines += ["", *table(header, points)]
+        header = ("heavy set of a group", "heavy tokens", "rows of the group", "mean error (95 %)")
+        lines += [
+            "",
+            "A group of query heads shares its rows. Its heavy set can be chosen by the sum of the "
+            "heads' scores, or as the union of the sets of its heads. Here there is no tail.",
+            "",
+            *table(header, points),
+        ]
     return lines
 
 
@@ -326,12 +381,19 @@ def _bands(bands: list[Told]) -> list[str]:
         for band in bands
     ]
     return [
-        "Whether consecutive steps repeat each other's error: the cosine of their error vectors "
-        "(0: independent, 1: the same), and the share of a step's sampled tokens that the other "
-        "sampled too, 1 and 8 steps apart.",
+        "Do neighbouring steps repeat each other's error? The cosine of the error vectors of two "
+        "steps is 0 if they are independent, and 1 if they are the same. The table also has the "
+        "share of a step's sampled tokens that the other step sampled too.",
         "",
         *table(
-            ("samples", "error", "cosine, 1", "cosine, 8", "shared, 1", "shared, 8"),
+            (
+                "sample",
+                "mean error",
+                "cosine, 1 step apart",
+                "cosine, 8 steps",
+                "shared tokens, 1 step",
+                "shared tokens, 8 steps",
+            ),
             rows,
         ),
     ]
@@ -360,12 +422,16 @@ def _perplexity(told: Told) -> list[str]:
                     f"{ratio['mean']:.4f} ({between(ratio['interval'])})",
                 )
             )
-    header = "method|knob|rows|of the visible|same next token|KL|perplexity over dense"
+    header = (
+        "method|setting|rows|share of rows|same next token as dense (95 %)|KL divergence, nats "
+        "(95 %)|perplexity relative to dense (95 %)"
+    )
     return [
-        f"The last {told['parameters']['token_count']} tokens of each stretch, each given, every "
-        "layer sparse, K/V of what they decode included; dense is exact attention over the same "
-        f"bfloat16 rows, with perplexity {dense['perplexity']:.3f} over {dense['token_count']:,} "
-        f"tokens. {told['parameters']['intervals']}",
+        f"The last {told['parameters']['token_count']} tokens of the text are decoded under "
+        "teacher forcing, with all layers sparse, and compared with dense attention.",
+        "",
+        f"Dense attention has perplexity {dense['perplexity']:.3f} over {dense['token_count']:,} "
+        f"tokens, with the same bfloat16 rows. {told['parameters']['intervals']}",
         "",
         *table(header.split("|"), rows),
     ]
@@ -387,11 +453,23 @@ def _asked(told: Told) -> list[str]:
                 *(f"{100 * scores[column]:.0f}" for column in columns),
             )
         )
-    names = [f"{cell.replace('_', ' ')}, {n:,}" for n, cell in columns]
-    header = ("method", "all", "to dense", "rows", *names)
+    needles = told["section"] == "needle"
+    names = [
+        f"{style.tokens(n)}, depth {100 * float(cell):g} %"
+        if needles
+        else f"{cell.replace('_', ' ')}, {style.tokens(n)}"
+        for n, cell in columns
+    ]
+    header = ("method", "all (95 %)", "points relative to dense (95 %)", "share of rows", *names)
+    what = (
+        "needles for each length and depth. The table has the share of needles found"
+        if needles
+        else "tasks of each kind and length. The table has the share of answers given"
+    )
     return [
-        f"{parameters['sample_count']} tasks a cell, share of the wanted answers in percent. "
-        f"{parameters['intervals']}",
+        f"{parameters['sample_count']} {what}, in percent.",
+        "",
+        parameters["intervals"],
         "",
         *table(header, rows),
     ]
@@ -442,10 +520,10 @@ def _longctx(told: Told) -> list[str]:
         for number, method in enumerate(methods)
     ]
     decoded = [(method["label"], *map(tokens, method["points"])) for method in methods]
-    names = [f"{n:,} tokens" for n in lengths]
+    names = [f"{style.tokens(n)} tokens" for n in lengths]
     details = [
         (
-            f"{n:,}",
+            style.tokens(n),
             method["label"],
             f"{method['knob']} {point['value']}".strip() or "-",
             *(_kind(point["kinds"].get(kind)) for kind in ("needles", "ruler", "sources")),
@@ -455,29 +533,36 @@ def _longctx(told: Told) -> list[str]:
         for i, n in enumerate(lengths)
         for method, point in ((method, method["points"][i]) for method in methods)
     ]
-    header = "tokens|method|budget|needles|RULER|sources|lost, won|code|prose"
+    header = (
+        "tokens|method|setting|needles|RULER|sources|lost, won|code: KL, same next token, "
+        "perplexity|prose: KL, same next token, perplexity"
+    )
     return [
-        f"{told['parameters']['intervals']}",
+        f"Every method answers the same questions: {count(lambda point: point['all']['count'])} "
+        f"questions at {', '.join(map(style.tokens, lengths))} tokens.",
         "",
-        f"{count(lambda point: point['all']['count'])} questions a length. Rows that a KV head "
-        "reads, of the visible; share of the answers given, in percent; what it is more than dense "
-        "attention's, in points. Budgets are those that read about as many rows as the default.",
+        "Each cell has the share of rows, the score (of 100), and the points relative to dense "
+        'attention. Questions are "lost" if dense attention answers them better, and "won" if it '
+        "answers them worse. The other methods have budgets with which they read about as many "
+        f"rows as the default. {told['parameters']['intervals']}",
         "",
         *table(
-            ("rows: answers (95 %), to dense (95 %)", *names, "all: to dense (95 %), lost, won"),
+            (
+                "share of rows: score (95 %), points (95 %)",
+                *names,
+                "all lengths: points (95 %), lost, won",
+            ),
             scored,
         ),
         "",
-        f"{count(lambda point: point['texts']['code']['token_count'])} given tokens a length, of "
-        "code and as many of prose: divergence from dense attention (KL, nats), and how often the "
-        "most likely next token is dense attention's.",
+        "Next tokens under teacher forcing, compared with dense attention. For each length there "
+        f"are {count(lambda point: point['texts']['code']['token_count'])} tokens of code, and as "
+        "many of prose. Each cell has the KL divergence in nats for code / prose, and the share of "
+        "tokens with the same most likely next token for code / prose.",
         "",
-        *table(("KL, same next token: code / prose", *names), decoded),
+        *table(("KL, same next token", *names), decoded),
         "",
-        "<details><summary>Every kind of question, and perplexity</summary>",
-        "",
-        "Lost, won: questions that dense attention answers better, and worse. Code, prose: KL, the "
-        "same next token, perplexity over dense attention's.",
+        "<details><summary>Every kind of question, and perplexity relative to dense</summary>",
         "",
         *table(header.split("|"), details),
         "",
@@ -516,22 +601,29 @@ def _reuse(told: Told) -> list[str]:
     capacities = " / ".join(str(c) for c in parameters["capacities"])
     budgets = " / ".join(str(b) for b in parameters["guess_budgets"])
     rows = [
-        ("rows over the link, a KV head and step", f"{found['moved']:,.0f}"),
+        ("rows read over the link, per KV head and step", f"{found['moved']:,.0f}"),
         shares("heavy rows among them", found["heavy_share_of_moved"]),
-        shares("heavy rows that the step before had", found["neighbours_share"]),
-        shares(f"heavy rows that a cache of {capacities} x as many has", *found["hit_shares"]),
-        shares("sampled rows that the step before had", found["sample_kept_share"]),
-        shares("the same, the sample's phase held", found["sample_kept_share_held"]),
-        ("cosine of neighbouring steps' errors", f"{found['error_correlation']:.2f}"),
-        ("the same, the sample's phase held", f"{found['error_correlation_held']:.2f}"),
+        shares("heavy rows that the previous step also read", found["neighbours_share"]),
         shares(
-            f"heavy rows that a guess of the layer's query finds, {budgets} x as many rows",
+            f"heavy rows that are in a cache of {capacities} times as many rows",
+            *found["hit_shares"],
+        ),
+        shares("sampled rows that the previous step also read", found["sample_kept_share"]),
+        shares("the same, if the sample's phase stays", found["sample_kept_share_held"]),
+        ("cosine of the errors of neighbouring steps", f"{found['error_correlation']:.2f}"),
+        ("the same, if the sample's phase stays", f"{found['error_correlation_held']:.2f}"),
+        shares(
+            f"heavy rows that a predicted query finds among {budgets} times as many rows",
             *found["guessed_shares"],
         ),
     ]
     return [
-        f"The last {parameters['steps']} tokens' queries as decode steps, the default policy; "
-        f"caches are judged after {parameters['warm_up']} steps, and shares are of rows.",
+        "Which rows neighbouring decode steps have in common, and what a cache or prefetching "
+        "could save.",
+        "",
+        f"The queries of the last {parameters['steps']} tokens are the decode steps, with the "
+        f"default policy. Caches are counted after {parameters['warm_up']} steps. The query is "
+        "predicted from the input of the layer before.",
         "",
         *table(("", "all layers"), rows),
     ]
@@ -540,14 +632,22 @@ def _reuse(told: Told) -> list[str]:
 _SECTIONS: dict[
     str, tuple[str, Callable[[Told], list[str]], Callable[[Told, Path], list[Path]]]
 ] = {
-    "fidelity": ("Fidelity", _fidelity, fidelity_plots.draw),
-    "guarantee": ("Guarantee", _guarantee, guarantee_plots.draw),
-    "adversarial": ("Data built against the promise", _adversarial, adversarial_plots.draw),
-    "retrieval": ("Retrieval", _retrieval, retrieval_plots.draw),
-    "ablation": ("Ablation", _ablation, ablation_plots.draw),
-    "perplexity": ("Perplexity and agreement", _perplexity, perplexity_plots.draw),
-    "needle": ("Needle", _asked, needle_plots.draw_needle),
-    "ruler": ("Tasks after RULER", _asked, needle_plots.draw_ruler),
-    "longctx": ("Long contexts", _longctx, longctx_plots.draw),
-    "reuse": ("Between steps", _reuse, reuse_plots.draw),
+    "fidelity": ("Error by rows read", _fidelity, fidelity_plots.draw),
+    "guarantee": ("Does the error bound hold?", _guarantee, guarantee_plots.draw),
+    "adversarial": (
+        "Does the error bound hold on adversarial data?",
+        _adversarial,
+        adversarial_plots.draw,
+    ),
+    "retrieval": ("How well rankings find the heavy hitters", _retrieval, retrieval_plots.draw),
+    "ablation": (
+        "Ablation: the default policy with one part changed",
+        _ablation,
+        ablation_plots.draw,
+    ),
+    "perplexity": ("Next tokens compared with dense attention", _perplexity, perplexity_plots.draw),
+    "needle": ("Needles in a haystack", _asked, needle_plots.draw_needle),
+    "ruler": ("RULER tasks", _asked, needle_plots.draw_ruler),
+    "longctx": ("Answers from long contexts", _longctx, longctx_plots.draw),
+    "reuse": ("Rows that neighbouring steps share", _reuse, reuse_plots.draw),
 }

@@ -7,39 +7,60 @@ from typing import Any
 
 from spillway_lab.evaluation import style
 
+# Of a cache, as a multiple of the heavy rows.
+DRAWN_CAPACITIES = (1, 4)
+DRAWN_BUDGET = 2
+
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """By layer: heavy rows that a cache has, sampled rows that repeat, and guessed rows."""
-    layers = told["found"]["layers"]
+    """By layer: heavy rows that a cache or a prediction finds, and how few the heavy rows are."""
+    found, parameters = told["found"], told["parameters"]
+    layers = found["layers"]
     numbers = [layer["layer"] for layer in layers]
-    figure = style.make_figure(
-        9.5, 6.4, "What neighbouring steps have in common, of the rows that an attend needs"
+    title = (
+        "A cache can find most heavy rows again, but they are only "
+        f"{100 * found['heavy_share_of_moved']:.0f} % of the rows that are read over the link"
     )
-    above, below = figure.subplots(2, 1, sharex=True)
-    capacities = told["parameters"]["capacities"]
-    colours = (style.SKY, style.BLUE, style.GREEN, style.ORANGE)
-    for i, (capacity, colour) in enumerate(zip(capacities, colours, strict=True)):
-        shares = [100 * layer["hit_shares"][i] for layer in layers]
-        label = f"a cache of {capacity} x the heavy rows"
-        above.plot(numbers, shares, color=colour, marker=".", label=label)
-    for i, budget in enumerate(told["parameters"]["guess_budgets"]):
+    figure = style.make_figure(9.5, 5.2, title)
+    left, right = figure.subplots(1, 2)
+    ends = []
+    for capacity, colour in zip(DRAWN_CAPACITIES, (style.SKY, style.BLUE), strict=True):
+        if capacity in parameters["capacities"]:
+            i = parameters["capacities"].index(capacity)
+            shares = [100 * layer["hit_shares"][i] for layer in layers]
+            left.plot(numbers, shares, color=colour, lw=1.6)
+            ends.append((numbers[-1], shares[-1], f"cache of {capacity}x\nas many rows", colour))
+    if DRAWN_BUDGET in parameters["guess_budgets"]:
+        i = parameters["guess_budgets"].index(DRAWN_BUDGET)
         points = [
             (layer["layer"], 100 * layer["guessed_shares"][i])
             for layer in layers
             if layer["guessed_shares"] is not None
         ]
-        label = f"guessed from the layer before, {budget} x as many rows"
-        above.plot(*zip(*points, strict=True), color=style.GREY, ls=(":", "--")[i], label=label)
-    above.set(ylabel="of the heavy rows, %", ylim=(0, 100))
-    above.legend(fontsize=8, frameon=False, ncols=2, loc="lower right")
-    for name, label, colour in (
-        ("heavy", "heavy", style.BLUE),
-        ("sampled", "sampled", style.RED),
-        ("moved", "over the link", style.BLACK),
-    ):
-        below.plot(
-            numbers, [layer[name] for layer in layers], color=colour, marker=".", label=label
-        )
-    below.set(xlabel="layer", ylabel="rows a KV head and step", ylim=(0, None))
-    below.legend(fontsize=8, frameon=False)
+        if points:
+            left.plot(*zip(*points, strict=True), color=style.GREY, lw=1.6)
+            ends.append((*points[-1], f"predicted,\n{DRAWN_BUDGET}x as many rows", style.GREY))
+    left.set(ylim=(0, 100))
+    left.set_ylabel("heavy rows found, %", fontsize=9)
+    moved = [layer["moved"] for layer in layers]
+    heavy = [layer["heavy"] for layer in layers]
+    right.plot(numbers, moved, color=style.RED, lw=2.2)
+    right.plot(numbers, heavy, color=style.BLUE, lw=1.6)
+    right.set(ylim=(0, None))
+    right.set_ylabel("rows per KV head and step", fontsize=9)
+    for axes in (left, right):
+        axes.set_xlabel("layer", fontsize=9)
+        axes.set_xlim(numbers[0] - 0.5, numbers[-1] * 1.42 + 1)
+        axes.set_xticks([number for number in numbers if number % 5 == 0])
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.tick_params(labelsize=8)
+    figure.draw_without_rendering()
+    style.label_ends(left, ends, lines=2)
+    style.label_ends(
+        right,
+        [
+            (numbers[-1], moved[-1], "all rows", style.RED),
+            (numbers[-1], heavy[-1], "heavy rows", style.BLUE),
+        ],
+    )
     return [style.save(figure, told, folder / "reuse.png")]

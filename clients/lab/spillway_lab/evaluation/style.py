@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from PIL import Image
 
 # Okabe and Ito's.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
@@ -35,54 +39,90 @@ KIND_COLOURS = {
     "dense": BLACK,
     "window": GREY,
 }
+# What a kind is called at its curve; others as they are.
+KIND_LABELS = {"ours": "Spillway", "its lemmas": "vAttention's lemmas"}
+# Of the lines of other methods, beside Spillway's.
+MUTED = 0.6
+DPI = 110
+# A title's characters per inch.
+TITLE_DENSITY = 11.5
 
 
 def make_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure with room for a caption below."""
+    """An empty figure; long titles get two lines of about the same length."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))  # type: ignore[union-attr, call-arg]
+    # No line begins with a percent sign.
+    title = title.replace(" %", "\u00a0%")
+    lines = math.ceil(len(title) / (TITLE_DENSITY * width))
+    clauses = title.split("; ")
+    if lines > 1 and len(clauses) == lines and len(max(clauses, key=len)) < TITLE_DENSITY * width:
+        title = ";\n".join(clauses)
+    elif lines > 1:
+        title = textwrap.fill(title, len(title) // lines + 8)
     figure.suptitle(title, fontsize=12)
     return figure
 
 
 def save(figure: Figure, told: dict[str, Any], path: Path) -> Path:
-    """Writes a picture with the small print: what of, where and when."""
+    """Writes a picture with a caption: the model and its text, where and when."""
     hardware = told["hardware"]
     if "model" in told:
         where = hardware["model_device"]
         where = hardware["processor"] if where == "cpu" else where
-        what = f"{told['model']['name']}, {text_of(told)}"
+        what = f"{told['model']['name'].removesuffix('.gguf')}, {text_of(told)}"
     else:
         where = "; ".join(hardware["daemon_devices"])
         what = "generated data"
-    text = f"{what}; {where}, {told['date']}"
-    figure.text(0.004, 0.004, text, fontsize=7, color="gray")
-    figure.savefig(path, dpi=110)
+    text = f"{what}; {where}, {told['date'].split()[0]}"
+    # Below all that is drawn: a tight box makes room for it.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for legend in figure.legends:
+        # Else it moves with the box.
+        legend.set_bbox_to_anchor((0, 0, 1, 1), figure.transFigure)
+    bottom = figure.get_tightbbox().y0 / figure.get_size_inches()[1]
+    figure.text(0.004, bottom - 0.01, text, fontsize=7, color="gray", va="top")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, bbox_inches="tight", pad_inches=0.06)
+    # A palette makes the file a third as large.
+    Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+        path, optimize=True
+    )
     return path
 
 
-def text_of(told: dict[str, Any]) -> str:
-    """What the model read."""
+def tokens(count: int) -> str:
+    """A number of tokens: 8K for 8,192, 119K for 118,784."""
+    if count % 1024 == 0 and (count & (count - 1)) == 0:
+        return f"{count // 1024}K"
+    return f"{count:,}" if count < 10_000 else f"{count / 1000:.0f}K"
+
+
+def text_of(told: dict[str, Any], exact: bool = False) -> str:
+    """What the model read; exact: with its tokens' number, not 8K."""
     setting = told["setting"]
     files = ", ".join(file["name"] for file in told["text"]["files"])
     if "lengths" in told["parameters"]:
-        return f"tasks made of {files}"
+        return f"tasks from {files}"
+    several = f"{setting['stretch_count']} x " if setting["stretch_count"] > 1 else ""
     yarn = f", YaRN x{setting['yarn_factor']:g}" if setting["yarn_factor"] > 1 else ""
-    return f"{setting['stretch_count']} x {setting['token_count']:,} tokens of {files}{yarn}"
+    count = setting["token_count"]
+    return f"{several}{f'{count:,}' if exact else tokens(count)} tokens of {files}{yarn}"
 
 
-def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
+def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]], lines: int = 1) -> None:
     """Writes labels right of points, moved apart where they would overlap.
 
     Args:
         axes: With their limits and scales final.
         labels: x, y, text and colour of each.
+        lines: Of a label.
     """
     figure = axes.figure
     assert isinstance(figure, Figure)
     # The smallest distance of two baselines, in points of the axes' height.
     height = figure.get_size_inches()[1] * 72 * axes.get_position().height
-    apart = 10.5 / height
+    apart = 10.5 * lines / height
     to_axes = axes.transData + axes.transAxes.inverted()
     placed: list[tuple[float, float, str, str]] = []
     for x, y, text, colour in labels:

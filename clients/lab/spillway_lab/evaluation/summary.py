@@ -48,7 +48,7 @@ def errors(outcome: Outcome, seed: int) -> dict[str, Any]:
 
 
 def rows(outcome: Outcome) -> dict[str, Any]:
-    """Rows touched by a KV head."""
+    """Rows read by a KV head."""
     share = outcome.rows / outcome.visible[:, None]
     return {
         "mean": outcome.rows.mean(),
@@ -60,7 +60,7 @@ def rows(outcome: Outcome) -> dict[str, Any]:
 def violations(
     outcome: Outcome, epsilon: float, positions: npt.NDArray[np.int64]
 ) -> dict[str, Any]:
-    """The share of errors beyond epsilon, overall and of the worst (layer, head)."""
+    """The share of errors above epsilon, overall and of the worst (layer, head)."""
     beyond = outcome.errors > epsilon
     by_head = beyond.mean(axis=1)
     layer, head = np.unravel_index(by_head.argmax(), by_head.shape)
