@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from spillway_lab.evaluation import intervals
+from spillway_lab.evaluation import intervals, style
 
 from demonstration.observation import Observer
 
@@ -24,7 +24,7 @@ ROWS_MAX = 0.13
 # Of observed over certified errors, in the picture.
 RATIO_SHOWN_MAX = 2.0
 RATIO_BIN_COUNT = 40
-WITHIN, BEYOND = "#2471a3", "#b03a2e"
+BELOW, ABOVE = style.BLUE, style.RED
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Requirement:
 def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     """What a run must show.
 
-    Of a user's own document only the promise itself is required: how many
-    rows it takes, and how sure the model is of its next token, depends on it.
+    With a user's own document only the error bound is required. The rows
+    that are read, and how sure the model is of its next token, depend on it.
     """
     violations, delta = summary["observed_violation_fraction"], summary["delta"]
     made = [
@@ -52,7 +52,7 @@ def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     ]
     if summary["needle_found"] is not None:
         agreement, rows = summary["top1_agreement"], summary["rows_touched_fraction"]
-        # So few tokens say it to a hundredth: missed is what they rule out.
+        # So few tokens say it to a hundredth: it fails only below the interval.
         _, most = intervals.wilson(agreement, summary["top1_tokens"])
         made += [
             Requirement("the code word is in the answer", summary["needle_found"]),
@@ -60,7 +60,7 @@ def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
                 f"top-1 agreement {agreement:.4f} (95 %: at most {most:.4f}) >= {AGREEMENT_MIN}",
                 most >= AGREEMENT_MIN,
             ),
-            Requirement(f"rows touched {rows:.4f} <= {ROWS_MAX}", rows <= ROWS_MAX),
+            Requirement(f"rows read {rows:.4f} <= {ROWS_MAX}", rows <= ROWS_MAX),
         ]
     return made
 
@@ -139,7 +139,7 @@ def _add_share(table: Table, summary: Mapping[str, Any], title: str, name: str) 
 
 
 def draw(observer: Observer, summary: Mapping[str, Any], path: Path) -> None:
-    """Draws rows touched per layer, and observed over certified errors."""
+    """Draws rows read per layer, and observed over certified errors."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
     figure.suptitle(
         f"{summary['model']} over {summary['context_tokens']:,} tokens, default policy", fontsize=13
@@ -157,28 +157,30 @@ def _draw_rows(axes: Any, observer: Observer, mean: float) -> None:
     low, high = (
         100 * np.array([np.quantile(fractions, q) for fractions in stacked]) for q in (0.05, 0.95)
     )
-    axes.bar(layers, values, color="#7fb3d5", label="mean over steps and KV heads")
-    axes.vlines(layers, low, high, color="#1b4f72", linewidth=1.2, label="5 % to 95 %")
-    axes.axhline(100 * mean, color="#b03a2e", linestyle="--", label="mean of all layers")
+    axes.bar(layers, values, color=style.SKY, label="mean over steps and KV heads")
+    axes.vlines(layers, low, high, color=style.BLUE, linewidth=1.2, label="5 % to 95 %")
+    axes.axhline(100 * mean, color=style.BLACK, linestyle="--", linewidth=1)
     axes.set(
         xlabel="layer",
         ylabel="K/V rows read, % of all",
         title=f"{mean:.1%} of the K/V rows are read",
     )
-    # Room for the legend above what is drawn.
+    # Room for the legend above what is drawn, and for the line's label.
     axes.set_ylim(0, 1.35 * max(high.max(), values.max()))
+    axes.set_xlim(-1, len(layers) * 1.18)
+    axes.text(len(layers), 100 * mean, f"mean {mean:.1%}", va="bottom", fontsize=9)
     axes.legend(frameon=False, loc="upper right")
 
 
 def _draw_errors(axes: Any, observer: Observer) -> None:
     ratios = observer.certificate_ratios()
-    beyond = exceeded_fraction(ratios)
+    above = exceeded_fraction(ratios)
     ratios = ratios[~np.isnan(ratios)]
     shown = np.minimum(ratios[ratios > 1], RATIO_SHOWN_MAX)
     bins = np.linspace(0, RATIO_SHOWN_MAX, RATIO_BIN_COUNT + 1)
     for part, edges, colour in (
-        (ratios[ratios <= 1], bins[bins <= 1], WITHIN),
-        (shown, bins[bins >= 1], BEYOND),
+        (ratios[ratios <= 1], bins[bins <= 1], BELOW),
+        (shown, bins[bins >= 1], ABOVE),
     ):
         weights = np.full(part.shape, 100 / max(ratios.size, 1))
         axes.hist(part, bins=edges, weights=weights, color=colour)
@@ -189,14 +191,14 @@ def _draw_errors(axes: Any, observer: Observer) -> None:
         ylim=(0, top),
         xlabel="observed error / certified error, of one attend and head",
         ylabel=f"share of {ratios.size:,} outputs, %",
-        title="Errors stay below their certificates, but for the share that may exceed them",
     )
-    if beyond is None:
-        axes.text(0.5, 0.5, "no output has one", transform=axes.transAxes, ha="center")
+    if above is None:
+        axes.set_title("No output has an error to compare with its certificate")
         return
+    axes.set_title(f"{above:.1%} of the errors exceed their certificate, {observer.delta:.0%} may")
     for x, side, colour, text in (
-        (0.97, "right", WITHIN, f"{1 - beyond:.1%} below\nthe certificate"),
-        (1.03, "left", BEYOND, f"{beyond:.1%} above it\n({observer.delta:.0%} allowed)"),
+        (0.97, "right", BELOW, f"{1 - above:.1%} below\nthe certificate"),
+        (1.03, "left", ABOVE, f"{above:.1%} above it\n({observer.delta:.0%} allowed)"),
     ):
         axes.text(x, 0.97 * top, text, ha=side, va="top", color=colour, fontsize=12, weight="bold")
     if (ratios > RATIO_SHOWN_MAX).any():
