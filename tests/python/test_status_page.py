@@ -37,7 +37,7 @@ def test_it_shows_what_the_daemon_holds_and_has_done(page: browser.Page) -> None
     assert text(page, "#limit").endswith("GiB")
     assert text(page, "#read") != "–"
     assert text(page, "#median").endswith("s")
-    assert "checked promises broken" in text(page, "#audits")
+    assert "checked outputs have an error above epsilon" in text(page, "#audits")
     assert page.value("document.querySelectorAll('.layers .track').length") == 2
     assert "cpu:0" in text(page, "#devices") or "cuda:" in text(page, "#devices")
     # Two answers on, it knows rates.

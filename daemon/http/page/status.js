@@ -170,7 +170,7 @@ function showModels(now) {
     return row;
   }));
   const hidden = now.model_count - now.models.length;
-  show("more", now.model_count === 0 ? "There are none."
+  show("more", now.model_count === 0 ? "No models yet."
     : hidden > 0 ? "And " + count(hidden) + " more, newer ones." : "");
 }
 
@@ -179,7 +179,7 @@ function layersChart(model) {
   const layers = model.audit.layers;
   const highest = Math.max(2 * model.delta, ...layers.map((x) => x.violations / x.checks));
   const chart = draw("svg", { class: "layers", viewBox: "0 0 1000 74", role: "img",
-    preserveAspectRatio: "none", "aria-label": "Broken promises by layer, against delta" });
+    preserveAspectRatio: "none", "aria-label": "Share of errors above epsilon by layer, against delta" });
   const width = Math.min(1000 / layers.length, 60);
   layers.forEach((layer, i) => {
     const broken = layer.violations / layer.checks;
@@ -203,7 +203,7 @@ function showAudit(now) {
   const { exact, statistical, none } = now.work;
   const all = exact + statistical + none;
   const certificates = `Certificates: ${share(exact, all)} exact, ` +
-    `${share(statistical, all)} statistical, ${share(none, all)} without a promise. `;
+    `${share(statistical, all)} statistical, ${share(none, all)} without an error bound. `;
   show("audit", certificates + (now.audit_share > 0
     ? `${share(now.audit_share, 1)} of the attends are checked against exact attention.`
     : "No audit runs (--audit-share)."));
@@ -213,14 +213,14 @@ function showAudit(now) {
       const [checks, violations] = [sum("checks"), sum("violations")];
       const parts = [
         make("h3", model.name),
-        make("p", `${count(violations)} of ${count(checks)} checked promises broken, ` +
+        make("p", `${count(violations)} of ${count(checks)} checked outputs have an error above epsilon, ` +
           `${share(violations, checks)}; delta (dashed) allows ${share(model.delta, 1)}. ` +
           "By layer:", "note"),
         layersChart(model),
       ];
       const worst = model.audit.heads.filter((head) => head.violations > 0).slice(0, 4);
       if (worst.length > 0) {
-        parts.push(make("p", "Most broken: " + worst.map((head) =>
+        parts.push(make("p", "Worst heads: " + worst.map((head) =>
           `layer ${head.layer} head ${head.kv_head}, ${share(head.violations, head.checks)} of ` +
           `${count(head.checks)}${head.level > 0 ? ", level " + head.level : ""}`).join("; ") + ".",
           "note"));
@@ -237,7 +237,7 @@ function showRest(now) {
       item.append("; " + bytes(device.memory_used_bytes) + " of " +
         bytes(device.memory_limit_bytes));
     }
-    if (device.lost) item.append(make("span", "; it only fails", "bad"));
+    if (device.lost) item.append(make("span", "; lost, every call to it fails", "bad"));
     else if (device.errors > 0) item.append(make("span", `; ${count(device.errors)} errors`, "bad"));
     return item;
   }));
