@@ -81,7 +81,7 @@ def mark_full(axes: Any, environment: dict[str, Any]) -> None:
     tokens = environment["left_bytes"] / environment["token_bytes"]
     axes.axvline(tokens, color="gray", linewidth=0.8)
     axes.annotate(
-        " K/V fill the GPU memory",
+        f" K/V fill {environment['left_bytes'] / GIB:.3g} GiB",
         (tokens, 0.02),
         xycoords=("data", "axes fraction"),
         color="gray",
@@ -120,14 +120,14 @@ def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     lengths = [r["tokens"] for r in records if "tokens" in r]
     axes.set_xlim(min(lengths) * 0.9, max(lengths) * 1.5)
-    axes.set_ylabel("decoded tokens a second")
+    axes.set_ylabel("decoding speed, tokens a second")
     last = {
         name: max(r["tokens"] for r in records if r["name"] == name and "step_ms" in r) // 1024
         for name in (RESIDENT, SPILLWAY)
     }
     axes.set_title(
-        f"With {environment['left_bytes'] / GIB:.3g} GiB for the KV cache, transformers ends at "
-        f"{last[RESIDENT]}K tokens, Spillway goes on to {last[SPILLWAY]}K",
+        f"With {environment['left_bytes'] / GIB:.3g} GiB beside the weights: transformers stops at "
+        f"{last[RESIDENT]}K tokens, Spillway still runs at {last[SPILLWAY]}K",
         loc="left",
         fontsize=11,
     )
