@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import ray
 import spillway
+from helpers import fences
 from ray_nodes import RayNodes, daemons, program
 from spillway_cluster import deploy
 from spillway_cluster.handle import DIRECTORY
@@ -127,6 +128,20 @@ def test_of_two_that_start_at_once_one_is_refused(nodes: RayNodes) -> None:
     for namespace in ("..", "a/b", "", "a:b"):
         with pytest.raises(ValueError, match="is not of the form"):
             deploy.up(Settings(), namespace)
+
+
+def test_the_snippets_of_the_page(nodes: RayNodes) -> None:
+    (snippet,) = fences("docs/cluster.md", "python")
+    with daemons(2):
+        for line in snippet.splitlines():
+            names: dict[str, Any] = {"spillway": spillway}
+            exec(line.replace("parts=4", "parts=2"), names)  # this cluster has two daemons
+            with names["client"] as client:
+                client.create_model("m", **SHAPES)
+                sequence = filled(client)
+                assert sequence.token_count == TOKENS
+                sequence.delete()
+                client.delete_model("models/m")
 
 
 def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import grpc
 import pytest
 import spillway
+from daemon_process import ROOT
 from spillway._proto import tensor_pb2
 from spillway.errors import error_from_rpc
 from spillway.server import MemoryStatistics
 from spillway.tensors import Array, fill
+
+
+def fences(page: str, language: str) -> list[str]:
+    """The snippets of a page, by its path below the root, that are in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def encode(array: Array, what: str) -> tensor_pb2.Tensor:

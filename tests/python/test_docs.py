@@ -17,7 +17,9 @@ import random_llama
 import spillway
 import torch
 from daemon_process import ROOT, binary, on_gpu
+from helpers import fences
 from spillway.transformers import SpillwayCache
+from spillway_lab.training.hash_mlp import HashMlp, save_hash
 from test_cli import BINARY as CLI
 
 PAGES = sorted(
@@ -26,10 +28,6 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
 )
-
-
-def fences(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def model_and_prompt(names: dict[str, Any]) -> None:
@@ -81,6 +79,16 @@ def prefill(names: dict[str, Any]) -> None:
     )
 
 
+def train_hash(names: dict[str, Any]) -> None:
+    """The file that the page's command trains: MLPs of 30 layers and 3 KV heads, untrained."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(30):
+        function = HashMlp.random(3, 64, 64, 128, torch.ones(3), generator)
+        tensors |= function.tensors(layer)
+    save_hash(Path("hash.safetensors"), tensors, 30, spillway.MlpHash())
+
+
 # Snippets of a page that run, by their place there, and what they need before.
 GIVEN: dict[str, dict[int, Any]] = {
     "README.md": {0: model_and_prompt},
@@ -88,14 +96,14 @@ GIVEN: dict[str, dict[int, Any]] = {
     "docs/transformers.md": {0: model_and_prompt},
     "docs/prompts.md": {0: model_and_prompt, 1: None, 2: prefill},
     "docs/python.md": {0: None, 1: open_sequence, 2: None, 3: None, 4: None},
+    "docs/training.md": {0: train_hash},
     "clients/python/README.md": {0: None, 1: model_and_prompt, 2: None},
 }
 # These need what a test of their own has, which says where they are tested.
 ELSEWHERE = {
     "docs/quickstart.md": "tests/model/test_readme.py",
     "docs/cluster.md": "tests/cluster_ray/test_ray_cluster.py",
-    "docs/training.md": "tests/python/test_training.py",
-    "docs/gpu.md": "tests/python/test_gpu_regions.py",
+    "docs/gpu.md": "tests/python/test_docs.py",
     "clients/python/README.md": "tests/python/test_regions.py",
 }
 
@@ -181,9 +189,42 @@ def test_commands_exist(page: str) -> None:
                     told += help_of(*start)
 
 
-def test_gpu_snippets(client: spillway.Client) -> None:
+def test_gpu_snippets(target: str) -> None:
+    """Those of docs/gpu.md, with what their reader has: a model of one layer, and its loop."""
     if not on_gpu():
         pytest.skip("needs a GPU")
-    region = client.attach_region(1 << 30, device="cuda:0")
-    assert region.tensor((8, 32768, 128)).is_cuda
-    region.detach()
+    decode, append = fences("docs/gpu.md", "python")
+    with spillway.connect("embedded:", settings={"device.name": "cuda:0"}) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="bfloat16"
+        )
+        sequence = client.create_sequence(model)
+        k, v = torch.randn(2, 8, 3000, 128, device="cuda", dtype=torch.bfloat16)
+        sequence.append(0, 0, k, v)
+        rows = [torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+
+        class Loop:
+            """True three times."""
+
+            left = 3
+
+            def __bool__(self) -> bool:
+                self.left -= 1
+                return self.left >= 0
+
+        names: dict[str, Any] = {"torch": torch, "client": client, "sequence": sequence}
+        names |= {"generating": Loop()}
+        names["model"] = lambda _: names["decoder"].attend(0, q, *rows)
+        exec(compile(decode, "docs/gpu.md, decoding", "exec"), names)
+        assert sequence.token_count == 3003
+        assert torch.isfinite(names["logits"]).all()
+    with spillway.connect(target) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="float32"
+        )
+        sequence = client.create_sequence(model)
+        names = {"client": client, "sequence": sequence, "layer": 0}
+        exec(compile(append, "docs/gpu.md, appending", "exec"), names)
+        assert sequence.token_count == 32768
+        names["region"].detach()
