@@ -271,7 +271,9 @@ def _adversarial(told: Told) -> list[str]:
         f"{parameters['group']} query heads per KV head, epsilon {epsilon}, delta "
         f"{parameters['delta']:g}. The audit is off.",
         "",
-        f"The rates are over the outputs whose certificate says STATISTICAL. Certificates that say "
+        "The rates are over the outputs whose certificate says STATISTICAL. A bound "
+        '"holds" if the whole interval is at most delta, and the rate of the worst head is at most '
+        'twice delta. "Exact or NONE": no certificate says STATISTICAL. Certificates that say '
         f"EXACT for an output that is not exact: {wrong}.",
         "",
         *table(header, rows),
