@@ -75,13 +75,13 @@ absl::Status FromDaemon(const google::rpc::Status& status) {
   return made;
 }
 
-absl::Status NoSense() { return absl::InternalError("the daemon's answer makes no sense"); }
+absl::Status NoSense() { return absl::InternalError("the daemon's answer is not valid"); }
 
 absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std::string& path) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof(address.sun_path)) {
-    return NoDoorbell(absl::StrCat(path, " is longer than a socket's path may be"));
+    return NoDoorbell(absl::StrCat(path, " is longer than the path of a socket may be"));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
@@ -119,7 +119,8 @@ absl::StatusOr<Descriptor> SessionSocket::Receive(const std::string& region) con
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
     return absl::UnavailableError(absl::StrCat(
-        region, " is not handed over: ", std::string(text.data(), static_cast<size_t>(size))));
+        region,
+        " was not passed to this process: ", std::string(text.data(), static_cast<size_t>(size))));
   }
   int fd;
   std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));

@@ -14,7 +14,7 @@ absl::StatusOr<std::unique_ptr<ClientGpu>> MapGpuMemory(const std::string& uuid,
   static_cast<void>(uuid);
   static_cast<void>(handle);
   return absl::UnimplementedError(
-      "this libspillway was built without CUDA: it maps no memory of a GPU");
+      "this libspillway was built without CUDA: it cannot map GPU memory");
 #endif
 }
 

@@ -46,7 +46,7 @@ absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(
     StepShape shape) {
   v1::DecodeStep step;
   if (!step.ParseFromArray(description.data(), static_cast<int>(description.size()))) {
-    return absl::InvalidArgumentError("the description is no spillway.v1.DecodeStep");
+    return absl::InvalidArgumentError("the description is not a serialised spillway.v1.DecodeStep");
   }
   shape.sequence_count = step.parts_size();
   shape.token_count = step.token_count();

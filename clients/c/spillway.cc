@@ -100,7 +100,8 @@ absl::StatusOr<spillway::StepTensors> TensorsOf(const spillway_step_tensors& fro
   if (!q_dtype || !out_dtype || (*out_dtype != *q_dtype && *out_dtype != spillway::DType::kF32)) {
     return absl::InvalidArgumentError(
         absl::StrCat("q_dtype ", from.q_dtype, ", out_dtype ", from.out_dtype,
-                     ": not a float type, and the same or SPILLWAY_F32"));
+                     ": q_dtype must be SPILLWAY_F32, SPILLWAY_F16 or SPILLWAY_BF16, and out_dtype "
+                     "the same or SPILLWAY_F32"));
   }
   for (const auto& [data, name] : {std::pair(from.q.data, "q"), std::pair(from.k.data, "k"),
                                    std::pair(from.v.data, "v"), std::pair(from.out.data, "out")}) {
@@ -328,7 +329,9 @@ spillway_step* spillway_step_begin_streamed(spillway_channel* channel, const voi
                                             size_t size, const spillway_step_shape* shape) {
   return OrNull<spillway_step>([&]() -> absl::StatusOr<spillway_step*> {
     if (channel->embedded != nullptr) {
-      return absl::UnimplementedError("an engine in this process takes no messages of a step");
+      return absl::UnimplementedError(
+          "spillway_step_begin_streamed is for a daemon, and the engine is in this process: use "
+          "spillway_step_begin");
     }
     spillway::StepShape whole = {};
     whole.query_head_count = shape->query_head_count;

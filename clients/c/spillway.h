@@ -24,11 +24,12 @@ extern "C" {
 
 /* Version of this interface: functions are added, never changed. */
 #define SPILLWAY_INTERFACE 1
+/* The SPILLWAY_INTERFACE with which the loaded library was built. */
 SPILLWAY_EXPORT int spillway_interface(void);
 
-/* The error of the last function that failed in this thread: returns a gRPC
+/* The error of the last function that failed in this thread. Returns its gRPC
  * status code. message: text. details: a serialised google.rpc.Status, or
- * nothing. Both are valid until the thread's next failure. */
+ * nothing. Both are valid until the next failure in this thread. */
 SPILLWAY_EXPORT int spillway_error(const char** message, const void** details,
                                    size_t* details_size);
 
@@ -53,15 +54,16 @@ typedef struct {
   const char* token;
 } spillway_access;
 
-/* The same as spillway_channel_open, with an access. TLS is used for "tls:host:port", and for
- * host:port without "tcp:" if one of the files is named.
+/* The same as spillway_channel_open, with TLS files and token. TLS is used for
+ * "tls:host:port", and for host:port without "tcp:" if tls_ca or tls_certificate is set.
  *
  * NULL (INVALID_ARGUMENT) if a file cannot be read, a certificate is named without its key, or
  * the token has invalid characters. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open_with(const char* target,
                                                              const spillway_access* access);
 
-/* The same, for a program that calls SequenceService.Connect itself.
+/* The same as spillway_channel_open_with, for a program that calls SequenceService.Connect
+ * itself.
  *
  * client_id: the id in the SequenceService.Connect that the program keeps open. The channel's
  * calls carry this id. NULL: the channel is a separate client, and keeps its own Connect
@@ -97,10 +99,12 @@ typedef struct spillway_call spillway_call;
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                                   double timeout_seconds);
 
-/* The same, with an id that the daemon's log shows for the call: a W3C trace id or a request
- * id, 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or empty: no id.
+/* The same as spillway_call_open, with an id that the daemon's log shows for the call.
  *
- * Also returns NULL if the id has other characters, or more of them (INVALID_ARGUMENT). */
+ * trace_id: a W3C trace id or a request id, 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL
+ * or empty: no id.
+ *
+ * Also returns NULL if the id is longer or has other characters (INVALID_ARGUMENT). */
 SPILLWAY_EXPORT spillway_call* spillway_call_open_traced(spillway_channel* channel,
                                                          const char* method, double timeout_seconds,
                                                          const char* trace_id);
@@ -147,8 +151,8 @@ typedef struct spillway_step spillway_step;
  * the engine ends with its last step.
  *
  * NULL if the description is refused. NULL with UNIMPLEMENTED if the daemon shares no
- * memory with this process, because it is connected over TCP, or its second socket
- * does not exist. */
+ * memory with this process, because it is connected over TCP, or has no socket for
+ * regions (GetServerInfoResponse.region_socket). */
 SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
                                                    const void* description, size_t size);
 
@@ -160,13 +164,13 @@ typedef struct {
   int32_t query_head_count;
   int32_t kv_head_count;
   int32_t head_dim;
-  int32_t row_dtype; /* of K and V */
+  int32_t row_dtype; /* element type of K and V */
 } spillway_step_shape;
 
-/* The same step by messages, for a daemon anywhere. It uses its own Decode stream, and no
- * shared memory. The daemon first sees it with the first attend, which also returns any
- * refusal. If the daemon was gone, or an attend has failed, the next attend opens a new
- * stream.
+/* The same as spillway_step_begin, for a daemon on any host. The step sends messages on its
+ * own Decode stream, and uses no shared memory. The daemon gets the description with the
+ * first attend, which returns the error if it is refused. If the daemon was gone, or an
+ * attend has failed, the next attend opens a new stream.
  *
  * NULL if the description does not parse or a number of the shape is below 1
  * (INVALID_ARGUMENT), or if the engine is in this process (UNIMPLEMENTED). */
@@ -187,8 +191,8 @@ typedef struct {
   int32_t q_dtype;
   int32_t out_dtype;   /* that of q, or SPILLWAY_F32 */
   spillway_tensor q;   /* [B, T, H_q, d], after the positional encoding */
-  spillway_tensor k;   /* [B, T, H_kv, d] in the model's dtype, likewise */
-  spillway_tensor v;   /* the same */
+  spillway_tensor k;   /* [B, T, H_kv, d] in the model's dtype, after the positional encoding */
+  spillway_tensor v;   /* [B, T, H_kv, d] in the model's dtype */
   spillway_tensor out; /* [B, T, H_q, d], written */
   float* lse;          /* [B, T, H_q] in C order, written; may be NULL */
 } spillway_step_tensors;
@@ -197,22 +201,22 @@ typedef struct {
  * and writes outputs in place, in this thread. For a daemon they are copied through the
  * shared memory.
  *
- * Returns 0, or the gRPC status code of the first part that failed; spillway_error has
- * the details. The outputs of the other parts are written. */
+ * Returns 0, or the gRPC status code of the first part (sequence) that failed;
+ * spillway_error has the details. The outputs of the other parts are written. */
 SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
                                          const spillway_step_tensors* tensors);
 
 /* The next two functions return this if there is no answer yet. */
 enum { SPILLWAY_UNANSWERED = -1 };
 
-/* The same, for callers that want to check from time to time whether they should stop. It
- * returns SPILLWAY_UNANSWERED if a daemon has not answered within timeout_seconds (less
- * than 0: no limit), or if a signal came. Until spillway_step_await returns an answer, all
- * other functions of the step fail (FAILED_PRECONDITION), except spillway_step_end. This
- * gives up the attend, and nothing is written to the caller's memory any more. The daemon
- * then either completes the attend or never begins it. The sequences show whether its
- * tokens were appended. An embedded engine always answers before it returns, whatever the
- * timeout. */
+/* The same as spillway_step_attend, for callers that want to check from time to time
+ * whether they should stop. Returns SPILLWAY_UNANSWERED if a daemon has not answered within
+ * timeout_seconds (less than 0: no limit), or if a signal interrupted the wait. Until
+ * spillway_step_await returns an answer, all other functions of the step fail
+ * (FAILED_PRECONDITION), except spillway_step_end. spillway_step_end gives up the attend:
+ * nothing is written to the caller's memory any more, and the daemon either completes the
+ * attend or never begins it. The sequences show whether its tokens were appended. With an
+ * embedded engine the function always returns the answer, whatever the timeout. */
 SPILLWAY_EXPORT int spillway_step_attend_for(spillway_step* step, int layer,
                                              const spillway_step_tensors* tensors,
                                              double timeout_seconds);
@@ -221,16 +225,17 @@ SPILLWAY_EXPORT int spillway_step_attend_for(spillway_step* step, int layer,
 SPILLWAY_EXPORT int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
                                         double timeout_seconds);
 
-/* One of several steps on different daemons, and its part of the tensors of all. */
+/* One of several steps on different daemons, and the part of the common tensors that is
+ * its own. */
 typedef struct {
   spillway_step* step;
-  int32_t code;             /* written: the result, as of spillway_step_attend_for */
+  int32_t code;             /* written: what spillway_step_attend_for would return */
   int32_t layer_first;      /* the layer that is layer 0 of the step */
   int32_t sequence_first;   /* index in `all` of its first sequence */
   int32_t sequence_every;   /* distance in `all` between its sequences */
   int32_t query_head_first; /* index in `all` of its first query head; the others follow */
   int32_t kv_head_first;    /* index in `all` of its first KV head; the others follow */
-  float* lse;               /* its own log-sum-exp, as in spillway_step_tensors */
+  float* lse;               /* log-sum-exp of the step, as in spillway_step_tensors */
 } spillway_step_share;
 
 /* Attends at a layer with several steps. It sends all requests before it waits for the
@@ -256,6 +261,7 @@ SPILLWAY_EXPORT int spillway_steps_await(spillway_step_share* shares, size_t cou
  * is gone. */
 SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** message, size_t* size);
 
+/* Ends and frees the step. An attend without an answer is given up. */
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
 /* --- Regions of GPU memory that a daemon on this host has allocated
@@ -263,7 +269,7 @@ SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
 typedef struct spillway_gpu_region spillway_gpu_region;
 
-/* Maps a region into this process. A region can be mapped once.
+/* Maps a region into this process. Each region can be mapped only once.
  *
  * device: its Region.device. handle: its AttachRegionResponse.ipc_handle.
  * address: written, its CUDA address in this process. ordinal: written, CUDA's number of
@@ -282,7 +288,7 @@ SPILLWAY_EXPORT void spillway_gpu_region_unmap(spillway_gpu_region* region);
 /* --- Decoding on CUDA streams, with tensors in GPU memory. An embedded engine enqueues
  * attends on the stream, and they can be captured into a CUDA graph. A daemon on this host
  * must use a GPU that this process sees too. Each attend is then a call that waits for the
- * stream and for the daemon, and the stream must not be captured. */
+ * stream and for the daemon, and the stream must not be capturing. */
 
 typedef struct spillway_decoder spillway_decoder;
 
@@ -293,23 +299,23 @@ typedef struct spillway_decoder spillway_decoder;
  *
  * NULL if the description is refused, or the device is not a GPU. NULL with UNIMPLEMENTED
  * if the daemon shares no memory with this process, and with NOT_FOUND if this process
- * does not see the daemon's GPU. If a daemon's client ends for any reason, its sequences
- * are released. */
+ * does not see the daemon's GPU. A daemon also releases the sequences if this process
+ * ends, for any reason. */
 SPILLWAY_EXPORT spillway_decoder* spillway_decoder_open(spillway_channel* channel,
                                                         const void* description, size_t size,
                                                         int64_t token_count_max);
 
-/* CUDA's number, in this process, of the daemon's GPU, on which the tensors must be. -1
+/* The daemon's GPU, as CUDA's number in this process. The tensors must be on this GPU. -1
  * for an embedded engine. */
 SPILLWAY_EXPORT int spillway_decoder_gpu(const spillway_decoder* decoder);
 
-/* Begins a step: announces the next tokens of every sequence on a cudaStream_t, after
- * all work of the step before. The stream must not be captured. Returns without waiting
- * for the GPU, unless two steps are in flight.
+/* Begins a step: announces the next tokens of every sequence, after all work of the
+ * previous step. stream: a cudaStream_t, which must not be capturing. Returns without
+ * waiting for the GPU, unless two steps are in flight.
  *
- * version: written, the version of the launches. A graph that was captured with another
- * version must not be launched for this step. If it is, outputs are NaN and the step
- * fails.
+ * version: written, the version of the kernel launches. A graph that was captured with
+ * another version must not be launched for this step. If it is, outputs are NaN and the
+ * step fails.
  *
  * Returns 0, or a gRPC status code; spillway_error has the details. The error may be that
  * of an earlier step that failed on the GPU. The tokens of that step, and all later ones,
@@ -319,7 +325,7 @@ SPILLWAY_EXPORT int spillway_decoder_next(spillway_decoder* decoder, void* strea
 
 /* Enqueues a layer of the step: appends its K and V, and attends. All tensors are in GPU
  * memory. Rows of q, k and v are aligned to 16 bytes. lse may be NULL. With an embedded
- * engine the stream may be captured. With a daemon that is FAILED_PRECONDITION. With a
+ * engine the stream may be capturing; with a daemon this is FAILED_PRECONDITION. With a
  * daemon, only the copies of out and lse may still be pending on the stream when the
  * function returns. */
 SPILLWAY_EXPORT int spillway_decoder_attend(spillway_decoder* decoder, int layer,
@@ -336,8 +342,8 @@ SPILLWAY_EXPORT int spillway_decoder_results(spillway_decoder* decoder, int laye
 /* Sums over all steps of a layer that have succeeded. */
 typedef struct {
   int64_t attend_count;      /* queries, of all sequences */
-  int64_t touched_row_count; /* over KV heads */
-  int64_t visible_row_count; /* the same */
+  int64_t touched_row_count; /* rows read, over all KV heads */
+  int64_t visible_row_count; /* rows that could have been read, over all KV heads */
   int64_t exact_count;       /* certificates by kind of error bound, one per query head */
   int64_t statistical_count;
   int64_t none_count;
@@ -345,7 +351,7 @@ typedef struct {
   double certified_error_sum;
 } spillway_decoder_sums;
 
-/* layer: a layer of the model. All sums are 0 if the daemon is gone. */
+/* The sums of a layer. All are 0 if the daemon is gone. */
 SPILLWAY_EXPORT spillway_decoder_sums spillway_decoder_sums_of(spillway_decoder* decoder,
                                                                int layer);
 

@@ -32,7 +32,7 @@ absl::Status Wrong(const std::string& path, const std::string& what) {
 
 absl::StatusOr<std::string> TextOf(const toml::value& value) {
   if (value.is_string()) return value.as_string().str;
-  return absl::InvalidArgumentError("is not a text");
+  return absl::InvalidArgumentError("is not a string");
 }
 
 absl::StatusOr<std::string> IdOf(const toml::value& value) {
@@ -83,7 +83,7 @@ absl::Status Take(const std::string& key, const toml::value& value, TokenEntry& 
 }
 
 absl::StatusOr<TokenEntry> EntryFrom(const toml::value& table) {
-  if (!table.is_table()) return absl::InvalidArgumentError("is no table");
+  if (!table.is_table()) return absl::InvalidArgumentError("is not a table");
   TokenEntry entry;
   for (const char* needed : {"name", "sha256"}) {
     if (table.contains(needed)) continue;
@@ -102,7 +102,8 @@ absl::StatusOr<TokenEntry> EntryFrom(const toml::value& table) {
 absl::Status Compare(const TokenEntry& entry, const std::vector<TokenEntry>& before) {
   for (const TokenEntry& other : before) {
     const auto wrong = [&](const std::string& what) {
-      return absl::InvalidArgumentError(absl::StrCat(what, " of \"", other.name, "\" before"));
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, " of the earlier entry \"", other.name, "\""));
     };
     if (other.name == entry.name) return wrong("name: is that");
     if (other.digest == entry.digest) return wrong("sha256: is that");
@@ -127,7 +128,7 @@ absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
   if (!file.valid() || fstat(file.get(), &info) != 0) {
     return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
   }
-  if (!S_ISREG(info.st_mode)) return Wrong(path, "is no regular file");
+  if (!S_ISREG(info.st_mode)) return Wrong(path, "is not a regular file");
   if ((info.st_mode & (S_IROTH | S_IWOTH)) != 0) {
     return Wrong(path, "others may read or write it: chmod o-rw it");
   }

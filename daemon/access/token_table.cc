@@ -29,7 +29,7 @@ absl::StatusOr<Caller> TokenTable::Authenticate(std::string_view authorization) 
   if (!absl::EqualsIgnoreCase(scheme, absl::string_view(kScheme.data(), kScheme.size()))) {
     return WithReason(
         absl::UnauthenticatedError(
-            "this daemon asks for a token: call with \"authorization: Bearer TOKEN\""),
+            "this daemon requires a token: send the metadata \"authorization: Bearer TOKEN\""),
         "TOKEN_MISSING");
   }
   const TokenDigest digest = DigestOf(authorization.substr(kScheme.size()));
@@ -43,7 +43,7 @@ absl::StatusOr<Caller> TokenTable::Authenticate(std::string_view authorization) 
     }
   }
   if (found != nullptr) return Caller(std::move(found));
-  return WithReason(absl::UnauthenticatedError("the token is none of this daemon's"),
+  return WithReason(absl::UnauthenticatedError("this daemon does not know the token"),
                     "TOKEN_UNKNOWN");
 }
 

@@ -27,7 +27,7 @@ absl::StatusOr<int64_t> ParseBytes(const std::string& text) {
   if (error != std::errc() || shift < 0 || value < 1 ||
       value > (std::numeric_limits<int64_t>::max() >> shift)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "\"", text, "\" is not a size such as 1048576, 512MiB or 64GiB of at least one byte"));
+        "\"", text, "\" is not a size of at least one byte, such as 1048576, 512MiB or 64GiB"));
   }
   return value << shift;
 }

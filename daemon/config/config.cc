@@ -166,8 +166,9 @@ absl::Status SetDevices(Config& config, const std::string& text) {
     std::set<std::string> seen;
     for (const std::string& name : names) {
       if (!IsGpu(name)) {
-        return Refuse(name, names.size() == 1 ? "auto, cpu, cuda:N or a GPU's UUID"
-                                              : "cuda:N or a GPU's UUID: a list is of GPUs");
+        return Refuse(name, names.size() == 1
+                                ? "auto, cpu, cuda:N or a GPU's UUID"
+                                : "cuda:N or a GPU's UUID: a list may name only GPUs");
       }
       if (!seen.insert(name).second) {
         return absl::InvalidArgumentError(absl::StrCat("\"", name, "\" is named twice"));
@@ -202,8 +203,8 @@ const std::vector<Setting>& Settings() {
        },
        [](const Config& config) { return config.listen; }},
       {"server.local_socket", "--local-socket",
-       "unix:/path of a second socket where --listen is a TCP address, for clients on this "
-       "machine, who share memory with the daemon by it; empty: none",
+       "unix:/path of a second socket, if --listen is a TCP address; clients on this machine use "
+       "it to share memory with the daemon; empty: none",
        true,
        [](Config& config, const std::string& text) {
          if (!text.empty() && !text.starts_with("unix:/")) {
@@ -214,47 +215,48 @@ const std::vector<Setting>& Settings() {
        },
        [](const Config& config) { return config.local_socket; }},
       {"server.socket_group", "--socket-group",
-       "group that may connect to the unix socket; empty: none, the daemon's user alone", true,
+       "group that may connect to the unix socket; empty: only the daemon's user may", true,
        [](Config& config, const std::string& text) {
          config.socket_group = text;
          return absl::OkStatus();
        },
        [](const Config& config) { return config.socket_group; }},
-      Flag("server.allow_remote", "--allow-remote", "let a TCP address be other than loopback",
+      Flag("server.allow_remote", "--allow-remote", "allow TCP addresses other than loopback",
            &Config::allow_remote),
-      Live(Seconds("server.grace_seconds", "--grace", "seconds that a stop waits for running calls",
+      Live(Seconds("server.grace_seconds", "--grace",
+                   "seconds that the daemon waits for running calls when it is stopped",
                    &Config::grace_seconds, 86400)),
       Live(Integer("server.connection_count_max", "--connection-count-max",
-                   "connections at once; beyond it new ones are closed",
+                   "most connections at the same time; further ones are closed",
                    &Config::connection_count_max, 1, 1 << 20)),
-      Integer("server.stream_count_max", "--stream-count-max", "calls of one connection at once",
-              &Config::stream_count_max, 1, 65536),
-      Live(Integer("server.open_stream_count_max", "--open-stream-count-max",
-                   "streams (appends, decodes, fetches, uploads) of all connections at once",
-                   &Config::open_stream_count_max, 1, 1 << 20)),
-      Live(Seconds(
-          "server.stream_idle_seconds", "--stream-idle",
-          "seconds that the client of an append or an upload may be silent, and that of a fetch "
-          "read nothing, 0: for ever",
-          &Config::stream_idle_seconds, 86400)),
+      Integer("server.stream_count_max", "--stream-count-max",
+              "most calls of one connection at the same time", &Config::stream_count_max, 1, 65536),
+      Live(Integer(
+          "server.open_stream_count_max", "--open-stream-count-max",
+          "most streams (appends, decodes, fetches, uploads) of all connections at the same time",
+          &Config::open_stream_count_max, 1, 1 << 20)),
+      Live(Seconds("server.stream_idle_seconds", "--stream-idle",
+                   "seconds after which an append or an upload is ended if its client sends "
+                   "nothing, and a fetch if its client reads nothing; 0: never",
+                   &Config::stream_idle_seconds, 86400)),
       Live(Integer("server.decode_in_flight_max", "--decode-in-flight-max",
-                   "messages of one Decode stream in flight", &Config::decode_in_flight_max, 1,
+                   "most messages of one Decode stream in flight", &Config::decode_in_flight_max, 1,
                    1024)),
       Path("tls.certificate", "--tls-certificate",
-           "PEM file with the certificate of a TCP address, and those that it rests on; empty: no "
-           "TLS",
+           "PEM file with the certificate for a TCP address and its intermediate certificates; "
+           "empty: no TLS",
            &Config::tls_certificate),
       Path("tls.key", "--tls-key", "PEM file with the certificate's key", &Config::tls_key),
       Path("tls.client_ca", "--tls-client-ca",
-           "PEM file with the authorities of clients' certificates, which clients need then; "
-           "empty: they need none",
+           "PEM file with the authorities that sign clients' certificates, which clients then "
+           "need; empty: clients need no certificate",
            &Config::tls_client_ca),
       Path("auth.tokens_file", "--tokens-file",
-           "TOML file of the tokens that calls need, each with a namespace and quotas of its own "
-           "(spillway tokens new); empty: they need none",
+           "TOML file with tokens, each with its namespace and quotas (spillway tokens new); every "
+           "call then needs one of them; empty: calls need no token",
            &Config::tokens_file),
       Flag("auth.allow_plaintext", "--allow-plaintext-tokens",
-           "let tokens pass without TLS on a TCP address other than loopback",
+           "allow tokens without TLS on TCP addresses other than loopback",
            &Config::allow_plaintext_tokens),
       {"http.listen", "--http-listen",
        "tcp:host:port of the status page, /metrics and /readyz, such as tcp:127.0.0.1:9464; empty: "
@@ -269,7 +271,8 @@ const std::vector<Setting>& Settings() {
        },
        [](const Config& config) { return config.http_listen; }},
       {kMemoryLimitKey, "--memory-limit",
-       "everything the daemon may hold, such as 64GiB; by default three quarters of the memory",
+       "most host memory that the daemon may use, such as 64GiB; by default three quarters of the "
+       "machine's",
        true,
        [](Config& config, const std::string& text) {
          const absl::StatusOr<int64_t> bytes = ParseBytes(text);
@@ -278,8 +281,9 @@ const std::vector<Setting>& Settings() {
        },
        [](const Config& config) { return FormatBytes(config.memory_limit_bytes); }},
       {"memory.arena_directory", "--arena-directory",
-       "a folder of tmpfs or hugetlbfs, such as /dev/shm/spillway, where K/V rows outlive the "
-       "process, for the next one to go on with: an absolute path; empty: they go with the process",
+       "absolute path of a folder on tmpfs or hugetlbfs, such as /dev/shm/spillway, in which K/V "
+       "rows outlive the process; the next process continues with them; empty: rows end with the "
+       "process",
        true,
        [](Config& config, const std::string& text) {
          if (!text.empty() && !text.starts_with('/')) {
@@ -290,47 +294,51 @@ const std::vector<Setting>& Settings() {
        },
        [](const Config& config) { return config.arena_directory; }},
       {"device.name", "--device",
-       "auto (every GPU, or else the CPU), cpu, or GPUs with commas between: cuda:N or a UUID",
+       "auto (all GPUs, or the CPU if there are none), cpu, or a comma-separated list of GPUs, "
+       "each cuda:N or a UUID",
        true, SetDevices, [](const Config& config) { return absl::StrJoin(config.devices, ","); }},
-      BytesOrZero(
-          "device.gpu_memory_limit", "--gpu-memory-limit",
-          "memory of each GPU for codes and workspaces, such as 20GiB; 0: nine tenths of what is "
-          "free",
-          &Config::gpu_memory_limit_bytes),
+      BytesOrZero("device.gpu_memory_limit", "--gpu-memory-limit",
+                  "memory of each GPU for codes and workspaces, such as 20GiB; 0: nine tenths of "
+                  "the memory that is free at the start",
+                  &Config::gpu_memory_limit_bytes),
       BytesOrZero("device.gpu_resident_limit", "--gpu-resident-limit",
-                  "of that memory, what copies of all K/V rows of the sequences in use may take, "
-                  "so that their attends read none over the link; 0: none",
+                  "part of --gpu-memory-limit for copies of all K/V rows of sequences in use, "
+                  "whose attends then read no rows over PCIe; 0: no copies",
                   &Config::gpu_resident_limit_bytes),
       Choice(
           "device.mps", "--mps",
-          "off, auto or on: share GPUs by way of CUDA MPS, so that kernels of other processes need "
-          "not wait their turn; auto where its control daemon runs, on starts it",
+          "share GPUs through CUDA MPS, so that kernels of other processes need not wait for their "
+          "turn: on starts its control daemon if none runs, auto uses MPS if one runs, off never "
+          "uses MPS",
           MpsNames(), [](Config& config, size_t i) { config.mps = static_cast<MpsMode>(i); },
           [](const Config& config) { return ModeName(config.mps); }),
       Choice(
           "device.when_lost", "--when-lost",
-          "stay, restart or cpu: where a GPU is lost, stay answers with errors; with an arena "
-          "directory restart starts the daemon anew in its place, with its rows, and waits for the "
-          "GPU; cpu does so and goes on with the CPU where the GPU does not come back",
+          "what to do if a GPU is lost: stay answers with errors; restart starts the daemon again "
+          "with its rows and waits for the GPU; cpu does the same, and continues on the CPU if the "
+          "GPU does not come back; without --arena-directory all mean stay",
           WhenLostNames(),
           [](Config& config, size_t i) { config.when_lost = static_cast<WhenLost>(i); },
           [](const Config& config) {
             return WhenLostNames()[static_cast<size_t>(config.when_lost)];
           }),
-      Integer("device.thread_count", "--threads", "worker threads, 0: one per core",
+      Integer("device.thread_count", "--threads", "worker threads; 0: one per core",
               &Config::thread_count, 0, 4096),
-      Live(Integer("models.count_max", "--model-count-max", "most models at once",
+      Live(Integer("models.count_max", "--model-count-max", "most models at the same time",
                    &Config::model_count_max, 1, std::numeric_limits<int32_t>::max())),
-      Live(Seconds("sequences.ttl_seconds", "--ttl", "default idle time of sequences, 0: no end",
+      Live(Seconds("sequences.ttl_seconds", "--ttl",
+                   "seconds without a call after which a sequence is deleted, unless it has its "
+                   "own ttl; 0: never",
                    &Config::ttl_seconds, 365.0 * 86400)),
       Live(Seconds("sequences.unnamed_grace_seconds", "--unnamed-grace",
-                   "seconds that a sequence which no client has named stays once its clients are "
-                   "gone, 0: until its ttl",
+                   "seconds that a sequence without a name stays after all its clients are gone; "
+                   "0: until its ttl ends",
                    &Config::unnamed_grace_seconds, 365.0 * 86400)),
-      Live(Integer("sequences.count_max", "--sequence-count-max", "most sequences at once",
+      Live(Integer("sequences.count_max", "--sequence-count-max", "most sequences at the same time",
                    &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max())),
       {"snapshots.folder", "--snapshot-folder",
-       "where clients may save sequences: an absolute path; / lets them name any; empty: nowhere",
+       "absolute path of the folder in which clients may save sequences; /: in any folder; empty: "
+       "nowhere",
        true,
        [](Config& config, const std::string& text) {
          if (!text.empty() && !text.starts_with('/')) {
@@ -342,14 +350,14 @@ const std::vector<Setting>& Settings() {
        [](const Config& config) { return config.snapshot_folder; }},
       Number(
           "audit.share", "--audit-share",
-          "share of the attends that is checked against exact attention; heads whose promises "
-          "fail then try harder",
+          "share of the attends that the online audit checks against exact attention; heads that "
+          "violate their bounds too often get more rows; 0: no audit",
           &Config::audit_share, [](double value) { return value >= 0 && value <= 1; },
           "a share in [0, 1]"),
       Number(
-          "audit.cpu_share", "--audit-cpu-share", "share of one core that the checks may take",
-          &Config::audit_cpu_share, [](double value) { return value > 0 && value <= 1; },
-          "a share in (0, 1]"),
+          "audit.cpu_share", "--audit-cpu-share",
+          "most of one core that the audit may use, as a share", &Config::audit_cpu_share,
+          [](double value) { return value > 0 && value <= 1; }, "a share in (0, 1]"),
       Live(Choice(
           "log.level", "--log-level", "trace, debug, info, warning, error or off",
           {"trace", "debug", "info", "warning", "error", "off"},
@@ -360,8 +368,8 @@ const std::vector<Setting>& Settings() {
           [](const Config& config) { return config.log_level; })),
       Live(Number(
           "log.slow_attend_ms", "--slow-attend-ms",
-          "milliseconds from which on a request to attend at a layer is logged as slow, with where "
-          "its time went; 0: none is",
+          "milliseconds after which an attend at a layer is logged as slow, with the time of each "
+          "of its stages; 0: never",
           &Config::slow_attend_ms, [](double value) { return value >= 0 && value <= 86400e3; },
           "a number of milliseconds in [0, 86400000]")),
       Choice(
@@ -380,7 +388,7 @@ std::string ValueText(const toml::value& value) {
   if (value.is_integer()) return absl::StrCat(value.as_integer());
   if (value.is_floating()) return absl::StrCat(value.as_floating());
   if (value.is_boolean()) return value.as_boolean() ? "true" : "false";
-  return "a value that is neither string, number nor boolean";
+  return "a value that is not a string, a number or a boolean";
 }
 
 // The rest is for the system and for the model runner beside us.
@@ -399,7 +407,7 @@ absl::Status CheckFits(int64_t bytes, const std::string& text, const Topology& t
   if (bytes <= topology.memory_limit_bytes()) return absl::OkStatus();
   const std::string machine = absl::StrCat("the machine has ", Gibibytes(topology.memory_bytes));
   return absl::InvalidArgumentError(
-      absl::StrCat("\"", text, "\" is more memory than there is: ", machine,
+      absl::StrCat("\"", text, "\" is more memory than is available: ", machine,
                    topology.memory_limit_bytes() < topology.memory_bytes
                        ? absl::StrCat(", the control group's limit is ",
                                       Gibibytes(topology.memory_limit_bytes()))
@@ -428,7 +436,7 @@ absl::Status Set(const std::string& key, const std::string& text, const Topology
 }
 
 // What an engine within a program has no use for, and why.
-constexpr char kListensNowhere[] = "an embedded engine listens nowhere";
+constexpr char kListensNowhere[] = "an embedded engine does not listen";
 constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.listen", kListensNowhere},
     {"server.local_socket", kListensNowhere},
@@ -443,16 +451,16 @@ constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.connection_count_max", kListensNowhere},
     {"server.stream_count_max", kListensNowhere},
     {"http.listen", kListensNowhere},
-    {"device.mps", "an embedded engine shares its process's CUDA, attached to MPS or not"},
-    {"device.when_lost", "an embedded engine does not start its process anew"}};
+    {"device.mps", "an embedded engine uses CUDA as its process does, with MPS or without"},
+    {"device.when_lost", "an embedded engine cannot restart its process"}};
 
 absl::Status CheckMps(const Config& config) {
   if (config.mps != MpsMode::kOn || config.devices != std::vector<std::string>{"cpu"}) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
-      "--mps (device.mps) is on and --device (device.name) is cpu: MPS shares GPUs; name one, or "
-      "leave --mps out");
+      "--mps (device.mps) is on and --device (device.name) is cpu: MPS is for GPUs; name a GPU, or "
+      "omit --mps");
 }
 
 absl::Status CheckLocalSocket(const Config& config) {
@@ -460,7 +468,7 @@ absl::Status CheckLocalSocket(const Config& config) {
   return absl::InvalidArgumentError(absl::StrCat(
       "--local-socket (server.local_socket) is ", config.local_socket,
       " and --listen (server.listen) is ", config.listen,
-      ": a second socket is for a daemon that listens on a TCP address; leave it out"));
+      ": a second socket is only for a daemon that listens on a TCP address; omit it"));
 }
 
 absl::Status CheckSocketGroup(const Config& config) {
@@ -471,14 +479,14 @@ absl::Status CheckSocketGroup(const Config& config) {
   return absl::InvalidArgumentError(
       absl::StrCat("--socket-group (server.socket_group) is \"", config.socket_group,
                    "\" and --listen (server.listen) is ", config.listen,
-                   ": a group is for a unix socket; leave it out"));
+                   ": a group is only for a unix socket; omit it"));
 }
 
 absl::Status CheckTls(const Config& config) {
   if (config.tls_certificate.empty() != config.tls_key.empty()) {
     return absl::InvalidArgumentError(
-        "tls.certificate (--tls-certificate) and tls.key (--tls-key) are set together: one of "
-        "them is empty");
+        "tls.certificate (--tls-certificate) and tls.key (--tls-key) must both be set: one of them "
+        "is empty");
   }
   if (config.tls_certificate.empty() && !config.tls_client_ca.empty()) {
     return absl::InvalidArgumentError(
@@ -487,7 +495,7 @@ absl::Status CheckTls(const Config& config) {
   if (config.tls_certificate.empty() || config.listen.starts_with("tcp:")) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("tls.certificate (--tls-certificate) is set and --listen (server.listen) is ",
-                   config.listen, ": TLS is for a TCP address; leave it out"));
+                   config.listen, ": TLS is only for a TCP address; omit it"));
 }
 
 absl::Status CheckTokens(const Config& config) {
@@ -498,7 +506,7 @@ absl::Status CheckTokens(const Config& config) {
   }
   return absl::InvalidArgumentError(absl::StrCat(
       "auth.tokens_file (--tokens-file) is set and --listen (server.listen) is ", config.listen,
-      " without TLS: whoever is on the way would read the tokens; set tls.certificate, or "
+      " without TLS: others on the network could read the tokens; set tls.certificate, or "
       "auth.allow_plaintext (--allow-plaintext-tokens)"));
 }
 
@@ -554,14 +562,18 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
   line.config.snapshot_folder = DefaultSnapshotFolder();
   line.config.memory_limit_bytes = DefaultMemoryLimit(topology);
 
-  CLI::App app("Keeps KV caches in host memory and attends to them.", "spillwayd");
+  CLI::App app("Daemon that keeps KV caches in host memory and computes attention over them.",
+               "spillwayd");
   app.footer(
-      "SIGTERM and SIGINT end the daemon: it takes no new calls and waits --grace seconds for\n"
-      "those that run. SIGHUP has it read the file of --config again and take what is marked\n"
-      "(SIGHUP); without a file it ends the daemon too, and under nohup it is ignored.");
+      "SIGTERM and SIGINT end the daemon: it accepts no new calls and waits at most --grace\n"
+      "seconds for running ones. After SIGHUP the daemon reads the file of --config again, and\n"
+      "uses the new values of the settings that are marked (SIGHUP). Without a file SIGHUP ends\n"
+      "the daemon too. Under nohup it is ignored.");
   std::string& path = line.file;
-  app.add_option("--config", path, "TOML file with settings; flags win over it");
-  app.add_flag("--print-config", line.print_config, "print the settings in force and exit");
+  app.add_option("--config", path,
+                 "TOML file with settings; options on the command line override it");
+  app.add_flag("--print-config", line.print_config,
+               "print all settings with their values and exit");
   app.set_version_flag("--version", version);
   std::map<std::string, std::string> flags;
   for (const Setting& setting : Settings()) {
@@ -614,7 +626,8 @@ absl::StatusOr<Config> EmbeddedConfig(
   for (const auto& [key, text] : settings) {
     for (const auto& [other, why] : kOfDaemons) {
       if (key != other) continue;
-      return absl::InvalidArgumentError(absl::StrCat(key, ": ", why, "; this is a daemon's"));
+      return absl::InvalidArgumentError(
+          absl::StrCat(key, ": ", why, "; this setting is for a daemon"));
     }
     if (!seen.insert(key).second) {
       return absl::InvalidArgumentError(absl::StrCat(key, ": named twice"));

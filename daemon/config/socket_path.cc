@@ -44,7 +44,7 @@ absl::Status PrepareDirectory(const std::string& directory, const SocketAccess& 
   }
   if (info.st_uid != geteuid()) {
     return absl::PermissionDeniedError(absl::StrCat(directory, " belongs to user ", info.st_uid,
-                                                    ", not to this one (", geteuid(), ")"));
+                                                    ", not to this user (", geteuid(), ")"));
   }
   if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
     return absl::PermissionDeniedError(
@@ -59,15 +59,15 @@ std::string LockPath(const std::string& path) { return path + ".lock"; }
 absl::Status CheckPath(const std::string& path) {
   constexpr size_t kBytesMax = sizeof(sockaddr_un::sun_path) - 1 - kRegionsSuffix.size();
   if (path.size() > kBytesMax) {
-    return absl::InvalidArgumentError(absl::StrCat("socket path of ", path.size(),
-                                                   " bytes is longer than the system's ", kBytesMax,
-                                                   ", with room for ", kRegionsSuffix, ": ", path));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the socket's path has ", path.size(), " bytes; at most ", kBytesMax,
+                     " are possible, with room for ", kRegionsSuffix, ": ", path));
   }
   const std::string name = std::filesystem::path(path).filename().string();
   if (!path.starts_with('/') || name.empty() || name == "." || name == ".." ||
       path.find('\0') != std::string::npos) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"unix:", path, "\" names no file in a folder: unix:/folder/name"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "\"unix:", path, "\" does not name a file in a folder, as unix:/folder/name does"));
   }
   return absl::OkStatus();
 }
@@ -78,7 +78,7 @@ absl::StatusOr<bool> FindSocket(const std::string& path) {
   if (lstat(path.c_str(), &info) != 0) return false;
   if (S_ISSOCK(info.st_mode)) return true;
   return absl::FailedPreconditionError(
-      absl::StrCat(path, S_ISDIR(info.st_mode) ? " is a directory: a socket's path names a file"
+      absl::StrCat(path, S_ISDIR(info.st_mode) ? " is a directory, not the path of a socket"
                                                : " exists and is not a socket"));
 }
 
@@ -158,8 +158,8 @@ absl::StatusOr<std::string> TcpAddress(const std::string& listen, bool allow_rem
   }
   if (!allow_remote && !IsLoopback(address)) {
     return absl::PermissionDeniedError(absl::StrCat(
-        address, " is not a loopback address; anybody who reaches it could use the daemon. ",
-        "--allow-remote listens there all the same"));
+        address, " is not a loopback address; everybody who can reach it could use the daemon. ",
+        "--allow-remote allows it"));
   }
   return address;
 }

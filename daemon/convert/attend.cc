@@ -61,12 +61,12 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
     gpus.push_back(view.region == nullptr ? nullptr : view.region->gpu());
   }
   if (on_gpu == 1) {
-    return InvalidField(path + "v.slice.region", "one of k and v lies in GPU memory, not both");
+    return InvalidField(path + "v.slice.region", "only one of k and v is in GPU memory");
   }
   out.on_gpu = on_gpu == 2;
   out.gpu = out.on_gpu ? gpus[0] : nullptr;
   if (out.on_gpu && gpus[0] != gpus[1]) {
-    return InvalidField(path + "v.slice.region", "k and v lie in the memory of two GPUs");
+    return InvalidField(path + "v.slice.region", "k and v are in the memory of two GPUs");
   }
   const auto& k_shape = rows.k().shape();
   if (!std::equal(k_shape.begin(), k_shape.end(), rows.v().shape().begin())) {
@@ -228,10 +228,10 @@ absl::Status CheckSelectable(const AttendQuery& attend) {
                         absl::StrCat(attend.query_count, " queries, not exactly one"));
   }
   if (const TailMethod& tail = MethodOf(attend.policy.tail); tail.per_query_head) {
-    return InvalidField("item.policy.tail",
-                        absl::StrCat("TAIL_", absl::AsciiStrToUpper(std::string(tail.name)),
-                                     " weighs a row for each query head on its own; only attends "
-                                     "take it"));
+    return InvalidField(
+        "item.policy.tail",
+        absl::StrCat("TAIL_", absl::AsciiStrToUpper(std::string(tail.name)),
+                     " has a weight for each row and query head; only attends support it"));
   }
   return absl::OkStatus();
 }

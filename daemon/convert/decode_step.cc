@@ -44,7 +44,8 @@ absl::StatusOr<std::vector<Step::Part>> PartsFromProto(Engine& engine, const Cal
 absl::StatusOr<v1::DecodeStep> ParseDecodeStep(std::string_view description) {
   v1::DecodeStep step;
   if (step.ParseFromArray(description.data(), static_cast<int>(description.size()))) return step;
-  return absl::InvalidArgumentError("the step's description is no spillway.v1.DecodeStep");
+  return absl::InvalidArgumentError(
+      "the step's description is not a serialised spillway.v1.DecodeStep");
 }
 
 std::string TraceOf(const Caller& caller, const v1::DecodeStep& step) {

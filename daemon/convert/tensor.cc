@@ -73,9 +73,9 @@ absl::StatusOr<std::shared_ptr<const Region>> RegionOf(const v1::RegionSlice& sl
   if (!region->on_gpu || region->gpu_memory != nullptr || memory == TensorMemory::kAny) {
     return region;
   }
-  return InvalidField(field + ".region", absl::StrCat("regions/", region->id,
-                                                      " holds rows that Append brings or "
-                                                      "FetchPages writes, and nothing else"));
+  return InvalidField(field + ".region",
+                      absl::StrCat("regions/", region->id,
+                                   " is only for rows that Append reads or FetchPages writes"));
 }
 
 absl::Status CheckStrides(const v1::RegionSlice& slice, std::span<const int64_t> shape,

@@ -218,7 +218,7 @@ class DoorbellServer::Line {
     const std::string& device = shared.device().info().uuid;
     if (device.size() >= sizeof(memory.device) || shared.handle().size() != sizeof(memory.handle)) {
       CloseDecoder();
-      return absl::InternalError("a GPU's UUID, or a handle of its memory, has another size");
+      return absl::InternalError("a GPU's UUID, or a handle of its memory, has an unexpected size");
     }
     std::memcpy(memory.device, device.data(), device.size());
     std::memcpy(memory.handle, shared.handle().data(), sizeof(memory.handle));
@@ -349,8 +349,8 @@ absl::StatusOr<std::shared_ptr<Region>> DoorbellServer::Attach(const Caller& cal
     }
     if (static_cast<int64_t>(lines_.size()) >= kDoorbellCountMax) {
       return WithReason(
-          absl::ResourceExhaustedError(absl::StrCat("the daemon answers ", kDoorbellCountMax,
-                                                    " doorbells, the most there are")),
+          absl::ResourceExhaustedError(absl::StrCat("the daemon has ", kDoorbellCountMax,
+                                                    " doorbells already, the most that it serves")),
           "DOORBELL_COUNT_EXHAUSTED");
     }
   }

@@ -8,15 +8,15 @@ namespace {
 
 absl::Status Exhausted(const std::string& name_space, const char* quota, int64_t needed,
                        int64_t used, int64_t most, const char* what) {
-  return WithReason(
-      absl::ResourceExhaustedError(absl::StrCat(
-          "the quota ", quota, " of namespace ", name_space, " is ", most, what, ": ", used,
-          " are in use, and ", needed, " more are needed; delete or truncate sequences of it")),
-      "QUOTA_EXHAUSTED",
-      {{"quota", quota},
-       {"limit", absl::StrCat(most)},
-       {"used", absl::StrCat(used)},
-       {"needed", absl::StrCat(needed)}});
+  return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                        "the quota ", quota, " of namespace ", name_space, " is ", most, what, ": ",
+                        used, " are in use, and ", needed,
+                        " more are needed; delete or truncate sequences of this namespace")),
+                    "QUOTA_EXHAUSTED",
+                    {{"quota", quota},
+                     {"limit", absl::StrCat(most)},
+                     {"used", absl::StrCat(used)},
+                     {"needed", absl::StrCat(needed)}});
 }
 
 }  // namespace

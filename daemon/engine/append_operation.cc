@@ -39,9 +39,10 @@ absl::Status Engine::AppendOperation::Check() {
   for (int i = 0; i < chunk.layer_count; ++i) {
     const int layer = chunk.layer_start + i;
     if (chunk.on_gpu && chunk.start < sequence.rows[layer].token_count()) {
-      return absl::OutOfRangeError(absl::StrCat(
-          "layer ", layer, " has ", sequence.rows[layer].token_count(),
-          " tokens: rows in GPU memory follow them, and are not compared with what is there"));
+      return absl::OutOfRangeError(
+          absl::StrCat("layer ", layer, " has ", sequence.rows[layer].token_count(),
+                       " tokens: rows in GPU memory can only follow them, and are not compared "
+                       "with rows that are already there"));
     }
     const absl::StatusOr<bool> append = IsAppend(chunk, i, sequence.rows[layer]);
     if (!append.ok()) return append.status();

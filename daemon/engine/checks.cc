@@ -84,7 +84,7 @@ absl::Status OneModel::Add(const Sequence& sequence, const std::string& field) {
   if (model_ == nullptr) model_ = sequence.model.get();
   if (model_ == sequence.model.get()) return absl::OkStatus();
   return InvalidField(field, absl::StrCat(sequence.name, " is of ", sequence.model->name,
-                                          ", the first one's of ", model_->name));
+                                          ", the first sequence is of ", model_->name));
 }
 
 absl::Status CheckStep(size_t part_count, int64_t token_count) {
@@ -106,15 +106,16 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
     if (chunk.count <= kTokenCountMax - n) return true;
     return WithReason(
         absl::OutOfRangeError(absl::StrCat("layer ", layer, " has ", n, " tokens; ", chunk.count,
-                                           " more are beyond ", kTokenCountMax)),
+                                           " more would exceed the limit of ", kTokenCountMax)),
         "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
   }
   // By subtraction: start + count may overflow.
   if (chunk.start > n || chunk.count > n - chunk.start) {
-    return WithReason(absl::OutOfRangeError(absl::StrCat(
-                          "layer ", layer, " has ", n, " tokens; tokens from ", chunk.start, ", ",
-                          chunk.count, " of them, neither follow them nor lie within")),
-                      "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
+    return WithReason(
+        absl::OutOfRangeError(absl::StrCat("layer ", layer, " has ", n, " tokens; an append of ",
+                                           chunk.count, " tokens at position ", chunk.start,
+                                           " neither follows them nor lies within them")),
+        "TOKEN_START_OUT_OF_RANGE", Length(layer, n));
   }
   if (rows.Equals(chunk.start, chunk.count, chunk.k.Layer(offset), chunk.v.Layer(offset))) {
     return false;
@@ -128,8 +129,8 @@ absl::StatusOr<bool> IsAppend(const Chunk& chunk, int offset, const LayerRows& r
 absl::Status CheckHome(const Device& gpu, const Device& home, const Sequence& sequence,
                        const std::string& field) {
   if (&gpu == &home) return absl::OkStatus();
-  return InvalidField(field, absl::StrCat("lies in the memory of ", gpu.info().name, ", and ",
-                                          sequence.name, " lives on ", home.info().name));
+  return InvalidField(field, absl::StrCat("is in the memory of ", gpu.info().name, ", but ",
+                                          sequence.name, " is on ", home.info().name));
 }
 
 absl::Status CheckGeneration(int64_t generation, const Sequence& sequence) {
@@ -144,10 +145,10 @@ absl::Status ResolveVisible(int64_t layer_token_count, AttendQuery& attend) {
   const int64_t n = layer_token_count;
   if (attend.visible.empty()) {
     if (attend.query_count > n) {
-      return WithReason(
-          absl::OutOfRangeError(absl::StrCat(
-              attend.query_count, " queries over the last tokens of ", "a layer that has ", n)),
-          "QUERY_COUNT_OUT_OF_RANGE", {{"layer_token_count", absl::StrCat(n)}});
+      return WithReason(absl::OutOfRangeError(absl::StrCat(attend.query_count,
+                                                           " queries over the last tokens of ",
+                                                           "a layer that has only ", n)),
+                        "QUERY_COUNT_OUT_OF_RANGE", {{"layer_token_count", absl::StrCat(n)}});
     }
     for (int64_t t = 0; t < attend.query_count; ++t) {
       attend.visible.push_back(n - attend.query_count + 1 + t);

@@ -139,7 +139,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string
                                                                const Origin& origin) {
   if (!model->ready()) {
     return WithReason(absl::FailedPreconditionError(
-                          absl::StrCat(model->name, " awaits the upload of its hash weights")),
+                          absl::StrCat(model->name, " waits for the upload of its hash weights")),
                       "MODEL_NOT_READY", {{"name", model->name}});
   }
   auto sequence = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), policy, ttl,

@@ -78,28 +78,27 @@ absl::Status SequenceNotFound(std::string_view name) {
 }
 
 absl::Status SequenceHeld(std::string_view name) {
-  return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                        View(name),
-                        " is held by a decoder on a stream, which takes no other requests for it: "
-                        "close the decoder first")),
-                    "SEQUENCE_HELD", {{"name", std::string(name)}});
+  return WithReason(
+      absl::FailedPreconditionError(absl::StrCat(View(name),
+                                                 " is held by an open decoder, and other requests "
+                                                 "for it are refused: close the decoder first")),
+      "SEQUENCE_HELD", {{"name", std::string(name)}});
 }
 
 absl::Status SequenceSealed(std::string_view name) {
-  return WithReason(absl::FailedPreconditionError(absl::StrCat(
-                        View(name),
-                        " is sealed: nothing is appended to it and no token dropped until "
-                        "SealSequence opens it again")),
-                    "SEQUENCE_SEALED", {{"name", std::string(name)}});
-}
-
-absl::Status SequenceNotSealed(std::string_view name) {
   return WithReason(
       absl::FailedPreconditionError(absl::StrCat(
           View(name),
-          " is not sealed, and shall be deleted only if it is: it may have been opened "
-          "again, or the daemon has restarted since")),
-      "SEQUENCE_NOT_SEALED", {{"name", std::string(name)}});
+          " is sealed: it cannot be appended to or truncated until SealSequence opens it again")),
+      "SEQUENCE_SEALED", {{"name", std::string(name)}});
+}
+
+absl::Status SequenceNotSealed(std::string_view name) {
+  return WithReason(absl::FailedPreconditionError(
+                        absl::StrCat(View(name),
+                                     " is not sealed, and if_sealed is set: another client may "
+                                     "have opened it, or the daemon has restarted since")),
+                    "SEQUENCE_NOT_SEALED", {{"name", std::string(name)}});
 }
 
 ErrorDetails DetailsOf(const absl::Status& status) {

@@ -13,8 +13,9 @@ namespace spillway {
 namespace {
 
 absl::Status SessionNotFound() {
-  return WithReason(absl::NotFoundError("no such session: its socket is closed, or it never was"),
-                    "SESSION_NOT_FOUND");
+  return WithReason(
+      absl::NotFoundError("there is no such session: its socket was closed, or it never existed"),
+      "SESSION_NOT_FOUND");
 }
 
 absl::Status RegionNotFound(std::string_view id) {
@@ -45,7 +46,7 @@ RegionTable::RegionTable(Kind kind, MemoryBudget* budget, Device* device)
 absl::Status RegionTable::CheckSessions() const {
   if (kind_ == Kind::kSessions) return absl::OkStatus();
   return absl::UnimplementedError(
-      "regions are shared over a unix socket alone, by a daemon's clients on its host");
+      "regions need a unix socket: only clients on the daemon's host can share memory with it");
 }
 
 std::string RegionTable::OpenSession() {
@@ -82,9 +83,10 @@ absl::Status RegionTable::CheckAttach(const Caller& caller, const std::string& s
   const auto found = sessions_.find(session);
   if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
   if (static_cast<int64_t>(found->second.regions.size()) < kRegionCountMax) return absl::OkStatus();
-  return WithReason(absl::ResourceExhaustedError(absl::StrCat("the session has ", kRegionCountMax,
-                                                              " regions, the most there are")),
-                    "REGION_COUNT_EXHAUSTED");
+  return WithReason(
+      absl::ResourceExhaustedError(absl::StrCat("the session has ", kRegionCountMax,
+                                                " regions already, the most that it may have")),
+      "REGION_COUNT_EXHAUSTED");
 }
 
 absl::StatusOr<std::shared_ptr<Region>> RegionTable::Add(const std::string& session,

@@ -78,9 +78,10 @@ absl::Status Registry::CheckNew(std::string_view id) const {
                       "MODEL_EXISTS", {{"name", name}});
   }
   if (static_cast<int64_t>(models_.size()) < model_count_max_) return absl::OkStatus();
-  return WithReason(absl::ResourceExhaustedError(absl::StrCat("there are ", models_.size(),
-                                                              " models already, the most allowed")),
-                    "MODEL_COUNT_EXHAUSTED", {{"model_count_max", absl::StrCat(model_count_max_)}});
+  return WithReason(
+      absl::ResourceExhaustedError(absl::StrCat("there are ", models_.size(),
+                                                " models already, the limit models.count_max")),
+      "MODEL_COUNT_EXHAUSTED", {{"model_count_max", absl::StrCat(model_count_max_)}});
 }
 
 absl::Status Registry::CheckNewModel(std::string_view id) const {
@@ -154,10 +155,10 @@ absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
     return absl::OkStatus();
   }
   if (static_cast<int64_t>(sequences_.size()) >= sequence_count_max_) {
-    return WithReason(absl::ResourceExhaustedError(absl::StrCat(
-                          "there are ", sequences_.size(), " sequences already, the most allowed")),
-                      "SEQUENCE_COUNT_EXHAUSTED",
-                      {{"sequence_count_max", absl::StrCat(sequence_count_max_)}});
+    return WithReason(
+        absl::ResourceExhaustedError(absl::StrCat(
+            "there are ", sequences_.size(), " sequences already, the limit sequences.count_max")),
+        "SEQUENCE_COUNT_EXHAUSTED", {{"sequence_count_max", absl::StrCat(sequence_count_max_)}});
   }
   if (absl::Status status = sequence->account->AddSequence(); !status.ok()) return status;
   List(*sequence);

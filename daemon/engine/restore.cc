@@ -65,9 +65,9 @@ class SlabClaims {
     }
     if (end > slab_capacity_) {
       return absl::FailedPreconditionError(
-          absl::StrCat("rows that were kept lie at ", end * kSlabBytes,
-                       " bytes of their file, beyond the ", slab_capacity_ * kSlabBytes,
-                       " that the memory limit leaves for rows: raise it to what it was"));
+          absl::StrCat("the rows of the earlier process end at byte ", end * kSlabBytes,
+                       " of their file, but memory.limit leaves only ", slab_capacity_ * kSlabBytes,
+                       " bytes for rows: set it as it was then"));
     }
     for (int64_t slab = run.first; slab < end; ++slab) {
       const auto owner = owners_.find(slab);
@@ -175,7 +175,7 @@ absl::StatusOr<RestoreReport> Engine::Restore(
     absl::StatusOr<StoredModel> description = ParseStoredModel(opened->description);
     if (!description.ok()) {
       return absl::FailedPreconditionError(
-          absl::StrCat(description.status().message(), ": start the build that kept it in ",
+          absl::StrCat(description.status().message(), ": start the build that wrote it to ",
                        options_.store->path(), ", or delete the files there"));
     }
     ASSIGN_OR_RETURN(std::shared_ptr<Model> model,

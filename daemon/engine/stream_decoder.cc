@@ -43,8 +43,8 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
     RETURN_IF_ERROR(CheckGeneration(part.generation, *part.sequence));
     if (const int64_t length = part.sequence->token_count(); part.start != length) {
       return absl::OutOfRangeError(absl::StrCat(part.sequence->name, " has ", length,
-                                                " tokens; a step from ", part.start,
-                                                " does not follow them"));
+                                                " tokens, but the step starts at token ",
+                                                part.start));
     }
     options.parts.push_back({part.sequence->device.get(), &part.sequence->rows, part.policy});
   }
@@ -69,9 +69,10 @@ absl::Status StreamDecoder::CheckLayers() const {
   for (const Part& part : parts_) {
     for (const LayerRows& rows : part.sequence->rows) {
       if (rows.token_count() == part.sequence->rows.front().token_count()) continue;
-      return absl::FailedPreconditionError(absl::StrCat(
-          part.sequence->name, " has layers of ", part.sequence->rows.front().token_count(),
-          " and of ", rows.token_count(), " tokens: a step appends to all at once"));
+      return absl::FailedPreconditionError(
+          absl::StrCat(part.sequence->name, " has layers with ",
+                       part.sequence->rows.front().token_count(), " and with ", rows.token_count(),
+                       " tokens: a decoder needs the same number in all layers"));
     }
   }
   return absl::OkStatus();
@@ -161,7 +162,7 @@ absl::Status StreamDecoder::Settle() {
   }
   if (!outcome.ran && later_ran) {
     return absl::FailedPreconditionError(
-        "a step was begun and none of its layers attended, but those of the next were");
+        "none of the layers of a step were attended, but layers of the next step were");
   }
   return first;
 }

@@ -155,7 +155,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   if (port < 0) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address, ": ",
-                     errno == 0 ? "the address cannot be had" : std::strerror(errno)));
+                     errno == 0 ? "the address is not available" : std::strerror(errno)));
   }
   impl->address = absl::StrCat(host, ":", port);
   impl->thread = std::thread([&server] { server.listen_after_bind(); });

@@ -83,29 +83,32 @@ const char* NameOf(MemoryUse use) {
 }
 
 void AddServer(const Metrics::Sources& sources, Families& families) {
-  families.Gauge("spillway_build_info", "Always 1; the daemon's version.");
+  families.Gauge("spillway_build_info", "Always 1; the label is the daemon's version.");
   families.Value(1.0, {{"version", sources.version}});
-  families.Gauge("spillway_start_time_seconds", "When the daemon started, since the epoch.");
+  families.Gauge("spillway_start_time_seconds",
+                 "When the daemon started, seconds since the epoch.");
   families.Value(absl::ToDoubleSeconds(sources.start_time - absl::UnixEpoch()));
-  families.Gauge("spillway_ready", "1 where the daemon takes new work, else 0, see /readyz.");
+  families.Gauge("spillway_ready", "1 if the daemon accepts new work, otherwise 0; see /readyz.");
   families.Value(sources.not_ready().empty() ? 1.0 : 0.0);
   const ServerCounts server = sources.server();
-  families.Gauge("spillway_connections", "gRPC connections that are open.");
+  families.Gauge("spillway_connections", "Open gRPC connections.");
   families.Value(server.open_connection_count);
-  families.Gauge("spillway_open_calls", "Calls of work that have not ended.");
+  families.Gauge("spillway_open_calls",
+                 "Unary calls that are running, including those of doorbells.");
   families.Value(server.open_call_count);
-  families.Gauge("spillway_open_streams", "Appends, decodes, fetches and uploads that are open.");
+  families.Gauge("spillway_open_streams", "Open streams: appends, decodes, fetches and uploads.");
   families.Value(server.open_stream_count);
-  families.Gauge("spillway_draining", "1 where the daemon is about to end, else 0.");
+  families.Gauge("spillway_draining",
+                 "1 if the daemon drains: it accepts no new work and ends soon. Otherwise 0.");
   families.Value(server.drain_seconds_left.has_value() ? 1.0 : 0.0);
   families.Gauge("spillway_drain_left_seconds",
-                 "What calls and streams of a daemon that drains may still take.");
+                 "Time left for the running calls and streams of a daemon that drains.");
   families.Value(server.drain_seconds_left.value_or(0));
   families.Counter("spillway_connections_shed_total",
-                   "Connections closed at once, for the most were open.");
+                   "Connections that were closed at once because the limit was reached.");
   families.Value(server.shed_connection_count);
   families.Counter("spillway_log_lines_dropped_total",
-                   "Lines of the log that nobody read in time.");
+                   "Log lines that were dropped because the reader was too slow.");
   families.Value(server.dropped_log_line_count);
 }
 
@@ -121,7 +124,7 @@ void AddCalls(const CallCounters& calls, Families& families) {
     }
   }
   families.Histogram("spillway_request_duration_seconds",
-                     "Time of gRPC calls, of streams to their end.");
+                     "Duration of gRPC calls; of streams until their end.");
   for (const auto& method : calls.methods()) {
     const bool called = std::any_of(method->counts.begin(), method->counts.end(),
                                     [](const std::atomic<int64_t>& count) { return count != 0; });
@@ -143,27 +146,30 @@ void AddWork(const Engine& engine, Families& families) {
   families.Counter("spillway_rows_visible_total", "Rows that those attends could have read.");
   families.Value(work.visible_row_count);
   families.Counter("spillway_rows_moved_total",
-                   "Of the rows read, those that came to a GPU over its link.");
+                   "Rows read that were copied to a GPU over its link.");
   families.Value(counters.moved_row_count);
-  families.Counter("spillway_link_bytes_total", "Bytes of the rows that came over the link.");
+  families.Counter("spillway_link_bytes_total",
+                   "Bytes of the rows that were copied over the link.");
   families.Value(counters.moved_bytes);
   families.Histogram("spillway_attend_wait_seconds",
-                     "From a request to attend at a layer until its sequences' turn.");
+                     "Time from a request to attend at a layer until the earlier calls of its "
+                     "sequences are done.");
   families.Values(counters.attend_wait);
   families.Histogram("spillway_attend_duration_seconds",
-                     "From a request to attend at a layer until its answer.");
+                     "Time from a request to attend at a layer until its answer.");
   families.Values(counters.attend);
   families.Histogram("spillway_attend_device_seconds", "Device time of a layer's attends.");
   families.Values(counters.attend_device);
-  families.Histogram("spillway_attend_stage_seconds",
-                     "Stages of a layer's attends: of the whole on a GPU; on a CPU append and "
-                     "dense of the whole, the others of one query and KV head.");
+  families.Histogram(
+      "spillway_attend_stage_seconds",
+      "Time of the stages of a layer's attends. On a GPU each is of the whole layer. On a CPU "
+      "append and dense are; the others are of one query and KV head.");
   for (size_t i = 0; i < kJobStageNames.size(); ++i) {
     families.Values(counters.attend_stages.Of(static_cast<JobStage>(i)),
                     {{"stage", kJobStageNames[i]}});
   }
   families.Counter("spillway_certificates_total",
-                   "Certificates by kind of promise, one per attend and query head.");
+                   "Certificates by kind of error bound, one per attend and query head.");
   families.Value(work.exact_count, {{"promise", "exact"}});
   families.Value(work.statistical_count, {{"promise", "statistical"}});
   families.Value(work.none_count, {{"promise", "none"}});
@@ -174,39 +180,41 @@ void AddWork(const Engine& engine, Families& families) {
 
 void AddMemory(const Engine& engine, Families& families) {
   const MemoryBudget& budget = engine.budget();
-  families.Gauge("spillway_memory_limit_bytes", "Limit on all host memory that the daemon holds.");
+  families.Gauge("spillway_memory_limit_bytes", "Limit on all host memory of the daemon.");
   families.Value(budget.limit_bytes());
   families.Gauge("spillway_memory_bytes",
-                 "Host memory that is charged, by use; pages are rows and codes.");
+                 "Host memory that counts against the limit, by use; pages are rows and codes.");
   for (int use = 0; use < kMemoryUseCount; ++use) {
     const auto kind = static_cast<MemoryUse>(use);
     families.Value(budget.used_bytes(kind), {{"use", NameOf(kind)}});
   }
   const ArenaStatistics arena = engine.arena().statistics();
-  families.Gauge("spillway_arena_used_bytes", "Of the pages' memory, what holds something.");
+  families.Gauge("spillway_arena_used_bytes", "The part of the memory for pages that is in use.");
   families.Value(arena.used_bytes);
   families.Gauge("spillway_arena_huge_page_bytes",
-                 "Of the pages' memory, what the kernel has in huge pages.");
+                 "The part of the memory for pages that is in huge pages.");
   families.Value(arena.huge_page_bytes);
 }
 
 void AddDevices(const Engine& engine, const PastLosses& losses, Families& families) {
   families.Counter("spillway_device_losses_total",
-                   "Times that a device was lost and the daemon took its own place.");
+                   "Number of times that a device was lost and the daemon restarted in place.");
   families.Value(losses.count);
-  families.Counter("spillway_device_errors_total", "Work that a device failed by its own fault.");
+  families.Counter("spillway_device_errors_total",
+                   "Jobs that failed because of an error of the device.");
   const std::vector<DeviceWatch::State> states = engine.device_watch().states();
   for (const DeviceWatch::State& state : states) {
     families.Value(state.error_count, {{"device", state.name}});
   }
-  families.Gauge("spillway_device_lost", "1 where a device only fails any more, else 0.");
+  families.Gauge("spillway_device_lost",
+                 "1 if a device is lost and every job on it fails, otherwise 0.");
   for (const DeviceWatch::State& state : states) {
     families.Value(state.lost ? 1.0 : 0.0, {{"device", state.name}});
   }
   const std::vector<const Device*> parts = engine.device().parts();
   families.Histogram("spillway_device_queue_seconds",
-                     "Wait of jobs in a device's queue until it began them: decode steps, and "
-                     "long ones, which are all others.");
+                     "Time that jobs waited in a device's queue: steps are decode steps, long are "
+                     "all other jobs.");
   for (const Device* part : parts) {
     const QueueWaits* const waits = part->queue_waits();
     if (waits == nullptr) continue;
@@ -216,13 +224,13 @@ void AddDevices(const Engine& engine, const PastLosses& losses, Families& famili
     }
   }
   families.Gauge("spillway_device_memory_limit_bytes",
-                 "Memory of a GPU that codes and workspaces may take.");
+                 "Limit on a GPU's memory for codes and workspaces.");
   for (const Device* part : parts) {
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       families.Value(memory->limit_bytes, {{"device", part->info().name}});
     }
   }
-  families.Gauge("spillway_device_memory_bytes", "Of it, what they take now.");
+  families.Gauge("spillway_device_memory_bytes", "GPU memory that codes and workspaces use now.");
   for (const Device* part : parts) {
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       families.Value(memory->used_bytes, {{"device", part->info().name}});
@@ -260,19 +268,23 @@ void AddAudit(const Engine& engine, const Holdings& holdings, size_t model_count
     }
   };
   const Auditor* const auditor = engine.auditor();
-  families.Gauge("spillway_audit_share", "Share of the attends that is checked; 0: no audit.");
+  families.Gauge("spillway_audit_share",
+                 "Share of the attends that the audit checks; 0: no audit.");
   families.Value(auditor == nullptr ? 0.0 : auditor->share());
-  families.Counter("spillway_audit_checks_total",
-                   "Statistical promises checked against exact attention, one per query head.");
+  families.Counter(
+      "spillway_audit_checks_total",
+      "Statistical error bounds that were checked against exact attention, one per query head.");
   add(&OfLayer::check_count);
   families.Counter("spillway_audit_violations_total",
-                   "Of them, outputs farther from the exact one than epsilon.");
+                   "Checked outputs whose relative error exceeds epsilon.");
   add(&OfLayer::violation_count);
-  families.Counter("spillway_audit_dropped_total",
-                   "Attends chosen for a check that found no room in its queue.");
+  families.Counter(
+      "spillway_audit_dropped_total",
+      "Attends that were chosen for a check, but not checked because the queue was full.");
   families.Value(auditor == nullptr ? int64_t{0} : auditor->dropped_count());
-  families.Gauge("spillway_audit_raised_heads",
-                 "KV heads that try harder than their policy says, for promises failed.");
+  families.Gauge(
+      "spillway_audit_raised_heads",
+      "KV heads that get more rows than by their policy, because their bounds were violated.");
   for (size_t i = 0; i < model_count; ++i) {
     const std::vector<HeadAudit>& heads = holdings.models[i].heads;
     families.Value(int64_t{std::count_if(heads.begin(), heads.end(),
@@ -289,23 +301,25 @@ void AddHoldings(const Engine& engine, const Holdings& holdings, size_t model_co
   families.Gauge("spillway_sequences", "Sequences.");
   families.Value(holdings.sequence_count);
   families.Counter("spillway_sequences_expired_total",
-                   "Sequences that went by themselves: idle, nobody used them for their ttl, or "
-                   "abandoned, their clients were gone and had not named them.");
+                   "Sequences that the daemon deleted: idle, because no call named them for their "
+                   "ttl, or abandoned, because their clients were gone and had not named them.");
   const EngineCounters& counters = engine.counters();
   families.Value(counters.idle_expiry_count, {{"why", "idle"}});
   families.Value(counters.abandoned_expiry_count, {{"why", "abandoned"}});
-  families.Gauge("spillway_clients", "Clients that keep a Connect stream.");
+  families.Gauge("spillway_clients", "Clients with an open Connect stream.");
   families.Value(engine.clients().there_count());
   families.Gauge("spillway_tokens", "Tokens held, over all sequences.");
   families.Value(holdings.token_count);
   families.Gauge("spillway_rebuild_sequences",
-                 "Sequences found at the start, whose codes are made anew.");
+                 "Sequences found at the start, whose codes are computed again.");
   families.Value(rebuild.sequence_count);
-  families.Gauge("spillway_rebuild_done_sequences", "Of them, those that are served.");
+  families.Gauge("spillway_rebuild_done_sequences",
+                 "Sequences found at the start that are served again.");
   families.Value(rebuild.done_count);
-  families.Gauge("spillway_rebuild_failed_sequences", "Of them, those that never will be.");
+  families.Gauge("spillway_rebuild_failed_sequences",
+                 "Sequences found at the start that cannot be served again.");
   families.Value(rebuild.failed_count);
-  families.Gauge("spillway_rebuild_row_bytes", "Rows whose codes were made anew.");
+  families.Gauge("spillway_rebuild_row_bytes", "Bytes of rows whose codes were computed again.");
   families.Value(rebuild.row_bytes);
   const auto add = [&](const auto& value) {
     for (size_t i = 0; i < model_count; ++i) {
@@ -315,12 +329,12 @@ void AddHoldings(const Engine& engine, const Holdings& holdings, size_t model_co
   };
   families.Gauge("spillway_model_sequences", "Sequences of a model.");
   add([](const Holdings::OfModel& held) { return held.sequence_count; });
-  families.Gauge("spillway_model_tokens", "Tokens held of a model.");
+  families.Gauge("spillway_model_tokens", "Tokens of all sequences of a model.");
   add([](const Holdings::OfModel& held) { return held.token_count; });
-  families.Gauge("spillway_model_free_tokens", "Tokens of a model that still fit.");
+  families.Gauge("spillway_model_free_tokens", "Tokens of a model that still fit into memory.");
   add([](const Holdings::OfModel& held) { return held.free_token_count; });
   families.Counter("spillway_model_attended_tokens_total",
-                   "Query tokens of a model that every layer has attended.");
+                   "Query tokens of a model that were attended in every layer.");
   add([](const Holdings::OfModel& held) {
     return held.model->work.attend_count.load() / held.model->spec.layer_count;
   });

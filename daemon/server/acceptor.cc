@@ -65,8 +65,9 @@ absl::Status Acceptor::Check(absl::Duration timeout) {
   Wake();
   while (wake_count_ == before && !stopped_) {
     if (woken_.WaitUntil(mutex_, deadline)) continue;
-    return absl::DeadlineExceededError(absl::StrCat(
-        "the thread that accepts connections gave no sign for ", absl::FormatDuration(timeout)));
+    return absl::DeadlineExceededError(
+        absl::StrCat("the thread that accepts connections has not answered for ",
+                     absl::FormatDuration(timeout)));
   }
   return absl::OkStatus();
 }

@@ -69,7 +69,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config, cons
   if (!IsLoopback(address)) {
     Log(LogLevel::kWarning, "remote_plaintext",
         {{"address", absl::StrCat("http://", address)},
-         {"advice", "whoever reaches it sees what the daemon holds and does, without TLS"}});
+         {"advice", "everybody who can reach it can read status and metrics, without TLS"}});
   }
   return HttpServer::Start(address, config.allow_remote, server.metrics());
 }
@@ -116,7 +116,7 @@ int WaitForSignal(const Config& config, const sigset_t& signals) {
     if (signal != SIGUSR2 || !config.arena_directory.empty()) return signal;
     Log(LogLevel::kWarning, "not_relaunched",
         {{"signal", "SIGUSR2"},
-         {"advice", "rows would go with the process: memory.arena_directory keeps them"}});
+         {"advice", "rows end with the process: set memory.arena_directory to keep them"}});
   }
 }
 

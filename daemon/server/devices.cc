@@ -59,7 +59,7 @@ absl::StatusOr<std::vector<int>> ChooseGpus(const std::vector<std::string>& name
       const std::string seen = absl::StrJoin(gpus, ", ", [](std::string* out, const GpuName& gpu) {
         absl::StrAppend(out, OrdinalName(gpu.ordinal), " (", gpu.uuid, ")");
       });
-      return absl::NotFoundError(absl::StrCat("device ", name, " is not there; CUDA sees ",
+      return absl::NotFoundError(absl::StrCat("there is no device ", name, "; CUDA sees ",
                                               gpus.empty() ? "no GPU" : seen));
     }
     if (std::find(ordinals.begin(), ordinals.end(), gpu->ordinal) != ordinals.end()) {

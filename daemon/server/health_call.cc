@@ -25,7 +25,7 @@ absl::Status AskHealth(const std::shared_ptr<grpc::Channel>& channel, absl::Dura
   done.WaitForNotification();
   if (status.ok()) return absl::OkStatus();
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()),
-                      absl::StrCat("gRPC's server does not answer: ", status.error_message()));
+                      absl::StrCat("the gRPC server does not answer: ", status.error_message()));
 }
 
 }  // namespace spillway

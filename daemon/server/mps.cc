@@ -32,7 +32,7 @@ std::string Trouble(const MpsControl& control, const MpsSystem& system) {
   if (control.answer != MpsAnswer::kAnswers) return "";
   if (const std::optional<int64_t> other = OtherUser(control, system.User())) {
     return absl::StrCat("the control daemon at ", system.Directory(), " serves user ", *other,
-                        ", and this process is user ", system.User(), "'s");
+                        ", but this process belongs to user ", system.User());
   }
   return "";
 }
@@ -42,7 +42,7 @@ std::string Trouble(const MpsControl& control, const MpsSystem& system) {
 absl::StatusOr<Mps> Mps::Prepare(const Config& config, MpsSystem* system) {
   Mps mps(config.mps, system);
   if (config.devices == std::vector<std::string>{"cpu"}) {
-    if (config.mps == MpsMode::kOn) return Refused("device cpu is no GPU");
+    if (config.mps == MpsMode::kOn) return Refused("device cpu is not a GPU");
     return mps;
   }
   if (config.mps == MpsMode::kOff) {
@@ -64,8 +64,8 @@ absl::StatusOr<Mps> Mps::Prepare(const Config& config, MpsSystem* system) {
     mps.found_ = true;
   } else if (has_pipe) {
     // In a container that is given the pipe alone CUDA attaches all the same.
-    mps.why_ = absl::StrCat("a control daemon's pipe is at ", directory, ", and no ",
-                            kMpsControlProgram, " to ask it with");
+    mps.why_ = absl::StrCat("a control daemon's pipe is at ", directory, ", but there is no ",
+                            kMpsControlProgram, " to query it");
     mps.found_ = true;
   } else if (config.mps == MpsMode::kAuto) {
     mps.why_ = absl::StrCat("no control daemon answers at ", directory);
@@ -102,14 +102,14 @@ absl::StatusOr<std::optional<Mps::Report>> Mps::Check(
   }
   if (shared.empty() && apart.empty()) {
     if (mode_ == MpsMode::kOn) {
-      return Refused("no GPU can be used, so there is none to share (--device says which)");
+      return Refused("there is no GPU that can be used (see --device)");
     }
     return std::nullopt;
   }
   if (mode_ == MpsMode::kOff && !shared.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("--mps off: CUDA shares ", absl::StrJoin(shared, ", "),
-                     " by way of MPS all the same; end its control daemon, or leave --mps out"));
+                     " through MPS anyway; stop the MPS control daemon, or omit --mps"));
   }
   if (apart.empty()) {
     return Report{.attached = true,
@@ -120,15 +120,15 @@ absl::StatusOr<std::optional<Mps::Report>> Mps::Check(
   const std::string unsaid = unknown ? "; this driver does not say whether CUDA is attached" : "";
   if (mode_ == MpsMode::kOn) {
     return Refused(absl::StrCat("CUDA does not share ", absl::StrJoin(apart, ", "),
-                                " by way of MPS: ", why_, unsaid,
+                                " through MPS: ", why_, unsaid,
                                 "; see the log in CUDA_MPS_LOG_DIRECTORY, and whether the control "
                                 "daemon was started with another CUDA_VISIBLE_DEVICES"));
   }
   return Report{.warning = found_,
                 .reason = absl::StrCat(absl::StrJoin(apart, ", "), ": ", why_, unsaid),
                 .advice =
-                    "kernels of clients take turns with the daemon's; --mps on shares the "
-                    "GPU, and starts a control daemon where none runs"};
+                    "kernels of clients take turns with the daemon's; --mps on shares the GPU, and "
+                    "starts a control daemon if none runs"};
 }
 
 }  // namespace spillway

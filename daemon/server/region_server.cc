@@ -155,7 +155,7 @@ class RegionServer::Loop {
       for (const std::shared_ptr<Region>& region : *regions) {
         if (region->id != name.substr(kCollection.size())) continue;
         if (region->memory == nullptr) {
-          Send(fd, "this region is of a GPU: its handle came with its attach");
+          Send(fd, "this region is in GPU memory: AttachRegion returned its handle");
         } else {
           Send(fd, "ok", region->memory->descriptor());
         }

@@ -156,7 +156,7 @@ struct Server::Impl {
   // Takes files anew that have changed.
   void Reload() {
     if (tls != nullptr) Tell("tls", tls->Reload(), "the certificate of before is shown on");
-    if (tokens != nullptr) Tell("tokens", tokens->Reload(), "the tokens of before are taken on");
+    if (tokens != nullptr) Tell("tokens", tokens->Reload(), "the earlier tokens stay in force");
   }
   void Tell(const std::string& what, const absl::StatusOr<bool>& reloaded,
             const std::string& instead) {
@@ -269,7 +269,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
     if (impl->tls == nullptr && !IsLoopback(address)) {
       Log(LogLevel::kWarning, "remote_plaintext",
           {{"address", impl->address},
-           {"advice", "whoever reaches it sees and may change what passes: set tls.certificate"}});
+           {"advice",
+            "others on the network can read and change all messages: set tls.certificate"}});
     }
   }
   grpc::ServerBuilder builder;
@@ -299,7 +300,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   builder.SetResourceQuota(quota);
   builder.experimental().SetInterceptorCreators(CallInterceptors(impl->calls));
   impl->server = builder.BuildAndStart();
-  if (impl->server == nullptr) return absl::UnavailableError("gRPC's server does not start");
+  if (impl->server == nullptr) return absl::UnavailableError("the gRPC server did not start");
   impl->health = impl->server->GetHealthCheckService();
   impl->health.load()->SetServingStatus(true);
   impl->ReportReadiness();
@@ -334,12 +335,11 @@ absl::Status Server::CheckServing(absl::Duration timeout) {
   }
   const absl::Duration turn = absl::FromChrono(impl_->sweeper.since_last_turn());
   if (turn > timeout + kSweepPeriod) {
-    return absl::DeadlineExceededError(
-        absl::StrCat("the thread that looks after sequences had its last turn ",
-                     absl::FormatDuration(turn), " ago"));
+    return absl::DeadlineExceededError(absl::StrCat(
+        "the thread that deletes expired sequences last ran ", absl::FormatDuration(turn), " ago"));
   }
   if (impl_->context.engine.device_watch().all_lost()) {
-    return absl::UnavailableError("every device only fails");
+    return absl::UnavailableError("all devices are lost");
   }
   const absl::Status answered = AskHealth(InProcessChannel(), timeout);
   // What shuts down answers no more, and is none the worse for it.

@@ -204,8 +204,8 @@ grpc::ServerUnaryReactor* AdminService::GetStatistics(grpc::CallbackServerContex
     return Answer(
         services_, context,
         WithReason(absl::PermissionDeniedError(
-                       "include_metrics: metrics are of all namespaces, and no token's to "
-                       "see; the daemon's http.listen serves them"),
+                       "include_metrics: metrics are about all namespaces and cannot be read with "
+                       "a token; the address http.listen of the daemon has them"),
                    "METRICS_OF_ALL"));
   }
   std::shared_ptr<Model> asked;

@@ -32,8 +32,9 @@ class CallThreads {
       const MutexLock lock(mutex_);
       if (count_ == count_max_) {
         return WithReason(
-            absl::ResourceExhaustedError(absl::StrCat(
-                count_, " ", what_, " already, the most at once: call again when one is done")),
+            absl::ResourceExhaustedError(
+                absl::StrCat(count_, " ", what_,
+                             " already, the most at the same time: call again when one has ended")),
             "CALL_THREADS_EXHAUSTED");
       }
       ++count_;

@@ -82,7 +82,7 @@ absl::Status TokenOutOfRange(const std::string& what, int64_t token, int64_t len
 absl::StatusOr<FetchChoice> ChoiceFromProto(const v1::FetchPagesRequest& request,
                                             const ModelSpec& spec) {
   if (request.has_selection() && request.has_tokens()) {
-    return InvalidField("tokens", "a selection is given too: one of them says which rows");
+    return InvalidField("tokens", "selection is set too: set only one of them");
   }
   return request.has_tokens() ? RangeFromProto(request.tokens())
                               : SelectionFromProto(request.selection(), spec);

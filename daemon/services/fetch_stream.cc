@@ -54,9 +54,9 @@ absl::Status FetchStream::Start(const v1::FetchPagesRequest& request) {
 
 absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
   if (request.has_k() || request.has_v()) {
-    return InvalidField(request.has_k() ? "k" : "v",
-                        "how many rows the queries choose is not known before: Select them, and "
-                        "give the selection");
+    return InvalidField(
+        request.has_k() ? "k" : "v",
+        "needs selection or tokens: the number of rows that a query chooses is not known before");
   }
   ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_, caller_, request.item(), "item."));
   model_ = item.sequence->model;
@@ -106,7 +106,8 @@ absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
 
 absl::Status FetchStream::ParseTargets(const v1::FetchPagesRequest& request) {
   if (request.has_k() != request.has_v()) {
-    return InvalidField(request.has_k() ? "v" : "k", "is not set: both k and v are, or neither");
+    return InvalidField(request.has_k() ? "v" : "k",
+                        "is not set, but the other is: set both k and v, or neither");
   }
   if (!request.has_k()) return absl::OkStatus();
   const ModelSpec& spec = model_->spec;
@@ -122,10 +123,10 @@ absl::Status FetchStream::ParseTargets(const v1::FetchPagesRequest& request) {
       v_, TargetOf(request.v(), shape, spec.dtype, CallerRegions(services_.regions, caller_), "v",
                    TensorMemory::kAny));
   if (k_->region->on_gpu != v_->region->on_gpu) {
-    return InvalidField("v.region", "one of k and v lies in GPU memory, not both");
+    return InvalidField("v.region", "only one of k and v is in GPU memory");
   }
   if (k_->region->gpu() == v_->region->gpu()) return absl::OkStatus();
-  return InvalidField("v.region", "k and v lie in the memory of two GPUs");
+  return InvalidField("v.region", "k and v are in the memory of two GPUs");
 }
 
 void FetchStream::CopyRows(SharedRows shared) {

@@ -13,8 +13,8 @@ namespace {
 constexpr int kFieldCountMax = 16384;
 
 absl::Status Unreadable(const google::protobuf::MessageLite& message, const std::string& why) {
-  return WithReason(absl::InvalidArgumentError(
-                        absl::StrCat("the message is no ", message.GetTypeName(), ": ", why)),
+  return WithReason(absl::InvalidArgumentError(absl::StrCat("the message is not a valid ",
+                                                            message.GetTypeName(), ": ", why)),
                     "MESSAGE_UNREADABLE", {{"message", message.GetTypeName()}});
 }
 
@@ -54,8 +54,9 @@ absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite
   bytes.Clear();
   if (parsed) return absl::OkStatus();
   // gRPC passes on as they are those that are compressed in a way that it does not know.
-  return Unreadable(message, absl::StrCat("its ", length,
-                                          " bytes do not parse; only gzip and deflate are undone"));
+  return Unreadable(
+      message, absl::StrCat("its ", length,
+                            " bytes do not parse; only gzip and deflate compression is supported"));
 }
 
 }  // namespace spillway

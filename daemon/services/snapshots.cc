@@ -20,7 +20,7 @@ absl::Status Parse(const SnapshotFolder& folder, const std::string& bytes, const
                    google::protobuf::MessageLite& message) {
   if (message.ParseFromString(bytes)) return absl::OkStatus();
   return absl::DataLossError(
-      absl::StrCat(folder.PathOf(kManifestName), ": \"", what, "\" is no such message"));
+      absl::StrCat(folder.PathOf(kManifestName), ": \"", what, "\" does not parse"));
 }
 
 absl::Status Differs(const SnapshotFolder& folder, const std::string& why) {
@@ -35,7 +35,7 @@ absl::StatusOr<std::string> FolderOf(const ServiceContext& services, const Calle
   if (!caller.is_tenant()) return asked;
   if (services.snapshot_folder == "/") {
     return absl::FailedPreconditionError(
-        "snapshots.folder is \"/\", where any folder may be named: with tokens there are no "
+        "snapshots.folder is \"/\", which allows any folder: callers with a token cannot use "
         "snapshots then");
   }
   return absl::StrCat(std::string(caller.name_space()), "/", asked);
@@ -52,7 +52,7 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const Caller& cal
       ParseName(asked.empty() ? saved.name() : asked, "models", "sequence.model");
   if (!id.ok()) {
     return asked.empty() ? absl::DataLossError(absl::StrCat(folder.PathOf(kManifestName),
-                                                            ": the model's name is none"))
+                                                            ": the model's name is not valid"))
                          : id.status();
   }
   absl::StatusOr<std::shared_ptr<Model>> model = engine.registry().FindModel(caller.IdOf(*id));

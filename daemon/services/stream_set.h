@@ -43,7 +43,8 @@ class StreamSet {
     const MutexLock lock(mutex_);
     if (static_cast<int>(streams_.size()) >= count_max_) {
       return WithReason(absl::ResourceExhaustedError(absl::StrCat(
-                            streams_.size(), " streams are open already, the most allowed")),
+                            streams_.size(),
+                            " streams are open already, the limit server.open_stream_count_max")),
                         "STREAM_COUNT_EXHAUSTED",
                         {{"open_stream_count_max", absl::StrCat(count_max_)}});
     }

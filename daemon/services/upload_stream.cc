@@ -73,12 +73,12 @@ absl::Status UploadStream::Begin(const v1::UploadHashWeightsRequest& request) {
   }
   if (model->ready()) {
     return WithReason(
-        absl::FailedPreconditionError(absl::StrCat(model->name, " awaits no hash weights")),
+        absl::FailedPreconditionError(absl::StrCat(model->name, " does not wait for hash weights")),
         "WEIGHTS_NOT_AWAITED");
   }
   if (model->uploading.test_and_set(std::memory_order_acquire)) {
     return WithReason(
-        absl::AbortedError(absl::StrCat("another upload to ", model->name, " is under way")),
+        absl::AbortedError(absl::StrCat("another upload to ", model->name, " is in progress")),
         "UPLOAD_UNDER_WAY");
   }
   model_ = std::move(model);

@@ -85,7 +85,8 @@ absl::Status SnapshotFile::Read(std::span<std::byte> into) {
     if (count < 0) {
       return absl::DataLossError(SystemError(absl::StrCat("cannot read ", path_)).message());
     }
-    if (count == 0) return absl::DataLossError(absl::StrCat(path_, " ends before its end"));
+    if (count == 0)
+      return absl::DataLossError(absl::StrCat(path_, " is shorter than it was when it was opened"));
     into = into.subspan(static_cast<size_t>(count));
   }
   return absl::OkStatus();
@@ -104,10 +105,10 @@ absl::StatusOr<SnapshotFolder> SnapshotFolder::OpenToLoad(const std::string& roo
 absl::StatusOr<SnapshotFolder> SnapshotFolder::Open(const std::string& root,
                                                     const std::string& name, bool to_save) {
   if (root.empty()) {
-    return WithReason(absl::FailedPreconditionError(
-                          "no folder for snapshots: the daemon's setting snapshots.folder "
-                          "(--snapshot-folder) names it"),
-                      "NO_SNAPSHOT_FOLDER");
+    return WithReason(
+        absl::FailedPreconditionError(
+            "the daemon has no folder for snapshots: set snapshots.folder (--snapshot-folder)"),
+        "NO_SNAPSHOT_FOLDER");
   }
   Descriptor folder;
   std::string path;
@@ -148,14 +149,15 @@ absl::StatusOr<SnapshotFile> SnapshotFolder::Open(const std::string& name) const
   Descriptor file(
       openat(folder_.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!file.valid()) {
-    if (errno == ENOENT) return absl::NotFoundError(absl::StrCat(path, " is not there"));
-    if (errno == ELOOP) return absl::FailedPreconditionError(absl::StrCat(path, " is a link"));
+    if (errno == ENOENT) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
+    if (errno == ELOOP)
+      return absl::FailedPreconditionError(absl::StrCat(path, " is a symbolic link"));
     return SystemError(absl::StrCat("cannot open ", path));
   }
   struct stat info {};
   if (fstat(file.get(), &info) != 0) return SystemError(absl::StrCat("cannot read ", path));
   if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(absl::StrCat(path, " is no regular file"));
+    return absl::FailedPreconditionError(absl::StrCat(path, " is not a regular file"));
   }
   return SnapshotFile(std::move(file), path, info.st_size);
 }

@@ -25,7 +25,7 @@ std::span<std::byte> BytesOf(std::string& text) {
 
 absl::Status OtherBytes(const std::string& path) {
   return absl::DataLossError(
-      absl::StrCat(path, " has other bytes than the manifest's digest is of"));
+      absl::StrCat(path, " does not have the digest that the manifest names"));
 }
 
 // Of the size that the manifest says.

@@ -34,7 +34,7 @@ absl::Status Damaged(std::string_view what) {
 absl::Status CheckMembers(const Json& object, std::initializer_list<const char*> names,
                           std::string_view what) {
   if (!object.is_object() || object.size() != names.size()) {
-    return Damaged(absl::StrCat(std::string(what), " has other members than it should"));
+    return Damaged(absl::StrCat(std::string(what), " has unexpected members"));
   }
   for (const char* name : names) {
     if (!object.contains(name)) {
@@ -57,7 +57,7 @@ absl::StatusOr<int64_t> Integer(const Json& object, const char* name, int64_t lo
 absl::StatusOr<std::string> Digest(const Json& object, const char* name) {
   const Json& value = object.at(name);
   if (!value.is_string() || !IsDigest(value.get_ref<const std::string&>(), kDigestDigits)) {
-    return Damaged(absl::StrCat("\"", name, "\" is no SHA-256 digest"));
+    return Damaged(absl::StrCat("\"", name, "\" is not a SHA-256 digest"));
   }
   return value.get<std::string>();
 }
@@ -66,7 +66,7 @@ absl::StatusOr<std::string> Base64(const Json& object, const char* name) {
   const Json& value = object.at(name);
   std::string bytes;
   if (!value.is_string() || !absl::Base64Unescape(value.get_ref<const std::string&>(), &bytes)) {
-    return Damaged(absl::StrCat("\"", name, "\" is no base64"));
+    return Damaged(absl::StrCat("\"", name, "\" is not base64"));
   }
   return bytes;
 }
@@ -74,18 +74,18 @@ absl::StatusOr<std::string> Base64(const Json& object, const char* name) {
 absl::Status CheckName(const Json& object, const std::string& name) {
   const Json& value = object.at("name");
   if (value.is_string() && value.get_ref<const std::string&>() == name) return absl::OkStatus();
-  return Damaged(absl::StrCat("a file is not called ", name, ", as its digest and place say"));
+  return Damaged(absl::StrCat("a file is not called ", name, ", as its digest and tokens require"));
 }
 
 // The text before the digest; checks the digest.
 absl::Status CheckDigest(std::string_view text) {
-  if (text.size() < kTailSize) return Damaged("it ends before its end");
+  if (text.size() < kTailSize) return Damaged("it is cut off");
   const std::string_view body = text.substr(0, text.size() - kTailSize);
   const std::string_view tail = text.substr(body.size());
   const std::string_view digest = tail.substr(kTailBegin.size(), kDigestDigits);
   if (!tail.starts_with(kTailBegin) || !tail.ends_with(kTailEnd) ||
       digest != Sha256::Of(std::string(body))) {
-    return Damaged("its bytes are not those that its digest is of");
+    return Damaged("its digest does not match its bytes");
   }
   return absl::OkStatus();
 }
@@ -97,8 +97,8 @@ absl::StatusOr<Json> ParseJson(std::string_view text) {
     return !deep;
   };
   Json json = Json::parse(text.begin(), text.end(), filter, /*allow_exceptions=*/false);
-  if (deep) return Damaged("it is nested too deep");
-  if (json.is_discarded() || !json.is_object()) return Damaged("it is no JSON object");
+  if (deep) return Damaged("it is nested too deeply");
+  if (json.is_discarded() || !json.is_object()) return Damaged("it is not a JSON object");
   return json;
 }
 
@@ -164,7 +164,7 @@ absl::StatusOr<Manifest> ParseManifest(std::string_view text) {
   RETURN_IF_ERROR(CheckDigest(text));
   ASSIGN_OR_RETURN(const Json json, ParseJson(text));
   if (!json.contains("format") || json["format"] != kFormat || !json.contains("format_version")) {
-    return Damaged("it is no snapshot's");
+    return Damaged("it does not belong to a snapshot");
   }
   if (json["format_version"] != kVersion) {
     return WithReason(
@@ -179,7 +179,7 @@ absl::StatusOr<Manifest> ParseManifest(std::string_view text) {
        "token_count", "tokens_per_file", "client_data", "files", "sha256"},
       "it"));
   Manifest manifest;
-  if (!json["model"].is_object()) return Damaged("\"model\" is no object");
+  if (!json["model"].is_object()) return Damaged("\"model\" is not an object");
   manifest.model_json = json["model"].dump(-1, ' ', false, Json::error_handler_t::replace);
   ASSIGN_OR_RETURN(manifest.model_message, Base64(json, "model_message"));
   ASSIGN_OR_RETURN(manifest.sequence_message, Base64(json, "sequence_message"));

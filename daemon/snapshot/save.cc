@@ -126,8 +126,8 @@ absl::Status CheckReplaceable(const SnapshotFolder& folder) {
     return absl::OkStatus();
   }
   return WithReason(
-      absl::FailedPreconditionError(absl::StrCat(folder.PathOf(kManifestName),
-                                                 " is not a snapshot's: choose another folder")),
+      absl::FailedPreconditionError(absl::StrCat(
+          folder.PathOf(kManifestName), " does not belong to a snapshot: choose another folder")),
       "NOT_A_SNAPSHOT", {{"folder", folder.path()}});
 }
 

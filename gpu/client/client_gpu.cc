@@ -49,8 +49,8 @@ class CudaClientGpu final : public ClientGpu {
     ASSIGN_OR_RETURN(const bool captured, cuda::IsCaptured(static_cast<cudaStream_t>(stream)));
     if (!captured) return absl::OkStatus();
     return absl::FailedPreconditionError(
-        "the stream is being captured: a daemon's attends are calls, which no graph holds; an "
-        "embedded engine's can be captured");
+        "the stream is being captured: attends of a daemon are calls, which a graph cannot "
+        "contain; those of an embedded engine can be captured");
   }
 
   absl::Status PutInputs(const StepRows& q_rows, const StepRows& kv_rows,
@@ -120,8 +120,8 @@ absl::StatusOr<std::unique_ptr<ClientGpu>> CreateClientGpu(const std::string& uu
                                                            std::string_view handle) {
   cudaIpcMemHandle_t opened;
   if (handle.size() != sizeof(opened)) {
-    return absl::InvalidArgumentError(absl::StrCat("a handle of ", handle.size(), " bytes, not ",
-                                                   sizeof(opened), ", is none of CUDA's"));
+    return absl::InvalidArgumentError(absl::StrCat("the handle has ", handle.size(), " bytes, not ",
+                                                   sizeof(opened), " as CUDA's have"));
   }
   std::memcpy(&opened, handle.data(), sizeof(opened));
   for (const CudaDeviceInfo& gpu : ListCudaDevices()) {
@@ -143,7 +143,7 @@ absl::StatusOr<std::unique_ptr<ClientGpu>> CreateClientGpu(const std::string& uu
                                            std::move(put), std::move(taken));
   }
   return absl::NotFoundError(absl::StrCat("this process does not see the daemon's ", uuid,
-                                          ": CUDA_VISIBLE_DEVICES, or the driver, hides it"));
+                                          ": CUDA_VISIBLE_DEVICES or the driver hides it"));
 }
 
 }  // namespace spillway

@@ -252,7 +252,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   cudaGetLastError();
   if (options.ordinal < 0 || options.ordinal >= count) {
     return absl::NotFoundError(
-        absl::StrCat("GPU ", options.ordinal, " is not there: CUDA sees ", count, " GPUs"));
+        absl::StrCat("there is no GPU ", options.ordinal, ": CUDA sees ", count, " GPUs"));
   }
   const CurrentDevice current(options.ordinal);
   RETURN_IF_ERROR(current.status());
@@ -274,8 +274,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   if (resident_limit > resident_most) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--gpu-resident-limit: ", options.resident_limit_bytes, " bytes are more than ",
-        resident_most, ": three quarters of what the GPU memory limit of ", limit,
-        " leaves beside workspaces, for codes need the rest"));
+        resident_most, ", three quarters of the GPU memory limit of ", limit,
+        " without workspaces: codes need the rest"));
   }
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();

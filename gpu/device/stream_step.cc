@@ -228,7 +228,7 @@ absl::Status CudaStreamStep::Open() {
   if (home_.model->methods_encode()) {
     return absl::UnimplementedError(
         absl::StrCat("steps on a stream of ", std::string(home_.gpu.name),
-                     ": codes of this model's hash are made by jobs alone"));
+                     ": not for models with this kind of hash weights"));
   }
   for (const StreamStepPart& part : options_.parts) {
     const Policy& policy = part.policy;
@@ -304,8 +304,8 @@ absl::Status CheckNotCaptured(cudaStream_t stream) {
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
   if (!captured) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      "the stream is being captured: only attends can be, and tokens are announced before each "
-      "replay");
+      "the stream is being captured: only attends can be captured, and each step must begin before "
+      "the graph is replayed");
 }
 
 absl::Status CudaStreamStep::CheckLengths() const {

@@ -38,7 +38,7 @@ absl::Status CheckWritten(const ModelSpec& spec, int layer, const LayerRows& row
 
 absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work) {
   if (work.on_gpu) {
-    return absl::InvalidArgumentError("K and V lie in GPU memory, which the device does not read");
+    return absl::InvalidArgumentError("K and V are in GPU memory, which the device cannot read");
   }
   if (work.rows_present) {
     work.rows->Commit(work.start + work.count);

@@ -11,13 +11,13 @@ namespace spillway {
 inline absl::Status NonFiniteLogitError(int64_t token, int layer, int kv_head) {
   return absl::OutOfRangeError(absl::StrCat("the logit of token ", token, " at layer ", layer,
                                             ", KV head ", kv_head,
-                                            " is not finite: q.k passes fp32's range"));
+                                            " is not finite: q.k exceeds the range of float32"));
 }
 
 inline absl::Status NonFiniteOutputError(int64_t query, int64_t query_head, int layer) {
   return absl::OutOfRangeError(
       absl::StrCat("the output of query ", query, ", query head ", query_head, " at layer ", layer,
-                   " is not finite: sums of its values pass fp32's range"));
+                   " is not finite: sums of its values exceed the range of float32"));
 }
 
 // Of a row that an append brings. what: "K" or "V".

@@ -34,7 +34,7 @@ int64_t FetchWork::row_count() const {
 
 absl::Status FetchRows(const FetchWork& work) {
   if (work.on_gpu) {
-    return absl::InvalidArgumentError("k and v lie in GPU memory, which the device does not write");
+    return absl::InvalidArgumentError("k and v are in GPU memory, which the device cannot write");
   }
   const int heads = work.rows.kv_head_count();
   const auto count = [&](int head) {

@@ -338,9 +338,10 @@ class PlacedDevice final : public Device {
     for (size_t i = 0; i < options.parts.size(); ++i) {
       PlacedSequence& placed = Placed(*options.parts[i].sequence);
       if (i > 0 && placed.device() != device) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "parts[", i, "] lives on ", devices_[placed.device()]->info().name, ", parts[0] on ",
-            devices_[device]->info().name, ": a step on a stream is of one device's"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("parts[", i, "] is on ", devices_[placed.device()]->info().name,
+                         ", parts[0] on ", devices_[device]->info().name,
+                         ": the sequences of a step on a stream must be on one device"));
       }
       device = placed.device();
       options.parts[i].sequence = &placed.inner();

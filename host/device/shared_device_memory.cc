@@ -13,10 +13,10 @@ absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> Device::AllocateShared(std::
   for (const Device* part : parts()) {
     if (!part->info().Is(device)) continue;
     return absl::InvalidArgumentError(absl::StrCat(
-        std::string(device), " has no memory of its own: only a GPU's can be shared so"));
+        std::string(device), " has no memory of its own: only GPU memory can be shared this way"));
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("value ", std::string(device), " is none of the engine's devices: ",
+      absl::StrCat("value ", std::string(device), " is not a device of the engine, which has: ",
                    absl::StrJoin(parts(), ", ", [](std::string* out, const Device* part) {
                      absl::StrAppend(out, part->info().name);
                      if (!part->info().uuid.empty())

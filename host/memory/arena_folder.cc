@@ -27,7 +27,7 @@ absl::Status CheckFolder(int folder, const std::string& path) {
   }
   if (info.st_uid != geteuid()) {
     return absl::PermissionDeniedError(absl::StrCat(path, " belongs to user ", info.st_uid,
-                                                    ", not to this one (", geteuid(), ")"));
+                                                    ", not to this user (", geteuid(), ")"));
   }
   if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
     return absl::PermissionDeniedError(
@@ -36,8 +36,7 @@ absl::Status CheckFolder(int folder, const std::string& path) {
   if (system.f_type != TMPFS_MAGIC && system.f_type != HUGETLBFS_MAGIC) {
     return absl::FailedPreconditionError(absl::StrCat(
         path,
-        " is not in memory: rows are kept in a folder of tmpfs or hugetlbfs, such as one "
-        "below /dev/shm"));
+        " is not on tmpfs or hugetlbfs; choose a folder that is, such as one below /dev/shm"));
   }
   return absl::OkStatus();
 }
@@ -68,7 +67,7 @@ absl::StatusOr<ArenaFolder> ArenaFolder::Open(const std::string& path) {
   if (flock(folder.lock_, LOCK_EX | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK) return SystemError(absl::StrCat("cannot lock ", path));
     return absl::AlreadyExistsError(
-        absl::StrCat(Holder(folder.lock_), " keeps its rows in ", path, "; a folder is for one"));
+        absl::StrCat(Holder(folder.lock_), " keeps its rows in ", path, "; choose another folder"));
   }
   const std::string number = absl::StrCat(getpid());
   if (ftruncate(folder.lock_, 0) == 0) {

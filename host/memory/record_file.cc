@@ -44,7 +44,7 @@ absl::StatusOr<std::unique_ptr<RecordFile>> RecordFile::Open(std::unique_ptr<Are
   ASSIGN_OR_RETURN(const int64_t size, file->size_bytes());
   if (size % kGrowthBytes != 0 || size > kCapacityBytes) {
     return absl::FailedPreconditionError(
-        absl::StrCat(file->path(), " has ", size, " bytes: it is no file of Spillway's"));
+        absl::StrCat(file->path(), " has ", size, " bytes: it is not a file of Spillway"));
   }
   void* const base = mmap(nullptr, static_cast<size_t>(kCapacityBytes), PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -76,16 +76,16 @@ absl::Status RecordFile::ReadHeader(uint64_t rows_number) {
     return absl::OkStatus();
   }
   if (magic != MagicWord()) {
-    return absl::FailedPreconditionError(absl::StrCat(file_->path(), " is no file of Spillway's"));
+    return absl::FailedPreconditionError(absl::StrCat(file_->path(), " is not a file of Spillway"));
   }
   if (header.version != kVersion || header.record_bytes != Record::kBytes) {
     return absl::FailedPreconditionError(absl::StrCat(
-        file_->path(), " is of version ", header.version, ", and this build reads version ",
-        kVersion, ": start the build that wrote it, or delete the folder's files"));
+        file_->path(), " has version ", header.version, ", but this build reads version ", kVersion,
+        ": start the build that wrote it, or delete the folder's files"));
   }
   if (header.rows_number != rows_number) {
     return absl::FailedPreconditionError(
-        absl::StrCat(file_->path(), " was written beside another file of rows; delete both"));
+        absl::StrCat(file_->path(), " does not belong to the file of rows beside it; delete both"));
   }
   identity_.assign(header.identity, sizeof(header.identity));
   return absl::OkStatus();

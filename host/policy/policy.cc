@@ -77,7 +77,7 @@ void CheckCandidates(const Policy& policy, const ModelSpec& spec, FieldChecks& c
     return;
   }
   if (*policy.candidate_selector == Selector::kAll) {
-    checks.Add("candidates.selector", "SELECTOR_ALL finds nothing; leave candidates unset");
+    checks.Add("candidates.selector", "SELECTOR_ALL selects nothing; leave candidates unset");
   } else {
     CheckSelector("candidates.selector", *policy.candidate_selector, spec, checks);
   }
@@ -144,7 +144,7 @@ void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks)
   const TailMethod* tail = FindMethod(policy.tail);
   if (tail != nullptr && !tail->limited && policy.row_count_max != 0) {
     checks.Add("row_count_max",
-               absl::StrCat(ApiName(policy.tail), " takes what it finds and knows no limit"));
+               absl::StrCat(ApiName(policy.tail), " supports no limit: leave it 0"));
   }
   if (policy.bound > Bound::kRatio) {
     checks.Add("bound", absl::StrCat("value ", static_cast<int>(policy.bound), " is unknown"));

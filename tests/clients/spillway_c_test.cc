@@ -310,8 +310,9 @@ TEST_F(StreamedStepInCTest, RefusesWhatIsNoStepOfADaemon) {
   shape_.head_dim = 1;
   description_ = "\xff";
   EXPECT_EQ(Begin(channel), nullptr);
-  EXPECT_EQ(Failure(), std::pair(static_cast<int>(grpc::StatusCode::INVALID_ARGUMENT),
-                                 std::string("the description is no spillway.v1.DecodeStep")));
+  EXPECT_EQ(Failure(),
+            std::pair(static_cast<int>(grpc::StatusCode::INVALID_ARGUMENT),
+                      std::string("the description is not a serialised spillway.v1.DecodeStep")));
   spillway_channel_close(channel);
   const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
   channel = spillway_channel_embed(settings, 3);
@@ -338,7 +339,7 @@ TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   EXPECT_EQ(shares[1].code, grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(spillway_steps_attend(shares + 1, 1, 0, &tensors_, kForEver),
             grpc::StatusCode::INTERNAL);
-  EXPECT_EQ(Failure().second, "the daemon's answer makes no sense");
+  EXPECT_EQ(Failure().second, "the daemon's answer is not valid");
   EXPECT_EQ(spillway_steps_await(shares, 2, &tensors_, 0), grpc::StatusCode::UNAVAILABLE);
   for (const spillway_step_share& share : shares) spillway_step_end(share.step);
   spillway_channel_close(there);
@@ -421,7 +422,7 @@ TEST(EmbedInCTest, RefusesWhatItCannotBe) {
            Case{"memory.limits=1GiB", grpc::StatusCode::INVALID_ARGUMENT,
                 "unknown key memory.limits"},
            Case{"server.listen=unix:/tmp/s", grpc::StatusCode::INVALID_ARGUMENT,
-                "server.listen: an embedded engine listens nowhere"},
+                "server.listen: an embedded engine does not listen"},
        }) {
     EXPECT_EQ(spillway_channel_embed(&refused.setting, 1), nullptr);
     EXPECT_EQ(spillway_error(&message, &details, &size), refused.code);

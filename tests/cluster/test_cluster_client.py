@@ -248,7 +248,9 @@ def test_one_two_and_four_parts_are_the_same_bits(tmp_path: Path) -> None:
 
 def test_splits_that_do_not_go_are_refused(cluster: LocalCluster) -> None:
     with cluster.connect() as client:
-        with pytest.raises(ValueError, match="3 daemons cannot share 2 KV heads: at most one each"):
+        with pytest.raises(
+            ValueError, match="3 daemons cannot share 2 KV heads: each needs at least one"
+        ):
             client.create_model("n", **SHAPES, part_count=3)
         with pytest.raises(spillway.Unavailable, match="4 daemons are needed, and 3"):
             client.create_model(
@@ -556,12 +558,12 @@ def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
 def test_a_name_of_a_part_is_nobodys(cluster: LocalCluster) -> None:
     with client_of(cluster, 2) as client:
         for name in ("x.0of2", "models.1of3"):
-            with pytest.raises(spillway.InvalidArgument, match="ends as the parts of a model"):
+            with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
                 client.create_model(name, **SHAPES)
-            with pytest.raises(spillway.InvalidArgument, match="ends as the parts of a model"):
+            with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
                 client.create_sequence("models/m", name)
         sequence = client.create_sequence("models/m", "s")
-        with pytest.raises(spillway.InvalidArgument, match="ends as the parts of a model"):
+        with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
             sequence.fork("s.0of2")
         # What looks like one and is none.
         model = client.create_model("m.0", part_count=1, **SHAPES)

@@ -32,9 +32,9 @@ def test_heads_are_dealt_within_each_group_of_layers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 2, 3, 1), "3 daemons cannot share 2 KV heads: at most one each"),
-        ((4, 2, 3, 2), "3 daemons cannot be dealt to 2 groups of layers evenly"),
-        ((4, 2, 0, 1), "0 daemons cannot be dealt to 1 groups of layers evenly"),
+        ((4, 2, 3, 1), "3 daemons cannot share 2 KV heads: each needs at least one"),
+        ((4, 2, 3, 2), "3 daemons cannot be split evenly over 2 groups of layers"),
+        ((4, 2, 0, 1), "0 daemons cannot be split evenly over 1 groups of layers"),
         ((2, 4, 3, 3), r"layer_groups 3 is not in \[1, 2\], the layers"),
     ],
 )

@@ -157,7 +157,7 @@ def test_what_is_refused(cluster: LocalCluster, path: Path, tmp_path: Path) -> N
     bad = tmp_path / "bad.safetensors"
     with cluster.connect(2) as client, model_of(client) as model:
         bad.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-        with pytest.raises(spillway.InvalidArgument, match="is no safetensors file"):
+        with pytest.raises(spillway.InvalidArgument, match="is not a safetensors file"):
             client.upload_hash_weights(model, bad)
         save_file({**weights(), "layers.1.w1": normal(1, 3, DIM, HIDDEN)}, bad)
         with pytest.raises(
@@ -179,7 +179,9 @@ def test_what_is_refused(cluster: LocalCluster, path: Path, tmp_path: Path) -> N
         with pytest.raises(spillway.FailedPrecondition, match="has the hash weights .*bad"):
             client.upload_hash_weights(model, path)
         plain = client.create_model("plain", **SHAPES)
-        with pytest.raises(spillway.FailedPrecondition, match="plain awaits no hash weights"):
+        with pytest.raises(
+            spillway.FailedPrecondition, match="plain does not wait for hash weights"
+        ):
             client.upload_hash_weights(plain, path)
         client.delete_model(plain)
 

@@ -100,7 +100,7 @@ def test_the_program(nodes: RayNodes, expected: list[np.ndarray]) -> None:
             assert "models/m: 3 layers" in status.stdout
             drain = program(nodes, "drain", "daemon-0")
             assert drain.returncode == 0, drain.stderr
-            assert "1 sequences moved, 0 gone meanwhile" in drain.stdout
+            assert "1 sequences moved, 0 deleted meanwhile" in drain.stdout
             for sequence in sequences:
                 assert np.array_equal(decoded(client, sequence, 0), expected[0])
             unknown = program(nodes, "drain", "daemon-7")

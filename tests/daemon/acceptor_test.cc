@@ -133,7 +133,7 @@ TEST(AcceptorThreadTest, OneThatGivesNoSignIsTold) {
   Acceptor acceptor({}, 2, grpc::InsecureServerCredentials(), builder, events);
   const absl::Status status = acceptor.Check(absl::Milliseconds(10));
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(status.message(), "the thread that accepts connections gave no sign for 10ms");
+  EXPECT_EQ(status.message(), "the thread that accepts connections has not answered for 10ms");
 }
 
 // What the kernel does for a client whose host is gone.

@@ -41,7 +41,7 @@ TEST(Config, WhatToDoWhereAGpuIsLostIsOneOfThree) {
               HasSubstr("--when-lost: \"weep\" is not one of stay, restart, cpu"));
   EXPECT_THAT(
       std::string(EmbeddedConfig({{"device.when_lost", "cpu"}}, machine).status().message()),
-      HasSubstr("device.when_lost: an embedded engine does not start its process anew"));
+      HasSubstr("device.when_lost: an embedded engine cannot restart its process"));
 }
 
 TEST(Config, TheMemoryLimitIsThreeQuartersOfWhatThereIs) {
@@ -108,7 +108,8 @@ TEST(Config, MpsIsForGpus) {
 TEST(Config, AnEmbeddedEngineHasItsProcessesCuda) {
   const absl::Status status = EmbeddedConfig({{"device.mps", "on"}}, Machine(24 * kGiB)).status();
   ASSERT_TRUE(absl::IsInvalidArgument(status));
-  EXPECT_THAT(std::string(status.message()), HasSubstr("device.mps: an embedded engine shares"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("device.mps: an embedded engine uses CUDA as its process"));
 }
 
 // Sets an environment variable, or removes it, for as long as it lives.

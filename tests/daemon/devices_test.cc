@@ -28,7 +28,7 @@ TEST(ChooseGpus, RefusesWhatIsNotThereAndSaysWhatIs) {
   const absl::Status status = ChooseGpus({"cuda:0", "cuda:2"}, kGpus).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
   EXPECT_THAT(std::string(status.message()),
-              AllOf(HasSubstr("cuda:2 is not there"), HasSubstr("cuda:3 (GPU-dd)")));
+              AllOf(HasSubstr("there is no device cuda:2"), HasSubstr("cuda:3 (GPU-dd)")));
   EXPECT_THAT(std::string(ChooseGpus({"GPU-cc"}, {}).status().message()), HasSubstr("no GPU"));
 }
 

@@ -293,7 +293,7 @@ TEST_F(DoorbellDecoderTest, ASequenceIsHeldByOneAtATime) {
   rung = 0;
   const DoorbellAnswer second = Open();
   EXPECT_EQ(second.code, 9);
-  EXPECT_THAT(Told(second), HasSubstr("is held by a decoder"));
+  EXPECT_THAT(Told(second), HasSubstr("is held by an open decoder"));
   EXPECT_EQ(gpu.shared_count(), 1);
   region = first;
   memory = first_memory;

@@ -44,8 +44,9 @@ TEST_F(GpuRegionsTest, AreOfTheDeviceThatIsNamed) {
 
 TEST_F(GpuRegionsTest, ADeviceThatIsNotThereIsNamed) {
   for (const auto& [name, told] :
-       {std::pair("cuda:1", "value cuda:1 is none of the engine's devices: cuda:0 (GPU-a)"),
-        std::pair("GPU-b", "value GPU-b is none of")}) {
+       {std::pair("cuda:1",
+                  "value cuda:1 is not a device of the engine, which has: cuda:0 (GPU-a)"),
+        std::pair("GPU-b", "value GPU-b is not a device")}) {
     const absl::Status status = regions.AttachGpu(caller, session, 1, name).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
     EXPECT_THAT(status.message(), HasSubstr("device"));
@@ -97,7 +98,7 @@ TEST_F(GpuRegionsTest, OfAnotherDeviceAppendNothing) {
   ASSERT_TRUE(result.has_value());
   EXPECT_TRUE(absl::IsInvalidArgument(result->status())) << result->status();
   EXPECT_THAT(result->status().message(),
-              HasSubstr("chunk.k: lies in the memory of cuda:0, and sequences/s lives on toy:0"));
+              HasSubstr("chunk.k: is in the memory of cuda:0, but sequences/s is on toy:0"));
   EXPECT_EQ(device.waiting_count(), 0);
   EXPECT_EQ(sequence->token_count(), 0);
   // That of the sequence's own goes to it.

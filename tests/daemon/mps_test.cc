@@ -79,7 +79,7 @@ TEST(MpsTest, OffIsRefusedWhereCudaAttachedAllTheSame) {
   ASSERT_TRUE(mps.ok());
   const absl::Status status = mps->Check({Gpu("cuda:0", false), Gpu("cuda:1", true)}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(MessageOf(status), AllOf(HasSubstr("--mps off: CUDA shares cuda:1 by way of MPS"),
+  EXPECT_THAT(MessageOf(status), AllOf(HasSubstr("--mps off: CUDA shares cuda:1 through MPS"),
                                        Not(HasSubstr("cuda:0"))));
 }
 
@@ -99,7 +99,7 @@ TEST(MpsTest, OnIsRefusedForTheCpuAlone) {
   ScriptedSystem system;
   const absl::Status status = Mps::Prepare(With(MpsMode::kOn, {"cpu"}), &system).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(MessageOf(status), HasSubstr("device cpu is no GPU"));
+  EXPECT_THAT(MessageOf(status), HasSubstr("device cpu is not a GPU"));
   EXPECT_THAT(system.done, IsEmpty());
 }
 
@@ -185,7 +185,8 @@ TEST(MpsTest, AnotherUsersServerIsAvoidedOrRefused) {
   EXPECT_THAT(system.done, ElementsAre("ask", "keep away"));
   const absl::Status status = Mps::Prepare(With(MpsMode::kOn), &system).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(MessageOf(status), HasSubstr("serves user 1001, and this process is user 1000's"));
+  EXPECT_THAT(MessageOf(status),
+              HasSubstr("serves user 1001, but this process belongs to user 1000"));
 }
 
 TEST(MpsTest, AServerOfThisUserOrOfRootIsUsed) {
@@ -261,14 +262,14 @@ TEST(MpsTest, OnIsRefusedWhereCudaDidNotAttachAndEndsWhatItStarted) {
     absl::Status status = mps->Check({Gpu("cuda:0", true), Gpu("cuda:1", false)}).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_THAT(MessageOf(status),
-                AllOf(HasSubstr("--mps on: CUDA does not share cuda:1 by way of MPS: started a "
+                AllOf(HasSubstr("--mps on: CUDA does not share cuda:1 through MPS: started a "
                                 "control daemon at /run/mps;"),
                       HasSubstr("CUDA_MPS_LOG_DIRECTORY"), Not(HasSubstr("does not say"))));
     status = mps->Check({Gpu("cuda:0", std::nullopt)}).status();
     EXPECT_THAT(MessageOf(status), HasSubstr("this driver does not say whether CUDA is attached"));
     status = mps->Check({Cpu()}).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(MessageOf(status), HasSubstr("--mps on: no GPU can be used"));
+    EXPECT_THAT(MessageOf(status), HasSubstr("--mps on: there is no GPU that can be used"));
   }
   EXPECT_THAT(system.done, ElementsAre("ask", "start", "quit"));
 }

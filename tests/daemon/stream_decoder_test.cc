@@ -176,7 +176,8 @@ TEST_F(StreamDecoderTest, AStepThatDidNotRunIsTakenBack) {
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   const absl::Status status = decoder->Finish(nullptr);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("none of its layers attended"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("none of the layers of a step were attended"));
   EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
 }
 
@@ -244,7 +245,7 @@ TEST_F(StreamDecoderTest, RefusesWhatDoesNotFit) {
   EXPECT_THAT(refused(part, 2, 1), HasSubstr("token_count_max: value 1 is not in [2, "));
   EXPECT_THAT(refused(part, 2, int64_t{1} << 40), HasSubstr("token_count_max"));
   part.start = 4;
-  EXPECT_THAT(refused(part, 1, 100), HasSubstr("has 5 tokens; a step from 4"));
+  EXPECT_THAT(refused(part, 1, 100), HasSubstr("has 5 tokens, but the step starts at token 4"));
   part.start = 5;
   part.generation = 3;
   EXPECT_THAT(refused(part, 1, 100), HasSubstr("is at generation 0"));
@@ -288,7 +289,7 @@ TEST_F(StreamDecoderTest, LayersAreOfOneLength) {
   ASSERT_TRUE(result->ok());
   const auto decoder = Open({PartOf(sequence)});
   EXPECT_THAT(std::string(decoder->Next(nullptr).message()),
-              HasSubstr("layers of 6 and of 5 tokens"));
+              HasSubstr("layers with 6 and with 5 tokens"));
 }
 
 }  // namespace

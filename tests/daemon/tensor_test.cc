@@ -130,13 +130,13 @@ TEST_F(GpuTensorTest, AnEmbeddedEnginesGpuIsForRowsAlone) {
   const absl::Status status =
       ViewTensor(tensor, {2, 3, 4}, CallerRegions(process, caller), "q").status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
-  EXPECT_THAT(status.message(), HasSubstr("regions/gpu holds rows"));
+  EXPECT_THAT(status.message(), HasSubstr("regions/gpu is only for rows"));
   EXPECT_TRUE(
       ViewTensor(tensor, {2, 3, 4}, CallerRegions(process, caller), "k", TensorMemory::kAny).ok());
   EXPECT_THAT(PlaceTensor(tensor.slice(), 3, DType::kF32, CallerRegions(process, caller), "out")
                   .status()
                   .message(),
-              HasSubstr("regions/gpu holds rows"));
+              HasSubstr("regions/gpu is only for rows"));
 }
 
 }  // namespace

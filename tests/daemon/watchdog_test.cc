@@ -43,7 +43,7 @@ TEST(WatchdogTest, ChecksThatFailGiveNoBeatAndTheNextThatSucceedsDoes) {
         if (++checks <= 2) return absl::OkStatus();
         if (++failed > 5) return absl::OkStatus();
         EXPECT_EQ(beats, 2);
-        return absl::UnavailableError("every device only fails");
+        return absl::UnavailableError("all devices are lost");
       },
       [&] { ++beats; });
   Await(beats, 3);

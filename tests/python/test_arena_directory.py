@@ -195,24 +195,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
             sequence.append(0, 0, k, k)
         each.stop()
         # Less memory than the rows lie in: nothing is lost, and more of it serves them.
-        assert "memory limit" in refused(tmp_path, each.arena, "128MiB")
+        assert "memory.limit leaves only" in refused(tmp_path, each.arena, "128MiB")
         each.start()
         with spillway.connect(each.target) as client:
             assert client.get_sequence("sequences/s").token_count == 150_000
         each.stop()
         (each.arena / "rows").unlink()
         said = refused(tmp_path, each.arena)
-        assert "another file of rows" in said
+        assert "does not belong to the file of rows" in said
         each.arena.chmod(0o777)
         said = refused(tmp_path, each.arena)
         assert "others may write to" in said
         each.arena.chmod(0o700)
         (each.arena / "records").write_bytes(b"hello")
-        assert "no file of Spillway's" in refused(tmp_path, each.arena)
+        assert "not a file of Spillway" in refused(tmp_path, each.arena)
         (each.arena / "records").unlink()
         (each.arena / "rows").unlink()
         each.start()
-    assert "not in memory" in refused(tmp_path, tmp_path / "on-disk")
+    assert "is not on tmpfs or hugetlbfs" in refused(tmp_path, tmp_path / "on-disk")
     done = subprocess.run(
         [binary(), "--arena-directory", "here"], capture_output=True, text=True, timeout=60
     )

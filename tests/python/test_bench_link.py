@@ -265,7 +265,7 @@ def test_a_line_that_is_no_json_ends_it(fake: Fake, tmp_path: Path) -> None:
     lines = [*with_progress([measurement("rows")], 5), "Segmentation fault\n"]
     done = run(fake(lines, end="wait"), tmp_path / "out")
     assert done.exit_code == 1
-    assert "no JSON object: Segmentation fault" in done.stderr
+    assert "not a JSON object: Segmentation fault" in done.stderr
     assert len(read_csv(tmp_path / "out")) == 1
 
 
@@ -338,7 +338,7 @@ def test_the_command_names_its_subcommands() -> None:
         timeout=60,
     )
     assert "bench" in done.stdout
-    assert "C++" in done.stdout
+    assert "attend-bench) are in the program spillway" in done.stdout
 
 
 def test_limits_come_from_the_link_or_the_peak() -> None:

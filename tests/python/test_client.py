@@ -597,10 +597,10 @@ def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
     # Another client, without regions that other tests have attached.
     with spillway.connect(client.target, native=client.transport != "grpcio") as fresh:
         told = fresh.statistics().transport
-        assert ("not shared by way of MPS" in told.reason) == (bool(gpus) and not told.mps)
+        assert ("not shared through MPS" in told.reason) == (bool(gpus) and not told.mps)
         assert told.rows == "regions"
         assert told.reason.startswith("the engine is in a daemon")
-        assert told.reason.endswith("small ones to messages: Client.attach_region")
+        assert told.reason.endswith("arrays in a region of Client.attach_region are not copied")
         assert ("native=False was asked for" in told.reason) == (client.transport == "grpcio")
         region = fresh.attach_region(4096)
         assert fresh.statistics().transport.rows == "regions"
@@ -701,7 +701,7 @@ def test_wrong_shapes_are_seen_here(client: Client, model: Model) -> None:
         sequence.append(0, 0, np.zeros((2, 3, 16), F32), np.zeros((2, 4, 16), F32))
     with pytest.raises(TypeError, match="float64"):
         sequence.append(0, 0, np.zeros((2, 3, 16)), np.zeros((2, 3, 16)))
-    with pytest.raises(ValueError, match="either q or selection"):
+    with pytest.raises(ValueError, match="exactly one of q and selection"):
         list(sequence.fetch_pages(0))
 
 

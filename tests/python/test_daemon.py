@@ -166,7 +166,7 @@ def test_a_limit_above_the_machines_memory_is_refused(tmp_path: Path, limit: str
     ):
         done = run("--listen", socket, *flags)
         assert done.returncode == 2
-        assert f'"{limit}" is more memory than there is' in done.stderr
+        assert f'"{limit}" is more memory than is available' in done.stderr
         assert f"the machine has {physical / 2**30:.1f} GiB" in done.stderr
         assert setting in done.stderr
     # The largest that fits is taken: the control group may leave less.
@@ -191,7 +191,7 @@ def test_gpus_that_are_not_there(tmp_path: Path, devices: str, named: str) -> No
     assert done.returncode == 1
     said = done.stdout + done.stderr
     assert f"device {named}" in said
-    assert "is not there" in said or "without CUDA" in said
+    assert "there is no device" in said or "without CUDA" in said
 
 
 def test_the_cpu_is_one_device(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_groups_that_are_not_there_and_groups_of_tcp(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     done = run("--listen", "tcp:127.0.0.1:0", "--socket-group", "daemon")
     assert done.returncode == 2
-    assert "a group is for a unix socket" in done.stderr
+    assert "a group is only for a unix socket" in done.stderr
 
 
 def test_a_tcp_daemon_has_a_socket_for_its_machine_too(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_second_socket_is_for_daemons_on_tcp(tmp_path: Path) -> None:
     flags = ("--listen", f"unix:{tmp_path}/a.sock", "--local-socket", f"unix:{tmp_path}/b.sock")
     done = run(*flags)
     assert done.returncode == 2
-    assert "a second socket is for a daemon that listens on a TCP address" in done.stderr
+    assert "a second socket is only for a daemon that listens on a TCP address" in done.stderr
     done = run("--listen", "tcp:127.0.0.1:0", "--local-socket", "tcp:127.0.0.1:0")
     assert done.returncode == 2
     assert "unix:/path or empty" in done.stderr
@@ -313,15 +313,15 @@ def test_what_is_no_socket_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        ("/", '"unix:/" names no file'),
-        ("{}/name/", "names no file"),
-        ("{}/.", "names no file"),
-        ("{}/..", "names no file"),
+        ("/", '"unix:/" does not name a file'),
+        ("{}/name/", "does not name a file"),
+        ("{}/.", "does not name a file"),
+        ("{}/..", "does not name a file"),
         ("{}/folder", "folder is a directory"),
         ("{}/file", "file exists and is not a socket"),
         ("{}/file/name", "file is not a directory"),
         ("{}/missing/folder/name", "cannot make"),
-        ("{}/" + "x" * 200, "longer than the system's 99"),
+        ("{}/" + "x" * 200, "at most 99 are possible"),
     ],
 )
 def test_paths_that_are_no_sockets_are_refused_and_left_alone(
@@ -349,9 +349,9 @@ def test_tcp_on_loopback() -> None:
         assert port > 0
         with spillway.connect(f"tcp:127.0.0.1:{port}") as client:
             assert client.health()
-            with pytest.raises(ValueError, match="shares no regions"):
+            with pytest.raises(ValueError, match="has no regions"):
                 client.attach_region(4096)
-            with pytest.raises(ValueError, match="shares no regions"):
+            with pytest.raises(ValueError, match="has no regions"):
                 client.attach_region(4096, device="cuda:0")
             with pytest.raises(grpc.RpcError) as caught:
                 client._stubs.memory.AttachRegion(memory_service_pb2.AttachRegionRequest())

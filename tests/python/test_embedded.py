@@ -86,11 +86,11 @@ def test_the_target_may_come_by_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("settings", "told"),
     [
         ({"memory.limit": "much"}, 'memory.limit: "much" is not'),
-        ({"memory.limit": "900TiB"}, "memory.limit: .* more memory than there is"),
+        ({"memory.limit": "900TiB"}, "memory.limit: .* more memory than is available"),
         ({"memory.limits": "1GiB"}, "unknown key memory.limits"),
         ({"device.thread_count": -1}, 'device.thread_count: "-1" is not an integer in'),
-        ({"server.listen": "unix:/tmp/s"}, "server.listen: an embedded engine listens nowhere"),
-        ({"device.mps": "on"}, "device.mps: an embedded engine shares its process's CUDA"),
+        ({"server.listen": "unix:/tmp/s"}, "server.listen: an embedded engine does not listen"),
+        ({"device.mps": "on"}, "device.mps: an embedded engine uses CUDA as its process does"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, str | int], told: str) -> None:

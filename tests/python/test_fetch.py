@@ -168,7 +168,9 @@ def test_kinds_and_element_types(client: Client, rng: np.random.Generator) -> No
                 same(mine.bits, expected.view(torch.uint16).numpy())
             else:
                 same(mine, expected.numpy())
-        with pytest.raises(ValueError, match=f"k has elements of .*, the model's rows of {dtype}"):
+        with pytest.raises(
+            ValueError, match=f"k has elements of .*, but the model's rows are {dtype}"
+        ):
             other = np.float16 if dtype == "float32" else np.float32
             sequence.fetch(0, into=(np.zeros((HEADS, 300, DIM), other),) * 2)
         sequence.delete()
@@ -290,19 +292,19 @@ def test_bad_arrays(client: Client, model: Model, rng: np.random.Generator) -> N
     read_only = good.copy()
     read_only.flags.writeable = False
     for into, told in (
-        ((good[:, :9], good), r"k has shape \[2, 9, 16\], the rows have \[2, 10, 16\]"),
-        ((good, good[0]), r"v has shape \[10, 16\], the rows have \[2, 10, 16\]"),
+        ((good[:, :9], good), r"k has shape \[2, 9, 16\], but the rows have \[2, 10, 16\]"),
+        ((good, good[0]), r"v has shape \[10, 16\], but the rows have \[2, 10, 16\]"),
         ((read_only, good), "k is read-only"),
         (
             (good, np.zeros_like(good, np.float16)),
-            "v has elements of float16, the model's rows of float32",
+            "v has elements of float16, but the model's rows are float32",
         ),
     ):
         with pytest.raises(ValueError, match=told):
             sequence.fetch(0, 0, 10, into=into)
-    with pytest.raises(ValueError, match="no tokens: start is 7, end 7"):
+    with pytest.raises(ValueError, match="no tokens to fetch: start 7, end 7"):
         sequence.fetch(0, 7, 7)
-    with pytest.raises(ValueError, match="either start and end or selection"):
+    with pytest.raises(ValueError, match="start and end, or selection, not both"):
         sequence.fetch(0, 0, 7, selection=selection([1], [2]))
     with pytest.raises(spillway.InvalidArgument, match="layer"):
         sequence.fetch(2, 0, 7)
@@ -446,4 +448,4 @@ def test_memory_of_two_kinds_is_refused(
     )
     error = refused(lambda: list(client._stubs.attention.FetchPages(asked)))
     assert (error.code, error.fields[0].field) == (INVALID, "v.region")
-    assert "one of k and v lies in GPU memory, not both" in error.message
+    assert "only one of k and v is in GPU memory" in error.message

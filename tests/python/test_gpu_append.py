@@ -142,7 +142,7 @@ def test_rows_follow_what_is_there(engine: Client, model: Model) -> None:
     k, v = rows(model, 300).cuda()
     sequence = engine.create_sequence(model)
     sequence.append(0, 0, k, v)
-    with pytest.raises(OutOfRange, match="rows in GPU memory follow them"):
+    with pytest.raises(OutOfRange, match="rows in GPU memory can only follow them"):
         sequence.append(0, 200, k, v)
     with pytest.raises(OutOfRange, match="layer 0 has 300 tokens"):
         sequence.append(0, 400, k, v)
@@ -175,10 +175,10 @@ def test_the_cpu_device_refuses_gpu_memory(engine: Client, model: Model) -> None
     request = chunk_at(sequence, 4096, 0)
     error = refused(lambda: append(engine, request))
     assert error.code == "INVALID_ARGUMENT"
-    assert "K and V lie in GPU memory, which the device does not read" in error.message
+    assert "K and V are in GPU memory, which the device cannot read" in error.message
     request.chunk.v.slice.region = "regions/process"
     error = refused(lambda: append(engine, request))
-    assert "one of k and v lies in GPU memory, not both" in error.message
+    assert "only one of k and v is in GPU memory" in error.message
     assert sequence.refresh().layer_token_counts == (0,) * LAYERS
 
 
@@ -192,7 +192,4 @@ def test_attends_do_not_read_gpu_memory(engine: Client, model: Model) -> None:
     item.q.slice.region, item.q.slice.offset = "regions/gpu", 4096
     error = refused(lambda: engine._call(engine._stubs.attention.Attend, request))
     assert error.code == "INVALID_ARGUMENT"
-    assert (
-        "regions/gpu holds rows that Append brings or FetchPages writes, and nothing else"
-        in error.message
-    )
+    assert "regions/gpu is only for rows that Append reads or FetchPages writes" in error.message

@@ -212,4 +212,4 @@ def test_the_cpu_device_refuses_gpu_memory(engine: Client, model: Model) -> None
     asked = request(sequence, 4096, 8192, "regions/gpu")
     error = refused(lambda: list(engine._stubs.attention.FetchPages(asked)))
     assert error.code == "INVALID_ARGUMENT"
-    assert "k and v lie in GPU memory, which the device does not write" in error.message
+    assert "k and v are in GPU memory, which the device cannot write" in error.message

@@ -82,7 +82,7 @@ def beside(client: Client, model: Model, region: GpuRegion) -> Sequence:
         try:
             sequence.append(0, 0, row, row)
         except spillway.InvalidArgument as error:
-            if "lives on cuda:" not in error.message:
+            if "is on cuda:" not in error.message:
                 raise
             continue
         sequence.truncate(0)
@@ -413,7 +413,7 @@ def test_bad_slices(
     request = attention.AppendRequest(chunk=chunk)
     error = refused(lambda: client._stubs.attention.Append(iter([request])))
     assert error.code == INVALID
-    assert "one of k and v lies in GPU memory" in error.message
+    assert "only one of k and v is in GPU memory" in error.message
     delete_model(client, model)
 
 
@@ -437,8 +437,8 @@ def test_a_region_of_another_gpu(client: Client) -> None:
     assert len(told) == len(regions) - 1
     for field, message in told:
         assert field == "chunk.k"
-        assert "lies in the memory of cuda:" in message
-        assert "lives on cuda:" in message
+        assert "is in the memory of cuda:" in message
+        assert "is on cuda:" in message
     delete_model(client, model)
     for region in regions:
         region.detach()

@@ -56,7 +56,7 @@ def test_a_model_that_is_not_there(
     said = refused(command, tmp_path / "nowhere", text)
     assert f"{tmp_path}/nowhere cannot be loaded: there is no such folder" in said
     said = refused(command, "nobody/nothing", text)
-    assert "nobody/nothing cannot be loaded: there is no such folder; of the hub: " in said
+    assert "nobody/nothing cannot be loaded: there is no such folder, and the hub says: " in said
     said = refused(command, tmp_path / "model.gguf", text)
     assert f"there is no file {tmp_path}/model.gguf" in said
 

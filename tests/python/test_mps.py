@@ -90,7 +90,7 @@ def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMps:
 def test_on_starts_a_control_daemon_and_ends_it(mps: FakeMps) -> None:
     status, error = mps.start("--mps", "on")
     assert status == 1
-    assert error.startswith("--mps on: no GPU can be used")
+    assert error.startswith("--mps on: there is no GPU that can be used")
     assert mps.told == [
         "get_server_list",
         f"start in {mps.pipes} with GPUs all",
@@ -106,7 +106,7 @@ def test_on_leaves_a_control_daemon_that_runs_alone(mps: FakeMps) -> None:
     mps.set("running")
     status, error = mps.start("--mps", "on")
     assert status == 1
-    assert error.startswith("--mps on: no GPU can be used")
+    assert error.startswith("--mps on: there is no GPU that can be used")
     assert mps.told == ["get_server_list"]
     assert mps.running
 
@@ -228,7 +228,7 @@ def served(folder: Path, *flags: str) -> dict[str, str]:
             (gpu,) = client.server_info.devices
             transport = client.statistics().transport
             assert transport.mps == gpu.mps
-            assert ("not shared by way of MPS" in transport.reason) != gpu.mps
+            assert ("not shared through MPS" in transport.reason) != gpu.mps
             model = client.create_model(
                 layer_count=1, query_head_count=2, kv_head_count=1, head_dim=64, dtype="float32"
             )

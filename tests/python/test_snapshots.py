@@ -197,11 +197,11 @@ def test_links_are_not_followed(
     (rows,) = folder.glob("rows-*")
     kept = rows.rename(folder / "elsewhere")
     rows.symlink_to(kept)
-    with pytest.raises(spillway.DataLoss, match="is a link"):
+    with pytest.raises(spillway.DataLoss, match="is a symbolic link"):
         client.load_sequence(named)
     rows.unlink()
     os.mkfifo(rows)
-    with pytest.raises(spillway.DataLoss, match="no regular file"):
+    with pytest.raises(spillway.DataLoss, match="is not a regular file"):
         client.load_sequence(named)
     (root / "linked").symlink_to(folder)
     with pytest.raises(spillway.SpillwayError, match="cannot open"):
@@ -441,7 +441,7 @@ def test_weights_must_be_the_same(client: Client, named: str, tmp_path: Path) ->
         client.load_sequence(named)
     assert caught.value.reason == "SNAPSHOT_MODEL_DIFFERS"
     client.create_model("labelled", **shapes)
-    with pytest.raises(spillway.FailedPrecondition, match="awaits the upload"):
+    with pytest.raises(spillway.FailedPrecondition, match="waits for the upload"):
         client.load_sequence(named)
     client.delete_model("models/labelled")
     other = made("labelled", 4)

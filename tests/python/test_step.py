@@ -95,9 +95,9 @@ def test_a_step_of_which_some_layers_are_there_is_said_again(
 
 def test_bad_starts(client: Client, model: Model, rng: np.random.Generator) -> None:
     sequences = filled(client, model, rng)
-    with pytest.raises(ValueError, match="2 starts are not one for each of 3"):
+    with pytest.raises(ValueError, match="2 starts for 3 sequences"):
         client.begin_step(sequences, starts=[1, 2])
-    with pytest.raises(ValueError, match=f"start -1 of {sequences[1].name} is not at least 0"):
+    with pytest.raises(ValueError, match=f"start -1 of {sequences[1].name} is below 0"):
         client.begin_step(sequences, starts=[0, -1, 0])
 
 
@@ -218,7 +218,7 @@ def test_bad_tensors_append_nothing(client: Client, model: Model, rng: np.random
             ((q[:2], k, v), "q has shape"),
             ((q, k[:, :1], v), "k has shape"),
             ((q, k, v[..., :8]), "v has shape"),
-            ((q, k.astype(np.float16), v), "k has other elements"),
+            ((q, k.astype(np.float16), v), "k has another dtype than the model"),
         ):
             with pytest.raises(ValueError, match=what):
                 step.attend(0, *bad)

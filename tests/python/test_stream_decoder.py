@@ -400,14 +400,14 @@ def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None
             decoder.attend(2, q, k, v)
         with raising(ValueError, "k has shape"):
             decoder.attend(0, q, k[:, :1], v)
-        with raising(FailedPrecondition, "is held by a decoder"):
+        with raising(FailedPrecondition, "is held by an open decoder"):
             sequence.append(0, 3000, k.cpu().repeat(2, 1, 1, 1), v.cpu().repeat(2, 1, 1, 1))
-        with raising(FailedPrecondition, "is held by a decoder"):
+        with raising(FailedPrecondition, "is held by an open decoder"):
             sequence.attend(0, q[0].cpu())
         for call in (sequence.fork, sequence.delete, lambda: sequence.truncate(1)):
-            with raising(FailedPrecondition, "is held by a decoder"):
+            with raising(FailedPrecondition, "is held by an open decoder"):
                 call()
-        with raising(FailedPrecondition, "is held by a decoder"):
+        with raising(FailedPrecondition, "is held by an open decoder"):
             engine.open_decoder([sequence])
         for layer in range(LAYERS):
             decoder.attend(layer, q, k, v)
@@ -447,7 +447,9 @@ def test_a_daemons_attend_is_no_part_of_a_graph(engine: Client, wide: Model) -> 
     with engine.open_decoder([sequence]) as decoder:
         decoder.next()
         with (
-            raising(FailedPrecondition, "a daemon's attends are calls, which no graph holds"),
+            raising(
+                FailedPrecondition, "attends of a daemon are calls, which a graph cannot contain"
+            ),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             decoder.attend(0, *inputs)
@@ -595,7 +597,7 @@ def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
 @pytest.mark.transports("grpcio")
 def test_none_without_the_library(client: Client, model: Model) -> None:
     sequence = client.create_sequence(model)
-    with raising(ValueError, "decoders are of an embedded engine, or of a daemon that shares"):
+    with raising(ValueError, "decoders need an embedded engine, or a daemon that shares"):
         client.open_decoder([sequence])
 
 
@@ -660,7 +662,7 @@ def test_a_runner_that_is_killed_between_layers(
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
-    with raising(FailedPrecondition, "is held by a decoder"):
+    with raising(FailedPrecondition, "is held by an open decoder"):
         sequence.truncate(1)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -104,10 +104,10 @@ def test_the_tool_takes_the_files(daemon: Served, folder: Path) -> None:
     assert refused.returncode == 3
     missing = run_cli(daemon.address, "--tls-ca", "/nowhere.pem", *own, "models")
     assert missing.returncode == 2
-    assert "cannot read /nowhere.pem: No such file" in missing.stderr
+    assert "cannot read the authorities /nowhere.pem: No such file" in missing.stderr
     halved = run_cli(daemon.address, "--tls-ca", named["ca"], *own[:2], "models")
     assert halved.returncode == 2
-    assert "go together" in halved.stderr
+    assert "must both be set" in halved.stderr
 
 
 def test_the_socket_for_its_machine_takes_no_tls(folder: Path, tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_without_tls_nobody_gets_in(daemon: Served) -> None:
 
 def test_files_for_a_target_without_tls_are_refused(target: str, folder: Path) -> None:
     for plain in (target, target.removeprefix("unix:"), "tcp:127.0.0.1:1"):
-        with pytest.raises(ValueError, match="are for TLS, and"):
+        with pytest.raises(ValueError, match="are for TLS, which"):
             spillway.connect(plain, ca=folder / "ca.pem")
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="must both be named"):
         spillway.connect("tls:localhost:1", cert=folder / "client.pem")
     for native in (False, True):
         with pytest.raises(OSError, match=r"nowhere\.pem"):
@@ -226,12 +226,12 @@ def test_wrong_files_are_named_at_the_start(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tls-certificate", "a"], "are set together"),
-        (["--tls-key", "a"], "are set together"),
+        (["--tls-certificate", "a"], "must both be set"),
+        (["--tls-key", "a"], "must both be set"),
         (["--tls-client-ca", "a"], "without tls.certificate"),
         (
             ["--listen", "unix:/tmp/a/b", "--tls-certificate", "a", "--tls-key", "b"],
-            "TLS is for a TCP address",
+            "TLS is only for a TCP address",
         ),
     ],
 )

@@ -483,11 +483,17 @@ def test_quotas_change_too(daemon: Daemon) -> None:
         (token_entry("a", "1", bytes_max="much"), "bytes_max: "),
         (token_entry("a", "1", sequence_count_max=0), "sequence_count_max: is not an integer"),
         (token_entry("a", "1", colour="red"), "colour: is unknown"),
-        (token_entry("a", "1") + token_entry("a", "2"), 'token 2 "a": name: is that of "a"'),
-        (token_entry("a", "1") + token_entry("b", "1"), 'token 2 "b": sha256: is that of "a"'),
+        (
+            token_entry("a", "1") + token_entry("a", "2"),
+            'token 2 "a": name: is that of the earlier entry "a"',
+        ),
+        (
+            token_entry("a", "1") + token_entry("b", "1"),
+            'token 2 "b": sha256: is that of the earlier entry "a"',
+        ),
         (
             token_entry("a", "1", bytes_max=5) + token_entry("b", "2", namespace="a"),
-            'namespace: a has other quotas than those of "a"',
+            'namespace: a has other quotas than those of the earlier entry "a"',
         ),
         ("[tokens]", '"tokens" is unknown: entries are [[token]]'),
         ("]", "tokens.toml"),
@@ -524,7 +530,7 @@ def test_plaintext_beyond_this_machine_must_be_asked_for(tmp_path: Path) -> None
     flags = ("--listen", "tcp:0.0.0.0:0", "--allow-remote", "--tokens-file", str(path))
     done = run(*flags)
     assert done.returncode == 2
-    assert "whoever is on the way would read the tokens" in done.stderr
+    assert "others on the network could read the tokens" in done.stderr
     with served(tmp_path, *flags, "--allow-plaintext-tokens") as daemon:
         with spillway.connect(f"tcp:127.0.0.1:{daemon.port}", token=ALICE) as client:
             assert list(client.list_models()) == []

@@ -79,7 +79,7 @@ def test_a_slot_that_means_nothing(client: Client, sequences: list[Sequence]) ->
     slot = spillway.torch.Slot()
     q = torch.randn(2, 1, HEADS, DIM).bfloat16()
     k, v = torch.randn(2, 2, KV_HEADS, 1, DIM).bfloat16()
-    with pytest.raises(RuntimeError, match="means no step"):
+    with pytest.raises(RuntimeError, match="the slot has no step"):
         spillway.torch.attend(slot.tensor, 0, q, k, v)
     with client.begin_step(sequences) as step:
         slot.enter(step)

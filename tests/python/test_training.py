@@ -365,11 +365,11 @@ def test_the_command_says_what_is_wrong(tiny: tuple[Path, Path], tmp_path: Path)
         return done.stderr
 
     assert "33 is not a multiple of 32" in refused("--hash-bits", "33")
-    assert "1500 tokens are 1 stretches of 1024" in refused("--tokens", "1024")
-    assert "layers 1-3 are not a part of [0, 2]" in refused(*traces, "--layers", "1-3")
-    assert "layers 2-1 are not a part of [0, 2]" in refused(*traces, "--layers", "0,2-1")
-    assert "'1-' is not a layer" in refused(*traces, "--layers", "1-")
-    assert "traces of another request" in refused(*traces[:2], "--tokens", "300")
+    assert "1500 tokens are 1 segments of 1024" in refused("--tokens", "1024")
+    assert "layers 1-3 are not in [0, 2]" in refused(*traces, "--layers", "1-3")
+    assert "layers 2-1 are not in [0, 2]" in refused(*traces, "--layers", "0,2-1")
+    assert "'1-' is neither a layer" in refused(*traces, "--layers", "1-")
+    assert "traces made with other options" in refused(*traces[:2], "--tokens", "300")
     missing = train("train-hash", folder, tmp_path / "none.txt", "--output", tmp_path / "x")
     assert missing.returncode == 2
     assert "does not exist" in missing.stderr

@@ -63,7 +63,10 @@ def test_a_unary_call_names_the_message_that_does_not_parse(
     call: Any = channel.unary_unary(SERVICE + method)
     error = refused(lambda: call(TRUNCATED, timeout=30))
     assert error.code == "INVALID_ARGUMENT"
-    assert f"no spillway.v1.{method.split('/')[1]}Request: its 3 bytes do not parse" in str(error)
+    assert (
+        f"not a valid spillway.v1.{method.split('/')[1]}Request: its 3 bytes do not parse"
+        in str(error)
+    )
     assert error.reason == "MESSAGE_UNREADABLE"
 
 
@@ -71,7 +74,7 @@ def test_a_fetch_names_the_message_that_does_not_parse(channel: grpc.Channel) ->
     call: Any = channel.unary_stream(SERVICE + "AttentionService/FetchPages")
     error = refused(lambda: list(call(TRUNCATED, timeout=30)))
     assert error.code == "INVALID_ARGUMENT"
-    assert "no spillway.v1.FetchPagesRequest" in str(error)
+    assert "not a valid spillway.v1.FetchPagesRequest" in str(error)
 
 
 def test_an_append_says_what_came_before_a_message_that_does_not_parse(
@@ -83,9 +86,9 @@ def test_an_append_says_what_came_before_a_message_that_does_not_parse(
     error = refused(lambda: call(iter([*good, TRUNCATED, chunk(name, 2)]), timeout=30))
     assert error.code == "INVALID_ARGUMENT"
     assert (
-        "message 4 of the stream: the message is no spillway.v1.AppendRequest: its 3 bytes do "
-        "not parse; only gzip and deflate are undone; before it 2 chunks were appended and 1 were "
-        "there already" in error.message
+        "message 4 of the stream: the message is not a valid spillway.v1.AppendRequest: its 3 "
+        "bytes do not parse; only gzip and deflate compression is supported; before it 2 chunks "
+        "were appended and 1 were there already" in error.message
     )
     assert error.metadata["appended_chunk_count"] == "2"
     assert client.get_sequence(name).refresh().token_count == 2
@@ -109,9 +112,9 @@ def test_a_decode_stream_answers_what_came_before_a_message_that_does_not_parse(
     error = refused(decode)
     assert error.code == "INVALID_ARGUMENT"
     assert (
-        "message 3 of the stream: the message is no spillway.v1.DecodeRequest: its 3 bytes do "
-        "not parse; only gzip and deflate are undone; the 2 messages before it were answered"
-        in error.message
+        "message 3 of the stream: the message is not a valid spillway.v1.DecodeRequest: its 3 "
+        "bytes do not parse; only gzip and deflate compression is supported; the 2 messages "
+        "before it were answered" in error.message
     )
     assert [answer.result.status.code for answer in answers] == [0, 0]
     assert client.get_sequence(name).refresh().layer_token_counts == (1, 1)
@@ -121,7 +124,7 @@ def test_an_upload_names_the_message_that_does_not_parse(channel: grpc.Channel) 
     call: Any = channel.stream_unary(SERVICE + "ModelService/UploadHashWeights")
     error = refused(lambda: call(iter([TRUNCATED]), timeout=30))
     assert error.code == "INVALID_ARGUMENT"
-    assert "no spillway.v1.UploadHashWeightsRequest" in str(error)
+    assert "not a valid spillway.v1.UploadHashWeightsRequest" in str(error)
 
 
 def test_a_message_of_millions_of_empty_items_is_not_read(channel: grpc.Channel) -> None:
@@ -178,7 +181,7 @@ def test_a_message_compressed_in_an_unknown_way_is_refused(target: str, method: 
             + frame(0, 1, 1, message)
         )
         answer = b""
-        while b"only gzip and deflate are undone" not in answer:
+        while b"only gzip and deflate compression is supported" not in answer:
             more = connection.recv(1 << 16)
             assert more, answer
             answer += more

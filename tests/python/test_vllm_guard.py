@@ -78,8 +78,8 @@ def test_what_is_served() -> None:
         ({"use_mla": True}, "multi-head latent attention (MLA)"),
         ({"is_encoder_decoder": True}, "cross-attention: the model is an encoder-decoder"),
         ({"is_mm_prefix_lm": True}, "prefixes of images that are attended from both sides"),
-        ({"head_size": 72}, "head_dim 72, which is no multiple of 16 up to 256"),
-        ({"head_size": 512}, "head_dim 512, which is no multiple of 16 up to 256"),
+        ({"head_size": 72}, "head_dim 72, which is not a multiple of 16 up to 256"),
+        ({"head_size": 512}, "head_dim 512, which is not a multiple of 16 up to 256"),
         (
             {"kv_heads": 1, "query_heads": 24},
             "24 query heads a KV head, which is above 16",
@@ -129,7 +129,7 @@ def test_settings() -> None:
         ("KEPT_SEQUENCES", "many", "KEPT_SEQUENCES is 'many', not a whole number"),
         ("RECONNECT_SECONDS", "nan", r"RECONNECT_SECONDS is 'nan', not seconds in \[0, 86400\]"),
         ("RECONNECT_SECONDS", "soon", "RECONNECT_SECONDS is 'soon', not seconds"),
-        ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is no setting of spillway-vllm; those are VLLM_SPIL"),
+        ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is not a setting of spillway-vllm; settings are VL"),
     ],
 )
 def test_wrong_settings(name: str, value: str, expected: str) -> None:

@@ -15,14 +15,16 @@ _NAMESPACE = "spillway"
 _GIB = 1 << 30
 
 app = typer.Typer(
-    help="Spillway's daemons on the nodes of a Ray cluster.",
+    help="Runs Spillway daemons on the nodes of a Ray cluster.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-Address = Annotated[str, typer.Option(help="Of the Ray cluster; auto: the one of this node.")]
-Namespace = Annotated[str, typer.Option(help="Ray's, one for each cluster of daemons.")]
+Address = Annotated[
+    str, typer.Option(help="Address of the Ray cluster; auto: the cluster of this node.")
+]
+Namespace = Annotated[str, typer.Option(help="Ray namespace; each cluster of daemons has its own.")]
 
 
 class Strategy(str, Enum):
@@ -43,48 +45,60 @@ class Listen(str, Enum):
 
 @app.command()
 def up(
-    daemons: Annotated[int, typer.Option(help="Daemons to start.")] = 1,
+    daemons: Annotated[int, typer.Option(help="Number of daemons to start.")] = 1,
     strategy: Annotated[
         Strategy,
         typer.Option(
-            help="spread: one a node where that goes; pack: on few nodes; the strict ones fail "
-            "where it does not go."
+            help="spread: one daemon per node if possible; pack: on few nodes. The strict ones "
+            "fail if this is not possible."
         ),
     ] = Strategy.spread,
-    cpus: Annotated[float, typer.Option(help="Cores of each; its worker threads are as many.")] = 1,
-    gpus: Annotated[float, typer.Option(help="GPUs of each; 0: it serves on the CPU.")] = 0,
+    cpus: Annotated[float, typer.Option(help="Cores, and worker threads, of each daemon.")] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs of each daemon; 0: it runs on the CPU.")] = 0,
     memory_limit: Annotated[
-        str, typer.Option(help="Host memory of each, such as 64GiB; empty: three quarters.")
+        str,
+        typer.Option(
+            help="Host memory of each daemon, such as 64GiB; empty: three quarters of the node's."
+        ),
     ] = "",
     listen: Annotated[
         Listen,
         typer.Option(
-            help="tcp: the node's address, and a socket for clients on the same node; unix: the "
-            "socket alone."
+            help="tcp: on the node's address, and on a socket for clients of the same node; unix: "
+            "only on the socket."
         ),
     ] = Listen.tcp,
     allow_remote: Annotated[
         bool,
         typer.Option(
             "--allow-remote",
-            help="Let that address be other than loopback. Who reaches it may use the daemon, "
-            "unless --config asks for tokens or certificates.",
+            help="Allow addresses other than loopback. Everybody who can reach the address may use "
+            "the daemon, unless --config requires tokens or certificates.",
         ),
     ] = False,
-    config: Annotated[str, typer.Option(help="File of daemon settings, on every node.")] = "",
-    token_file: Annotated[
-        str, typer.Option(help="File, on every node, with the token that the daemons take.")
+    config: Annotated[
+        str, typer.Option(help="File with settings of the daemons, on every node.")
     ] = "",
-    binary: Annotated[str, typer.Option(help="The daemon; empty: spillwayd.")] = "",
-    state_folder: Annotated[str, typer.Option(help="Where nodes keep logs and sockets.")] = "",
+    token_file: Annotated[
+        str, typer.Option(help="File, on every node, with the token for the daemons.")
+    ] = "",
+    binary: Annotated[str, typer.Option(help="The daemon's program file; empty: spillwayd.")] = "",
+    state_folder: Annotated[
+        str, typer.Option(help="Folder for logs and sockets, on every node.")
+    ] = "",
     arena_folder: Annotated[
-        str, typer.Option(help="A tmpfs where rows outlive their daemon; empty: they do not.")
+        str,
+        typer.Option(
+            help="Folder on tmpfs in which rows outlive their daemon; empty: they do not."
+        ),
     ] = "/dev/shm",
-    timeout: Annotated[float, typer.Option(help="Seconds that Ray may take to find room.")] = 180,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that Ray may need to find free resources.")
+    ] = 180,
     address: Address = "auto",
     namespace: Namespace = _NAMESPACE,
 ) -> None:
-    """Starts daemons on the nodes, and the directory of what lies where."""
+    """Starts daemons on the nodes, and the directory that knows which daemon has what."""
     from spillway_cluster import deploy  # noqa: PLC0415  (Ray takes a second)
     from spillway_cluster.settings import Settings  # noqa: PLC0415
 
@@ -112,7 +126,7 @@ def up(
 
 @app.command()
 def status(address: Address = "auto", namespace: Namespace = _NAMESPACE) -> None:
-    """Shows the daemons, and how full they are."""
+    """Shows the daemons and how full they are."""
     from spillway_cluster import deploy  # noqa: PLC0415
 
     deploy.join(address)
@@ -121,19 +135,19 @@ def status(address: Address = "auto", namespace: Namespace = _NAMESPACE) -> None
 
 @app.command()
 def drain(
-    daemon: Annotated[str, typer.Argument(help="Its name, or the id of its Ray node.")],
+    daemon: Annotated[str, typer.Argument(help="Name of the daemon, or id of its Ray node.")],
     own_only: Annotated[
         bool,
         typer.Option(
             "--own-only",
-            help="Where daemons take tokens: only sequences of the nodes' own token are seen, "
-            "and those of others go with the daemon.",
+            help="If daemons require tokens: move only the sequences of the nodes' own token. "
+            "Those of other tokens are lost with the daemon.",
         ),
     ] = False,
     address: Address = "auto",
     namespace: Namespace = _NAMESPACE,
 ) -> None:
-    """Moves a daemon's sequences to the others while they are in use, and ends it."""
+    """Moves a daemon's sequences to the other daemons while they are in use, and ends it."""
     from spillway_cluster import deploy  # noqa: PLC0415
 
     deploy.join(address)
@@ -148,12 +162,12 @@ def drain(
         )
     console = Console()
     console.print(table)
-    console.print(f"{len(drained.moves)} sequences moved, {len(drained.gone)} gone meanwhile")
+    console.print(f"{len(drained.moves)} sequences moved, {len(drained.gone)} deleted meanwhile")
 
 
 @app.command()
 def down(address: Address = "auto", namespace: Namespace = _NAMESPACE) -> None:
-    """Ends all daemons and the directory; their rows go."""
+    """Ends all daemons and the directory. Their rows are lost."""
     from spillway_cluster import deploy  # noqa: PLC0415
 
     deploy.join(address)

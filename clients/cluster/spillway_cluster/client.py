@@ -46,14 +46,14 @@ class ClusterClient(ClusterModels):
 
     A sequence is on one daemon as a whole, or it is split over several daemons by KV heads, and
     on request by layers too. It is never split by tokens. Calls that concern several daemons are
-    sent to all of them at the same time. Outputs, sets and certificates are bit-identical to
+    sent to all of them at the same time. Outputs, heavy sets and certificates are bit-identical to
     those of one daemon with the whole model, unless the audit of a daemon has raised an
     inflation. Thread-safe.
 
     Attributes:
         placement: The daemons, and which sequences are on them.
-        server_info: That of one daemon, with the devices of all and the smallest limits of all,
-            when the client was created.
+        server_info: The info of one daemon, but with the devices of all daemons and their
+            smallest limits, from the time when the client was created.
     """
 
     def __init__(self, placement: Placement, target: str) -> None:
@@ -293,7 +293,7 @@ class ClusterClient(ClusterModels):
         return self._placed(model, sequence_id, load), data[0]
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
-        """Yields the sequences of a model by name, or those of one model after the other.
+        """Yields the sequences of a model, ordered by name, or those of all models in turn.
 
         Sequences in parts without a name are left out, because they have other names on each
         daemon.
@@ -397,8 +397,8 @@ class ClusterClient(ClusterModels):
             SpillwayError: Always, with UNIMPLEMENTED.
         """
         raise SpillwayError(
-            "a decoder is of one daemon: over a cluster begin_step serves the same steps, or "
-            "spillway.connect(TARGET) of a daemon by itself opens one (spillway-cluster status "
+            "a cluster has no decoders: begin_step makes the same steps, and "
+            "spillway.connect(TARGET) of one daemon opens decoders (spillway-cluster status "
             "shows the targets)",
             code="UNIMPLEMENTED",
         )
@@ -432,7 +432,7 @@ class ClusterClient(ClusterModels):
 
 
 class SplitClient(ClusterClient):
-    """A client of a fixed list of daemons, each with a share of every model's layers and heads."""
+    """A client of a fixed list of daemons. Each has a part of every model's layers and heads."""
 
     def __init__(self, clients: SequenceABC[spillway.Client], layer_groups: int = 1) -> None:
         """Takes ownership of the clients: closing this client closes them.

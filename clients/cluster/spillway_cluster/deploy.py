@@ -1,4 +1,4 @@
-"""Starts, looks at, drains and ends a cluster's daemons in a Ray cluster."""
+"""Starts, shows, drains and ends the daemons of a cluster on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _START_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Status:
-    """What there is of a cluster.
+    """The state of a cluster.
 
     Attributes:
-        daemons: All that there have been, by slot.
-        models: Those that clients have created.
-        sequences: Where the named ones were put.
+        daemons: All daemons, also ended ones, ordered by slot.
+        models: The models that clients have created.
+        sequences: The daemons of each named sequence.
     """
 
     daemons: list[DaemonRecord]
@@ -48,10 +48,10 @@ class Status:
 
 
 def join(address: str = "auto") -> None:
-    """Joins a Ray cluster, unless this process is in one.
+    """Joins a Ray cluster, unless this process is already in one.
 
     Raises:
-        Unavailable: There is none at the address.
+        Unavailable: There is no Ray cluster at the address.
     """
     if ray.is_initialized():
         return
@@ -73,10 +73,10 @@ def up(
     """Starts the directory and the daemons. This process must be in a Ray cluster.
 
     Args:
-        settings: Of the daemons.
-        namespace: Ray's, one for each cluster of ours.
-        timeout: Seconds that Ray may take to find room.
-        told: Is told what happens.
+        settings: Settings of the daemons.
+        namespace: Ray namespace. Each cluster of daemons has its own.
+        timeout: Seconds that Ray may need to find free resources.
+        told: Called with each message about progress.
 
     Returns:
         The daemons' names.
@@ -84,8 +84,9 @@ def up(
     Raises:
         AlreadyExists: There is a cluster in the namespace.
         ValueError: A setting is out of range.
-        ResourceExhausted: Ray has no room.
-        SpillwayError: A daemon does not start; the message has its log's end. Nothing is left.
+        ResourceExhausted: Ray has too few free resources.
+        SpillwayError: A daemon does not start. The message has the end of its log. All other
+            daemons are ended again.
     """
     if settings.daemon_count < 1:
         raise ValueError(f"daemon_count {settings.daemon_count} is not 1 or more")
@@ -159,7 +160,7 @@ def _started(
 
 
 def status(namespace: str = NAMESPACE) -> Status:
-    """What there is.
+    """Returns the state of the cluster.
 
     Raises:
         Unavailable: There is no cluster in the namespace.
@@ -171,7 +172,7 @@ def status(namespace: str = NAMESPACE) -> Status:
 
 
 def node_of(daemon: str, namespace: str = NAMESPACE) -> Any:
-    """The actor that watches a daemon.
+    """Returns the Ray actor that watches a daemon.
 
     Raises:
         NotFound: There is no such daemon.
@@ -185,16 +186,16 @@ def node_of(daemon: str, namespace: str = NAMESPACE) -> Any:
 
 
 def drain(daemon: str, namespace: str = NAMESPACE, *, own_only: bool = False) -> Drained:
-    """Moves everything that a daemon has to others, and ends it.
+    """Moves all sequences of a daemon to other daemons, and ends it.
 
     Args:
-        daemon: Its name, or the id of the Ray node that it is on.
-        namespace: Of the cluster.
-        own_only: As of `Node.drain`.
+        daemon: Name of the daemon, or id of its Ray node.
+        namespace: Ray namespace of the cluster.
+        own_only: As for `Node.drain`.
 
     Raises:
         NotFound: There is no such daemon.
-        SpillwayError: As of `Node.drain`.
+        SpillwayError: As for `Node.drain`.
     """
     records = status(namespace).daemons
     live = [each for each in records if each.state in ("up", "draining")]
@@ -214,11 +215,11 @@ def drain(daemon: str, namespace: str = NAMESPACE, *, own_only: bool = False) ->
 
 
 def down(namespace: str = NAMESPACE, *, timeout: float = 60.0) -> None:
-    """Ends all daemons and the directory; rows go. Said again it is no error.
+    """Ends all daemons and the directory. Their rows are lost. A second call is not an error.
 
     Args:
-        namespace: Of the cluster.
-        timeout: Seconds for the daemons to end; nodes that do not answer are left alone.
+        namespace: Ray namespace of the cluster.
+        timeout: Seconds for the daemons to end. Nodes that do not answer are left as they are.
     """
     slots = _slots(namespace)
     stops = []

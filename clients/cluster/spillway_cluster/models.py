@@ -105,11 +105,11 @@ class ClusterModels:
         shares = deal(layer_count, kv_head_count, part_count, layer_groups)
         for name in ("first_layer", "first_kv_head"):
             if options.pop(name, 0):
-                raise ValueError(f"{name}: a model that is dealt is a whole one")
+                raise ValueError(f"{name}: not for a cluster, which splits whole models itself")
         query_heads = options["query_head_count"]
         if query_heads % kv_head_count:
             raise spillway.InvalidArgument(
-                f"query_head_count {query_heads} is no multiple of kv_head_count {kv_head_count}"
+                f"query_head_count {query_heads} is not a multiple of kv_head_count {kv_head_count}"
             )
         # The parts have one name.
         model_id = model_id or f"model-{secrets.token_hex(8)}"
@@ -188,7 +188,7 @@ class ClusterModels:
                 f"KV heads {share.kv_heads.start} to {share.kv_heads.stop - 1}"
                 for (_, daemon), share in zip(numbered, shares, strict=True)
             )
-            raise ValueError(f"{name} is not dealt to these daemons in order: {held}")
+            raise ValueError(f"{name} is not split over these daemons in this order: {held}")
         dealt = Dealt(whole_model(name, parts, shares), count, groups)
         names = (part.name for part in parts)
         self._note(dealt, zip((daemon for _, daemon in numbered), names, strict=True))
@@ -201,8 +201,8 @@ class ClusterModels:
             for other in range(len(numbered)):
                 if other != number and part_name(name, other, len(numbered)) in there:
                     raise ValueError(
-                        f"{name} is not dealt to these daemons in order: {daemon} has part {other} "
-                        f"of it, not {number}"
+                        f"{name} is not split over these daemons in this order: {daemon} has part "
+                        f"{other} of it, not {number}"
                     ) from None
 
     def described(self, model: str, *, anew: bool = False) -> Dealt:
@@ -242,11 +242,14 @@ class ClusterModels:
         weights = WeightsFile.of(path)
         if dealt.weights is None:
             if dealt.model.ready:
-                raise spillway.FailedPrecondition(f"{dealt.model.name} awaits no hash weights")
+                raise spillway.FailedPrecondition(
+                    f"{dealt.model.name} does not wait for hash weights"
+                )
             dealt = self._uploaded(dealt, weights, timeout)
         elif dealt.weights.sha256 != weights.sha256:
             raise spillway.FailedPrecondition(
-                f"{dealt.model.name} has the hash weights {dealt.weights.path}, of other bytes"
+                f"{dealt.model.name} already has the hash weights of {dealt.weights.path}, and "
+                "this file has other bytes"
             )
         self._models[dealt.model.name] = dealt
         if not self.placement.in_order:

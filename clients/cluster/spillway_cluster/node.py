@@ -233,8 +233,8 @@ class Node:
         """
         if self._has_token and not own_only:
             raise spillway.FailedPrecondition(
-                f"{self.name} takes tokens, and this node's sees no sequences but its own: those "
-                "of others would be lost with the daemon (own_only lets them)"
+                f"{self.name} requires tokens, and this node's token sees only its own sequences: "
+                "those of other tokens would be lost with the daemon (own_only allows it)"
             )
         with self._draining:
             drained = Drained()

@@ -69,8 +69,8 @@ def check_id(name: str) -> None:
     """Raises InvalidArgument for a name that a part of something else may have."""
     if _PART.fullmatch(name):
         raise spillway.InvalidArgument(
-            f"{name!r} ends as the parts of a model or sequence do (.NUMBERofCOUNT): name it "
-            "otherwise"
+            f"{name!r} ends like the parts of a model or sequence (.NUMBERofCOUNT): "
+            "choose another name"
         )
 
 
@@ -201,18 +201,19 @@ class FixedPlacement:
             raise ValueError("no daemons are named")
         if layer_groups < 1 or len(clients) % layer_groups:
             raise ValueError(
-                f"{len(clients)} daemons cannot be dealt to {layer_groups} groups of layers evenly"
+                f"{len(clients)} daemons cannot be split evenly over {layer_groups} groups of "
+                "layers"
             )
         seen: dict[str, str] = {}
         first = clients[0].server_info
         for client in clients:
             info = client.server_info
             if info.boot_id in seen:
-                raise ValueError(f"{client.target} is the daemon that {seen[info.boot_id]} is too")
+                raise ValueError(f"{client.target} and {seen[info.boot_id]} are the same daemon")
             seen[info.boot_id] = client.target
             if info.version != first.version:
                 raise spillway.VersionMismatch(
-                    f"the daemon at {client.target} has version {info.version}, "
+                    f"the daemon at {client.target} has version {info.version}, but "
                     f"{clients[0].target} has {first.version}"
                 )
         self.part_count = len(clients)

@@ -38,8 +38,8 @@ def make_own(folder: Path) -> None:
             others_write and (each == folder.absolute() or not status.st_mode & stat.S_ISVTX)
         ):
             raise PermissionError(
-                f"{each}, where {folder} is or shall be, has owner {status.st_uid} and mode "
-                f"{stat.filemode(status.st_mode)}: others than user {os.getuid()} may change it"
+                f"{each}, on the way to {folder}, has owner {status.st_uid} and mode "
+                f"{stat.filemode(status.st_mode)}: users other than {os.getuid()} may change it"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a cluster's daemons are started with."""
+"""Settings with which the daemons of a cluster are started."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ def _plain(address: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of every daemon alike.
+    """Settings that are the same for every daemon.
 
     Attributes:
-        daemon_count: Daemons.
-        strategy: How Ray puts them on nodes: spread, one a node where that goes; or packed on
-            few. The strict ones fail where it does not go.
-        cpus: Cores of each, which Ray keeps for it; worker threads are as many.
-        gpus: GPUs of each: it serves on those that Ray gives it, and without any on the CPU.
-        memory_limit: Host memory of each, such as "64GiB"; empty: three quarters of its machine's.
-        listen: tcp, on the node's address, for clients on other machines, and on a socket in
-            `state_folder` for those on the same one; unix, on the socket alone.
-        allow_remote: That the node's address may be other than loopback: whoever reaches it may
-            use the daemon, unless `config` asks for certificates or a token.
-        config: File of daemon settings on every node; empty: none.
-        binary: The daemon; empty: as the nodes find spillwayd.
-        state_folder: Where each node keeps logs and sockets; empty: one of this user's in /tmp.
-        arena_folder: A folder of tmpfs, below which each daemon keeps its rows through a
-            restart; empty: rows go with their daemon.
-        token_file: File on every node with the bearer token that daemons take, where they take
+        daemon_count: Number of daemons.
+        strategy: How Ray puts them on nodes: spread, one per node if possible, or packed on few
+            nodes. The strict ones fail if this is not possible.
+        cpus: Cores of each daemon, which Ray reserves for it, and its worker threads.
+        gpus: GPUs of each daemon, which Ray reserves for it. 0: it runs on the CPU.
+        memory_limit: Host memory of each daemon, such as "64GiB". Empty: three quarters of its
+            machine's.
+        listen: tcp: on the node's address, for clients on other machines, and on a socket in
+            `state_folder` for clients on the same one. unix: only on the socket.
+        allow_remote: Whether the node's address may be other than loopback. Everybody who can
+            reach it may use the daemon, unless `config` requires certificates or a token.
+        config: File with settings of the daemons, on every node. Empty: none.
+        binary: The daemon's program file. Empty: spillwayd, as the nodes find it.
+        state_folder: Folder for logs and sockets on every node. Empty: one of this user in /tmp.
+        arena_folder: Folder on tmpfs, below which each daemon keeps its rows through a restart.
+            Empty: rows end with their daemon.
+        token_file: File on every node with the bearer token for the daemons, if they require
             one.
-        resume_seconds: How long a daemon may take to come back.
+        resume_seconds: Seconds that a daemon may need to come back.
     """
 
     daemon_count: int = 1
@@ -103,7 +104,7 @@ class Settings:
         binary = self.binary or os.environ.get("SPILLWAYD") or shutil.which("spillwayd")
         if not binary or not os.access(binary, os.X_OK):
             raise FileNotFoundError(
-                f"no daemon at {binary or 'PATH'}: install spillwayd, or name it by --binary"
+                f"no daemon at {binary or 'PATH'}: install spillwayd, or name it with --binary"
             )
         command = [binary, "--device", "auto" if self.gpus else "cpu"]
         command += ["--threads", str(max(1, int(self.cpus)))]

@@ -60,12 +60,12 @@ def deal(
         raise ValueError(f"layer_groups {layer_groups} is not in [1, {layer_count}], the layers")
     if daemon_count < 1 or daemon_count % layer_groups:
         raise ValueError(
-            f"{daemon_count} daemons cannot be dealt to {layer_groups} groups of layers evenly"
+            f"{daemon_count} daemons cannot be split evenly over {layer_groups} groups of layers"
         )
     head_parts = daemon_count // layer_groups
     if head_parts > kv_head_count:
         raise ValueError(
-            f"{head_parts} daemons cannot share {kv_head_count} KV heads: at most one each"
+            f"{head_parts} daemons cannot share {kv_head_count} KV heads: each needs at least one"
         )
     return [
         Share(layers, heads)

@@ -135,7 +135,9 @@ class ClusterStep:
                     f"{sequences[0].model}"
                 )
         if starts is not None and len(starts) != len(sequences):
-            raise ValueError(f"{len(starts)} starts are named for {len(sequences)} sequences")
+            raise ValueError(
+                f"{len(starts)} starts for {len(sequences)} sequences: one for each is needed"
+            )
         self._client = client
         self._policy = policy
         self.sequences = tuple(sequences)
@@ -352,7 +354,9 @@ class ClusterStep:
     def results(self) -> list[AttendResult]:
         """Returns the full results of the last attend, one per sequence, with certificates."""
         if not self._last:
-            raise ValueError("the step's last layer was not attended")
+            raise ValueError(
+                "the step has no results: no layer was attended, or the last attend failed"
+            )
         if self._last_at_once is not None:
             self._last_at_once.share_results()
         parts: list[list[tuple[int, int, AttendResult]]] = [[] for _ in self.sequences]

@@ -190,7 +190,9 @@ class ClusterStream:
     ) -> Any:
         """Sends one step and waits for its answer. The arguments are those of `send`."""
         if self._pending:
-            raise ValueError(f"{len(self._pending)} steps are in flight; recv them first")
+            raise ValueError(
+                f"{len(self._pending)} steps are in flight: receive their answers first"
+            )
         self.send(sequence, layer, q, *rest, **options)
         return self.recv()[1]
 

@@ -73,7 +73,7 @@ def weights_of(path: str | Path, model: Model, share: Share) -> Iterator[Path]:
         share: The part's.
 
     Raises:
-        InvalidArgument: It is no safetensors file, or a tensor's first dimension is neither the
+        InvalidArgument: It is not a safetensors file, or a tensor's first dimension is neither the
             KV heads nor the query heads.
     """
     whole = range(model.layer_count), range(model.kv_head_count)
@@ -139,7 +139,7 @@ def _header(file: BinaryIO, path: str) -> tuple[dict[str, dict[str, list[int]]],
         if len(text) != size or not isinstance(header, dict):
             raise ValueError
     except ValueError:
-        raise spillway.InvalidArgument(f"{path} is no safetensors file") from None
+        raise spillway.InvalidArgument(f"{path} is not a safetensors file") from None
     return header, 8 + size
 
 

@@ -60,15 +60,17 @@ void AddShapeOptions(CLI::App& command, BenchOptions& options) {
   const auto add = [&](const char* name, auto& value, const char* description) {
     return command.add_option(name, value, description)->capture_default_str()->group("Shape");
   };
-  add("--layers", options.layer_count, "layers, attended in turn")->check(Range(1, 1024));
-  add("--query-heads", options.query_head_count, "query heads")->check(Range(1, 1024));
-  add("--kv-heads", options.kv_head_count, "KV heads")->check(Range(1, 1024));
+  add("--layers", options.layer_count, "layers, attended one after the other")
+      ->check(Range(1, 1024));
+  add("--query-heads", options.query_head_count, "query heads of a layer")->check(Range(1, 1024));
+  add("--kv-heads", options.kv_head_count, "KV heads of a layer")->check(Range(1, 1024));
   add("--head-dim", options.head_dim, "elements of a key")->check(Range(16, 256));
   SetChoices<v1::DType>(
       command.add_option("--dtype", options.dtype, "element type of K, V and q; default bf16")
           ->group("Shape"),
       {{"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}});
-  add("--bits-per-dim", options.bits_per_dim, "code bits per dimension")->check(Range(1, 4));
+  add("--bits-per-dim", options.bits_per_dim, "bits of the codes per dimension of a key")
+      ->check(Range(1, 4));
   add("--tokens", options.token_count, "tokens of the sequence")
       ->check(Range(int64_t{1}, int64_t{1} << 40));
   add("--queries", options.query_count, "query tokens of each attend")->check(Range(1, 1024));
@@ -78,18 +80,18 @@ void AddShapeOptions(CLI::App& command, BenchOptions& options) {
 
 void AddBenchOptions(CLI::App& command, BenchOptions& options) {
   command.footer(
-      "K and V are random, so the budget of a verified tail says nothing of a real model:\n"
-      "attention over them is flat unless --logit-stddev is large. Fix the budget with\n"
-      "--row-count-max, or read the rows touched as a property of this data alone.");
-  SetChoices<BenchMode>(
-      command.add_option("--mode", options.mode,
-                         "unary calls, or append and attend on a stream; default attend"),
-      {{"attend", BenchMode::kAttend}, {"decode", BenchMode::kDecode}});
+      "K and V are random. Unless --logit-stddev is large, attention over them is almost uniform,\n"
+      "so the number of rows read says nothing about a real model. To time a fixed number of\n"
+      "rows, set --row-count-max.");
+  SetChoices<BenchMode>(command.add_option("--mode", options.mode,
+                                           "attend: unary Attend calls; decode: append and attend "
+                                           "on a Decode stream; default attend"),
+                        {{"attend", BenchMode::kAttend}, {"decode", BenchMode::kDecode}});
   const auto add = [&](const char* name, auto& value, const char* description) {
     return command.add_option(name, value, description)->capture_default_str();
   };
-  add("--iterations", options.iteration_count, "measured attends")->check(Range(1, 1000000));
-  add("--warmup", options.warmup_count, "attends before them")->check(Range(0, 1000000));
+  add("--iterations", options.iteration_count, "attends to measure")->check(Range(1, 1000000));
+  add("--warmup", options.warmup_count, "attends before the measurement")->check(Range(0, 1000000));
   add("--logit-stddev", options.logit_stddev, "standard deviation of the logits")
       ->check(Range(0.0, 1000.0));
   add("--data-seed", options.data_seed, "seed of K, V and q");
@@ -98,16 +100,20 @@ void AddBenchOptions(CLI::App& command, BenchOptions& options) {
   v1::Policy& policy = options.policy;
   AddPolicyEnum<v1::Selector>(
       command, options, "--selector", v1::Selector_MAX, v1::Selector_Name,
-      [&policy](v1::Selector value) { policy.set_selector(value); }, "what scores the keys");
+      [&policy](v1::Selector value) { policy.set_selector(value); },
+      "selector, which ranks the tokens");
   AddPolicyEnum<v1::Tail>(
       command, options, "--tail", v1::Tail_MAX, v1::Tail_Name,
-      [&policy](v1::Tail value) { policy.set_tail(value); }, "what stands in for the others");
+      [&policy](v1::Tail value) { policy.set_tail(value); },
+      "how the tokens that are not heavy are sampled");
   AddPolicyEnum<v1::Bound>(
       command, options, "--bound", v1::Bound_MAX, v1::Bound_Name,
-      [&policy](v1::Bound value) { policy.set_bound(value); }, "size of a uniform tail");
+      [&policy](v1::Bound value) { policy.set_bound(value); },
+      "how the size of a uniform sample is computed");
   CLI::Option* count = AddPolicyOption<int64_t>(
       command, options, "--heavy-count",
-      [&policy](int64_t value) { policy.mutable_top_k()->set_count(value); }, "heavy tokens");
+      [&policy](int64_t value) { policy.mutable_top_k()->set_count(value); },
+      "heavy tokens per KV head");
   CLI::Option* fraction = AddPolicyOption<double>(
       command, options, "--heavy-fraction",
       [&policy](double value) { policy.mutable_top_k()->set_fraction(value); },
@@ -115,7 +121,7 @@ void AddBenchOptions(CLI::App& command, BenchOptions& options) {
   CLI::Option* mass = AddPolicyOption<double>(
       command, options, "--top-p",
       [&policy](double value) { policy.mutable_top_p()->set_mass(value); },
-      "heavy tokens by estimated mass");
+      "heavy tokens by this share of the estimated softmax mass");
   count->excludes(fraction)->excludes(mass);
   fraction->excludes(mass);
   AddPolicyOption<int64_t>(
@@ -127,17 +133,17 @@ void AddBenchOptions(CLI::App& command, BenchOptions& options) {
       "most recent tokens, always attended");
   AddPolicyOption<double>(
       command, options, "--epsilon", [&policy](double value) { policy.set_epsilon(value); },
-      "relative error to promise");
+      "relative error of the error bound");
   AddPolicyOption<double>(
       command, options, "--delta", [&policy](double value) { policy.set_delta(value); },
-      "chance that the promise fails");
+      "probability that the error exceeds epsilon");
   AddPolicyOption<int32_t>(
       command, options, "--pilot",
       [&policy](int32_t value) { policy.set_pilot_token_count(value); }, "pilot rows per stratum");
   AddPolicyOption<int64_t>(
       command, options, "--row-count-max",
       [&policy](int64_t value) { policy.set_row_count_max(value); },
-      "most rows a KV head may touch");
+      "most rows that a KV head may read in one attend");
   AddPolicyOption<uint64_t>(
       command, options, "--seed", [&policy](uint64_t value) { policy.set_seed(value); },
       "seed of the sampling");

@@ -48,8 +48,7 @@ Finding HugePages(const fs::path& root) {
       open == std::string::npos ? "" : modes.substr(open + 1, modes.find(']') - open - 1);
   if (mode == "always" || mode == "madvise") return {"huge pages", true, mode, ""};
   return {"huge pages", false, mode.empty() ? "the kernel has none" : mode,
-          "rows lie in pages of 4 KiB: echo madvise > "
-          "/sys/kernel/mm/transparent_hugepage/enabled"};
+          "rows are in pages of 4 KiB: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"};
 }
 
 Finding Memlock(int64_t bytes, bool has_gpu) {
@@ -92,7 +91,7 @@ std::vector<Finding> Gpus(const fs::path& root, bool& has_gpu) {
     const std::string width_max = Read(device / "max_link_width");
     const std::string name = "GPU " + address;
     if (width.empty()) {
-      findings.push_back({name, true, "its link's width is not told", ""});
+      findings.push_back({name, true, "the width of its link is not known", ""});
       continue;
     }
     const std::string found =
@@ -100,14 +99,13 @@ std::vector<Finding> Gpus(const fs::path& root, bool& has_gpu) {
                      " (links slow down while they idle)");
     findings.push_back({name, width == width_max, found,
                         width == width_max ? ""
-                                           : "rows cross that link: see the slot, the riser, and "
-                                             "what shares its lanes"});
+                                           : "rows cross this link: check the slot, the riser, and "
+                                             "which devices share its lanes"});
   }
   const bool mps = fs::exists(root / "tmp/nvidia-mps/control", error);
-  findings.push_back({"MPS", mps, mps ? "its control daemon runs" : "not running",
-                      mps ? ""
-                          : "kernels of a model beside the daemon take turns with its own: "
-                            "spillwayd --mps on"});
+  findings.push_back(
+      {"MPS", mps, mps ? "its control daemon is running" : "not running",
+       mps ? "" : "kernels of other processes and of the daemon take turns: spillwayd --mps on"});
   return findings;
 }
 
@@ -115,7 +113,7 @@ Finding Descriptors(int64_t count) {
   const bool ok = count >= kDescriptorCountWanted;
   return {"open files", ok, absl::StrCat(FormatCount(count), " at most"),
           ok ? ""
-             : absl::StrCat("connections wait beyond it: ulimit -Hn ", kDescriptorCountWanted,
+             : absl::StrCat("more connections have to wait: ulimit -Hn ", kDescriptorCountWanted,
                             ", or LimitNOFILE in the service")};
 }
 
@@ -128,7 +126,7 @@ Finding Memory(const fs::path& root, std::optional<int64_t> limit_bytes) {
   const bool ok = limit_bytes || available >= limit;
   return {"memory", ok, found,
           ok ? ""
-             : absl::StrCat("the kernel would end the daemon before it refuses: spillwayd "
+             : absl::StrCat("the kernel may kill the daemon before it reaches the limit: spillwayd "
                             "--memory-limit ",
                             available / 10 * 9 >> 20, "MiB")};
 }

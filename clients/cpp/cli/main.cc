@@ -31,7 +31,7 @@ enum ExitCode {
 };
 
 constexpr char kFooter[] =
-    "Exit codes: 0 done, 1 the daemon refused or failed, 2 wrong command line,\n"
+    "Exit codes: 0 success, 1 the daemon refused the call or failed, 2 wrong command line,\n"
     "3 no daemon at the target, 128 + N ended by signal N.";
 
 void PrintError(const absl::Status& status) {
@@ -48,10 +48,11 @@ int Main(int argc, char** argv) {
   std::string target = DefaultTarget();
   std::string format = "table";
   double timeout_s = 60;
-  app.add_option("--target", target, "gRPC target of the daemon")
+  app.add_option("--target", target,
+                 "address of the daemon: unix:/path, host:port or tls:host:port")
       ->envname("SPILLWAY_TARGET")
       ->capture_default_str();
-  app.add_option("--format", format, "table or json")
+  app.add_option("--format", format, "format of the output")
       ->check(CLI::IsMember({"table", "json"}))
       ->type_name("FORMAT")
       ->capture_default_str();
@@ -59,58 +60,62 @@ int Main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   Access access = DefaultAccess();
-  app.add_option("--tls-ca", access.tls_ca,
-                 "PEM file with the authorities of the daemon's certificate, for tls:host:port")
+  app.add_option(
+         "--tls-ca", access.tls_ca,
+         "PEM file with the authorities that sign the daemon's certificate, for tls:host:port")
       ->envname("SPILLWAY_TLS_CA");
   app.add_option("--tls-cert", access.tls_certificate, "PEM file with the client's certificate")
       ->envname("SPILLWAY_TLS_CERT");
-  app.add_option("--tls-key", access.tls_key, "PEM file with its key")->envname("SPILLWAY_TLS_KEY");
+  app.add_option("--tls-key", access.tls_key, "PEM file with the key of --tls-cert")
+      ->envname("SPILLWAY_TLS_KEY");
   // Not the token itself: others see command lines.
   std::string token_file;
   app.add_option("--token-file", token_file,
-                 "file whose first line is the token; without it SPILLWAY_TOKEN is");
+                 "file whose first line is the token; by default the token is in SPILLWAY_TOKEN");
   // Global options may stand after the subcommand too.
   app.fallthrough();
 
-  CLI::App* status = app.add_subcommand("status", "the daemon, its memory, its models");
+  CLI::App* status = app.add_subcommand("status", "show the daemon, its memory and its models");
   bool watch = false;
-  status->add_flag("--watch", watch, "again each second, until it is stopped");
+  status->add_flag("--watch", watch, "show it again every second until stopped");
   std::vector<std::string> names;
   const auto add_deletion = [&names](CLI::App* list, const std::string& what) {
     CLI::App* deletion = list->add_subcommand("delete", "delete " + what + " by name or id");
-    deletion->add_option("name", names, "as the list shows them")->required();
+    deletion->add_option("name", names, "names or ids, as the list shows them")->required();
     return deletion;
   };
-  CLI::App* models = app.add_subcommand("models", "list models, or delete some");
+  CLI::App* models = app.add_subcommand("models", "list models or delete them");
   CLI::App* delete_models = add_deletion(models, "models");
-  CLI::App* sequences = app.add_subcommand("sequences", "list sequences, or delete some");
+  CLI::App* sequences = app.add_subcommand("sequences", "list sequences or delete them");
   std::string model;
-  sequences->add_option("--model", model, "list only this model's");
+  sequences->add_option("--model", model, "list only sequences of this model");
   CLI::App* delete_sequences = add_deletion(sequences, "sequences");
   CLI::App* bench =
       app.add_subcommand("attend-bench", "time attends over a temporary random sequence");
   BenchOptions bench_options;
   AddBenchOptions(*bench, bench_options);
-  CLI::App* top = app.add_subcommand("top", "tokens a second, latencies and memory, live");
+  CLI::App* top = app.add_subcommand("top", "show tokens per second, latencies and memory, live");
   bool once = false;
-  top->add_flag("--once", once, "once, of one second, for scripts");
+  top->add_flag("--once", once, "measure for one second, print once and exit");
   CLI::App* doctor =
-      app.add_subcommand("doctor", "what of this machine would slow the daemon down");
-  CLI::App* tokens = app.add_subcommand("tokens", "tokens of a daemon that asks for them");
+      app.add_subcommand("doctor", "check this machine for what would slow the daemon down");
+  CLI::App* tokens = app.add_subcommand("tokens", "make tokens for a daemon that requires them");
   tokens->require_subcommand(1);
   NewToken asked;
   CLI::App* new_token = tokens->add_subcommand(
-      "new", "make a token; it is shown once, and a daemon's file keeps but a digest");
-  new_token->add_option("name", asked.name, "who has it")->required();
+      "new", "make a token; it is shown only once, and the daemon's file has only its digest");
+  new_token->add_option("name", asked.name, "name of the token, for example of its user")
+      ->required();
   new_token->add_option("--namespace", asked.name_space,
-                        "of its models and sequences; by default the name");
+                        "namespace of its models and sequences; by default the name");
   new_token->add_option("--bytes-max", asked.bytes_max,
-                        "what the namespace's rows and indices may come to, such as 64GiB");
+                        "most bytes of rows and codes in the namespace, such as 64GiB");
   new_token
       ->add_option("--sequence-count-max", asked.sequence_count_max,
-                   "most sequences of the namespace")
+                   "most sequences in the namespace")
       ->check(CLI::PositiveNumber);
-  new_token->add_option("--file", asked.file, "append the entry to this file, do not print it");
+  new_token->add_option("--file", asked.file,
+                        "append the entry to this file instead of printing it");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -141,7 +146,7 @@ int Main(int argc, char** argv) {
     std::ifstream file(token_file);
     if (!std::getline(file, access.token)) {
       return finish(absl::InvalidArgumentError(
-                        absl::StrCat("--token-file: there is no line in ", token_file)),
+                        absl::StrCat("--token-file: ", token_file, " cannot be read or is empty")),
                     kUsage);
     }
   }

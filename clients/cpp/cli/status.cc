@@ -117,10 +117,10 @@ void PrintStatus(const v1::GetServerInfoResponse& info, const v1::GetStatisticsR
       << '\n';
   if (const v1::AuditStatistics& audit = statistics.audit(); audit.share() > 0) {
     out << "audit     of " << FormatShare(audit.share(), 1)
-        << " of the attends: " << FormatCount(audit.check_count()) << " promises checked, "
+        << " of the attends: " << FormatCount(audit.check_count()) << " bounds checked, "
         << FormatShare(static_cast<double>(audit.violation_count()),
                        static_cast<double>(audit.check_count()))
-        << " broken; " << FormatCount(audit.raised_head_count()) << " heads try harder\n";
+        << " violated; " << FormatCount(audit.raised_head_count()) << " heads raised\n";
   }
   if (statistics.models().empty()) {
     out << "no models\n";

@@ -42,7 +42,7 @@ absl::Status CheckName(const std::string& name, const char* what) {
 absl::StatusOr<std::string> Draw() {
   std::array<unsigned char, 32> bytes;
   if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
-    return absl::InternalError("the system has no random bytes");
+    return absl::InternalError("cannot get random bytes from the system");
   }
   const std::string text =
       absl::WebSafeBase64Escape({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
@@ -95,7 +95,7 @@ absl::Status MakeToken(const NewToken& asked, const Output& output) {
   } else if (!asked.file.empty()) {
     output.out << token << "\n";
   } else {
-    output.out << "The token, which is shown once:\n\n  " << token
+    output.out << "The token, which is shown only once:\n\n  " << token
                << "\n\nThe entry for the file that the daemon's auth.tokens_file names:\n\n"
                << entry;
   }

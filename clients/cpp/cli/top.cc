@@ -92,9 +92,9 @@ void PrintTop(const std::string& version, const Reading& before, const Reading& 
   out << '\n';
   if (now.Value("spillway_audit_share") > 0) {
     const double checks = now.Sum("spillway_audit_checks_total");
-    out << "audit     " << Count(checks) << " promises checked, "
-        << FormatShare(now.Sum("spillway_audit_violations_total"), checks) << " broken; "
-        << Count(now.Sum("spillway_audit_raised_heads")) << " heads try harder\n";
+    out << "audit     " << Count(checks) << " bounds checked, "
+        << FormatShare(now.Sum("spillway_audit_violations_total"), checks) << " violated; "
+        << Count(now.Sum("spillway_audit_raised_heads")) << " heads raised\n";
   }
   out << "clients   " << Count(now.Value("spillway_connections")) << " connections, "
       << Count(now.Value("spillway_connections_shed_total")) << " closed at once; "

@@ -35,7 +35,7 @@ absl::StatusOr<std::string> Read(const std::string& path, const char* what) {
   std::ostringstream text;
   if (file.is_open() && text << file.rdbuf()) return std::move(text).str();
   return absl::InvalidArgumentError(
-      absl::StrCat("the ", what, " of TLS: cannot read ", path, ": ", std::strerror(errno)));
+      absl::StrCat("TLS: cannot read the ", what, " ", path, ": ", std::strerror(errno)));
 }
 
 bool SpeaksTls(const std::string& target, const Access& access) {
@@ -50,7 +50,7 @@ bool SpeaksTls(const std::string& target, const Access& access) {
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> TlsCredentials(const Access& access) {
   if (access.tls_certificate.empty() != access.tls_key.empty()) {
     return absl::InvalidArgumentError(
-        "of TLS, a client's certificate and its key go together: one of them is not named");
+        "TLS: a client's certificate and its key must both be set, and one of them is not");
   }
   grpc::SslCredentialsOptions options;
   ASSIGN_OR_RETURN(options.pem_root_certs, Read(access.tls_ca, "authorities"));
@@ -65,7 +65,8 @@ absl::Status CheckToken(const std::string& token) {
   });
   // What it holds is nobody else's business.
   return fits ? absl::OkStatus()
-              : absl::InvalidArgumentError("the token has characters that no token has");
+              : absl::InvalidArgumentError(
+                    "the token has characters other than letters, digits and -._~+/=");
 }
 
 // Says with every call whose it is. gRPC's own way, call credentials, is for TLS alone.

@@ -25,9 +25,9 @@ struct Access {
 Access DefaultAccess();
 
 // Opens a channel. target: as for NormalizeTarget, or "tls:host:port". TLS is used for "tls:",
-// and for host:port without "tcp:" if a TLS file is named. The channel connects with its first
-// call. INVALID_ARGUMENT if a file cannot be read, a certificate has no key, or the token has
-// invalid characters.
+// and for host:port without "tcp:" if tls_ca or tls_certificate is set. The channel connects with
+// its first call. INVALID_ARGUMENT if a file cannot be read, a certificate has no key, or the
+// token has invalid characters.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> OpenChannel(const std::string& target,
                                                            const Access& access,
                                                            grpc::ChannelArguments arguments = {});

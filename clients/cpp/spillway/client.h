@@ -40,7 +40,7 @@ struct ClientOptions {
   Access access = DefaultAccess();
 };
 
-// How one call may end early.
+// Limits of one call.
 struct CallOptions {
   // Replaces the client's timeout; absl::InfiniteDuration(): no deadline. After the deadline
   // the call ends with DEADLINE_EXCEEDED.
@@ -50,9 +50,9 @@ struct CallOptions {
 };
 
 // One connection to a daemon. Thread-safe: calls may run at the same time on one client. It must
-// outlive the streams that it opened. If it created sequences without an id, and no other client
-// uses them, the daemon deletes them some time after the client is gone (the daemon's
-// sequences.unnamed_grace_seconds).
+// outlive the streams that it opened. After it is destroyed, the daemon keeps the sequences that it
+// created without an id for a grace time (the daemon's sequences.unnamed_grace_seconds). Then it
+// deletes them, unless another client uses them.
 class Client {
  public:
   // The major version of the API and daemon that this client speaks.
@@ -114,7 +114,7 @@ class Client {
   // Sequences of one model, or of all if `model` is empty. Reads all pages.
   absl::StatusOr<std::vector<v1::Sequence>> ListSequences(const std::string& model = "",
                                                           const CallOptions& options = {});
-  // `id` is that of the copy, and may be empty.
+  // `id` is the id of the copy, and may be empty.
   absl::StatusOr<v1::Sequence> ForkSequence(const std::string& name, const std::string& id = "",
                                             const CallOptions& options = {});
   // Keeps the first `token_count` tokens of every layer.
@@ -132,8 +132,8 @@ class Client {
                                                         const std::string& folder,
                                                         const std::string& client_data = "",
                                                         const CallOptions& options = {});
-  // Creates a sequence from a snapshot, by default without a deadline. `id` may be empty.
-  // `sequence` has the fields that replace the saved ones, and may be empty too.
+  // Creates a sequence from a snapshot, by default without a deadline. `id` may be empty. Fields
+  // that are set in `sequence` replace the saved ones.
   absl::StatusOr<v1::LoadSequenceResponse> LoadSequence(const std::string& folder,
                                                         const std::string& id = "",
                                                         const v1::Sequence& sequence = {},
@@ -141,12 +141,11 @@ class Client {
 
   // --- K/V and attention.
 
-  // Appends the rows, split into messages of the size that the daemon accepts. If a chunk fails,
-  // the chunks before it remain. If the same call is repeated, it skips the chunks that are there,
-  // and continues.
+  // Appends the rows, split into chunks that fit into a message. If a chunk fails, the chunks
+  // before it remain. If the same call is repeated, it skips these chunks and continues.
   absl::StatusOr<v1::AppendResponse> Append(const KvRows& rows, const CallOptions& options = {});
 
-  // Each result has its own status, see ToAbslStatus().
+  // Each result has its own status; ToAbslStatus() converts it.
   absl::StatusOr<v1::AttendResponse> Attend(const v1::AttendRequest& request,
                                             const CallOptions& options = {});
 

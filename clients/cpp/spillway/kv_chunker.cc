@@ -28,7 +28,8 @@ absl::StatusOr<KvChunker> KvChunker::Create(const KvRows& rows, int64_t message_
                              static_cast<double>(element_bytes) * rows.layer_count *
                              static_cast<double>(rows.token_count);
   if (total_bytes > static_cast<double>(std::numeric_limits<int64_t>::max() / 2)) {
-    return absl::InvalidArgumentError(absl::StrCat("cannot append ", total_bytes, " bytes"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot append ", total_bytes, " bytes: more than 2^62"));
   }
   const int64_t token_bytes = int64_t{rows.kv_head_count} * rows.head_dim * element_bytes;
   const auto expected = static_cast<size_t>(token_bytes * rows.layer_count * rows.token_count);

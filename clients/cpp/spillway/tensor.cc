@@ -54,9 +54,9 @@ absl::StatusOr<absl::Span<const float>> FloatValues(const v1::Tensor& tensor) {
   }
   const auto count = static_cast<size_t>(ElementCount(tensor.shape()));
   if (tensor.data().size() != count * sizeof(float)) {
-    return absl::InvalidArgumentError(absl::StrCat("a tensor of shape [",
-                                                   absl::StrJoin(tensor.shape(), ", "), "] has ",
-                                                   tensor.data().size(), " bytes"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("a tensor of shape [", absl::StrJoin(tensor.shape(), ", "), "] has ",
+                     tensor.data().size(), " bytes, not ", count * sizeof(float)));
   }
   return absl::MakeConstSpan(reinterpret_cast<const float*>(tensor.data().data()), count);
 }

@@ -36,7 +36,7 @@ def layer_ranges(text: str) -> list[tuple[str, int, int]]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or not (last if dash else first).isdigit():
-            raise typer.BadParameter(f"{part!r} is not a layer, nor two with a dash between")
+            raise typer.BadParameter(f"{part!r} is neither a layer nor a range such as 2-5")
         ranges.append((part, int(first), int(last or first)))
     return ranges
 
@@ -60,6 +60,6 @@ def from_pretrained(kind: Any, model: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        absent = "" if path.exists() else "there is no such folder; of the hub: "
+        absent = "" if path.exists() else "there is no such folder, and the hub says: "
         reason = str(error).strip().splitlines()[0]
         raise typer.BadParameter(f"{model} cannot be loaded: {absent}{reason}") from error

@@ -28,9 +28,9 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
-    "bench": _Command("spillway_lab.bench", "app", "Experiments with the hardware."),
+    "bench": _Command("spillway_lab.bench", "app", "Measures the hardware."),
     "eval": _Command(
-        "spillway_lab.evaluation.command", "app", "Methods of sparse attention, compared."
+        "spillway_lab.evaluation.command", "app", "Compares methods of sparse attention."
     ),
     "train-hash": _Command(
         "spillway_lab.training.command", "train_hash", "Trains hash functions for a model."
@@ -38,7 +38,7 @@ _COMMANDS = {
     "import-hash": _Command(
         "spillway_lab.training.command",
         "import_app",
-        "Turns published hash weights into a file that the daemon loads.",
+        "Converts published hash weights to a file for the daemon.",
     ),
 }
 
@@ -47,8 +47,8 @@ def main() -> None:
     """Runs the command line."""
     asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     app = typer.Typer(
-        help="Experiments around Spillway. The commands that talk to a daemon (status, models, "
-        "sequences, attend-bench) are in the C++ tool, spillway.",
+        help="Measures, trains and compares. The commands for a daemon (status, models, sequences, "
+        "attend-bench) are in the program spillway.",
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,

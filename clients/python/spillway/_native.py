@@ -86,7 +86,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     named = os.environ.get(_ENVIRONMENT)
     if named == "":
         if required:
-            raise OSError(f"libspillway is not to be loaded: {_ENVIRONMENT} is empty")
+            raise OSError(f"libspillway is not loaded because {_ENVIRONMENT} is empty")
         return None
     own = str(_OWN)
     paths = [named] if named else [own, _INSTALLED] if _OWN.exists() else [_INSTALLED]
@@ -100,7 +100,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
             failures[path] = f"{path}: {error}"
     if loaded is None and (named or required):
         told = "; ".join(failures.values())
-        raise OSError(f"libspillway cannot be loaded: {told}; {_ENVIRONMENT} names another")
+        raise OSError(f"libspillway cannot be loaded: {told}; {_ENVIRONMENT} can name another file")
     if own in failures and not named:
         instead = "grpcio" if loaded is None else f"the system's {_INSTALLED}"
         warnings.warn(
@@ -113,7 +113,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         return None
     interface = loaded.spillway_interface()
     if interface != _INTERFACE:
-        raise OSError(f"{path} has interface {interface}, not {_INTERFACE}")
+        raise OSError(f"{path} has interface version {interface}, not {_INTERFACE}")
     pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
     number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (

@@ -33,7 +33,9 @@ def kv_pieces(
         yield 0, layer_count, 0, token_count
         return
     if token_bytes > budget_bytes:
-        raise ValueError(f"one token of {token_bytes} bytes does not fit into {budget_bytes} bytes")
+        raise ValueError(
+            f"one token of {token_bytes} bytes does not fit into a message of {budget_bytes} bytes"
+        )
     step = budget_bytes // token_bytes
     for layer in range(layer_count):
         for token in range(0, token_count, step):
@@ -60,7 +62,9 @@ def query_parts(
     query_bytes = head_count * (head_dim * element_bytes + CERTIFICATE_BYTES)
     step = min(count_max, (budget_bytes - ITEM_BYTES) // max(query_bytes, 1))
     if step < 1:
-        raise ValueError(f"one query of {query_bytes} bytes does not fit into {budget_bytes} bytes")
+        raise ValueError(
+            f"one query of {query_bytes} bytes does not fit into a message of {budget_bytes} bytes"
+        )
     # Even parts: a last part of few queries would be served by the policy
     # while the others are dense.
     part_count = max(1, -(-query_count // step))

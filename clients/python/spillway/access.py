@@ -69,18 +69,19 @@ class Access:
             token = os.environ.get("SPILLWAY_TOKEN", "")
         if not _TOKEN.fullmatch(token):
             # What it holds is nobody else's business.
-            raise ValueError("the token has characters that no token has")
+            raise ValueError("the token has characters other than letters, digits and -._~+/=")
         plain = target.startswith(_PLAIN)
         if plain and named:
             raise ValueError(
-                f"ca, cert and key are for TLS, and {target} is reached without it: name "
-                "tls:host:port"
+                f"ca, cert and key are for TLS, which {target} does not use: name tls:host:port"
             )
         tls = target.startswith(_TLS) or (not plain and bool(files["ca"] or files["cert"]))
         if not tls:
             return Access(token=token)
         if bool(files["cert"]) != bool(files["key"]):
-            raise ValueError("a client's certificate and its key go together: one is not named")
+            raise ValueError(
+                "a client's certificate and its key must both be named: one is missing"
+            )
         return Access(tls=True, token=token, **files)
 
     def grpcio_channel(self, target: str, options: list[tuple[str, int]]) -> grpc.Channel:

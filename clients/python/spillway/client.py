@@ -146,7 +146,7 @@ class Client:
             major = self.server_info.version.split(".")[0]
             if major != str(API_MAJOR):
                 raise VersionMismatch(
-                    f"the daemon at {target} has version {self.server_info.version}, "
+                    f"the daemon at {target} has version {self.server_info.version}; "
                     f"this client speaks major version {API_MAJOR}"
                 )
         except Unavailable as error:
@@ -238,13 +238,11 @@ class Client:
                 else "libspillway was not found: SPILLWAY_LIBRARY can name it"
             )
         elif steps == "libspillway":
-            reasons.append(
-                self._no_doorbell or "no doorbell: that takes a unix socket of the daemon"
-            )
+            reasons.append(self._no_doorbell or "no doorbell: it needs a unix socket of the daemon")
         taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
         if taking_turns:
             reasons.append(
-                f"the daemon's {', '.join(taking_turns)} is not shared by way of MPS: kernels of "
+                f"the daemon's {', '.join(taking_turns)} is not shared through MPS: kernels of "
                 "this process take turns with the daemon's (spillwayd --mps on)"
             )
         if self._no_decoder:
@@ -253,16 +251,16 @@ class Client:
             reasons.append(f"no memory of the daemon's GPU is shared: {self._regions.no_gpu}")
         if not self._regions.available or self._regions.refused:
             reasons.append(
-                "the daemon has no memory or no folder in common for a region of the client's "
-                "own: Client.attach_region tells more"
+                "the client could not get a region of its own, for lack of memory or of the "
+                "daemon's socket for regions: Client.attach_region raises the reason"
                 if self._regions.available
-                else "there are no regions: that takes a unix socket of the daemon"
+                else "there are no regions: they need a unix socket of the daemon"
             )
             return Transport(steps, "messages", mps, "; ".join(reasons))
         if not self._regions.attached:
             reasons.append(
-                "large arrays are copied to a region of the client's own, small ones to messages: "
-                "Client.attach_region"
+                "large arrays are copied to the client's own region, small ones to messages: "
+                "arrays in a region of Client.attach_region are not copied"
             )
         return Transport(steps, "regions", mps, "; ".join(reasons))
 
@@ -335,8 +333,9 @@ class Client:
             policy: Default policy of its sequences.
             hash_weights: How codes are computed. None means no codes: only the selectors `all`,
                 `oracle` and those of `key_indices` work.
-            resident_sample_fraction: Share of the tokens with which samples begin, and whose
-                rows a GPU keeps, [0, 0.0625]. None means 0.01.
+            resident_sample_fraction: Size of the resident sample as a share of the tokens,
+                [0, 0.0625]. Samples take these tokens first, and a GPU keeps their rows. None
+                means 0.01.
             key_indices: Additional data that is stored for every key. None means nothing.
             first_layer: For a part of a larger model that is split over several daemons: the
                 number of layers of the larger model before this part.
@@ -377,7 +376,7 @@ class Client:
         return Model.from_proto(self._read(self._stubs.models.GetModel, request).model)
 
     def list_models(self) -> Iterator[Model]:
-        """Yields every model by name, page after page."""
+        """Yields all models, ordered by name."""
         token = ""
         while True:
             request = model_service_pb2.ListModelsRequest(page_token=token)
@@ -541,7 +540,7 @@ class Client:
         return os.path.abspath(folder) if embedded else str(folder)
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
-        """Yields every sequence by name, page after page.
+        """Yields all sequences, ordered by name.
 
         Args:
             model: Only sequences of this model. Empty means all models.
@@ -874,7 +873,7 @@ def _cluster_connect(target: str) -> Callable[..., Any]:
         if error.name != name:
             raise
         raise ImportError(
-            f"{target} is a cluster, whose client is in a package of its own: "
+            f"{target} is a cluster, whose client is in the package spillway-cluster: "
             "install its wheel, spillway_cluster-*.whl"
         ) from None
     made: Callable[..., Any] = package.connect
@@ -913,9 +912,8 @@ def connect(
         timeout: Default timeout of a call in seconds.
         settings: Settings of an embedded engine, with the names of the daemon's settings file,
             for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
-        native: Whether decode streams use libspillway, which takes two fifths off the time of a
-            step between client and daemon. None means that they use it if it is installed, or if
-            `SPILLWAY_LIBRARY` names it.
+        native: Whether decode streams use libspillway, which is faster than grpcio. None means
+            that they use it if it is installed, or if `SPILLWAY_LIBRARY` names it.
         ca: PEM file with the certificate authorities for `tls:host:port`. None means
             `SPILLWAY_TLS_CA`, or if this is not set, those of the system. With `host:port`, a
             value here selects TLS. `tcp:host:port` never uses TLS.
@@ -956,7 +954,7 @@ def connect(
     named = normalize_target(asked)
     if named == _native.EMBEDDED:
         if native is False:
-            raise ValueError("embedded: is in libspillway, and native=False leaves that out")
+            raise ValueError("embedded: needs libspillway, but native=False excludes it")
     elif settings:
         raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
     texts = {name: str(value) for name, value in (settings or {}).items()}

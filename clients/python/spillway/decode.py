@@ -186,7 +186,7 @@ class DecodeStream:
         if self._closed:
             raise ValueError("the stream is closed")
         if (k is None) != (v is None):
-            raise ValueError("k and v come together")
+            raise ValueError("give both k and v, or neither")
         request = attention_service_pb2.DecodeRequest(correlation_id=self._next_id, layer=layer)
         if trace := trace_id() if self._trace is None else self._trace:
             request.trace_id = trace
@@ -271,7 +271,9 @@ class DecodeStream:
             ValueError: Other steps are in flight. Receive their answers first.
         """
         if self._pending:
-            raise ValueError(f"{len(self._pending)} steps are in flight; recv them first")
+            raise ValueError(
+                f"{len(self._pending)} steps are in flight: receive their answers first"
+            )
         self.send(
             sequence,
             layer,

@@ -46,15 +46,15 @@ class TopK:
 
     def __post_init__(self) -> None:
         if (self.count is None) == (self.fraction is None):
-            raise ValueError("TopK takes either count or fraction")
+            raise ValueError("TopK needs exactly one of count and fraction")
 
 
 @dataclass(frozen=True)
 class Candidates:
     """A first selection. The policy's selector then scores only the tokens that it finds.
 
-    These are the two stages of Twilight. Tokens that the first stage does not find count as
-    nothing in the second stage, also in the mass of its top-p.
+    These are the two stages of Twilight. Tokens that the first stage does not find have weight 0
+    in the second stage, also in the mass of its top-p.
 
     Attributes:
         selector: Selector of the first selection, any except `all`. None means no first
@@ -70,7 +70,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         if self.count is not None and self.fraction is not None:
-            raise ValueError("Candidates takes either count or fraction")
+            raise ValueError("Candidates takes count or fraction, not both")
         _check_name("selector", self.selector, policy_pb2.Selector)
 
 

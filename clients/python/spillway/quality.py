@@ -49,5 +49,5 @@ def chosen_policy(policy: Policy | None, quality: str | None) -> Policy | None:
     if quality is None:
         return policy
     if policy is not None:
-        raise ValueError("policy and quality say the same thing: give one of them")
+        raise ValueError("policy and quality both set the policy: give only one of them")
     return policy_of(quality)

@@ -130,7 +130,7 @@ class _Shared:
         if start + byte_count > self.byte_count:
             raise ValueError(
                 f"{byte_count} bytes do not fit: {self.name} has {self.byte_count}, "
-                f"{self._used} of them given out"
+                f"{self._used} of them in use"
             )
         self._used = start + byte_count
         return start
@@ -184,7 +184,7 @@ class Region(_Shared):
         return taken.view(kind).view(shape)
 
     def detach(self) -> None:
-        """Returns the region. The daemon frees it when no call uses it.
+        """Gives the region back. The daemon frees it when no call uses it.
 
         Arrays in it stay readable, but are no longer shared with the daemon.
         """
@@ -244,7 +244,7 @@ class GpuRegion(_Shared):
         return taken.view(kind).view(shape)
 
     def detach(self) -> None:
-        """Returns the region. The daemon frees it when no call uses it.
+        """Gives the region back. The daemon frees it when no call uses it.
 
         Tensors in it stay usable, but are no longer shared with the daemon. The memory on the
         GPU stays in use until the last tensor is deleted.
@@ -467,7 +467,7 @@ class Regions:
             connection.send(made.name.encode())
             told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
             if not descriptors:
-                raise Unavailable(f"{made.name} is not handed over: {told.decode()}")
+                raise Unavailable(f"{made.name} was not passed to this process: {told.decode()}")
             try:
                 memory = mmap.mmap(descriptors[0], made.byte_count)
             finally:
@@ -481,7 +481,7 @@ class Regions:
         native = self._client._native
         if native is None:
             raise ValueError(
-                "regions of a GPU take libspillway, which was not found: SPILLWAY_LIBRARY can "
+                "regions in GPU memory need libspillway, which was not found: SPILLWAY_LIBRARY can "
                 "name it"
             )
         with self._lock:
@@ -551,7 +551,7 @@ class Regions:
             return self._socket
         if not self.available:
             raise ValueError(
-                f"{self._client.target} shares no regions: that takes a unix socket of a daemon"
+                f"{self._client.target} has no regions: they need a unix socket of a daemon"
             )
         # The daemon may know its folder by another path.
         folder = os.path.dirname(self._client.target.removeprefix(_UNIX))

@@ -38,8 +38,8 @@ class Model:
         policy: Default policy of its sequences.
         hash_weights: How codes are computed. None means no codes.
         key_indices: Additional data that is stored for every key.
-        resident_sample_fraction: Share of the tokens with which samples begin, and whose rows a
-            GPU keeps.
+        resident_sample_fraction: Size of the resident sample as a share of the tokens. Samples
+            take these tokens first, and a GPU keeps their rows.
         first_layer: For a part of a larger model: the number of layers of the larger model
             before this part.
         first_kv_head: Like `first_layer`, for KV heads.
@@ -103,7 +103,7 @@ class SequenceInfo:
         row_bytes: Bytes of the pages with its rows.
         index_bytes: Bytes of the pages with its codes.
         ttl: Idle time after which it is deleted. 0 means never.
-        expire_time: When it is deleted if no call uses it. None means never.
+        expire_time: When it is deleted if no call names it before. None means never.
         named: Whether a client chose its id. Such a sequence stays until its ttl ends.
         abandoned: Whether it is not named and all clients that used it are gone.
         sealed: Whether appends and truncations are refused (`Sequence.seal`).
@@ -154,7 +154,7 @@ class SavedSequence:
         token_count: Number of saved tokens, which is the length of the shortest layer.
         generation: Generation of the sequence at that moment.
         byte_count: Bytes of all files except the manifest.
-        written_byte_count: The part of these bytes that had to be written.
+        written_byte_count: The part of byte_count that had to be written.
     """
 
     token_count: int
@@ -253,7 +253,7 @@ class Certificate:
 class AttendResult:
     """Result of one attend of one sequence.
 
-    Arrays have the kind of the queries (numpy or torch, and their device).
+    Arrays are like the queries: of numpy, or of torch on the same device.
     """
 
     def __init__(self, message: attention_service_pb2.AttendResult, decode: Decoder) -> None:

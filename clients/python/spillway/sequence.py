@@ -241,7 +241,7 @@ class Sequence:
             OutOfRange: There is a gap, or the tokens are only partly there, or K/V are not
                 finite. The message names the position.
             AlreadyExists: There are other rows at that position.
-            Aborted: Somebody else has truncated the sequence.
+            Aborted: Another client has truncated the sequence.
             ResourceExhausted: The daemon's memory limit is reached.
         """
         if len(k.shape) == 3:
@@ -469,7 +469,7 @@ class Sequence:
             parts.
         """
         if (q is None) == (selection is None):
-            raise ValueError("fetch_pages takes either q or selection")
+            raise ValueError("fetch_pages needs exactly one of q and selection")
         request = attention_service_pb2.FetchPagesRequest(layer=layer)
         if q is not None:
             self._fill_item(request.item, q, policy, None if visible is None else [visible])
@@ -504,8 +504,9 @@ class Sequence:
     ) -> tuple[Any, Any]:
         """Copies K/V rows out: those of tokens [start, end), or those in `selection`.
 
-        They are the rows of one moment, even if somebody appends or truncates meanwhile. For a
-        selection of more than 524,288 rows, this holds for each part of so many rows.
+        All rows are of the same moment, even if another client appends or truncates meanwhile. A
+        selection of more than 524,288 rows is fetched in parts of that size, each of one
+        moment.
 
         Args:
             layer: Layer, [0, layer_count).
@@ -515,11 +516,10 @@ class Sequence:
             selection: Tokens of each KV head by its offsets and indices, ascending within a
                 head.
             into: Arrays for keys and values in the model's dtype: [H_kv, end - start, d] each,
-                or with `selection` [offsets[-1], d], with the rows of one head after those of
-                the other. The engine writes in place to arrays that it can access: arrays in a
-                region, and with an embedded engine all arrays, also CUDA tensors of its GPU. The
-                call then waits for the current stream. Other arrays are filled from messages.
-                None creates arrays.
+                or with `selection` [offsets[-1], d], one head after the other. The engine writes
+                in place to arrays that it can access: arrays in a region, and with an embedded
+                engine all arrays, also CUDA tensors of its GPU. The call then waits for the
+                current stream. Other arrays are filled from messages. None creates arrays.
             like: An array whose kind and device the created arrays have. None means numpy.
             timeout: Seconds. None means the client's timeout.
 
@@ -537,12 +537,12 @@ class Sequence:
             if end is None:
                 end = self.layer_token_counts[layer]
             if not 0 <= start < end:
-                raise ValueError(f"no tokens: start is {start}, end {end}")
+                raise ValueError(f"no tokens to fetch: start {start}, end {end}")
             row_shape = (model.kv_head_count, end - start)
             requests = iter([(slice(None), _range_request(start, end))])
         else:
             if start != 0 or end is not None:
-                raise ValueError("fetch takes either start and end or selection")
+                raise ValueError("fetch takes start and end, or selection, not both")
             row_shape = (len(np.asarray(selection.indices)),)
             requests = _selected_requests(selection)
         shape = (*row_shape, model.head_dim)
@@ -681,9 +681,9 @@ class Sequence:
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
     ) -> SavedSequence:
-        """Saves the sequence to a folder, in its state at the time of its turn.
+        """Saves the sequence to a folder, as earlier calls leave it.
 
-        Other calls for the sequence continue meanwhile. If it is saved again to the same folder,
+        Later calls for the sequence continue meanwhile. If it is saved again to the same folder,
         only what is new is written. This is also true after an interrupted save. Until the call
         returns, the earlier save is the one that can be loaded.
 

@@ -19,15 +19,15 @@ class Device:
         thread_count: Worker threads.
         simd_target: Instruction set in use.
         uuid: UUID of a GPU, else empty.
-        memory_limit_bytes: Limit on the device's own memory for codes. 0 means that codes are in
-            host memory.
-        memory_used_bytes: Device memory that codes use now, bytes.
+        memory_limit_bytes: Limit on the device's own memory for codes and workspaces, bytes. 0
+            means that codes are in host memory.
+        memory_used_bytes: The part of it in use.
         mps: For a GPU: whether the engine's process shares it through CUDA MPS, so that kernels
             of other processes need not wait for their turn.
         resident_limit_bytes: Part of memory_limit_bytes for copies of all K/V rows of sequences
             in use (`--gpu-resident-limit`). Attends of a sequence with a complete copy read no
             rows over the link.
-        resident_used_bytes: Device memory that the copies use now, bytes.
+        resident_used_bytes: The part of resident_limit_bytes in use.
         shared_used_bytes: For a GPU: memory of regions and decoders that is shared with clients,
             bytes.
     """
@@ -52,9 +52,9 @@ class Limits:
     Attributes:
         message_bytes_max: Largest message, bytes.
         memory_bytes_max: Largest amount of memory that the daemon may use, bytes.
-        query_token_count_max: Largest number of queries of one item.
-        sparse_query_token_count_max: Largest number of queries of an item with sparse attention.
-        attend_item_count_max: Largest number of items of one Attend.
+        query_token_count_max: Largest number of queries of one sequence in an attend.
+        sparse_query_token_count_max: The same for sparse attention.
+        attend_item_count_max: Largest number of sequences in one attend.
         sequence_count_max: Largest number of sequences at the same time.
     """
 
@@ -222,7 +222,7 @@ class HeadAudit:
         check_count: Checks.
         violation_count: Outputs with an error above epsilon.
         recent_check_count: Checks since the level was last changed or confirmed.
-        recent_violation_count: Violations of these.
+        recent_violation_count: Violations among these checks.
         level: Level of the head's attends: 0 is the policy as it is. Each level adds more: first
             inflation, then a larger pilot, then the `paper` budget, and at last dense attention
             of the layer.
@@ -242,10 +242,11 @@ class AuditStatistics:
     """The audit of all models, since the start.
 
     Attributes:
-        share: Share of the attends that is checked. 0 means no audit.
+        share: Share of the attends that are checked. 0 means no audit.
         check_count: Checks.
         violation_count: Outputs with an error above epsilon.
-        dropped_count: Attends that were chosen for a check, but the queue was full.
+        dropped_count: Attends that were chosen for a check, but not checked because the queue was
+            full.
         raised_head_count: KV heads that are above level 0 now.
     """
 
@@ -282,11 +283,11 @@ class Statistics:
 
     Attributes:
         transport: How this client communicates with it.
-        memory: Bytes held.
+        memory: Memory of the daemon.
         work: Work of all models.
         models: One entry per model, or only the requested one.
         sequences: One entry per sequence of the requested model.
-        audit: Checks of all models.
+        audit: The online audit of all models.
         head_audits: The KV heads of the requested model that were checked, those with the most
             violations first.
     """

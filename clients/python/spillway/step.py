@@ -180,7 +180,7 @@ def check_tensors(
         if tuple(array.shape) != shape:
             raise ValueError(f"{what} has shape {list(array.shape)}, not {list(shape)}")
         if what != "q" and dtype_of(array, what) != dtype_number(model.dtype):
-            raise ValueError(f"{what} has other elements than the model's, {model.dtype}")
+            raise ValueError(f"{what} has another dtype than the model, {model.dtype}")
     return dtype_of(q, "q") if out_dtype is None else dtype_number(out_dtype)
 
 
@@ -223,10 +223,12 @@ class DecodeStep(_Together):
         if starts is None:
             return tuple(sequence.token_count for sequence in self.sequences)
         if len(starts) != len(self.sequences):
-            raise ValueError(f"{len(starts)} starts are not one for each of {len(self.sequences)}")
+            raise ValueError(
+                f"{len(starts)} starts for {len(self.sequences)} sequences: one for each is needed"
+            )
         for sequence, start in zip(self.sequences, starts, strict=True):
             if start < 0:
-                raise ValueError(f"start {start} of {sequence.name} is not at least 0")
+                raise ValueError(f"start {start} of {sequence.name} is below 0")
         return tuple(map(operator.index, starts))
 
     def _begun(self) -> NativeStep | _StreamStep:
@@ -360,7 +362,9 @@ class DecodeStep(_Together):
         """Returns the full results of the last attend, one per sequence, with certificates."""
         made = []
         if self._kind is None:
-            raise ValueError("the step's last layer was not attended")
+            raise ValueError(
+                "the step has no results: no layer was attended, or the last attend failed"
+            )
         for i, message in enumerate(self._kind.results()):
             result = AttendResult(message, decoder_like(None))
             result.__dict__.update(out=self._last[0][i], lse=self._last[1][i])

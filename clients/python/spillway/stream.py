@@ -80,7 +80,7 @@ class StreamDecoder(_Together):
         super().__init__(client, sequences, token_count)
         if client.step_transport not in ("embedded", "doorbell"):
             raise ValueError(
-                "decoders are of an embedded engine, or of a daemon that shares memory with "
+                "decoders need an embedded engine, or a daemon that shares memory with "
                 f"this process, by libspillway: {client.target} is reached by "
                 f"{client.step_transport}"
             )

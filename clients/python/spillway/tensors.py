@@ -116,7 +116,9 @@ def dtype_of(array: Array, what: str) -> int:
     if (known := _BY_DTYPE.get(getattr(array, "dtype", None))) is not None:
         return known
     if not isinstance(array, np.ndarray) and not is_torch(array):
-        raise TypeError(f"{what} is a {type(array).__name__}, not an array of numpy or torch")
+        raise TypeError(
+            f"{what} is a {type(array).__name__}, not a numpy array, BFloat16 or torch tensor"
+        )
     # numpy names a dtype without its byte order, torch with its own name.
     name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype)[len("torch.") :]
     if name not in _DTYPES:
@@ -214,9 +216,9 @@ def check_target(array: Array, shape: tuple[int, ...], dtype: DTypeName, what: s
     """Raises ValueError unless rows of that shape and dtype can be written to the array."""
     if dtype_of(array, what) != _DTYPES[dtype]:
         found = _NAMES[dtype_of(array, what)]
-        raise ValueError(f"{what} has elements of {found}, the model's rows of {dtype}")
+        raise ValueError(f"{what} has elements of {found}, but the model's rows are {dtype}")
     if tuple(array.shape) != shape:
-        raise ValueError(f"{what} has shape {list(array.shape)}, the rows have {list(shape)}")
+        raise ValueError(f"{what} has shape {list(array.shape)}, but the rows have {list(shape)}")
     held = array.bits if isinstance(array, BFloat16) else array
     if isinstance(held, np.ndarray) and not held.flags.writeable:
         raise ValueError(f"{what} is read-only")

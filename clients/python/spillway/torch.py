@@ -73,7 +73,9 @@ def attend(
     """
     step = _STEPS.get(int(slot[0]))
     if step is None:
-        raise RuntimeError("the slot means no step: call Slot.enter with one that is kept")
+        raise RuntimeError(
+            "the slot has no step, or its Slot was deleted: call Slot.enter, and keep the Slot"
+        )
     out, lse = step.attend(layer, q, k, v)
     return out, lse
 

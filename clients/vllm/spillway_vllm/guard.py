@@ -55,7 +55,7 @@ def _of_model(model: Any) -> list[str]:
         reasons.append("prefixes of images that are attended from both sides")
     head_dim = model.get_head_size()
     if head_dim % 16 != 0 or head_dim > _HEAD_DIM_MAX:
-        reasons.append(f"head_dim {head_dim}, which is no multiple of 16 up to {_HEAD_DIM_MAX}")
+        reasons.append(f"head_dim {head_dim}, which is not a multiple of 16 up to {_HEAD_DIM_MAX}")
     kv_heads = model.get_total_num_kv_heads()
     query_heads = model.model_arch_config.total_num_attention_heads
     if kv_heads and query_heads % kv_heads == 0 and query_heads // kv_heads > _GROUP_MAX:

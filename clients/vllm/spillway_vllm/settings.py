@@ -68,7 +68,7 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
         name = _NAMES.get(variable.removeprefix(PREFIX))
         if name is None:
             known = ", ".join(PREFIX + known for known in _NAMES)
-            raise ValueError(f"{variable} is no setting of spillway-vllm; those are {known}")
+            raise ValueError(f"{variable} is not a setting of spillway-vllm; settings are {known}")
         values[name] = _value(variable, name, text)
     settings = Settings(**values)  # type: ignore[arg-type]
     if not settings.embedded:

@@ -88,7 +88,7 @@ absl::StatusOr<Json> ParseHeader(std::string_view text) {
   Json header = Json::parse(text.begin(), text.end(), filter, /*allow_exceptions=*/false);
   if (deep) return Malformed(absl::StrCat("the header nests deeper than ", kDepthMax));
   if (header.is_discarded() || !header.is_object()) {
-    return Malformed("the header is no JSON object");
+    return Malformed("the header is not a JSON object");
   }
   if (repeated) return BadTensor(*repeated, "is named twice");
   return header;
@@ -142,10 +142,10 @@ absl::StatusOr<SafeTensors> SafeTensors::Parse(std::span<const std::byte> file) 
       return BadTensor(name, "lacks dtype, shape or data_offsets");
     }
     auto shape = Integers(entry["shape"], kDimensionsMax);
-    if (!shape) return BadTensor(name, "has a shape that is no list of at most 8 sizes");
+    if (!shape) return BadTensor(name, "has a shape that is not a list of at most 8 sizes");
     const auto offsets = Integers(entry["data_offsets"], 2);
     if (!offsets || offsets->size() != 2) {
-      return BadTensor(name, "has data_offsets that are no two positions");
+      return BadTensor(name, "has data_offsets that are not two positions");
     }
     const auto [begin, end] = std::pair((*offsets)[0], (*offsets)[1]);
     if (begin > end || static_cast<uint64_t>(end) > data.size()) {

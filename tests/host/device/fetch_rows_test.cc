@@ -136,7 +136,7 @@ TEST_F(FetchRowsTest, GpuMemoryIsRefused) {
   work.on_gpu = true;
   const absl::Status status = FetchRows(work);
   EXPECT_TRUE(absl::IsInvalidArgument(status));
-  EXPECT_EQ(status.message(), "k and v lie in GPU memory, which the device does not write");
+  EXPECT_EQ(status.message(), "k and v are in GPU memory, which the device cannot write");
 }
 
 }  // namespace

@@ -88,9 +88,8 @@ TEST_F(PlacedDeviceTest, SharedMemoryIsOfThePartThatIsNamed) {
   }
   const absl::Status status = device->AllocateShared("cuda:2", 1).status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
-  EXPECT_THAT(status.message(),
-              HasSubstr("value cuda:2 is none of the engine's devices: cuda:0 (GPU-cuda:0), "
-                        "cuda:1 (GPU-cuda:1)"));
+  EXPECT_THAT(status.message(), HasSubstr("value cuda:2 is not a device of the engine, which has: "
+                                          "cuda:0 (GPU-cuda:0), cuda:1 (GPU-cuda:1)"));
   EXPECT_TRUE(absl::IsUnimplemented(device->OpenExchange(1, 1).status()));
   fakes[0]->own_memory->shared_used_bytes = 3;
   fakes[1]->own_memory->shared_used_bytes = 4;

@@ -111,7 +111,7 @@ TEST_F(RecordTest, AFileKeepsItsIdentity) {
   EXPECT_EQ((*Open())->identity(), identity);
   const absl::Status other = Open(2).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(other)) << other;
-  EXPECT_THAT(std::string(other.message()), HasSubstr("another file of rows"));
+  EXPECT_THAT(std::string(other.message()), HasSubstr("does not belong to the file of rows"));
 }
 
 TEST_F(RecordTest, RefusesAFileOfSomethingElse) {

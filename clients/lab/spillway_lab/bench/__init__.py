@@ -4,10 +4,10 @@ import typer
 
 from spillway_lab.bench.link import measure_link
 
-app = typer.Typer(help="Experiments with the hardware.", no_args_is_help=True)
+app = typer.Typer(help="Measures the hardware.", no_args_is_help=True)
 app.command("link")(measure_link)
 
 
 @app.callback()
 def bench() -> None:
-    """Experiments with the hardware."""
+    """Measures the hardware."""

@@ -125,41 +125,42 @@ class Results:
 def measure_link(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer points and repetitions.")] = False,
     out: Annotated[
-        Path, typer.Option(help="Folder of the results; those of an earlier run are replaced.")
+        Path, typer.Option(help="Folder for the results. Those of an earlier run are replaced.")
     ] = Path("spillway-link"),
     experiment: Annotated[Experiment, typer.Option(help="What to measure.")] = Experiment.ALL,
     span: Annotated[
         str | None,
         typer.Option(
-            help="Pinned host memory, for example 4GiB; else 16GiB, or what half of the available "
-            "memory allows.",
+            help="Size of the pinned host memory, such as 4GiB. By default 16GiB, or half of the "
+            "available memory if that is less.",
             show_default=False,
         ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Index, or the beginning of the UUID; else the first.", show_default=False
+            help="Index of the GPU, or the start of its UUID. By default the first GPU.",
+            show_default=False,
         ),
     ] = None,
     repetitions: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Timed runs of a measurement; else 7, with --quick 3.",
+            help="Timed runs of each measurement. By default 7, with --quick 3.",
             show_default=False,
         ),
     ] = None,
     program: Annotated[
         Path | None,
         typer.Option(
-            help=f"The measuring program; else ${ENVIRONMENT}, the checkout's release build, "
-            f"{PROGRAM} on the PATH.",
+            help=f"The program that measures. By default ${ENVIRONMENT}, the checkout's release "
+            f"build, or {PROGRAM} on the PATH.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Measures how fast rows travel between host memory and a GPU, and draws it."""
+    """Measures how fast rows move between host memory and a GPU, and plots it."""
     console = Console(highlight=False)
     # Errors stay visible when output goes to a file.
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -203,7 +204,7 @@ def find_program(given: Path | None) -> Path:
     if found is None:
         raise LinkError(
             f"{PROGRAM} was not found: build it (make build, on a machine with the CUDA compiler "
-            f"nvcc), or name it by --program or ${ENVIRONMENT}",
+            f"nvcc), or name it with --program or ${ENVIRONMENT}",
             UNUSABLE,
         )
     return Path(found)
@@ -290,7 +291,7 @@ def _records(lines: IO[str]) -> Iterator[dict[str, Any]]:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise LinkError(f"{PROGRAM} wrote a line that is no JSON object: {line.strip()}", 1)
+            raise LinkError(f"{PROGRAM} wrote a line that is not a JSON object: {line.strip()}", 1)
         yield record
 
 

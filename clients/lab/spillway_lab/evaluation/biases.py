@@ -50,7 +50,9 @@ def read(path: Path) -> tuple[list[LayerBiases], float]:
             for layer in range(layers)
         ]
     except KeyError as error:
-        raise ValueError(f"{path} has no {error.args[0]}: a model with key biases") from error
+        raise ValueError(
+            f"{path} has no {error.args[0]}: it is not a model with key biases"
+        ) from error
     return read_layers, theta
 
 

@@ -42,7 +42,8 @@ from spillway_lab.evaluation.workbench import Workbench
 
 console = Console(highlight=False)
 app = typer.Typer(
-    help="Compares methods of sparse attention: error, rows read, error bounds, answers.",
+    help="Compares methods of sparse attention: their errors, the rows that they read, and their "
+    "error bounds.",
     no_args_is_help=True,
 )
 
@@ -58,38 +59,50 @@ def _layers(text: str) -> tuple[int, ...] | None:
 
 
 def _setting(
-    model: Annotated[str, typer.Argument(help="folder, name on the hub, or .gguf file")],
-    texts: Annotated[
-        list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
+    model: Annotated[
+        str, typer.Argument(help="folder, name on the Hugging Face hub, or .gguf file")
     ],
-    output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
+    texts: Annotated[
+        list[Path],
+        typer.Argument(help="text files, also compressed (.gz)", exists=True, dir_okay=False),
+    ],
+    output: Annotated[Path, typer.Option(help="folder for the results", file_okay=False)],
     length: Annotated[int, typer.Option(min=1024, help="tokens of a segment of the text")] = 8192,
-    stretches: Annotated[int, typer.Option(min=1, help="segments, the last ones of the text")] = 1,
+    stretches: Annotated[
+        int, typer.Option(min=1, help="number of segments, from the end of the text")
+    ] = 1,
     queries: Annotated[
-        int, typer.Option(min=2, help="query positions per segment, in its last eighth")
+        int, typer.Option(min=2, help="queries of a segment, in its last eighth")
     ] = 64,
-    layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "all",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str, typer.Option(help="of the model: cpu or cuda:N")] = "cpu",
+    layers: Annotated[str, typer.Option(help='layers, such as "0,4-6"; all by default')] = "all",
+    seed: Annotated[int, typer.Option(min=0, help="seed of all random choices")] = 0,
+    device: Annotated[str, typer.Option(help="device of the model: cpu or cuda:N")] = "cpu",
     daemon: Annotated[
-        str | None, typer.Option(help="target of a running daemon; none: $SPILLWAYD is started")
+        str | None,
+        typer.Option(help="target of a running daemon; by default $SPILLWAYD is started"),
     ] = None,
-    daemon_device: Annotated[str, typer.Option(help="of a daemon started here")] = "auto",
+    daemon_device: Annotated[
+        str, typer.Option(help="device of the daemon that is started: auto, cpu or cuda:N")
+    ] = "auto",
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
-            help="text for offline choices; none: the text before the segments",
+            help="text files for offline choices; by default the text before the segments",
             exists=True,
             dir_okay=False,
         ),
     ] = None,
     mlp: Annotated[
         Path | None,
-        typer.Option(help="hash weights of spillway-lab train-hash", exists=True, dir_okay=False),
+        typer.Option(
+            help="file with hash weights of spillway-lab train-hash", exists=True, dir_okay=False
+        ),
     ] = None,
     hashattention: Annotated[
         Path | None,
-        typer.Option(help="hash weights in HashAttention's form", exists=True, dir_okay=False),
+        typer.Option(
+            help="file with hash weights in HashAttention's form", exists=True, dir_okay=False
+        ),
     ] = None,
 ) -> Setting:
     return Setting(
@@ -159,51 +172,55 @@ def _names(numbers: tuple[float, ...]) -> str:
 
 def _fidelity(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
+    methods: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
 ) -> None:
-    """Error against rows read, a curve per method."""
+    """Measures the error against the rows read, as a curve for each method."""
     fidelity.run(bench, methods)
 
 
 def _guarantee(
     bench: Workbench,
-    promises: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
-    epsilons: Annotated[str, typer.Option()] = _names(guarantee.EPSILONS),
-    deltas: Annotated[str, typer.Option()] = _names(guarantee.DELTAS),
-    seeds: Annotated[int, typer.Option(min=1, help="draws of every query")] = 1,
+    promises: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
+    epsilons: Annotated[str, typer.Option(help="comma-separated relative errors")] = _names(
+        guarantee.EPSILONS
+    ),
+    deltas: Annotated[str, typer.Option(help="comma-separated shares delta")] = _names(
+        guarantee.DELTAS
+    ),
+    seeds: Annotated[int, typer.Option(min=1, help="samples drawn for each query")] = 1,
 ) -> None:
-    """How often errors exceed epsilon, compared with delta."""
+    """Measures how often errors exceed epsilon, and compares it with delta."""
     guarantee.run(bench, promises, _numbers(epsilons), _numbers(deltas), seeds)
 
 
 def _retrieval(
     bench: Workbench,
-    rankings: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
+    rankings: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
 ) -> None:
-    """IoU with the true top and captured mass, per ranking and code length."""
+    """Compares the tokens that rankings put first with the true ones, by bytes per key."""
     retrieval.run(bench, rankings)
 
 
 def _ablation(
     bench: Workbench,
-    parts: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
+    parts: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
 ) -> None:
-    """The default policy with one part changed at a time."""
+    """Measures the default policy with one part changed at a time."""
     ablation.run(bench, parts)
 
 
 def _reuse(bench: Workbench) -> None:
-    """Rows that neighbouring steps and layers have in common."""
+    """Measures which rows neighbouring steps and layers have in common."""
     reuse.run(bench)
 
 
 def _perplexity(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
-    tokens: Annotated[int, typer.Option(min=32, help="decoded tokens per segment")] = 256,
-    budgets: Annotated[int, typer.Option(min=1, help="points of a method's curve")] = 3,
+    methods: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
+    tokens: Annotated[int, typer.Option(min=32, help="tokens to decode of a segment")] = 256,
+    budgets: Annotated[int, typer.Option(min=1, help="points of each method's curve")] = 3,
 ) -> None:
-    """Next tokens compared with dense attention: agreement, KL divergence, perplexity."""
+    """Compares next tokens with those of dense attention: agreement, divergence, perplexity."""
     perplexity.run(bench, methods, tokens, budgets)
 
 
@@ -214,40 +231,53 @@ def _lengths(text: str) -> list[int]:
 
 def _needle(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="name or name=budget, separated by commas")] = ASKED,
-    lengths: Annotated[str, typer.Option(help="in tokens")] = "4096,8192",
-    depths: Annotated[str, typer.Option(help="0: the beginning, 1: the end")] = "0,.25,.5,.75,1",
-    samples: Annotated[int, typer.Option(min=1, help="of a depth and length")] = 2,
+    methods: Annotated[
+        str, typer.Option(help="comma-separated names, each NAME or NAME=BUDGET")
+    ] = ASKED,
+    lengths: Annotated[
+        str, typer.Option(help="comma-separated lengths of the contexts, tokens")
+    ] = "4096,8192",
+    depths: Annotated[
+        str, typer.Option(help="comma-separated places of the needle, from 0 (start) to 1 (end)")
+    ] = "0,0.25,0.5,0.75,1",
+    samples: Annotated[int, typer.Option(min=1, help="samples for each depth and length")] = 2,
 ) -> None:
-    """Needles in a haystack by depth and length, compared with dense attention."""
+    """Finds a needle in a haystack, by depth and length, beside dense attention."""
     needle.run_needle(bench, methods, _lengths(lengths), _numbers(depths), samples)
 
 
 def _ruler(
     bench: Workbench,
-    methods: Annotated[str, typer.Option(help="name or name=budget, separated by commas")] = ASKED,
-    lengths: Annotated[str, typer.Option(help="in tokens; YaRN beyond the model's")] = "4096,8192",
-    tasks: Annotated[str, typer.Option(help="names separated by commas; all by default")] = "",
-    samples: Annotated[int, typer.Option(min=1, help="of a task and length")] = 5,
+    methods: Annotated[
+        str, typer.Option(help="comma-separated names, each NAME or NAME=BUDGET")
+    ] = ASKED,
+    lengths: Annotated[
+        str,
+        typer.Option(help="comma-separated lengths, tokens; with YaRN if longer than the model's"),
+    ] = "4096,8192",
+    tasks: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="samples for each task and length")] = 5,
 ) -> None:
-    """Tasks like those of RULER: single and multi key, variable tracking, common words."""
+    """Solves tasks like those of RULER: keys, variable tracking, common words."""
     needle.run_ruler(bench, methods, _lengths(lengths), tasks, samples)
 
 
 def _longctx(
     bench: Workbench,
     preset: Annotated[
-        str, typer.Option(help="small, for minutes on two cores, or gpu, for minutes on an H200")
+        str, typer.Option(help="small (minutes on two cores) or gpu (minutes on an H200)")
     ] = "gpu",
-    lengths: Annotated[str, typer.Option(help="in tokens; the preset's by default")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="comma-separated lengths, tokens; by default the preset's")
+    ] = "",
     rounds: Annotated[
-        int, typer.Option(min=0, help="each with new contexts; 0: the preset's number")
+        int, typer.Option(min=0, help="rounds, each with new contexts; 0: as many as in the preset")
     ] = 0,
     minutes: Annotated[
-        float, typer.Option(min=0, help="no part starts after this time; 0: no limit")
+        float, typer.Option(min=0, help="start no new part after this time; 0: no limit")
     ] = 0,
 ) -> None:
-    """Answers and next tokens in long contexts; TEXTS: a file of `sources`, and prose."""
+    """Measures answers and next tokens in long contexts; TEXTS: a file of `sources`, and prose."""
     if preset not in longctx.PLANS:
         raise ValueError(f"no preset {preset!r}; there are {', '.join(longctx.PLANS)}")
     plan = longctx.PLANS[preset]
@@ -260,9 +290,9 @@ def _longctx(
 
 def _all(
     bench: Workbench,
-    preset: Annotated[str, typer.Option(help="small, for minutes on two cores, or full")] = "full",
+    preset: Annotated[str, typer.Option(help="small (minutes on two cores) or full")] = "full",
 ) -> None:
-    """Every section, by a preset of their own options."""
+    """Runs all of these except `adversarial`, `longctx` and `reuse`, with a preset."""
     if preset not in presets.PRESETS:
         raise ValueError(f"no preset {preset!r}; there are {', '.join(presets.PRESETS)}")
     for run, options in presets.PRESETS[preset]:
@@ -289,32 +319,35 @@ app.command("agreement", help="The same as `perplexity`.")(_section(_perplexity)
 
 @app.command("adversarial")
 def _adversarial(
-    output: Annotated[Path, typer.Option(help="folder of the results", file_okay=False)],
+    output: Annotated[Path, typer.Option(help="folder for the results", file_okay=False)],
     names: Annotated[
-        str, typer.Option("--families", help="names separated by commas; all by default")
+        str, typer.Option("--families", help="comma-separated names; all by default")
     ] = "",
-    length: Annotated[int, typer.Option(min=2049, help="tokens of a context")] = 8192,
-    head_dim: Annotated[int, typer.Option(min=16)] = 128,
-    group: Annotated[int, typer.Option(min=1, max=16, help="query heads of a KV head")] = 4,
-    contexts: Annotated[int, typer.Option(min=1, help="of a family")] = 5,
-    draws: Annotated[int, typer.Option(min=1, help="of every attend")] = 13,
-    epsilon: Annotated[float, typer.Option()] = 0.1,
-    delta: Annotated[float, typer.Option()] = 0.1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    length: Annotated[int, typer.Option(min=2049, help="tokens of each context")] = 8192,
+    head_dim: Annotated[int, typer.Option(min=16, help="elements of a key")] = 128,
+    group: Annotated[int, typer.Option(min=1, max=16, help="query heads per KV head")] = 4,
+    contexts: Annotated[int, typer.Option(min=1, help="contexts of each family")] = 5,
+    draws: Annotated[int, typer.Option(min=1, help="samples drawn for each attend")] = 13,
+    epsilon: Annotated[float, typer.Option(help="relative error of the error bound")] = 0.1,
+    delta: Annotated[float, typer.Option(help="share of the attends that may exceed it")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="seed of all random choices")] = 0,
     biases: Annotated[
         Path | None,
         typer.Option(
-            help=".gguf file of a model with key biases, for one more family",
+            help=".gguf file of a model; adds a family with the biases of its keys",
             exists=True,
             dir_okay=False,
         ),
     ] = None,
     daemon: Annotated[
-        str | None, typer.Option(help="target of a running daemon; none: $SPILLWAYD is started")
+        str | None,
+        typer.Option(help="target of a running daemon; by default $SPILLWAYD is started"),
     ] = None,
-    daemon_device: Annotated[str, typer.Option(help="of a daemon started here")] = "auto",
+    daemon_device: Annotated[
+        str, typer.Option(help="device of the daemon that is started: auto, cpu or cuda:N")
+    ] = "auto",
 ) -> None:
-    """How often the error bound is violated on adversarial data; needs no model."""
+    """Measures how often error bounds are violated on adversarial data; needs no model."""
     shape = families.Shape(length, head_dim, group, adversarial.QUERY_COUNT)
     plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed)
     with _told(), contextlib.ExitStack() as exits:
@@ -336,7 +369,7 @@ def _sources(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="of Python's standard library; this Python's own by default",
+            help="folder of Python's standard library; by default this Python's",
             exists=True,
             file_okay=False,
         ),
@@ -352,7 +385,7 @@ def _sources(
 @app.command("report")
 def _report(
     folder: Annotated[
-        Path, typer.Argument(help="of a section's results", exists=True, file_okay=False)
+        Path, typer.Argument(help="folder with results", exists=True, file_okay=False)
     ],
 ) -> None:
     """Writes the Markdown and the pictures of a folder again, from its JSON."""

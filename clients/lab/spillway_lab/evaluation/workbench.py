@@ -104,8 +104,8 @@ class Workbench:
         first = len(self.tokens) - setting.stretch_count * setting.token_count
         if first < 0:
             raise ValueError(
-                f"the text has {len(self.tokens):,} tokens, and {setting.stretch_count} "
-                f"stretches of {setting.token_count:,} are asked for"
+                f"the text has {len(self.tokens):,} tokens, too few for {setting.stretch_count} "
+                f"segments of {setting.token_count:,}"
             )
         return first
 

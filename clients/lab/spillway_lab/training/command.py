@@ -61,7 +61,7 @@ def _layers(text: str, layer_count: int) -> list[int]:
     layers: set[int] = set()
     for part, begin, end in layer_ranges(text):
         if not begin <= end < layer_count:
-            raise typer.BadParameter(f"layers {part} are not a part of [0, {layer_count - 1}]")
+            raise typer.BadParameter(f"layers {part} are not in [0, {layer_count - 1}]")
         layers.update(range(begin, end + 1))
     return sorted(layers)
 
@@ -156,42 +156,66 @@ def _report(
 
 
 def train_hash(
-    model: Annotated[str, typer.Argument(help="folder, name on the hub, or .gguf file")],
+    model: Annotated[
+        str, typer.Argument(help="folder, name on the Hugging Face hub, or .gguf file")
+    ],
     texts: Annotated[
-        list[Path], typer.Argument(help="text files, .gz or not", exists=True, dir_okay=False)
+        list[Path],
+        typer.Argument(help="text files, also compressed (.gz)", exists=True, dir_okay=False),
     ],
     output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
     traces_folder: Annotated[
         Path | None,
-        typer.Option("--traces", help="keeps the traces here, or takes those that are here"),
+        typer.Option(
+            "--traces", help="folder that keeps the traces; traces already there are used"
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=256, help="of a stretch of text")] = 8192,
-    samples: Annotated[int, typer.Option(min=2, help="most stretches")] = 8,
-    layers: Annotated[str, typer.Option(help='such as "0,4-6"; all by default')] = "",
-    method: Annotated[Method, typer.Option(help="whose MLPs and loss")] = "spotlight",
+    tokens: Annotated[int, typer.Option(min=256, help="tokens of a segment of the text")] = 8192,
+    samples: Annotated[int, typer.Option(min=2, help="most segments")] = 8,
+    layers: Annotated[str, typer.Option(help='layers, such as "0,4-6"; all by default')] = "",
+    method: Annotated[
+        Method, typer.Option(help="method whose MLPs and loss are used")
+    ] = "spotlight",
     hash_bits: Annotated[
-        int | None, typer.Option(min=32, max=1024, help="a multiple of 32; 128, hashattention 32")
+        int | None,
+        typer.Option(
+            min=32,
+            max=1024,
+            help="bits of a code, a multiple of 32; by default 128, for hashattention 32",
+        ),
     ] = None,
-    hidden: Annotated[int, typer.Option(min=0, max=4096, help="0: head_dim")] = 0,
-    per_query_head: Annotated[bool, typer.Option(help="an MLP a query head")] = False,
-    raw_keys: Annotated[bool, typer.Option(help="hash keys without centring them")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="most, of a layer")] = 1000,
-    queries: Annotated[int, typer.Option(min=1, help="of a step")] = 32,
-    share: Annotated[float, typer.Option(min=1e-4, max=0.5, help="that is a query's top")] = 0.02,
+    hidden: Annotated[
+        int, typer.Option(min=0, max=4096, help="width of the hidden layers; 0: head_dim")
+    ] = 0,
+    per_query_head: Annotated[
+        bool, typer.Option(help="one MLP per query head, not per KV head")
+    ] = False,
+    raw_keys: Annotated[
+        bool, typer.Option(help="hash keys without subtracting their mean")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="most training steps of a layer")] = 1000,
+    queries: Annotated[int, typer.Option(min=1, help="queries of a training step")] = 32,
+    share: Annotated[
+        float, typer.Option(min=1e-4, max=0.5, help="share of the keys that are a query's top")
+    ] = 0.02,
     alpha: Annotated[float, typer.Option(help="margin of the loss")] = 3.0,
-    beta: Annotated[float, typer.Option(min=0, help="factor on differences of scores")] = 1.0,
+    beta: Annotated[
+        float, typer.Option(min=0, help="factor on differences of scores in the loss")
+    ] = 1.0,
     gamma: Annotated[float, typer.Option(min=0, help="steepness of the soft sign")] = 64.0,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-3,
-    judge_every: Annotated[int, typer.Option(min=1, help="steps between looks")] = 100,
-    patience: Annotated[int, typer.Option(min=1, help="looks without gain that end it")] = 4,
+    learning_rate: Annotated[float, typer.Option(min=0, help="learning rate")] = 1e-3,
+    judge_every: Annotated[int, typer.Option(min=1, help="steps between evaluations")] = 100,
+    patience: Annotated[
+        int, typer.Option(min=1, help="evaluations without a gain after which training ends")
+    ] = 4,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of all random choices")] = 0,
 ) -> None:
-    """Trains hash functions for `Selector hamming`, as Spotlight Attention or HashAttention do.
+    """Trains hash functions for the selector `hamming`, as Spotlight Attention or HashAttention do.
 
-    The model reads the text in stretches; its queries and keys are what is
-    trained on, the last tenth of the stretches what is judged by. An
-    interrupted training goes on where it was when it is started again alike.
+    The model reads the text in segments. The hash functions are trained on its queries and
+    keys, and evaluated on the last tenth of the segments. If the training was interrupted,
+    start it again with the same options, and it continues.
     """
     if hash_bits is None:
         hash_bits = 32 if method == "hashattention" else 128
@@ -287,7 +311,7 @@ def _traces(
     if request.exists():
         if json.loads(request.read_text()) != asked:
             raise typer.BadParameter(
-                f"{folder} holds traces of another request: {request.read_text().strip()}; "
+                f"{folder} has traces made with other options: {request.read_text().strip()}; "
                 "remove it, or name another folder",
                 param_hint="--traces",
             )
@@ -313,7 +337,7 @@ def _traces(
 
 
 import_app = typer.Typer(
-    help="Turns published hash weights into a file that the daemon loads.", no_args_is_help=True
+    help="Converts published hash weights to a file for the daemon.", no_args_is_help=True
 )
 
 
@@ -321,9 +345,9 @@ import_app = typer.Typer(
 def _spotlight(
     checkpoint: Annotated[Path, typer.Argument(help=".pth file", exists=True, dir_okay=False)],
     output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
-    layers: Annotated[int, typer.Option(min=1, help="of the model it is for")],
+    layers: Annotated[int, typer.Option(min=1, help="layers of the model")],
 ) -> None:
-    """Of Spotlight Attention: a list of tensors without names, an MLP a query head."""
+    """Imports weights of Spotlight Attention: one MLP per query head, tensors without names."""
     with _refusals():
         tensors, described = import_spotlight(checkpoint, layers)
     save_hash(output, tensors, layers, described)
@@ -333,11 +357,12 @@ def _spotlight(
 @import_app.command("hata")
 def _hata(
     folder: Annotated[
-        Path, typer.Argument(help="of hash_weight_layer_*.pt", exists=True, file_okay=False)
+        Path,
+        typer.Argument(help="folder with hash_weight_layer_*.pt", exists=True, file_okay=False),
     ],
     output: Annotated[Path, typer.Option(help="safetensors file to write", dir_okay=False)],
 ) -> None:
-    """Of HATA: one matrix a KV head and layer."""
+    """Imports weights of HATA: one matrix per KV head and layer."""
     with _refusals():
         tensors, layer_count, described = import_hata(folder)
     save_hash(output, tensors, layer_count, described)

@@ -173,8 +173,8 @@ def collect(
     count = whole if sample_count is None else min(whole, sample_count)
     if token_count < 256 or count < 2:
         raise ValueError(
-            f"{len(tokens)} tokens are {whole} stretches of {token_count}; at least 2 of at least "
-            "256 tokens are needed, one of them to judge by"
+            f"{len(tokens)} tokens are {whole} segments of {token_count}; at least 2 segments of "
+            "at least 256 tokens are needed, one of them for evaluation"
         )
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)

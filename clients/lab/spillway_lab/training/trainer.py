@@ -246,7 +246,7 @@ def _random(traces: Traces, layer: int, training: Training, input_scale: torch.T
     )
     if training.method == "hashattention":
         if not training.per_query_head:
-            raise ValueError("method hashattention has an MLP a query head")
+            raise ValueError("method hashattention has one MLP per query head")
         return HashAttentionMlps(ThreeLayerMlp(*sizes), ThreeLayerMlp(*sizes))
     return HashMlp.random(*sizes)
 

@@ -61,7 +61,7 @@ def spillway_attention(
         raise UnsupportedModelError("this layer's attention is not causal")
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"this layer attends with {name}, which is not served")
+            raise UnsupportedModelError(f"this layer attends with {name}, which is not supported")
     window = kwargs.get("sliding_window")
     if window is not None and window != layer.window:
         raise UnsupportedModelError(
@@ -140,7 +140,7 @@ def left_padding_mask(
         ValueError: Padding that is not on the left, or a mask of other size.
     """
     if not _is_causal(mask_function) or kv_offset != 0:
-        raise UnsupportedModelError("only plain causal masks and sliding windows are served")
+        raise UnsupportedModelError("only plain causal masks and sliding windows are supported")
     if attention_mask is None:
         return None
     if tuple(attention_mask.shape) != (batch_size, kv_length):

@@ -138,7 +138,7 @@ class Chats:
         self._settle()
         if isinstance(to, str):
             if to not in self._texts.turns:
-                raise KeyError(f"there is no turn {to!r}: {sorted(self._texts.turns)}")
+                raise KeyError(f"there is no turn {to!r}; turns are {sorted(self._texts.turns)}")
             to = self._texts.turns[to]
         if not 0 <= to <= self.length:
             raise ValueError(f"{to} positions are not in [0, {self.length}], the cache's length")
@@ -292,7 +292,7 @@ class Chats:
         store.rows = [Row(handle, pad) for handle, pad in zip(handles, pads, strict=True)]
         lengths = [row.padding + row.sequence.token_count for row in store.rows]
         if len(set(lengths)) != 1:
-            raise ValueError(f"the rows end at the positions {lengths}: one of all is needed")
+            raise ValueError(f"the rows end at different positions: {lengths}")
         made._adopt(lengths[0])
         for row in store.rows:
             if len(set(row.sequence.layer_token_counts)) > 1:
@@ -329,7 +329,7 @@ class Chats:
         if here:
             raise UnsupportedModelError(
                 f"the layers {here} have a sliding window, and their K/V are in this process "
-                "alone: such a cache is neither saved and loaded nor handed on"
+                "only: such a cache cannot be saved, loaded, attached or detached"
             )
 
     def _adopt(self, length: int) -> None:
@@ -337,7 +337,7 @@ class Chats:
         store = self._shared.store
         model = store.client.get_model(store.rows[0].sequence.model)
         if any(row.sequence.model != model.name for row in store.rows):
-            raise ValueError("the rows' sequences are of several models")
+            raise ValueError("the sequences of the rows are of several models")
         store.check_shapes(model)
         store.model = model
         for layer in self.layers:
@@ -363,6 +363,6 @@ def _check_note(note: RowNote, row: int, first: RowNote, folder: str | Path) -> 
         raise ValueError(f"{folder}/row-{row} was not saved as row {row}")
     if (note.save, note.row_count, note.length) != (first.save, first.row_count, first.length):
         raise ValueError(
-            f"{folder}: row {row} is of another save than row 0: the save was interrupted, save "
+            f"{folder}: row {row} is from another save than row 0: the save was interrupted; save "
             "again"
         )

@@ -88,7 +88,7 @@ class SpillwayLayer(HandedLayer):
         if has != expected or k.shape[3] != q.shape[3]:
             raise UnsupportedModelError(
                 f"layer {self.model_index} has {has[0]} query heads, {has[1]} K/V heads and "
-                f"keys of {k.shape[3]} elements, the config says {expected}"
+                f"keys of {k.shape[3]} elements, but by the config {expected}"
             )
 
     def _note_padding(self, padding: list[int] | None) -> None:

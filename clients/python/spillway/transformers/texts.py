@@ -73,7 +73,7 @@ class Texts:
                 at = int(wrong[0])
                 raise TokenMismatchError(
                     f"row {row} has token {int(known[at])} at position {at}, the ids have "
-                    f"{int(given[at])}: truncate the cache to {at} positions, or use another one",
+                    f"{int(given[at])}: truncate the cache to {at} positions, or use another cache",
                     row,
                     at,
                 )

@@ -91,9 +91,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Malformed{"{}", "ends beyond", 0, 3}, Malformed{"{}", "longer than", 8, 1 << 30},
         Malformed{"{}", "longer than", 8, std::numeric_limits<int64_t>::max()},
-        Malformed{"", "no JSON object", 0}, Malformed{"[]", "no JSON object", 0},
-        Malformed{"7", "no JSON object", 0}, Malformed{"{\"a\":", "no JSON object"},
-        Malformed{"{} x", "no JSON object", 0}, Malformed{"{\"\xff\":1}", "no JSON object"},
+        Malformed{"", "not a JSON object", 0}, Malformed{"[]", "not a JSON object", 0},
+        Malformed{"7", "not a JSON object", 0}, Malformed{"{\"a\":", "not a JSON object"},
+        Malformed{"{} x", "not a JSON object", 0}, Malformed{"{\"\xff\":1}", "not a JSON object"},
         Malformed{"{\"a\":[[[[[[]]]]]]}", "deeper"}, Malformed{"{}", "8 bytes of data"},
         Malformed{R"({"a":7})", "\"a\" lacks"}, Malformed{R"({"a":{}})", "\"a\" lacks"},
         Malformed{R"({"a":{"dtype":1,"shape":[2],"data_offsets":[0,8]}})", "\"a\" lacks"},
