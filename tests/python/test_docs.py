@@ -93,7 +93,7 @@ def train_hash(names: dict[str, Any]) -> None:
 GIVEN: dict[str, dict[int, Any]] = {
     "README.md": {0: model_and_prompt},
     "docs/quickstart.md": {0: None},
-    "docs/transformers.md": {0: model_and_prompt},
+    "docs/transformers.md": {0: model_and_prompt, 1: model_and_prompt},
     "docs/prompts.md": {0: model_and_prompt, 1: None, 2: prefill},
     "docs/python.md": {0: None, 1: open_sequence, 2: None, 3: None, 4: None},
     "docs/training.md": {0: train_hash},

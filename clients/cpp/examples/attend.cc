@@ -19,7 +19,7 @@ absl::Status Run() {
   spec.set_kv_head_count(2);
   spec.set_head_dim(64);
   spec.set_dtype(v1::DTYPE_F32);
-  spec.mutable_hash_weights()->mutable_rotation();  // codes, without which attention is dense
+  spec.mutable_hash_weights()->mutable_rotation();  // without codes, attention is dense
   auto model = client.CreateModel("", spec);
   if (!model.ok()) return model.status();
   v1::Sequence wanted;

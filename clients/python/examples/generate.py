@@ -3,7 +3,7 @@ import torch
 from spillway.transformers import SpillwayCache, generate
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-# Any Llama-family model works.
+# Llama, Qwen2.5, Gemma 3 and other models with plain softmax attention work.
 path = "build/models/SmolLM2-135M-Instruct"
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
