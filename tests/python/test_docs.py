@@ -221,7 +221,7 @@ def test_gpu_snippets(target: str) -> None:
         assert torch.isfinite(names["logits"][0]).all()
     with spillway.connect(target) as client:
         model = client.create_model(
-            layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="float32"
+            layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="bfloat16"
         )
         sequence = client.create_sequence(model)
         names = {"client": client, "sequence": sequence, "layer": 0}
