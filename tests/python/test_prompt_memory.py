@@ -34,8 +34,11 @@ def test_an_8b_shape() -> None:
     assert taken.appends == 32 * 8192 * 2 * 8 * 128 * 2 == 1 << 30
     assert taken.sliding == 0
     assert taken.codes == 32 * 8 * (1 << 20) * 53
+    # 1 % of the tokens, 10,486, and four deviations of 102 rows; with the 64 of the sink they are
+    # 172 pages of 64 rows of 512 bytes. The last 128 tokens come on top.
+    assert taken.resident_rows == 32 * 8 * (172 * 64 + 128) * 512
     assert 2 << 30 < taken.of_torch < 4 << 30
-    assert sum(taken) == taken.of_torch + taken.codes
+    assert sum(taken) == taken.of_torch + taken.codes + taken.resident_rows
     longer = prompt_memory(config, token_count=4 << 20, chunk_token_count=8192)
     assert longer.of_torch == taken.of_torch
     assert longer.codes == 4 * taken.codes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,12 @@ from spillway.transformers.support import shapes_of, windows_of
 # Of a key of 128 elements by codes of three bits a dimension (docs/adr/0024): 50 of codes and
 # norms, and a key's part of its page's centre.
 _CODE_BYTES_PER_ELEMENT = 53 / 128
+# Rows that a GPU keeps for a KV head of a layer: the resident sample (1 % of the tokens by default,
+# chosen at random) and the first 64 tokens, in pages of 64 rows, and the last 128 tokens.
+_SAMPLE_FRACTION = 0.01
+_SINK_ROWS = 64
+_PAGE_ROWS = 64
+_RECENT_ROWS = 128
 
 
 class PromptMemory(NamedTuple):
@@ -27,6 +34,9 @@ class PromptMemory(NamedTuple):
         activations: Activations of one decoder layer, and the logits.
         codes: Codes of all tokens, in the engine: part of `device.gpu_memory_limit`, not of
             torch's memory.
+        resident_rows: K/V rows that the engine keeps on the GPU: the resident sample, by default
+            1 % of the tokens, the first and the last tokens. Part of `device.gpu_memory_limit`
+            too. The sample is random; it exceeds this in fewer than 1 of 10,000 cases.
     """
 
     buffers: int
@@ -35,11 +45,12 @@ class PromptMemory(NamedTuple):
     sliding: int
     activations: int
     codes: int
+    resident_rows: int
 
     @property
     def of_torch(self) -> int:
-        """Bytes that torch allocates: everything except the codes."""
-        return sum(self) - self.codes
+        """Bytes that torch allocates: everything except the codes and the resident rows."""
+        return sum(self) - self.codes - self.resident_rows
 
 
 def prompt_memory(
@@ -54,13 +65,13 @@ def prompt_memory(
 ) -> PromptMemory:
     """Returns upper bounds for the GPU memory of a prompt in chunks.
 
-    Only the codes depend on the length of the prompt. This is for models like Llama: a decoder
+    Only the codes and the resident rows depend on the length of the prompt. This is for models like Llama: a decoder
     layer has norms, four projections and a gated MLP. torch reserves more than it allocates. The
     bound is on `max_memory_allocated`.
 
     Args:
         config: The model's config.
-        token_count: Tokens of each row, for the codes.
+        token_count: Tokens of each row, for the codes and the resident rows.
         chunk_token_count: Number of new tokens of each row in a forward pass
             (`prefill_chunk_size`).
         batch_size: Number of rows.
@@ -125,4 +136,13 @@ def prompt_memory(
             * shapes.head_dim
             * _CODE_BYTES_PER_ELEMENT
         ),
+        resident_rows=batch_size * shapes.layer_count * row_bytes * _resident_rows(token_count),
     )
+
+
+def _resident_rows(token_count: int) -> int:
+    """Rows of a KV head on a GPU, with four standard deviations of the sample's size."""
+    sample = _SAMPLE_FRACTION * token_count
+    sample += 4 * math.sqrt(sample)
+    pages = math.ceil((_SINK_ROWS + sample) / _PAGE_ROWS)
+    return pages * _PAGE_ROWS + _RECENT_ROWS
