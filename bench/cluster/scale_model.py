@@ -99,7 +99,7 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
     # The smaller of the two memories is the limit.
     tokens_each = min(HOST_BYTES / ROW_BYTES, GPU_BYTES / INDEX_BYTES)
     yield (
-        "| nodes | tokens held | sequences of 1M tokens | tokens/s for them | busy clients | "
+        "| nodes | tokens held | sequences of 1M tokens | tokens/s, all nodes | busy clients | "
         "reports |"
     )
     yield "|---|---|---|---|---|---|"
