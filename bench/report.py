@@ -1,4 +1,4 @@
-"""Writes the table of a folder's result files, README.md."""
+"""Writes docs/results/README.md from the result files beside it."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def _codes(row: dict[str, Any]) -> str:
 
 
 def _plain_read(result: dict[str, Any]) -> str:
-    """How the plain read was made that the times are compared with."""
+    """What the times are compared with."""
     how = result.get(
         "plain_read", "one loop, which is slower than the memory, so it is no lower bound"
     )
-    return f"A plain read loads the same bytes and does nothing else: {how}."
+    return f"The plain read is {how}."
 
 
 _SDPA = {
@@ -151,7 +151,7 @@ def _attend(result: dict[str, Any]) -> Iterator[str]:
             "plain read of all rows",
             "exact attention (share of that rate)",
             "default policy",
-            "plain read of its bytes",
+            "plain read of the default policy's bytes",
             *_SDPA.values(),
             "rows read",
             "mean error",
@@ -161,7 +161,7 @@ def _attend(result: dict[str, Any]) -> Iterator[str]:
     )
     yield _plain_read(result)
     yield (
-        "The default policy reads the codes of all keys and its rows: these are its bytes. In "
+        "The bytes of the default policy are the codes of all keys and the rows that it reads. In "
         "grouped SDPA the query heads of a KV head are passed as queries of one head."
     )
     yield ""
@@ -263,7 +263,7 @@ def _memory(result: dict[str, Any]) -> Iterator[str]:
         "resident_bytes",
     )
     yield from _table(
-        ("a daemon with one sequence", ""),
+        ("a daemon with one sequence", "number"),
         [(name.replace("_", " "), f"{result[name]:,}") for name in names],
     )
 
@@ -285,12 +285,24 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
         )
         for case in result["cases"]
     ]
+    kinds = {
+        "attend": "a unary call",
+        "decode": "a step on a stream",
+        "doorbell": "a step through shared memory without a gRPC message",
+    }
+    present = [kind for kind in kinds if any(c["case"].startswith(kind) for c in result["cases"])]
     yield (
-        "`attend` is a unary call, `decode` a step on a stream, and `doorbell` a step through "
-        "shared memory without a gRPC message; 9/3 heads are 9 query heads and 3 KV heads. Times "
-        f"are in us, median / 99th percentile over {result['round_count']} rounds. Both servers "
-        "are started again for each round, because the cost of a wake-up depends on the cores that "
-        "the kernel gives to their threads."
+        f"{', '.join(f'`{kind}` is {kinds[kind]}' for kind in present)}. 9/3 heads are 9 query "
+        "heads and 3 KV heads. Times are in us, median / 99th percentile over "
+        f"{result['round_count']} rounds."
+    )
+    yield ""
+    yield (
+        "A ratio is the round trip without device time, divided by the round trip of an echo. A "
+        "client that waits longer also wakes up later, so there is a second echo: the *busy echo* "
+        "computes for as long as the device does before it answers, and that time is subtracted. "
+        "The daemon and the echo servers are started again for each round, because the cost of a "
+        "wake-up depends on the cores that the kernel gives to their threads."
     )
     yield ""
     head = (
@@ -300,18 +312,12 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
         "device time",
         "round trip without device time",
         "echo",
-        "ratio",
-        "ratio, lowest to highest round",
+        "ratio to the echo",
+        "lowest to highest round",
         "busy echo",
         "ratio to the busy echo",
     )
     yield from _table(head, rows)
-    yield (
-        "The echo is a bare gRPC server that answers with as many bytes. A client that waits "
-        "longer also wakes up later, so there is a second echo: the busy echo computes for the "
-        "device time before it answers, and that time is subtracted."
-    )
-    yield ""
     yield "![Round trip without device time, beside a gRPC echo](rpc.png)"
     yield ""
 
@@ -350,9 +356,9 @@ def _demo(result: dict[str, Any]) -> Iterator[str]:
         "word found",
         "rows read",
         "mean error, measured / certified",
-        "error above its certificate (10 % may be)",
+        "errors above their certificates (limit: 10 %)",
         "worst head",
-        "error above 0.1 (10 % may be)",
+        "errors above 0.1 (limit: 10 %)",
         "worst head",
         "same next token",
         "KL divergence",
@@ -400,6 +406,9 @@ def write(folder: Path) -> None:
         "What `make bench` measured on a machine without a GPU. `bench/report.py` makes this page",
         "from the JSON files beside it. The goals were set before measuring; those that were",
         "missed stay in the table. Other benchmarks have [their own pages](#other-results).",
+        "",
+        "A *plain read* loads the same bytes from memory and computes nothing: no method can be",
+        "faster. A *gRPC echo* is a server that answers with as many bytes and computes nothing.",
         "",
     ]
     lines += _table(("what", "measured", "goal", ""), _targets(results))

@@ -25,8 +25,8 @@ class CacheFlush {
 
 // What a plain read's time is, for people.
 inline constexpr std::string_view kPlainReadHow =
-    "fastest of 8 loops: 1, 2 or 4 places of the memory at a time, nothing or 1 KiB prefetched, "
-    "and 1 place with 256 B and 4 KiB";
+    "the fastest of 8 loops, which read 1, 2 or 4 streams of memory and prefetch nothing or 1 KiB "
+    "ahead, or read 1 stream and prefetch 256 B or 4 KiB ahead";
 
 // Reads every byte of `bytes`, a multiple of 64, at each of `spans`, and
 // computes nothing of them: each of several loops reads them once from cold
