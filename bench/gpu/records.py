@@ -1,4 +1,4 @@
-"""What the parts of the report share."""
+"""Code that the sections of the GPU report share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's section on an engine in the runner's process, on the runner's stream."""
+"""The section of the GPU report on decoding on the runner's stream, and on appends."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
         *paragraph(
             """`bench/gpu/decoder.py`: four layers of 32 query heads over 8 KV heads of 128, bf16,
             one sequence of model-like rows, default policy. Times are medians on the GPU, between
-            events around the layers, divided by four. All ways of Spillway give the same bits. The
-            error is that of a query head's output, against attention over all rows in float32."""
+            events around the layers, divided by four. `a job` is `Client.begin_step` with tensors
+            in host memory; the other rows of Spillway are `Client.open_decoder`. All of them have
+            bit-identical outputs. The error is that of a query head's output, compared with
+            attention over all rows in float32."""
         ),
         "| us a layer | " + " | ".join(label(n) for n in lengths) + " |",
         "|" + (1 + len(lengths)) * "---|",
@@ -126,8 +128,12 @@ def _appends(records: list[Record]) -> list[str]:
     return [
         *paragraph(
             """Bulk appends from Python, 8 layers of 8 KV heads of 128, float16, 16,384 tokens
-            (`bench/rpc/python_append.py`). `memcpy` is one thread's copy of the same bytes, `link`
-            the GPU's copy to pinned memory:"""
+            (`bench/rpc/python_append.py`), from numpy arrays, or from CUDA tensors where the table
+            says `CUDA`. The model has codes of 3 bits (`with codes`) or none (`rows alone`).
+            `region`: the rows are in memory shared with the daemon; `by the client's own region`:
+            the client copies them there. `new memory`: the embedded engine gets its memory from the
+            system and pins it during the append. For comparison: `memcpy` is one thread's copy of
+            the same bytes, and `link` the GPU's copy to pinned memory."""
         ),
         "| how | GB/s of rows |",
         "|---|---|",

@@ -1,4 +1,4 @@
-"""The report's section on attends over data with the statistics of a model's K/V."""
+"""The section of the GPU report on attends over data with the statistics of a model's K/V."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ def time_table(attends: list[Record], peers: list[Record], link: LinkRate) -> li
 
 def error_table(attends: list[Record]) -> list[str]:
     rows = [
-        "| tokens | policy | outputs | mean error | largest | share above epsilon | share above "
-        "its certificate | mean certificate | largest | share above epsilon | heavy and sampled "
-        "rows of a KV head |",
+        "| tokens | policy | outputs | mean error | largest error | errors above epsilon | errors "
+        "above their certificates | mean certificate | largest certificate | certificates above "
+        "epsilon | heavy and sampled rows of a KV head, medians (most sampled) |",
         "|---" * 11 + "|",
     ]
     for group in groups(attends):
@@ -147,20 +147,20 @@ def error_table(attends: list[Record]) -> list[str]:
             f"| {max(r['certified_error_max'] for r in group):.4f} "
             f"| {mean['certified_beyond_epsilon']:.1%} "
             f"| {statistics.median(heavy):.0f} and {statistics.median(sampled):.0f} "
-            f"(up to {max(sampled)}) |"
+            f"({max(sampled)}) |"
         )
     return rows
 
 
 def step_table(steps: list[Record]) -> list[str]:
     rows = [
-        "| tokens | policy | rows read | rows moved | whole attend | outputs | mean error "
-        "| share above epsilon |",
-        "|---" * 8 + "|",
+        "| tokens | rows read | rows moved | whole attend | outputs | mean error "
+        "| errors above epsilon |",
+        "|---" * 7 + "|",
     ]
     for r in steps:
         rows.append(
-            f"| {label(r['tokens'])} | {r['name']} | {r['rows']} | {r['moved_rows']} "
+            f"| {label(r['tokens'])} | {r['rows']} | {r['moved_rows']} "
             f"| {r['us']:.0f} us | {r['outputs']} | {r['observed_error_mean']:.4f} "
             f"| {r['beyond_epsilon']:.1%} |"
         )
@@ -233,7 +233,7 @@ def section(
         *paragraph(
             f"""Keys, values and queries have the statistics of {meta["source_model"]} reading
             {meta["source_token_count"]:,} tokens, with the frequencies of YaRN for
-            {label(meta["yarn_target_length"])}; `bench/trace_data.py` tells how they are made.
+            {label(meta["yarn_target_length"])}; `bench/trace_data.py` describes how they are made.
             Dense attention in torch has all K/V in GPU memory; they are random, which does not
             change its time."""
         ),
@@ -241,9 +241,10 @@ def section(
         "",
         *paragraph(
             f"""Times are medians over {meta["queries_per_length"]} queries for each length, and for
-            each query over the repetitions (`by query`, in us). Caches are flushed before each
-            attend. `rows moved` cross the link; sink, window and the resident sample are in GPU
-            memory. Codes have {DEFAULT_BITS} bits a dimension unless the table says otherwise."""
+            each query over the repetitions (`by query`, in us). `sampled outside the resident
+            sample`: the samples have another seed than the resident sample, so nearly all of their
+            rows are moved. Codes have {DEFAULT_BITS} bits a dimension unless the table says
+            otherwise."""
         ),
         *time_table(by_bits, peers, link),
         "",
@@ -264,8 +265,9 @@ def section(
         *error_table(by_bits),
         "",
         *paragraph(
-            """Steps that follow each other, as in decoding. Each step sees all tokens. The queries
-            of a length take turns, so neighbouring steps differ more than those of a model:"""
+            """The default policy in steps that follow each other, as in decoding. Each step sees
+            all tokens. The queries of a length take turns, so neighbouring steps differ more than
+            those of a model:"""
         ),
         *step_table([r for r in records if r.get("data") == "steps"]),
         "",
