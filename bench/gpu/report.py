@@ -20,6 +20,7 @@ import stream_section
 import trace_section
 from records import (
     DEFAULT_BITS,
+    DENSE,
     ROW_BYTES,
     Curve,
     Record,
@@ -329,8 +330,8 @@ def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
     for name, text, colour in (
         ("stream over PCIe", "torch, all rows over PCIe", style.GREY),
         ("asymmetric top 2 %", "Spillway, 2 % of the rows", style.ORANGE),
-        ("sdpa cudnn", "torch (cuDNN), K/V in GPU memory", style.BLACK),
-        ("default policy, pilot only", "Spillway, and a small sample", style.GREEN),
+        ("sdpa cudnn", DENSE, style.BLACK),
+        ("default policy, pilot only", "Spillway, with a small sample", style.GREEN),
         ("asymmetric top 64", "Spillway, 64 heavy rows", style.BLUE),
     ):
         points = sorted((tokens, us) for (of, tokens), us in found.items() if of == name)
@@ -396,8 +397,8 @@ def main() -> None:
             over the rows that `Select` names (largest relative error
             {max(r["checked_error"] for r in attends):.1e}). Times are medians of 15. `top 64` and
             `top 2 %` attend to the tokens that rank highest, and sample nothing. `2,500 rows` is
-            the most that a KV head reads. `pilot only` has an error bound of 0.999, which the pilot (the
-            first sample) meets."""
+            the most that a KV head reads. `pilot only` has an error bound of 0.999, which the pilot
+            (the first sample) meets."""
         ),
         "![Time of one layer against tokens, beside torch](attend.png)",
         "",
