@@ -1,11 +1,12 @@
-"""Rows in a folder against rows in anonymous memory, and how fast the next process has them.
+"""Compares rows in a folder with rows in anonymous memory, and times the restart of an engine.
 
-For each kind of memory an engine in a process of its own appends one sequence, attends
-to it, and is killed. Where the rows lie in a folder, a second process goes on with them:
-`restored` is from the start of the engine until the first attend is answered, which gives
-what it answered before. Kinds take turns, several rounds; medians are printed, with the
-smallest and the largest. On the CPU, `encode_gb_s` is the rate of the encoder alone
-(bench/cpu/encode_bench.cc), and `of_encode` what codes are made anew at, of that.
+For each kind of memory, an engine in its own process appends one sequence, attends to it,
+and is killed. If the rows are in a folder, a second process continues with them. `restored`
+is the time from the start of its engine to the answer of the first attend, which must be
+the same as before. The kinds take turns for several rounds. The program prints medians, with
+the smallest and the largest value. On the CPU, `encode_gb_s` is the rate of the encoder alone
+(bench/cpu/encode_bench.cc), and `of_encode` is the rate at which codes are computed again,
+as a share of it.
 
     python bench/arena.py run --device cpu --tokens 131072 --folder /dev/shm
 """

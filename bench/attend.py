@@ -1,9 +1,9 @@
-"""Attends of the CPU device against a plain read and torch's SDPA, and their growth.
+"""Compares attends of the CPU device with a plain read and with torch's SDPA.
 
-One run gives three results: `all` against a plain read, the default policy
-against `all` and SDPA, and how rows and time of the default policy grow. All of
-them see the same rows and queries; every call starts from cold caches, and
-they take turns, one of each per repetition.
+One run gives three results: `all` compared with a plain read, the default policy
+compared with `all` and SDPA, and how rows and time of the default policy grow with the
+context. All of them use the same rows and queries. Caches are cold before every call,
+and the methods take turns: each runs once per repetition.
 """
 
 from __future__ import annotations

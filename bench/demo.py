@@ -1,4 +1,4 @@
-"""The demonstration, several times over: what it showed, and both decode rates."""
+"""Runs the demo with several seeds, and collects its results and both decode rates."""
 
 from __future__ import annotations
 

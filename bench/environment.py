@@ -1,4 +1,4 @@
-"""Where and when a result was measured."""
+"""Describes where and when a result was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon holds beside the rows themselves, from a real append."""
+"""Measures the memory that a daemon uses in addition to the rows."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
         "ratio to the busy echo",
     )
     yield from _table(head, rows)
-    yield "![Round trip without device time, beside a gRPC echo](rpc.png)"
+    yield "![Round trip without device time, compared with a gRPC echo](rpc.png)"
     yield ""
 
 
@@ -380,13 +380,13 @@ SECTIONS = {
 
 # Measured by other programs, and the pages of their results.
 OTHERS = {
-    "the CUDA device, beside torch": "gpu/README.md",
+    "the CUDA device, compared with torch": "gpu/README.md",
     "prompts and decoding beyond GPU memory": "prompts/README.md",
     "methods of sparse attention compared": "../evaluation.md",
     "trained hash functions": "../training.md",
-    "the vLLM plugin beside stock vLLM": "vllm/README.md",
+    "the vLLM plugin, compared with stock vLLM": "vllm/README.md",
     "several daemons": "cluster/README.md",
-    "decode latency beside heavy tenants": "fairness/README.md",
+    "decode latency next to a heavy tenant": "fairness/README.md",
     "decode latency with many connected clients": "presence/README.md",
     "rows that outlive the process": "../adr/0045-rows-that-outlive-the-process.md",
     "the wheels on another system": "wheels/README.md",

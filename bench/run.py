@@ -1,8 +1,8 @@
-"""Runs the benchmarks and writes docs/results: JSON files, plots and a table.
+"""Runs the benchmarks and writes docs/results: JSON files, plots and a page with tables.
 
-`make bench` calls it after a release build. Every result is checked against a
-reference before it is timed and stands beside a plain read and its peers, which
-are measured in turn with it.
+`make bench` calls it after a release build. Every result is checked against a reference before
+it is timed. In the same run, in turns with it, a plain read and the methods that it is compared
+with are timed.
 """
 
 from __future__ import annotations

@@ -1,35 +1,35 @@
-"""K/V rows and queries with the statistics of a real model's.
+"""Generates K/V rows and queries with the statistics of a real model's.
 
-Gaussian keys say nothing about sparse attention: their softmax is flat. So the
+Gaussian keys say nothing about sparse attention, because their softmax is flat. So the
 data comes from SmolLM2-135M reading a real document, made wider and longer:
 
-- Wider. A KV head of 128 dimensions is two of the model's KV heads of 64, of
-  one layer, side by side; its four query heads are pairs of theirs. Spectrum,
-  mean and covariance of keys and of values stay as they are, half by half.
-- Longer. The source's blocks of 64 consecutive tokens are drawn with
-  replacement behind its own first 64 tokens (with the attention sink). A drawn
-  token is c + sqrt(1 - a^2) (x - c) + a e, c the mean and e Gaussian with the
-  covariance of x, a = 0.3: mean and covariance are kept and no two tokens are
-  equal. Keys are drawn before the rotary embedding, which is then applied at
-  the token's new position with YaRN's frequencies (arXiv 2309.00071) for
-  131072 tokens, or for the longest length where that is more, as a model
-  stretched to that length would.
-- Before each measured length stand the source's last 256 tokens, and the
-  queries are four of theirs: every query has its own local context.
-- A query head is scaled until the mass of its 256 largest weights among 8192
-  tokens is the mean of that of the two heads it was made from.
+- Wider. A KV head of 128 dimensions consists of two of the model's KV heads of 64, of
+  the same layer, side by side. Its four query heads are pairs of their query heads.
+  Spectrum, mean and covariance of keys and of values stay the same in each half.
+- Longer. The first 64 tokens of the source, with the attention sink, come first. Then
+  blocks of 64 consecutive tokens of the source are drawn with replacement. A drawn token
+  is c + sqrt(1 - a^2) (x - c) + a e, where c is the mean, e is Gaussian with the covariance
+  of x, and a = 0.3. This keeps mean and covariance, and no two tokens are equal. Keys are
+  drawn before the rotary embedding, which is then applied at the token's new position, with
+  the frequencies of YaRN (arXiv 2309.00071) for 131072 tokens, or for the longest length
+  if that is more: as in a model whose context is extended to that length.
+- Before each measured length come the last 256 tokens of the source, and the queries
+  are those of four of these tokens. So every query has its own local context.
+- A query head is scaled until its 256 largest weights among 8192 tokens sum to the
+  mean of these sums of the two heads from which it is made.
 
-`meta.json` holds what was compared: that mass, the effective count exp(entropy)
-of the rest, key spectrum and value mean, of the source and at each length.
+`meta.json` has what was compared, of the source and at each length: this sum, the
+effective number exp(entropy) of the other keys, the spectrum of the keys and the mean of
+the values.
 
-Where the model is not installed, a file takes its place. Its K and V are rounded
-to float16, eight times as finely as the bfloat16 that everything becomes:
+If the model is not installed, a file can replace it. Its K and V are rounded to float16,
+whose step is an eighth of that of bfloat16, to which everything is rounded later:
 
     python bench/trace_data.py --save-source FILE
     python bench/trace_data.py --source FILE --tokens 1048576 --output FOLDER
 
-The same seed on the same kind of device gives the same data; a GPU draws other
-numbers than a CPU.
+The same seed on the same kind of device gives the same data. A GPU draws other numbers
+than a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that holds rows on a CPU device (bench/cpu/attend_worker.cc)."""
+"""Runs and calls the process that holds rows on a CPU device (bench/cpu/attend_worker.cc)."""
 
 from __future__ import annotations
 

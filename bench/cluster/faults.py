@@ -1,10 +1,10 @@
-"""Kills and drains of a cluster on Ray's nodes, all on this machine, while sequences decode.
+"""Kills parts of a Ray cluster on this machine, or drains a node, while sequences decode.
 
-    python bench/cluster/faults.py kills   # the directory, nodes' actors and daemons, at random
-    python bench/cluster/faults.py drain   # one of two daemons, with 20 sequences in use
+    python bench/cluster/faults.py kills   # kills the directory, node actors and daemons, at random
+    python bench/cluster/faults.py drain   # drains one of two daemons, with 20 sequences in use
 
-Every output is compared bit for bit with that of one engine in this process that nobody
-disturbs, and at the end every row with what was appended.
+Every output is compared bit for bit with that of an undisturbed engine in this process. At the
+end, every row is compared with the row that was appended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cluster without Ray: its directory is in this process, its daemons wherever they are."""
+"""A cluster without Ray: the directory is in this process, the daemons can be anywhere."""
 
 from __future__ import annotations
 

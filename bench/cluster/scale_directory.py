@@ -1,4 +1,4 @@
-"""What a directory, an actor of Ray, answers in a second: the part `directory` of scale.py."""
+"""Measures how many calls a second a directory answers: the part `directory` of scale.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A daemon that computes nothing: it answers with the right shapes after a set time.
+"""A daemon that computes nothing: it answers with the right shapes after a fixed time.
 
-The services are the real ones. One attend after the other has the device, for as long as was
-set; those that come meanwhile wait, and the time that they report is the device's alone. So
-what a client measures beyond that is the way there and back. Nothing that is appended is kept
-but the lengths.
+The services are the real ones. The simulated device serves one attend at a time, and each takes
+the fixed time; others wait. The device time that an attend reports does not include this wait.
+So the rest of the time that a client measures is the transport and the wait. Only the lengths of
+appended rows are kept.
 """
 
 from __future__ import annotations

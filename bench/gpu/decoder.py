@@ -1,23 +1,23 @@
-"""What decoding on a stream takes beyond the device's own time, eagerly and captured in a graph.
+"""Times decode steps on a CUDA stream of the caller, eagerly and in a CUDA graph.
 
-Four layers of 32 query heads over 8 KV heads of 128, bf16, over K/V like a real
-model's (bench/trace_data.py), one sequence or several, the default policy. Ways, in turn in
+Four layers of 32 query heads over 8 KV heads of 128, bf16, over model-like K/V
+(bench/trace_data.py), one sequence or several, default policy. These ways take turns in
 each round, over sequences with the same rows:
 
-- job: `Client.begin_step` with tensors in host memory; its device time is what
-  the engine's kernels take between two events on a stream of its own;
-- eager: `Client.open_decoder`, attends enqueued one by one;
-- graph: the same, captured once and replayed for each token;
-- resident: the same in an engine that keeps all rows in GPU memory too
-  (`device.gpu_resident_limit`);
-- halves: the same by two decoders of half the sequences each, whose graphs run at once on
-  two streams: against `graph` of half as many, how much of one hides behind the other;
-- sdpa: torch's attention (cuDNN's, else flash) with K/V in GPU memory, in a graph.
+- job: `Client.begin_step` with tensors in host memory. Its time is that of the engine's
+  kernels, between two events on the engine's own stream.
+- eager: `Client.open_decoder`, attends enqueued one by one.
+- graph: the same, captured once and replayed for each token.
+- resident: the same, with an engine that also keeps all rows in GPU memory
+  (`device.gpu_resident_limit`).
+- halves: two decoders, each with half of the sequences. Their graphs run at once on two
+  streams. The comparison with `graph` of half as many sequences shows how far they overlap.
+- sdpa: torch's attention (cuDNN, or else flash) with K/V in GPU memory, in a graph.
 
-Times are of the GPU, between events around the attends of all layers, for a layer;
-`next` and `attend` are the host's, for a step and for a layer. Before anything is timed,
-outputs of all but the last must be equal, and their error against sdpa's is printed beside
-the times. One JSON object a line.
+Times are measured on the GPU, between events around the attends of all layers, and are per
+layer. `next` and `attend` are times on the host, per step and per layer. Before anything is
+timed, the outputs of all ways except sdpa must be equal. Their error compared with sdpa is
+printed with the times. One JSON object per line.
 
     python bench/trace_data.py --tokens 131072 --output FOLDER
     python bench/gpu/decoder.py FOLDER --tokens 131072

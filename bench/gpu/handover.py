@@ -1,9 +1,8 @@
-"""What handing over between two processes on one GPU costs, with and without MPS.
+"""Measures the cost of a hand-over between two processes on one GPU, with and without MPS.
 
-Runs spillway-handover-bench first where CUDA finds no control daemon, and then, if
-nvidia-cuda-mps-control is there, beside one of its own, which it ends afterwards.
-Prints a Markdown table; --json prints the program's records, a line each. A program
-that hangs is ended.
+Runs spillway-handover-bench where CUDA finds no control daemon. If nvidia-cuda-mps-control
+is installed, runs it again with a control daemon that this program starts and ends. Prints a
+Markdown table; --json prints the records, one per line. A program that hangs is ended.
 """
 
 from __future__ import annotations

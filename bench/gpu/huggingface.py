@@ -1,20 +1,18 @@
-"""Decode of a Llama through transformers and through Spillway, K/V on the host.
+"""Compares decoding of a Llama with transformers' caches and with SpillwayCache.
 
-Four layers of an 8B shape with random weights, bf16, batch 1, over a context
-of synthetic K/V that every cache holds alike: transformers' offloaded cache,
-its cache in GPU memory (`resident`), and SpillwayCache with a daemon that this
-starts, and with an engine in this process (`embedded`). Writes one JSON object a
-line; times are medians of whole steps, from the token's id to the next one's on
-the host.
+Four layers of an 8B shape with random weights, bf16, batch 1, over the same synthetic K/V:
+transformers' offloaded cache, its cache in GPU memory (`resident`), and SpillwayCache with
+a daemon that this program starts, and with an engine in this process (`embedded`). Writes
+one JSON object per line. Times are medians of whole steps, from a token's id to the next
+token's id on the host.
 
-K/V are Gaussian. With `flat` keys, as large as the model's own, attention has
-no heavy tokens, and the default policy's error bound asks for nearly every
-row: what a policy of a fixed budget gives is noise, so that none is timed.
-`peaked` keys are five times as large, and few take most of the softmax. The
-first step's attention and logits are compared with those of the resident cache,
-and stand beside each time; the program ends where the policy `all` is off by
-more than rounding. The resident cache goes first, so it is rehearsed: all its
-steps are run once more before they are timed.
+K/V are Gaussian. With `flat` keys, which are as large as the model's own, attention has no
+heavy hitters, and the error bound of the default policy needs nearly every row. The output of
+a policy with a fixed budget would be noise, so these policies are not timed with flat keys.
+`peaked` keys are five times as large, and few of them have most of the softmax weight. The
+attention and the logits of the first step are compared with those of the resident cache, and
+the differences are in the records. The program ends if the policy `all` differs by more than
+rounding. The resident cache runs first, so all its steps run once before they are timed.
 """
 
 from __future__ import annotations

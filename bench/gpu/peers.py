@@ -1,10 +1,10 @@
-"""What a user would run instead on the GPU: torch, one layer, batch 1.
+"""Times what a user would run on the GPU without Spillway: torch, one layer, batch 1.
 
-Dense attention with K/V in GPU memory (flash and cuDNN where torch offers
-them), torch.topk with a gather and attention over what it chose, and a stream
-of all rows over PCIe. Writes one JSON object a line; times are medians of CUDA
-events with the L2 cache flushed before each repetition. Every result is
-compared with attention in fp32 over a part of the heads before it is timed.
+Dense attention with K/V in GPU memory (flash and cuDNN, where torch has them),
+torch.topk with a gather and attention over the chosen rows, and a copy of all rows
+over PCIe. Writes one JSON object per line. Times are medians of CUDA events, and the L2
+cache is flushed before each repetition. Before it is timed, every result is compared with
+attention in fp32 for some of the heads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A prompt's forward through transformers, whose K/V are appended meanwhile.
+"""Times the forward pass of a prompt through transformers, with appends in parallel.
 
-A Llama of an 8B's shape with random weights, bf16, batch 1: with transformers'
-own cache in the model's memory; with SpillwayCache and an engine in this process,
-and with a daemon, as they are; with so many threads that append; and with each
-layer's append before the next layer (`in turn`). Prints the seconds of each
-repetition; the first has the warm-up.
+A Llama of an 8B shape with random weights, bf16, batch 1: with transformers' own cache in
+GPU memory, and with SpillwayCache and an engine in this process or a daemon, both also
+with each append before the next layer (`in turn`). With --threads the daemon is also
+measured with other numbers of append threads. Prints the seconds of each repetition; the
+first includes the warm-up.
 
     python bench/gpu/prefill.py [--tokens 32768] [--layers 8]
 """
@@ -81,7 +81,7 @@ def main() -> None:
             with torch.no_grad():
                 model(ids, past_key_values=cache, logits_to_keep=1)
             if isinstance(cache, SpillwayCache):
-                # They may go on beside what comes after the forward.
+                # Appends may continue after the forward pass: this waits for them.
                 assert cache.sequences
             wait()
             seconds.append(time.perf_counter() - begin)

@@ -1,16 +1,16 @@
-"""Prompts by chunks, whose earlier K/V stream from the engine, against K/V in GPU memory.
+"""Compares prompts whose earlier K/V stream from the engine with K/V in GPU memory.
 
-One layer of an 8B's shape, 32 query heads over 8 K/V heads of 128, bf16, Gaussian rows, with
-an engine in this process:
+One layer of an 8B shape, 32 query heads over 8 KV heads of 128, bf16, Gaussian rows, an
+engine in this process:
 
-- `last chunk`: the prompt's last tokens over all earlier ones: `spillway.prefill` as it is;
-  the same kernels with all K/V in GPU memory (`resident`), and FlashAttention in one call
+- `last chunk`: the last tokens of the prompt over all earlier ones, by `spillway.prefill`;
+  by the same kernels with all K/V in GPU memory (`resident`); by FlashAttention in one call
   over them; and the copies alone (`fetch`), block by block into the same buffers.
-- `whole prompt`: all chunks through some layers, appends included, against the same kernels
-  over K/V in GPU memory, to which each chunk's rows are copied.
+- `whole prompt`: all chunks through some layers, with appends, compared with the same kernels
+  over K/V in GPU memory, to which the rows of each chunk are copied.
 
-Times are medians; what is computed is compared with the resident K/V's in the same run, and
-a few queries with double precision. Prints a table; --json writes the records.
+Times are medians. Outputs are compared with those of the resident K/V in the same run, and a
+few queries with double precision. Prints a table; --json writes the records.
 
     python bench/gpu/prompt.py [--json prompt.json]
 """

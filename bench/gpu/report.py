@@ -400,7 +400,7 @@ def main() -> None:
             the most that a KV head reads. `pilot only` has an error bound of 0.999, which the pilot
             (the first sample) meets."""
         ),
-        "![Time of one layer against tokens, beside torch](attend.png)",
+        "![Time of one layer against tokens, compared with torch](attend.png)",
         "",
         *attend_table(attends),
         "",

@@ -1,19 +1,20 @@
-"""Contexts whose K/V are four times what a small GPU has left beside the model.
+"""Compares caches at contexts whose K/V do not fit into the memory of a small GPU.
 
-A Llama of the shape of Llama 3.2 1B with random weights, bf16, batch 1, on a GPU that is made
-small: what is left beside the weights is limited, for torch and for Spillway's engine
-together. Prompts of several lengths are read in chunks and tokens decoded after them, by
-transformers' own cache, its offloaded cache, and SpillwayCache with an engine in this
-process, until memory ends it; transformers' caches end after --seconds, too. First of all
-comes transformers' own cache on the whole GPU, whose attention and logits the others are
-compared with. Prints a line for each length, and writes the records and a plot.
+A Llama of the shape of Llama 3.2 1B with random weights, bf16, batch 1. The GPU is made small:
+the memory that torch and Spillway's engine may use together, in addition to the weights, is
+limited. Prompts of several lengths run in chunks, and tokens are decoded after them, with
+transformers' own cache, its offloaded cache, and SpillwayCache with an engine in this process. A
+method stops when memory is exhausted; transformers' caches also stop after --seconds.
+Transformers' own cache with the whole GPU runs first, and the attention and logits of the others
+are compared with it. Prints a line for each length, and writes the records and a plot.
 
-Queries are scaled so that attention is peaked: over the flat attention of random weights
-nothing but all rows would do. Spillway decodes by its default policy; the prompt, and the first
-step after it, are attended exactly, and must agree but for rounding.
+Queries are scaled so that attention is peaked: with the flat attention of random weights, only
+all rows would be enough. Spillway decodes with its default policy. The prompt and the first step
+after it are attended exactly, and may differ only by rounding.
 
-With --model and --text a real model reads a real text, beyond its own length by YaRN. All ways
-decode the text's next tokens, each given, and are compared by the next token that they find.
+With --model and --text a real model reads a real text, with YaRN beyond its own context length.
+All methods decode the same tokens of the text (teacher forcing), and their most likely next
+tokens are compared.
 
     python bench/gpu/small_gpu.py --out DIRECTORY
     python bench/gpu/small_gpu.py --out DIRECTORY --model MODEL.gguf --text TEXT --ratios 0.25,1,2

@@ -1,4 +1,4 @@
-"""The pictures of small_gpu.py, from its records."""
+"""Draws the plots of small_gpu.py from its records."""
 
 from __future__ import annotations
 

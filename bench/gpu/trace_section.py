@@ -237,7 +237,7 @@ def section(
             Dense attention in torch has all K/V in GPU memory; they are random, which does not
             change its time."""
         ),
-        "![Time of one layer against tokens, beside dense attention](attend_trace.png)",
+        "![Time of one layer against tokens, compared with dense attention](attend_trace.png)",
         "",
         *paragraph(
             f"""Times are medians over {meta["queries_per_length"]} queries for each length, and for

@@ -1,4 +1,4 @@
-"""What the benches of rows in bulk share: their shape, and how they time and report."""
+"""Code that the benchmarks of bulk rows share: their shape, timing and reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What benchmarks of decode steps by a daemon share: a sequence that decodes, and checks of it.
+"""Code that benchmarks of decode steps share: a sequence that decodes, and checks of its outputs.
 
-Every turn decodes the same tokens from the same length, so that turns under different
-circumstances answer with the same bits, or the run fails.
+Every turn decodes the same tokens from the same length. So turns under different conditions
+must give bit-identical outputs; otherwise the run fails.
 """
 
 from __future__ import annotations

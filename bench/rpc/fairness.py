@@ -1,11 +1,11 @@
-"""What one tenant's giant attends cost another's decode steps, by a daemon with tokens.
+"""Measures how much one tenant's long attends slow down another tenant's decode steps.
 
-`small` decodes by a doorbell, one token after the other, over 16K tokens by the default policy.
-`giant` attends to all rows of a long context, 16 queries a call, from as many threads as
---giants says, without a pause. Times of `small` alone and beside `giant` come from turns that
-alternate in one run, of the same tokens: the answers are the same bits, or the run fails. Prints a
-JSON object: milliseconds of a step's attend, and the ratios of beside to alone, of all rounds and
-of each. Flags that are none of these go to the daemon.
+The tenant `small` decodes by doorbell, one token after the other, over 16K tokens with the
+default policy. The tenant `giant` attends to all rows of a long context without a pause, with 16
+queries a call and --giants threads. In turns, `small` decodes the same tokens alone and with
+`giant`. The outputs must be bit-identical, or the run fails. Prints a JSON object: the
+milliseconds of a step's attend alone (`alone`) and with `giant` (`beside`), and the ratios of
+`beside` to `alone`, over all rounds and for each round. Unknown flags are passed to the daemon.
 
     python bench/rpc/fairness.py [--device cpu] [--tokens 65536] [--giants 2] [--steps 100]
         [--rounds 4]

@@ -1,11 +1,11 @@
-"""What clients that say they are there cost another's decode steps.
+"""Measures how much the Connect streams of other clients slow down one client's decode steps.
 
-One client decodes by a doorbell, one token after the other, beside 0, 1 and 100 open Connect
-streams: none at all, its own, and those of 99 others that do nothing, each by a connection of
-its own. Turns alternate in one run, in another order every round, and decode the same tokens: the
-answers are the same bits, or the run fails. Prints a JSON object: milliseconds of a step's attend,
-and of a step with announcing it, by the count of streams, of all rounds and of each, and ratios to
-none. Flags that are none of these go to the daemon.
+One client decodes by doorbell, one token after the other, with 0, 1 and 100 open Connect
+streams: none, its own, and its own and those of 99 other clients, which do nothing and have a
+connection each. The turns take another order in every round and decode the same tokens. The
+outputs must be bit-identical, or the run fails. Prints a JSON object. It has, for each number of
+streams, the milliseconds of a step's attend, and of a step including its announcement, over all
+rounds and for each round, and the ratios to no stream. Unknown flags are passed to the daemon.
 
     python bench/rpc/presence.py [--device cpu] [--tokens 16384] [--steps 200] [--rounds 6]
         [--clients 0 1 100]

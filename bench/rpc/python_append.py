@@ -1,13 +1,12 @@
-"""Bulk appends of the Python client: in messages, by regions, to an embedded engine.
+"""Times bulk appends of the Python client: by messages, by regions, to an embedded engine.
 
-Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128 are appended
-whole, to a model without codes (rows alone) and with codes of 3 bits a
-dimension, in memory that the daemon has had before. Some of what was appended
-is read back and compared. Beside it: one thread's copy of the same bytes. On a GPU
-CUDA tensors are appended to an embedded engine too, also into memory that comes
-from the system and is pinned on the way, and to the daemon, from a region of its GPU
-and through the client's own; beside that, the link's copy of the same bytes to pinned
-memory. Ways take turns; medians; one JSON object a line.
+Starts a daemon. Appends float16 rows of 8 layers of 8 KV heads of 128 to a model without codes
+(`rows alone`) and with codes of 3 bits a dimension (`with codes`), in memory that the engine has
+used before. Some rows are read back and compared. On a GPU, CUDA tensors are appended too: to an
+embedded engine, also into new memory that it gets from the system and pins during the append;
+and to the daemon, from a region of its GPU and through the client's own region. For comparison:
+one thread's copy of the same bytes (`memcpy`) and the GPU's copy to pinned memory (`link`). The
+ways take turns. Prints medians, one JSON object per line.
 
     python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
 """

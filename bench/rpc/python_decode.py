@@ -1,12 +1,11 @@
-"""What a decode step of the Python client takes beyond the device's time, by each way there is.
+"""Measures what a decode step of the Python client takes beyond the device's time.
 
-A step appends a token to a short sequence and attends, 32 query heads over 8
-KV heads of 128, bf16, torch tensors of the CPU in and out. The ways: a Decode
-stream to a daemon through grpcio and through libspillway, steps by the
-daemon's doorbell (`Client.begin_step`), announced for each token, and a stream
-and steps of an engine in this process. Blocks of steps go by each in turn, with and without
-a pause before each step; before anything is timed, all must answer what
-attention computed here gives. Prints a table, in microseconds, medians.
+A step appends a token to a short sequence and attends, 32 query heads over 8 KV heads of 128,
+bf16, with torch tensors of the CPU. The ways: a Decode stream to a daemon through grpcio and
+through libspillway, steps by the daemon's doorbell (`Client.begin_step`), announced for each
+token, and a stream and steps of an engine in this process. The ways take turns in blocks of
+steps, with and without a pause before each step. Before anything is timed, the outputs of all
+ways are compared with attention computed here. Prints a table of medians in microseconds.
 
     python bench/rpc/python_decode.py [--device cuda:0]
 """

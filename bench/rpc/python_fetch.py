@@ -1,11 +1,11 @@
-"""Rows fetched by the Python client: in messages, into a region, by an embedded engine.
+"""Times fetches of rows by the Python client: by messages, into a region, in the same process.
 
-Starts a daemon. float16 rows of 8 layers of 8 KV heads of 128, 1 GiB, are appended once and
-then fetched, a call a layer: all tokens, and a tenth of them, random, as a selection. On a
-GPU an embedded engine fetches into CUDA tensors too, one layer after the other and two at
-once. Every fetch's bytes are compared with
-what was appended. Beside it: one thread's copy of the same bytes and, on a GPU, the link's
-copy of them from pinned memory. Ways take turns; medians; one JSON object a line.
+Starts a daemon. Appends float16 rows of 8 layers of 8 KV heads of 128, 1 GiB, once, and then
+fetches them with one call per layer: all tokens, and a random tenth of them as a selection. On a
+GPU, an embedded engine also fetches into CUDA tensors, one layer after the other and two at once.
+The bytes of every fetch are compared with those that were appended. For comparison: one thread's
+copy of the same bytes and, on a GPU, its copy from pinned memory. The ways take turns. Prints
+medians, one JSON object per line.
 
     python bench/rpc/python_fetch.py [--device cpu] [--tokens 32768]
 """

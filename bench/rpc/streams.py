@@ -1,12 +1,11 @@
-"""How much of a device many runners at once get: processes that decode by a daemon's doorbells.
+"""Measures how well many runners use a device: processes that decode through doorbells.
 
-Every runner is a process with a sequence of its own, one layer of 32 query heads over 8 KV
-heads of 128, bf16, and makes steps of one token one after the other, the top 2 % of the rows
-and no sample. `device` is what the device alone does of that: one step of as many sequences
-together, by the device's own time. Beside the rate stands what the runners' first outputs
-were checked against: a step of all sequences together, bit for bit, and torch's attention
-over all rows with policy `all`. Prints a JSON object a line: rates in steps a second and
-a processor's time in processors.
+Every runner is a process with its own sequence of one layer, 32 query heads over 8 KV heads of
+128, bf16. It makes steps of one token, one after the other, with the top 2 % of the rows and no
+sample. `device` is the rate of the device alone: one step of as many sequences together, by the
+device's own time. The first outputs of the runners are compared bit for bit with a step of all
+sequences together, and those of the policy `all` with torch's attention over all rows. Prints one
+JSON object per line: rates in steps a second, and CPU time in CPUs.
 
     python bench/rpc/streams.py [--device cuda:0] [--tokens 65536]
 """
