@@ -358,7 +358,7 @@ def measure_policy(
     report(
         name=f"spillway, {way}",
         policy=name,
-        budget="fixed, nothing is promised" if fixed else "by the error bound",
+        budget="fixed budget, no error bound" if fixed else "by the error bound",
         keys=keys,
         tokens=bench.tokens,
         **bench.timed(times),

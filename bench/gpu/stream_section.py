@@ -65,7 +65,8 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
         *(
             f"| {_name(way)} | "
             + " | ".join(
-                f"{times[way, n]['layer_us']:.0f}" if (way, n) in times else "-" for n in lengths
+                f"{times[way, n]['layer_us']:.0f}" if (way, n) in times else "not measured"
+                for n in lengths
             )
             + " |"
             for way in ways
