@@ -292,7 +292,7 @@ def _rpc(result: dict[str, Any]) -> Iterator[str]:
     }
     present = [kind for kind in kinds if any(c["case"].startswith(kind) for c in result["cases"])]
     yield (
-        f"{', '.join(f'`{kind}` is {kinds[kind]}' for kind in present)}. 9/3 heads are 9 query "
+        f"{'; '.join(f'`{kind}` is {kinds[kind]}' for kind in present)}. 9/3 heads are 9 query "
         "heads and 3 KV heads. Times are in us, median / 99th percentile over "
         f"{result['round_count']} rounds."
     )
