@@ -65,9 +65,9 @@ def prompt_memory(
 ) -> PromptMemory:
     """Returns upper bounds for the GPU memory of a prompt in chunks.
 
-    Only the codes and the resident rows depend on the length of the prompt. This is for models like Llama: a decoder
-    layer has norms, four projections and a gated MLP. torch reserves more than it allocates. The
-    bound is on `max_memory_allocated`.
+    Only the codes and the resident rows depend on the length of the prompt. This is for models
+    like Llama: a decoder layer has norms, four projections and a gated MLP. torch reserves more
+    than it allocates. The bound is on `max_memory_allocated`.
 
     Args:
         config: The model's config.
