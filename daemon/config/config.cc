@@ -85,7 +85,7 @@ Setting Seconds(const char* key, const char* flag, const char* help, double Conf
                 double high) {
   return Number(
       key, flag, help, field, [=](double value) { return value >= 0 && value <= high; },
-      absl::StrCat("a number of seconds in [0, ", high, "]"));
+      absl::StrFormat("a number of seconds in [0, %.0f]", high));
 }
 
 // Of a GPU: a number with a unit, or 0.

@@ -115,6 +115,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[device]\nname = 'GPU-6d0f,GPU-6d0f'\n", '"GPU-6d0f" is named twice'),
         ("[device]\nmps = 'sometimes'\n", 'device.mps: "sometimes" is not one of off, auto, on'),
         ("[device]\nname = 'cpu'\nmps = 'on'\n", "device.mps) is on and --device"),
+        ("[sequences]\nttl_seconds = -1\n", '"-1" is not a number of seconds in [0, 31536000]'),
         ("[memory]\nlimit = '5 parsecs'\n", "parsecs"),
         ("[memory]\nlimit = '99999999999999TiB'\n", "memory.limit"),
         ("[server]\nlisten = 'carrier pigeon'\n", "server.listen"),
