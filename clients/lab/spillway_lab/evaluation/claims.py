@@ -160,9 +160,9 @@ def _codes_beat_others(found: Sections) -> list[Row]:
         best = max(others, key=lambda r: r["iou_group"]["mean"])
         mine, its = ours["iou_group"]["mean"], best["iou_group"]["mean"]
         rows.append(
-            f"{'yes' if mine > its else 'no'} for {ours['label']}: {mine:.2f} in "
-            f"{ours['bytes_per_key']:g} bytes, {best['label']} {its:.2f} in "
-            f"{best['bytes_per_key']:g}"
+            f"{'yes' if mine > its else 'no'} for {ours['label']}: {mine:.2f} with "
+            f"{ours['bytes_per_key']:g} bytes, others {its:.2f} with {best['bytes_per_key']:g} "
+            f"({best['label']})"
         )
     said = (
         "Spillway: its codes find more of the true top (IoU) than others with as many bytes per key"

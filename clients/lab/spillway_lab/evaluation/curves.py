@@ -65,8 +65,10 @@ def draw(
     counts = [point["rows"]["mean"] for method in methods for point in method["points"]]
     # Room for the labels right of the lines.
     low, high = min(counts) / 1.2, max(counts) * (5.2 if len(bases) > 1 else 2)
-    ticks = [d * 10**e for e in range(1, 7) for d in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= 1.2 * max(counts)]
+    # As many ticks as have room for their labels.
+    digits = (1, 2, 5) if max(counts) < 40 * min(counts) else (1, 3)
+    ticks = [d * 10**e for e in range(1, 7) for d in digits]
+    ticks = [tick for tick in ticks if low <= tick <= 1.6 * max(counts)]
     panels[0].set_xlim(low, high)
     for axes in panels[: len(bases)]:
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)

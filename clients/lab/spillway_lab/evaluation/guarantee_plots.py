@@ -34,7 +34,9 @@ def ranks_of(promise: dict[str, Any]) -> str:
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """A panel for each bound, a cell for each (epsilon, delta)."""
+    """A panel for each bound, a cell for each (epsilon, delta); nothing of a single cell."""
+    if sum(len(promise["cells"]) for promise in told["found"]["promises"]) == 1:
+        return []
     # Spillway's own comes first.
     promises = sorted(told["found"]["promises"], key=lambda promise: promise["name"] != DEFAULT)
     rows = math.ceil(len(promises) / COLUMNS)

@@ -29,10 +29,17 @@ from spillway_lab.evaluation import (
 )
 
 Told = dict[str, Any]
+# Of a table that is not folded.
+ROWS_SHOWN = 6
 CLAIMS_TITLE = "Claims and what was measured here"
 ROWS = (
     "**Rows** are K/V rows that a KV head reads for its whole group of query heads. Sink and "
     "window count, 64 tokens each. The share of rows is that of all tokens that the query sees."
+)
+SETTINGS = (
+    "The setting of a method is the share of the tokens that it keeps (top-k), the softmax mass "
+    "(top-p and Twilight), the density that vAttention's authors tuned for, epsilon or a quality "
+    "preset (Spillway), or K bits and L tables of LSH (MagicPIG)."
 )
 ERROR = (
     "**Error** is `||o^ - o|| / ||o||` of the output of one query head. `o` is exact attention "
@@ -82,6 +89,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         "|---|" + "".join("---:|" if number else "---|" for number in numbers[1:]),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
+
+
+def _folded(title: str, lines: Sequence[str]) -> list[str]:
+    """Lines that are shown on demand."""
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>"]
 
 
 def number(value: float, digits: int) -> str:
@@ -175,12 +187,12 @@ def _fidelity(told: Told) -> list[str]:
     equal = told["found"].get("at_equal_rows")
     if equal:
         lines += ["", *_equal_rows(equal, told["parameters"]["reference"])]
-    lines += ["", "<details><summary>All points of all curves</summary>", ""]
     header = (
         "method|setting|rows|share of rows|mean error (95 %)|95th percentile|error of a layer's "
         "output, all heads|worst head's mean error (layer, head)"
     )
-    return [*lines, *table(header.split("|"), rows), "", "</details>"]
+    points = [SETTINGS, "", *table(header.split("|"), rows)]
+    return [*lines, "", *_folded("All points of all curves", points)]
 
 
 def _equal_rows(equal: list[Told], reference: str) -> list[str]:
@@ -231,16 +243,13 @@ def _guarantee(told: Told) -> list[str]:
         "sample and bound|epsilon|delta|outputs with error > epsilon (95 %)|the bound|worst head "
         "(layer, head)|NONE|rows"
     )
+    shown = table(header.split("|"), rows)
     return [
         "The error bound allows an error above epsilon in at most a share delta of the outputs. "
         'A bound "holds" if the whole interval is at most delta. NONE is the share of certificates '
         "without a bound. The audit is off.",
         "",
-        "<details><summary>All settings</summary>",
-        "",
-        *table(header.split("|"), rows),
-        "",
-        "</details>",
+        *(shown if len(rows) <= ROWS_SHOWN else _folded("All settings", shown)),
     ]
 
 
@@ -433,7 +442,7 @@ def _perplexity(told: Told) -> list[str]:
         "teacher forcing, with all layers sparse, and compared with dense attention.",
         "",
         f"Dense attention has perplexity {dense['perplexity']:.3f} over {dense['token_count']:,} "
-        f"tokens, with the same bfloat16 rows. {told['parameters']['intervals']}",
+        f"tokens, with the same bfloat16 rows. {told['parameters']['intervals']} {SETTINGS}",
         "",
         *table(header.split("|"), rows),
     ]
@@ -564,11 +573,10 @@ def _longctx(told: Told) -> list[str]:
         "",
         *table(("KL, same next token", *names), decoded),
         "",
-        "<details><summary>Every kind of question, and perplexity relative to dense</summary>",
-        "",
-        *table(header.split("|"), details),
-        "",
-        "</details>",
+        *_folded(
+            "Every kind of question, and perplexity relative to dense",
+            table(header.split("|"), details),
+        ),
     ]
 
 

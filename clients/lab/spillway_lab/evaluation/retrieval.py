@@ -69,7 +69,10 @@ def rankings(setting: Setting, shapes: Shapes) -> list[Ranking]:
             made.append(Ranking(name, f"{family}, {bits} bits", family, "hamming", index))
     for bits in (1, 2, 3, 4):
         index = Index(RotationHash(bits_per_dim=bits))
-        name, label = f"codes-{bits}", f"our codes, {bits} bits per dimension"
+        name, label = (
+            f"codes-{bits}",
+            f"our codes, {bits} bit{'s' if bits > 1 else ''} per dimension",
+        )
         made.append(Ranking(name, label, "ours", "asymmetric", index))
     for page in (16, 32, 64):
         index = Index(key_indices=KeyIndices(quest_page_token_count=page))
