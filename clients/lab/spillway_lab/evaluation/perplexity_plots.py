@@ -64,9 +64,9 @@ def _agreement_title(methods: list[dict[str, Any]]) -> str:
     point = _default(methods)
     if point is None:
         return "Next tokens that differ from dense attention's: lower left is better"
+    same = f"{100 * point['agreement']['mean']:.1f}".replace("100.0", "100")
     return (
-        f"Spillway's default has dense attention's next token in "
-        f"{100 * point['agreement']['mean']:.1f} % of the steps, reading "
+        f"Spillway's default has dense attention's next token in {same} % of the steps, reading "
         f"{100 * point['rows']['share']:.1f} % of the rows"
     )
 
