@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 from daemon_process import ROOT
 from rich.console import Console
-from spillway_lab.evaluation import curves, report, style
+from spillway_lab.evaluation import curves, markdown, report, style
 
 
 def test_shares() -> None:
-    assert report.span((0.9487, 0.9996)) == "94.9-100 %"
-    assert report.span((0.0, 1.0)) == "0-100 %"
-    assert report.span((0.00012, 0.0973)) == "0.012-9.7 %"
-    assert report.span((0.17, 0.185)) == "17.0-18.5 %"
-    assert report.percent(1.0) == "100 %"
-    assert report.percent(0.5375) == "53.8 %"
-    assert report.percent(0.00000042) == "0.000042 %"
-    assert report.percent(0.0) == "0 %"
+    assert markdown.span((0.9487, 0.9996)) == "94.9-100 %"
+    assert markdown.span((0.0, 1.0)) == "0-100 %"
+    assert markdown.span((0.00012, 0.0973)) == "0.012-9.7 %"
+    assert markdown.span((0.17, 0.185)) == "17.0-18.5 %"
+    assert markdown.percent(1.0) == "100 %"
+    assert markdown.percent(0.5375) == "53.8 %"
+    assert markdown.percent(0.00000042) == "0.000042 %"
+    assert markdown.percent(0.0) == "0 %"
 
 
 def test_intervals() -> None:
-    assert report.between((0.0000737, 0.000491)) == "0.0000737-0.000491"
-    assert report.between((-100.0, 0.0)) == "-100 to 0"
-    assert report.between((1234.5, 98765.0)) == "1230-98800"
-    assert report.between((-0.25, 7.013)) == "-0.25 to 7.01"
+    assert markdown.between((0.0000737, 0.000491)) == "0.0000737-0.000491"
+    assert markdown.between((-100.0, 0.0)) == "-100 to 0"
+    assert markdown.between((1234.5, 98765.0)) == "1230-98800"
+    assert markdown.between((-0.25, 7.013)) == "-0.25 to 7.01"
 
 
 RESULTS = ROOT / "docs/results/evaluation"
