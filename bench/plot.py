@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from spillway_lab.evaluation.style import BLUE, GREEN, GREY, ORANGE, RED  # noqa: E402
+from spillway_lab.evaluation.style import BLUE, GREEN, GREY, ORANGE, RED, label_ends  # noqa: E402
 
 
 def _lengths(axes: Any, lengths: list[int]) -> None:
@@ -39,12 +39,12 @@ def _caption(figure: Any, result: dict[str, Any]) -> None:
     )
 
 
-def _line(axes: Any, x: list[int], y: list[float], name: str, colour: str, style: str) -> None:
-    """A curve with its name at its end."""
+def _line(
+    axes: Any, x: list[int], y: list[float], name: str, colour: str, style: str
+) -> tuple[float, float, str, str]:
+    """A curve, and the label for its end."""
     axes.plot(x, y, style, marker="o", markersize=4, color=colour)
-    axes.annotate(
-        name, (x[-1], y[-1]), (7, -3), textcoords="offset points", color=colour, fontsize=9
-    )
+    return float(x[-1]), y[-1], name, colour
 
 
 def draw_attend(result: dict[str, Any], folder: Path) -> None:
@@ -53,11 +53,12 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
     share, ratio = rows[-1]["all_share_of_read_rate"], rows[-1]["all_over_default"]
     at = f"{lengths[-1] // 1024}K"
     figure, (left, right) = plt.subplots(1, 2, figsize=(14.5, 4.8))
+    rates, times = [], []
     for name, label, colour in (
         ("read_gb_per_s", "plain read", GREY),
         ("all_gb_per_s", "exact attention", BLUE),
     ):
-        _line(left, *_column(rows, name), label, colour, "-")
+        rates.append(_line(left, *_column(rows, name), label, colour, "-"))
     left.set_ylim(bottom=0)
     left.set_ylabel("GB/s of rows")
     left.set_title(f"Exact attention reads at {share:.0%} of a plain read's rate")
@@ -70,21 +71,22 @@ def draw_attend(result: dict[str, Any], folder: Path) -> None:
     }
     for name, (label, colour, style) in lines.items():
         x, y = _column(rows, name)
-        _line(right, x, [us / 1000 for us in y], label, colour, style)
+        times.append(_line(right, x, [us / 1000 for us in y], label, colour, style))
     right.set_yscale("log")
     right.set_ylabel("ms for one layer")
     right.set_title(f"The default policy is {ratio:.1f} times as fast as exact attention at {at}")
-    for axes, room in ((left, 2.6), (right, 8)):
+    for axes, room, labels in ((left, 2.6, rates), (right, 8, times)):
         _lengths(axes, lengths)
         axes.set_xlim(right=lengths[-1] * room)
         axes.spines[["top", "right"]].set_visible(False)
+        label_ends(axes, labels)
     _save(figure, result, folder / "attend.png")
 
 
 def draw_growth(result: dict[str, Any], folder: Path) -> None:
     x, y = _column(result["rows"], "touched_rows_mean")
     figure, axes = plt.subplots(figsize=(8, 4.2))
-    _line(axes, x, y, "rows read", BLUE, "-")
+    label = _line(axes, x, y, "rows read", BLUE, "-")
     if fit := result["fits"].get("touched_rows_mean"):
         curve = [fit["a"] + fit["b"] * np.log2(n) for n in x]
         text = f"fit over log2 n, R² {fit['r_squared']:.2f}"
@@ -101,6 +103,7 @@ def draw_growth(result: dict[str, Any], folder: Path) -> None:
         f"{y[-1] / y[0]:.1f} times"
     )
     axes.spines[["top", "right"]].set_visible(False)
+    label_ends(axes, [label])
     _save(figure, result, folder / "growth.png")
 
 

@@ -126,8 +126,8 @@ def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
         for name in (RESIDENT, SPILLWAY)
     }
     axes.set_title(
-        f"With {environment['left_bytes'] / GIB:.3g} GiB beside the weights, transformers runs up to "
-        f"{last[RESIDENT]}K tokens, Spillway up to {last[SPILLWAY]}K",
+        f"With {environment['left_bytes'] / GIB:.3g} GiB beside the weights, transformers runs up "
+        f"to {last[RESIDENT]}K tokens, Spillway up to {last[SPILLWAY]}K",
         loc="left",
         fontsize=11,
     )
