@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from spillway.policy import Policy, TopK
 from spillway.quality import policy_of
-from spillway_lab.evaluation import intervals, longctx, report, sources
+from spillway_lab.evaluation import intervals, longctx, sections, sources
 from spillway_lab.evaluation.asking import Answer, Asker
 from spillway_lab.evaluation.attends import EXACT, Case
 from spillway_lab.evaluation.command import app
@@ -351,7 +351,7 @@ def test_the_page_tells_all_lengths_together() -> None:
             "told_apart": [{"scores": [1, 0, 1]}, {"scores": [0.5, 0.75, 0.5]}],
         },
     }
-    lines = report._longctx(told)
+    lines = sections.longctx(told)
     dense, worse, same = (next(x for x in lines if x.startswith(f"| {w} |"))
                           for w in ("dense", "worse", "same"))  # fmt: skip
     assert dense.endswith("| 100 %: 100 (0-100) | - |")
