@@ -290,7 +290,7 @@ def test_rows_of_two_saves_do_not_load(client: Client, spilled: Any, folder: str
                 lambda self, to, **more: None if "row-1" in to else save(self, to, **more),
             )
             cache.save(folder)
-        with pytest.raises(ValueError, match="row 1 is of another save"):
+        with pytest.raises(ValueError, match="row 1 is from another save"):
             SpillwayCache.load(folder, spilled.config, client)
         # What somebody else saved there.
         cache.sequences[0].save(f"{folder}/row-0", client_data=b"SPWCACHE1junk")
@@ -394,5 +394,5 @@ def test_quality(client: Client, spilled: Any) -> None:
                 assert made.epsilon == policy.epsilon
     with pytest.raises(ValueError, match="'exact', 'high', 'default', 'fast'"):
         SpillwayCache(spilled.config, client, quality="best")
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(ValueError, match="give only one of them"):
         SpillwayCache(spilled.config, client, quality="high", policy=Policy())

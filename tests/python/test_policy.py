@@ -72,7 +72,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_top_k_takes_one_size() -> None:
-    with pytest.raises(ValueError, match="either"):
+    with pytest.raises(ValueError, match="exactly one of count and fraction"):
         TopK()
-    with pytest.raises(ValueError, match="either"):
+    with pytest.raises(ValueError, match="exactly one of count and fraction"):
         TopK(count=1, fraction=0.5)

@@ -48,7 +48,7 @@ def test_without_an_arena_directory_the_signal_is_refused(tmp_path: Path) -> Non
             before = client.get_server_info()
             os.kill(each.pid, signal.SIGUSR2)
             wait_for_log(log, "not_relaunched")
-            assert "memory.arena_directory keeps them" in log.read_text()
+            assert "set memory.arena_directory to keep them" in log.read_text()
             assert client.get_server_info().boot_id == before.boot_id
 
 
