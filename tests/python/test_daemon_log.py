@@ -21,6 +21,7 @@ FACTS = {
     "numa",
     "huge_pages",
     "memory",
+    "mps",
     "simd",
     "device",
     "serving",
