@@ -186,7 +186,9 @@ def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
     )
     name = made.start()
     try:
-        with pytest.raises(spillway.FailedPrecondition, match="those of other tokens would be lost"):
+        with pytest.raises(
+            spillway.FailedPrecondition, match="those of other tokens would be lost"
+        ):
             made.drain()
         assert directory.daemon(name).state == "up"
     finally:
