@@ -30,47 +30,6 @@ int64_t RoundUp(int64_t n, int64_t step) { return (n + step - 1) / step * step; 
   std::abort();
 }
 
-// Which pages of a slab are free.
-class FreePlaces {
- public:
-  explicit FreePlaces(int64_t count)
-      : count_(count), words_((count + kWordBits - 1) / kWordBits, ~uint64_t{0}) {
-    if (count % kWordBits != 0) words_.back() = (uint64_t{1} << (count % kWordBits)) - 1;
-  }
-  int64_t count() const { return count_; }
-  // Takes the first free place at or after `from`, else the first of all.
-  // REQUIRES: count() > 0.
-  int64_t Take(int64_t from) {
-    int64_t place = Find(from);
-    if (place < 0) place = Find(0);
-    assert(place >= 0);
-    TakeAt(place);
-    return place;
-  }
-  // REQUIRES: the place is free.
-  void TakeAt(int64_t place) {
-    words_[place / kWordBits] &= ~(uint64_t{1} << (place % kWordBits));
-    --count_;
-  }
-  void Give(int64_t place) {
-    words_[place / kWordBits] |= uint64_t{1} << (place % kWordBits);
-    ++count_;
-  }
-
- private:
-  int64_t Find(int64_t from) const {
-    for (size_t w = static_cast<size_t>(from / kWordBits); w < words_.size(); ++w) {
-      uint64_t word = words_[w];
-      if (static_cast<int64_t>(w) == from / kWordBits) word &= ~uint64_t{0} << (from % kWordBits);
-      if (word != 0) return static_cast<int64_t>(w) * kWordBits + std::countr_zero(word);
-    }
-    return -1;
-  }
-
-  int64_t count_;
-  std::vector<uint64_t> words_;
-};
-
 // Generation and references of a page in one word, so that the last release
 // also ends the generation: no reference can be added in between.
 struct State {
@@ -95,6 +54,47 @@ uint32_t NextGeneration(uint32_t generation) {
 // in the slab: its address needs no table that could move under a reader.
 struct PagePool::Impl {
   using States = std::unique_ptr<std::atomic<uint64_t>[]>;
+
+  // Which pages of a slab are free.
+  class FreePlaces {
+   public:
+    explicit FreePlaces(int64_t count)
+        : count_(count), words_((count + kWordBits - 1) / kWordBits, ~uint64_t{0}) {
+      if (count % kWordBits != 0) words_.back() = (uint64_t{1} << (count % kWordBits)) - 1;
+    }
+    int64_t count() const { return count_; }
+    // Takes the first free place at or after `from`, else the first of all.
+    // REQUIRES: count() > 0.
+    int64_t Take(int64_t from) {
+      int64_t place = Find(from);
+      if (place < 0) place = Find(0);
+      assert(place >= 0);
+      TakeAt(place);
+      return place;
+    }
+    // REQUIRES: the place is free.
+    void TakeAt(int64_t place) {
+      words_[place / kWordBits] &= ~(uint64_t{1} << (place % kWordBits));
+      --count_;
+    }
+    void Give(int64_t place) {
+      words_[place / kWordBits] |= uint64_t{1} << (place % kWordBits);
+      ++count_;
+    }
+
+   private:
+    int64_t Find(int64_t from) const {
+      for (size_t w = static_cast<size_t>(from / kWordBits); w < words_.size(); ++w) {
+        uint64_t word = words_[w];
+        if (static_cast<int64_t>(w) == from / kWordBits) word &= ~uint64_t{0} << (from % kWordBits);
+        if (word != 0) return static_cast<int64_t>(w) * kWordBits + std::countr_zero(word);
+      }
+      return -1;
+    }
+
+    int64_t count_;
+    std::vector<uint64_t> words_;
+  };
 
   Impl(Arena* arena, int64_t page_bytes);
 
@@ -201,7 +201,7 @@ absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
     if (!absl::IsResourceExhausted(slab.status())) return slab.status();
     return impl_->arena->Exhausted("a page", page_bytes_, 0);
   }
-  FreePlaces& places = impl_->slabs.at(*slab);
+  Impl::FreePlaces& places = impl_->slabs.at(*slab);
   const bool beside = neighbour && impl_->SlabOf(neighbour) == *slab;
   const int64_t place = places.Take(beside ? impl_->PlaceOf(neighbour) + 1 : 0);
   if (places.count() == 0) impl_->with_room.erase(*slab);
@@ -237,7 +237,7 @@ absl::StatusOr<PageRef> PagePool::Adopt(uint32_t index) {
   std::atomic<uint64_t>& state = *impl_->StateOf(page);
   State now = State::Unpack(state.load(std::memory_order_relaxed));
   if (now.reference_count == 0) {
-    FreePlaces& places = impl_->slabs.at(slab);
+    Impl::FreePlaces& places = impl_->slabs.at(slab);
     places.TakeAt(impl_->PlaceOf(page));
     if (places.count() == 0) impl_->with_room.erase(slab);
     ++impl_->used_page_count;

@@ -56,7 +56,8 @@ class MetricsTest : public EngineTest {
                    .not_ready = [this] { return not_ready; },
                    .version = "1.2.3",
                    .boot_id = "b",
-                   .start_time = absl::FromUnixSeconds(1000)}};
+                   .start_time = absl::FromUnixSeconds(1000),
+                   .losses = {}}};
 };
 
 TEST_F(MetricsTest, FamiliesFollowPrometheussNames) {

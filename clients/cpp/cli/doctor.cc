@@ -11,7 +11,8 @@
 namespace spillway::cli {
 
 void Doctor(const std::string& target, const Access& access, const Output& output) {
-  Finding daemon{.what = "daemon"};
+  Finding daemon;
+  daemon.what = "daemon";
   std::optional<int64_t> limit_bytes;
   const absl::StatusOr<std::unique_ptr<Client>> client =
       Client::Connect(target, {.connect_timeout = absl::Seconds(1), .access = access});
