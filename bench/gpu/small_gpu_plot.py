@@ -9,7 +9,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.patheffects import withStroke
 from spillway_lab.evaluation import style
 
 WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
@@ -63,8 +62,7 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
             color=colour,
             fontsize=9,
             va="center",
-            # Readable where a curve passes below.
-            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            path_effects=style.HALO,
         )
     lengths = sorted({r["tokens"] for r in records if "tokens" in r})
     axes.set_xscale("log", base=2)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import ROOT, binary
+from helpers import fences
 
 EXAMPLE = ROOT / "docs/examples/embedded"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
@@ -34,7 +35,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", ["cmake", "pkg-config"])
 def test_the_example_builds_and_runs(installed: Path, tmp_path: Path, way: str) -> None:
     shutil.copytree(EXAMPLE, tmp_path / "embedded")
-    blocks = re.findall(r"```sh\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    blocks = fences("docs/examples/embedded/README.md", "sh")
     (commands,) = (block for block in blocks if way in block)
     done = subprocess.run(
         ["bash", "-euc", commands],

@@ -397,7 +397,7 @@ def _panels(count: int, title: str, conditions: str = "") -> tuple[Figure, list[
     figure = style.make_figure(5.8 * count + 0.8, 4.8, title)
     if conditions:
         figure.suptitle(f"{title}\n{conditions}", fontsize=11)
-    return figure, list(figure.subplots(1, count, squeeze=False, sharey=False)[0])
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
 def _common(rows: Sequence[Row], *names: str) -> str:

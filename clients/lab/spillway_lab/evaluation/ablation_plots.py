@@ -66,8 +66,7 @@ def _variants(told: Told, path: Path) -> Path:
     for axes in (rows, rates):
         axes.grid(alpha=0.25, axis="x", linewidth=0.5)
         axes.tick_params(labelsize=8, length=0)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
     return style.save(figure, told, path)
 
 
@@ -152,7 +151,7 @@ def _group(told: Told, path: Path) -> Path:
     axes.set_ylabel("error of the heavy set alone, mean (bars: 95 %)", fontsize=9)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_formatter(lambda value, _: f"{value:,g}" if f"{value:e}"[0] in "25" else "")
+        axis.set_minor_formatter(style.minor_label)
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.tick_params(labelsize=8, which="both")

@@ -65,8 +65,7 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
     rows.set_xlabel("rows read by a KV head", fontsize=9)
     for axes in (shares, silence, rows):
         axes.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     used = {family["verdict"] for family in families}
     handles = [
         shares.plot([], [], "o", color=COLOURS[name], label=text)[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -56,7 +57,7 @@ def draw(
             axes.set_yscale("symlog", linthresh=linear, linscale=0.4)
         else:
             axes.set_yscale("log")
-            axes.yaxis.set_minor_formatter(_minor_label)
+            axes.yaxis.set_minor_formatter(style.minor_label)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.tick_params(labelbottom=True, labelsize=8, which="both")
@@ -83,17 +84,24 @@ def draw(
     return figure
 
 
-def _minor_label(y: float, _position: int) -> str:
-    """Labels 2 and 5 of each decade."""
-    return f"{y:g}" if f"{y:e}"[0] in "25" else ""
+def interpolated(
+    rows: npt.NDArray[np.floating], errors: npt.NDArray[np.floating], at: float
+) -> float:
+    """The error of a curve at a number of rows, between points, in logarithms; NaN outside."""
+    order = np.argsort(rows)
+    rows, errors = rows[order], errors[order]
+    # A method may be measured right there.
+    slack = 1 + 1e-9
+    if not rows[0] / slack <= at <= rows[-1] * slack:
+        return float("nan")
+    logs = np.log(np.maximum(errors, 1e-9))
+    return float(np.exp(np.interp(np.log(at), np.log(rows), logs)))
 
 
 def times_ours(
     methods: Sequence[dict[str, Any]], setting: str, value: Value
 ) -> tuple[str, float] | None:
     """The practical method with the smallest value at the rows of a point of Spillway's.
-
-    Curves are interpolated between logarithms, and not extrapolated.
 
     Args:
         methods: As results have them.
@@ -107,15 +115,14 @@ def times_ours(
     at = next((p for p in ours["points"] if p["value"] == setting), None) if ours else None
     if at is None or not value(at)[0] > 0:
         return None
-    rows = math.log(at["rows"]["mean"])
     found = []
     for method in methods:
-        points = sorted(method["points"], key=lambda point: point["rows"]["mean"])
-        x = np.log([point["rows"]["mean"] for point in points])
-        y = np.array([value(point)[0] for point in points])
-        if method["practical"] and method["kind"][:4] != OURS and x[0] <= rows <= x[-1]:
-            if (y > 0).all():
-                found.append((method["label"], math.exp(np.interp(rows, x, np.log(y)))))
+        y = np.array([value(point)[0] for point in method["points"]])
+        if method["practical"] and method["kind"][:4] != OURS and (y > 0).all():
+            rows = np.array([point["rows"]["mean"] for point in method["points"]])
+            there = interpolated(rows, y, at["rows"]["mean"])
+            if not math.isnan(there):
+                found.append((method["label"], there))
     if not found:
         return None
     label, least = min(found, key=lambda pair: pair[1])

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from spillway_lab.evaluation import intervals, results, summary
 from spillway_lab.evaluation.attends import Outcome, measure
+from spillway_lab.evaluation.curves import interpolated
 from spillway_lab.evaluation.methods import OURS, chosen, registry
 from spillway_lab.evaluation.workbench import Workbench
 
@@ -83,7 +84,7 @@ def at_equal_rows(curve: Sequence[Outcome], reference: Outcome, seed: int) -> di
         rows = np.stack([rows[draw].mean(1) for rows, _ in points])
         errors = np.stack([errors[draw].mean(1) for _, errors in points])
         at = wanted_rows[draw].mean(1)
-        return np.array([_interpolated(rows[:, i], errors[:, i], at[i]) for i in range(len(at))])
+        return np.array([interpolated(rows[:, i], errors[:, i], at[i]) for i in range(len(at))])
 
     error = error_at(everything)[0]
     if np.isnan(error):
@@ -91,7 +92,7 @@ def at_equal_rows(curve: Sequence[Outcome], reference: Outcome, seed: int) -> di
     sampled = error_at(draws)
     ratios = sampled / wanted_error[draws].mean(1)
     by_layer = [
-        _interpolated(
+        interpolated(
             np.array([outcome.rows[layer].mean() for outcome in curve]),
             np.array([outcome.errors[layer].mean() for outcome in curve]),
             float(reference.rows[layer].mean()),
@@ -106,17 +107,3 @@ def at_equal_rows(curve: Sequence[Outcome], reference: Outcome, seed: int) -> di
         "ratio_interval": intervals.bounds(ratios[within]),
         "by_layer": by_layer,
     }
-
-
-def _interpolated(
-    rows: npt.NDArray[np.floating], errors: npt.NDArray[np.floating], at: float
-) -> float:
-    """The error at a number of rows, between points, in logarithms; NaN outside."""
-    order = np.argsort(rows)
-    rows, errors = rows[order], errors[order]
-    # A method may be measured right there.
-    slack = 1 + 1e-9
-    if not rows[0] / slack <= at <= rows[-1] * slack:
-        return float("nan")
-    logs = np.log(np.maximum(errors, 1e-9))
-    return float(np.exp(np.interp(np.log(at), np.log(rows), logs)))

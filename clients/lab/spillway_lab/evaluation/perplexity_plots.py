@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spillway_lab.evaluation import curves, style
+from spillway_lab.evaluation import curves, markdown, style
 
 DEFAULT_EPSILON = "0.1"
 
@@ -64,9 +64,9 @@ def _agreement_title(methods: list[dict[str, Any]]) -> str:
     point = _default(methods)
     if point is None:
         return "Next tokens that differ from dense attention's: lower left is better"
-    same = f"{100 * point['agreement']['mean']:.1f}".replace("100.0", "100")
+    same = markdown.percent(point["agreement"]["mean"])
     return (
-        f"Spillway's default has dense attention's next token in {same} % of the steps, reading "
+        f"Spillway's default has dense attention's next token in {same} of the steps, reading "
         f"{100 * point['rows']['share']:.1f} % of the rows"
     )
 

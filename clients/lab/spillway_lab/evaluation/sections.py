@@ -84,7 +84,6 @@ def guarantee(told: Told) -> list[str]:
     for promise in told["found"]["promises"]:
         tail = guarantee_plots.TAILS[promise["bound"]]
         for cell in promise["cells"]:
-            worst = cell["worst"]
             rows.append(
                 (
                     f"{tail}, ranks from {guarantee_plots.ranks_of(promise)}",
@@ -92,7 +91,7 @@ def guarantee(told: Told) -> list[str]:
                     f"{cell['delta']:g}",
                     f"{percent(cell['share'])} ({span(cell['interval'])})",
                     guarantee_plots.VERDICTS[cell["verdict"]],
-                    f"{percent(worst['share'])} ({worst['layer']}, {worst['head']})",
+                    _worst(cell["worst"]),
                     # Older files do not have it.
                     percent(cell["none_share"]) if "none_share" in cell else "-",
                     f"{cell['rows']['mean']:,.0f}",

@@ -44,6 +44,8 @@ KIND_LABELS = {"ours": "Spillway", "its lemmas": "vAttention's lemmas"}
 # Of the lines of other methods, beside Spillway's.
 MUTED = 0.6
 DPI = 110
+# Behind a label: it stays readable where a line passes below.
+HALO = [withStroke(linewidth=2.5, foreground="white")]
 # A title's characters per inch.
 TITLE_DENSITY = 11.5
 
@@ -110,6 +112,11 @@ def text_of(told: dict[str, Any], exact: bool = False) -> str:
     return f"{several}{f'{count:,}' if exact else tokens(count)} tokens of {files}{yarn}"
 
 
+def minor_label(value: float, _position: float) -> str:
+    """Labels 2 and 5 of each decade of a logarithmic axis."""
+    return f"{value:,g}" if f"{value:e}"[0] in "25" else ""
+
+
 def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]], lines: int = 1) -> None:
     """Writes labels right of points, moved apart where they would overlap.
 
@@ -147,6 +154,5 @@ def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]], line
             fontsize=8,
             va="center",
             annotation_clip=False,
-            # Readable where a line passes below.
-            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            path_effects=HALO,
         )
