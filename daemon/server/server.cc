@@ -87,8 +87,8 @@ std::shared_ptr<Presence> OwnClient(const Config& config, Engine& engine) {
 }  // namespace
 
 struct Server::Impl {
-  Impl(const Config& config, Engine& engine, PastLosses losses, std::unique_ptr<Tls> opened_tls,
-       std::unique_ptr<TokenTable> opened_tokens)
+  Impl(const Config& config, Engine& engine, PastLosses losses, absl::Duration sweep_period,
+       std::unique_ptr<Tls> opened_tls, std::unique_ptr<TokenTable> opened_tokens)
       : tls(std::move(opened_tls)),
         tokens(std::move(opened_tokens)),
         boot_id(RandomId()),
@@ -143,7 +143,7 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
-        sweeper(engine, events, streams, [this, &engine] {
+        sweeper(sweep_period, engine, events, streams, [this, &engine] {
           Reload();
           engine.CheckDevices();
           ReportReadiness();
@@ -228,26 +228,27 @@ struct Server::Impl {
   std::unique_ptr<RegionServer> region_server;
   std::string address;
   std::unique_ptr<grpc::Server> server;
-  // Before the server goes, whose health it reports.
-  Sweeper sweeper;
-  // Last: they go first. None where the server listens nowhere; of a unix socket, and of a TCP
-  // address.
+  // Before the server, to which they hand connections. Of a unix socket, and of a TCP address; none
+  // where the server listens nowhere.
   std::vector<std::unique_ptr<Acceptor>> acceptors;
+  // Last, for it goes first: its thread reads the rest, to report whether the server is ready.
+  Sweeper sweeper;
 };
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Server::~Server() = default;
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine,
-                                                      PastLosses losses) {
+                                                      PastLosses losses,
+                                                      absl::Duration sweep_period) {
   grpc::EnableDefaultHealthCheckService(true);
   ASSIGN_OR_RETURN(std::unique_ptr<Tls> tls, Tls::Open(config));
   std::unique_ptr<TokenTable> tokens;
   if (!config.tokens_file.empty()) {
     ASSIGN_OR_RETURN(tokens, TokenTable::Open(config.tokens_file, &engine.accounts()));
   }
-  auto impl =
-      std::make_unique<Impl>(config, engine, std::move(losses), std::move(tls), std::move(tokens));
+  auto impl = std::make_unique<Impl>(config, engine, std::move(losses), sweep_period,
+                                     std::move(tls), std::move(tokens));
   std::vector<Descriptor> local, remote;
   if (const std::string path = UnixPath(config); !path.empty()) {
     ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));
@@ -334,7 +335,7 @@ absl::Status Server::CheckServing(absl::Duration timeout) {
     RETURN_IF_ERROR(acceptor->Check(timeout));
   }
   const absl::Duration turn = absl::FromChrono(impl_->sweeper.since_last_turn());
-  if (turn > timeout + kSweepPeriod) {
+  if (turn > timeout + impl_->sweeper.period()) {
     return absl::DeadlineExceededError(absl::StrCat(
         "the thread that deletes expired sequences last ran ", absl::FormatDuration(turn), " ago"));
   }

@@ -29,8 +29,10 @@ class Server {
  public:
   // Starts to serve, where config.listen is empty to this process alone. The
   // engine outlives it.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const Config& config, Engine& engine,
-                                                       PastLosses losses = {});
+  // sweep_period: between two looks for expired sequences and silent clients.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(
+      const Config& config, Engine& engine, PastLosses losses = {},
+      absl::Duration sweep_period = absl::Seconds(1));
   ~Server();
 
   // A channel to this server within the process.

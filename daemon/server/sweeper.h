@@ -15,20 +15,21 @@
 
 namespace spillway {
 
-constexpr absl::Duration kSweepPeriod = absl::Seconds(1);
-
 // Once a period, in a thread of its own, as long as it lives: deletes expired
 // sequences, ends streams whose clients are silent, gives memory back that stays free, logs attends
 // that were slow, and flushes the logs of events.
 class Sweeper {
  public:
   // also: what else is to be done then.
-  Sweeper(Engine& engine, EventLog& events, StreamSet& streams, std::function<void()> also)
-      : engine_(engine),
+  Sweeper(absl::Duration period, Engine& engine, EventLog& events, StreamSet& streams,
+          std::function<void()> also)
+      : period_(period),
+        engine_(engine),
         events_(events),
         streams_(streams),
         also_(std::move(also)),
         thread_([this] { Run(); }) {}
+  absl::Duration period() const { return period_; }
   // For how long it has been at its present turn, or waits for the next.
   std::chrono::steady_clock::duration since_last_turn() const {
     return std::chrono::steady_clock::now() - last_turn_.load();
@@ -46,7 +47,7 @@ class Sweeper {
   void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
     MutexLock lock(mutex_);
     while (!stopped_) {
-      const auto next = std::chrono::steady_clock::now() + absl::ToChronoSeconds(kSweepPeriod);
+      const auto next = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(period_);
       while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
       }
       if (stopped_) return;
@@ -63,6 +64,7 @@ class Sweeper {
     }
   }
 
+  const absl::Duration period_;
   Engine& engine_;
   EventLog& events_;
   StreamSet& streams_;
