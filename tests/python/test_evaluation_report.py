@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_process import ROOT
@@ -89,13 +91,15 @@ def test_the_best_other_method_at_equal_rows() -> None:
             "name": name,
             "label": name.upper(),
             "kind": "ours" if name == "ours" else "top-k",
+            "base": name,
             "practical": practical,
             "points": [
-                {"value": str(i), "rows": {"mean": rows}, "kl": kl}
+                {"value": values[i], "rows": {"mean": rows}, "kl": kl}
                 for i, (rows, kl) in enumerate(points)
             ],
         }
 
+    values = ("0.1", "0.2")
     methods = [
         method("oracle", False, (100, 0.001), (10_000, 0.001)),
         # At 1,000 rows, half-way between the logarithms: 0.02.
@@ -105,8 +109,20 @@ def test_the_best_other_method_at_equal_rows() -> None:
         method("short", True, (10, 0.001), (900, 0.0001)),
         method("ours", True, (1_000, 0.005)),
     ]
-    found = curves.times_ours(methods, "0", lambda point: (point["kl"], (0, 0)))
+
+    def divergence(point: dict[str, Any]) -> tuple[float, Sequence[float]]:
+        return point["kl"], (0, 0)
+
+    found = curves.times_ours(methods, divergence)
     assert found is not None
     assert found[0] == "NEAR"
     assert found[1] == pytest.approx(4)
-    assert curves.times_ours(methods[:4], "0", lambda point: (point["kl"], (0, 0))) is None
+    assert curves.times_ours(methods[:4], divergence) is None
+    # One of a kind, and Spillway.
+    assert [each["name"] for each in curves.nearest_methods(methods, divergence)] == [
+        "near",
+        "ours",
+    ]
+    # A choice among one is none.
+    assert curves.nearest_methods([methods[1], methods[4]], divergence) == []
+    assert curves.nearest_methods(methods[:4], divergence) == []

@@ -18,8 +18,45 @@ OURS = "ours"
 ALL_TOKENS = "all tokens"
 # Spillway with other codes: in the tables, and not in the pictures.
 UNDRAWN = ("ours-2-bits", "ours-4-bits")
+# What the names of pictures with a panel for each ranking end with.
+BY_RANKING = "_by_ranking"
+# Epsilon of the default policy, as the points of Spillway's curves name it.
+DEFAULT_SETTING = "0.1"
 # A point of a curve: a value and its interval.
 Value = Callable[[dict[str, Any]], tuple[float, Sequence[float]]]
+
+
+def pictures(
+    name: str,
+    methods: Sequence[dict[str, Any]],
+    value: Value,
+    title: str,
+    label: str,
+    nearest: Sequence[dict[str, Any]] | None = None,
+    linear: float = 0.0,
+) -> list[tuple[str, Figure]]:
+    """The nearest methods in one panel, and all methods in a panel for each ranking.
+
+    Args:
+        name: Of the files.
+        methods: As results have them, with their points.
+        value: What is drawn of a point.
+        title: Of the figures.
+        label: Of the values' axis.
+        nearest: As `nearest_methods` returns them; None: by these values.
+        linear: As in `draw`.
+
+    Returns:
+        The files' names and what they show; one where no method is nearer than another.
+    """
+    few = nearest_methods(methods, value) if nearest is None else nearest
+    panels = draw(methods, value, title, label, linear)
+    if not few:
+        return [(f"{name}.png", panels)]
+    return [
+        (f"{name}.png", draw(few, value, title, label, linear)),
+        (f"{name}{BY_RANKING}.png", panels),
+    ]
 
 
 def draw(
@@ -65,7 +102,8 @@ def draw(
             axes.set_xlabel("rows read by a KV head, mean", fontsize=9)
     counts = [point["rows"]["mean"] for method in methods for point in method["points"]]
     # Room for the labels right of the lines.
-    low, high = min(counts) / 1.2, max(counts) * (5.2 if len(bases) > 1 else 2)
+    room = 5.2 if len(bases) > 1 else 2 if bases[0] else 4
+    low, high = min(counts) / 1.2, max(counts) * room
     # As many ticks as have room for their labels.
     digits = (1, 2, 5) if max(counts) < 40 * min(counts) else (1, 3)
     ticks = [d * 10**e for e in range(1, 7) for d in digits]
@@ -98,23 +136,61 @@ def interpolated(
     return float(np.exp(np.interp(np.log(at), np.log(rows), logs)))
 
 
-def times_ours(
-    methods: Sequence[dict[str, Any]], setting: str, value: Value
-) -> tuple[str, float] | None:
-    """The practical method with the smallest value at the rows of a point of Spillway's.
+def nearest_methods(methods: Sequence[dict[str, Any]], value: Value) -> list[dict[str, Any]]:
+    """Spillway, and of each kind of other practical methods the one that comes nearest to it.
 
     Args:
         methods: As results have them.
-        setting: The point's, such as "0.1".
+        value: What is compared; smaller is better.
+
+    Returns:
+        As results have them, with one ranking and with kinds by their full names; nothing if no
+        kind has two methods, or Spillway's default is not among them.
+    """
+    compared = _at_default(methods, value)
+    by_kind: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for method, there in compared:
+        by_kind.setdefault(method["kind"], []).append((there, method))
+    if all(len(of_kind) < 2 for of_kind in by_kind.values()):
+        return []
+    ours = next(method for method in methods if method["name"] == OURS)
+    best = [min(of_kind, key=lambda pair: pair[0])[1] for of_kind in by_kind.values()]
+    return [{**method, "base": ""} for method in (*best, ours)]
+
+
+def times_ours(methods: Sequence[dict[str, Any]], value: Value) -> tuple[str, float] | None:
+    """The practical method with the smallest value at the rows of Spillway's default.
+
+    Args:
+        methods: As results have them.
         value: What is compared; smaller is better.
 
     Returns:
         Its label, and its value as a multiple of Spillway's; None if nothing compares.
     """
-    ours = next((m for m in methods if m["name"] == OURS), None)
-    at = next((p for p in ours["points"] if p["value"] == setting), None) if ours else None
-    if at is None or not value(at)[0] > 0:
+    at = _default_point(methods, value)
+    found = _at_default(methods, value)
+    if at is None or not found:
         return None
+    method, least = min(found, key=lambda pair: pair[1])
+    return method["label"], least / value(at)[0]
+
+
+def _default_point(methods: Sequence[dict[str, Any]], value: Value) -> dict[str, Any] | None:
+    """The point of Spillway's default, if its value is above 0."""
+    ours = next((m for m in methods if m["name"] == OURS), None)
+    points = ours["points"] if ours else []
+    return next((p for p in points if p["value"] == DEFAULT_SETTING and value(p)[0] > 0), None)
+
+
+def _at_default(
+    methods: Sequence[dict[str, Any]], value: Value
+) -> list[tuple[dict[str, Any], float]]:
+    """The other practical methods that were measured around the rows of Spillway's default, and
+    their values there."""
+    at = _default_point(methods, value)
+    if at is None:
+        return []
     found = []
     for method in methods:
         y = np.array([value(point)[0] for point in method["points"]])
@@ -122,11 +198,8 @@ def times_ours(
             rows = np.array([point["rows"]["mean"] for point in method["points"]])
             there = interpolated(rows, y, at["rows"]["mean"])
             if not math.isnan(there):
-                found.append((method["label"], there))
-    if not found:
-        return None
-    label, least = min(found, key=lambda pair: pair[1])
-    return label, least / value(at)[0]
+                found.append((method, there))
+    return found
 
 
 def _line(axes: Axes, method: dict[str, Any], value: Value) -> list[tuple[float, float, str, str]]:
@@ -155,5 +228,8 @@ def _line(axes: Axes, method: dict[str, Any], value: Value) -> list[tuple[float,
             (float(a), float(b), f"quality {point['value']}", colour)
             for a, b, point in zip(x, y, points, strict=True)
         ]
+    # In a panel of several rankings a label names the ranking too.
     label = style.KIND_LABELS.get(method["kind"], method["kind"])
+    if not method["base"] and not ours:
+        label = method["label"]
     return [(float(x[-1]), float(y[-1]), label, colour)]

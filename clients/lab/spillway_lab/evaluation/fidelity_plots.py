@@ -11,23 +11,25 @@ from matplotlib.colors import LogNorm
 
 from spillway_lab.evaluation import curves, style
 
+LABEL = "mean relative error of a head's output (bars: 95 %)"
+
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """Curves, a panel for each ranking; and errors by layer at equal rows."""
-    files = [_curves(told, folder / "fidelity.png")]
+    """Curves of the nearest methods, and of all; and errors by layer at equal rows."""
+    methods = told["found"]["methods"]
+    files = [
+        style.save(figure, told, folder / name)
+        for name, figure in curves.pictures(
+            "fidelity", methods, _error, _title(told["found"]), LABEL
+        )
+    ]
     if told["found"].get("at_equal_rows"):
         files.append(_layers(told, folder / "fidelity_layers.png"))
     return files
 
 
-def _curves(told: dict[str, Any], path: Path) -> Path:
-    figure = curves.draw(
-        told["found"]["methods"],
-        lambda point: (point["error"]["mean"], point["error"]["interval"]),
-        _title(told["found"]),
-        "mean relative error of a head's output (bars: 95 %)",
-    )
-    return style.save(figure, told, path)
+def _error(point: dict[str, Any]) -> tuple[float, list[float]]:
+    return point["error"]["mean"], point["error"]["interval"]
 
 
 def _title(found: dict[str, Any]) -> str:

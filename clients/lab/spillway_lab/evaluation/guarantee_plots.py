@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ MEANINGS = {
     "broken": "violated: the whole interval is above delta",
 }
 VERDICTS = {"kept": "holds", "open": "undecided", "broken": "violated"}
-COLUMNS = 4
+# More bounds than this are summed up beside Spillway's own.
+PANELS_MAX = 4
 TAILS = {
     "denominator": "uniform sample, denominator alone",
     "paper": "uniform sample, vAttention's lemmas",
@@ -26,6 +26,17 @@ TAILS = {
     None: "stratified sample",
 }
 DEFAULT = "stratified-codes"
+# From the best ranking to the worst; others follow.
+RANKINGS = (
+    "oracle",
+    "int4 keys",
+    "4-bit keys",
+    "4-bit codes",
+    "3-bit codes",
+    "2-bit codes",
+    "1-bit codes",
+    "LSH",
+)
 
 
 def ranks_of(promise: dict[str, Any]) -> str:
@@ -34,25 +45,34 @@ def ranks_of(promise: dict[str, Any]) -> str:
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """A panel for each bound, a cell for each (epsilon, delta); nothing of a single cell."""
-    if sum(len(promise["cells"]) for promise in told["found"]["promises"]) == 1:
+    """A panel for each bound, a cell for each (epsilon, delta); nothing of a single cell.
+
+    Many bounds get one cell each, in a second panel beside Spillway's.
+    """
+    promises = told["found"]["promises"]
+    if sum(len(promise["cells"]) for promise in promises) == 1:
         return []
     # Spillway's own comes first.
-    promises = sorted(told["found"]["promises"], key=lambda promise: promise["name"] != DEFAULT)
-    rows = math.ceil(len(promises) / COLUMNS)
-    columns = min(COLUMNS, len(promises))
+    promises = sorted(promises, key=lambda promise: promise["name"] != DEFAULT)
     epsilons, deltas = told["parameters"]["epsilons"], told["parameters"]["deltas"]
-    figure = style.make_figure(
+    grid_width = max(0.72 * len(deltas) + 0.7, 2.6)
+    summed_up = len(promises) > PANELS_MAX
+    if summed_up:
+        width, height = grid_width + 8.2, 3.6
+    else:
         # As wide as the titles of panels and the legend need.
-        max(max(0.72 * len(deltas) + 0.7, 2.6) * columns + 0.4, 7.5),
-        (0.42 * len(epsilons) + 0.85) * rows + 1.2,
-        _title(promises),
-    )
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in panels[len(promises) :]:
-        axes.remove()
-    for axes, promise in zip(panels, promises, strict=False):
-        _panel(axes, promise, epsilons, deltas)
+        width = max(grid_width * len(promises) + 0.4, 7.5)
+        height = 0.42 * len(epsilons) + 2.05
+    figure = style.make_figure(width, height, _title(promises))
+    if summed_up:
+        left, right = figure.subplots(1, 2, width_ratios=(grid_width, 8.0))
+        _panel(left, promises[0], epsilons, deltas)
+        _summary(right, promises)
+    else:
+        for axes, promise in zip(
+            figure.subplots(1, len(promises), squeeze=False)[0], promises, strict=True
+        ):
+            _panel(axes, promise, epsilons, deltas)
     used = {cell["verdict"] for promise in promises for cell in promise["cells"]}
     handles = [
         Patch(color=COLOURS[name], label=text) for name, text in MEANINGS.items() if name in used
@@ -60,10 +80,12 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=1 if len(used) > 2 and columns < COLUMNS else len(used),
+        ncols=1 if len(used) > 2 and not summed_up else len(used),
         frameon=False,
         fontsize=8,
-        title="above: outputs with error > epsilon; below: share of rows that is read",
+        title="left: outputs with error > epsilon, and the share of rows that is read"
+        if summed_up
+        else "above: outputs with error > epsilon; below: share of rows that is read",
         title_fontsize=8,
     )
     return [style.save(figure, told, folder / "guarantee.png")]
@@ -128,6 +150,62 @@ def _panel(axes: Axes, promise: dict[str, Any], epsilons: list[float], deltas: l
         fontsize=8.5,
         color=style.RED if ours else style.BLACK,
         weight="bold" if ours else "normal",
+    )
+
+
+def _summary(axes: Axes, promises: list[dict[str, Any]]) -> None:
+    """A cell for each bound and ranking: in how many settings the bound holds."""
+    bounds = list(dict.fromkeys(promise["bound"] for promise in promises))
+    rankings = sorted(
+        dict.fromkeys(promise["ranks"] for promise in promises),
+        key=lambda name: RANKINGS.index(name) if name in RANKINGS else len(RANKINGS),
+    )
+    for promise in promises:
+        x, y = rankings.index(promise["ranks"]), bounds.index(promise["bound"])
+        cells = promise["cells"]
+        verdicts = [cell["verdict"] for cell in cells]
+        worst = next(name for name in ("broken", "open", "kept") if name in verdicts)
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=COLOURS[worst], edgecolor="white", lw=1.5))
+        ours = promise["name"] == DEFAULT
+        axes.text(
+            x + 0.5,
+            y + 0.38,
+            f"{verdicts.count('kept')} of {len(cells)}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            weight="bold" if ours else "normal",
+        )
+        axes.text(
+            x + 0.5,
+            y + 0.72,
+            f"{_range(cells)} read",
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color="#444444",
+        )
+        if ours:
+            axes.add_patch(
+                Rectangle((x, y), 1, 1, fill=False, edgecolor=style.RED, lw=2.5, zorder=3)
+            )
+    axes.set(xlim=(0, len(rankings)), ylim=(len(bounds), 0))
+    axes.set_xticks(
+        [i + 0.5 for i in range(len(rankings))],
+        ["an oracle" if name == "oracle" else name for name in rankings],
+        fontsize=8,
+    )
+    axes.set_yticks(
+        [i + 0.5 for i in range(len(bounds))],
+        [TAILS[bound].replace(", ", ",\n") for bound in bounds],
+        fontsize=8,
+    )
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_xlabel("ranks from", fontsize=8, labelpad=1)
+    axes.set_title(
+        "All bounds: settings in which they hold (colour: the worst setting)", fontsize=8.5
     )
 
 

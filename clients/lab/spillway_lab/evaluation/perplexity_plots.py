@@ -7,51 +7,51 @@ from typing import Any
 
 from spillway_lab.evaluation import curves, markdown, style
 
-DEFAULT_EPSILON = "0.1"
-
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """KL divergence, and different next tokens, by rows read."""
+    """KL divergence and different next tokens by rows read: of the nearest methods, and of all."""
     methods = told["found"]["methods"]
-
-    def divergence(point: dict[str, Any]) -> tuple[float, list[float]]:
-        return point["divergence"]["mean"], point["divergence"]["interval"]
-
-    def disagreement(point: dict[str, Any]) -> tuple[float, list[float]]:
-        agreement = point["agreement"]
-        bounds = sorted(100 * (1 - bound) for bound in agreement["interval"])
-        return 100 * (1 - agreement["mean"]), bounds
-
     figures = (
-        curves.draw(
+        *curves.pictures(
+            "divergence",
             methods,
-            divergence,
-            _divergence_title(methods, divergence),
+            _divergence,
+            _divergence_title(methods),
             "KL divergence from dense, nats (bars: 95 %)",
         ),
-        curves.draw(
+        *curves.pictures(
+            "agreement",
             methods,
-            disagreement,
+            _disagreement,
             _agreement_title(methods),
             "steps with another next token than dense, % (bars: 95 %)",
+            nearest=curves.nearest_methods(methods, _divergence),
             linear=1,
         ),
     )
-    return [
-        style.save(figure, told, folder / name)
-        for figure, name in zip(figures, ("divergence.png", "agreement.png"), strict=True)
-    ]
+    return [style.save(figure, told, folder / name) for name, figure in figures]
 
 
-def _divergence_title(methods: list[dict[str, Any]], value: curves.Value) -> str:
-    best = curves.times_ours(methods, DEFAULT_EPSILON, value)
+def _divergence(point: dict[str, Any]) -> tuple[float, list[float]]:
+    return point["divergence"]["mean"], point["divergence"]["interval"]
+
+
+def _disagreement(point: dict[str, Any]) -> tuple[float, list[float]]:
+    agreement = point["agreement"]
+    bounds = sorted(100 * (1 - bound) for bound in agreement["interval"])
+    return 100 * (1 - agreement["mean"]), bounds
+
+
+def _divergence_title(methods: list[dict[str, Any]]) -> str:
+    best = curves.times_ours(methods, _divergence)
     if best is None:
         point = _default(methods)
         if point is None:
             return "KL divergence by rows read: lower left is better"
         return (
-            f"Next tokens of Spillway's default: KL divergence {value(point)[0]:.4f} nats from "
-            f"dense attention, reading {100 * point['rows']['share']:.1f} % of the rows"
+            "Next tokens of Spillway's default: KL divergence "
+            f"{_divergence(point)[0]:.4f} nats from dense attention, reading "
+            f"{100 * point['rows']['share']:.1f} % of the rows"
         )
     label, times = best
     return (
@@ -76,7 +76,7 @@ def _default(methods: list[dict[str, Any]]) -> dict[str, Any] | None:
     for method in methods:
         for point in method["points"]:
             if (method["name"], point["value"]) in (
-                ("ours", DEFAULT_EPSILON),
+                (curves.OURS, curves.DEFAULT_SETTING),
                 ("quality", "default"),
             ):
                 return point

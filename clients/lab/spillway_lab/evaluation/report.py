@@ -14,6 +14,7 @@ from spillway_lab.evaluation import (
     ablation_plots,
     adversarial_plots,
     claims,
+    curves,
     fidelity_plots,
     guarantee_plots,
     longctx_plots,
@@ -25,13 +26,18 @@ from spillway_lab.evaluation import (
     sections,
     style,
 )
-from spillway_lab.evaluation.markdown import table
+from spillway_lab.evaluation.markdown import folded, table
 
 Told = dict[str, Any]
 CLAIMS_TITLE = "Claims and what was measured here"
 ROWS = (
     "**Rows** are K/V rows that a KV head reads for its whole group of query heads. Sink and "
     "window count, 64 tokens each. The share of rows is that of all tokens that the query sees."
+)
+NEAREST = (
+    "The picture above shows one method of each kind (top-k, Twilight, vAttention, MagicPIG): the "
+    "practical one with the smallest error, or KL divergence, at the rows that Spillway's default "
+    "reads."
 )
 ERROR = (
     "**Error** is `||o^ - o|| / ||o||` of the output of one query head. `o` is exact attention "
@@ -50,7 +56,12 @@ def make(folder: Path, console: Console) -> None:
         written += files
         summary, *details = write(told)
         lines += ["", f"## {title}", "", summary]
-        lines += [f"\n![{file.stem}]({file.name})" for file in files]
+        shown = {file: f"![{file.stem}]({file.name})" for file in files}
+        for file, picture in shown.items():
+            if file.stem.endswith(curves.BY_RANKING):
+                lines += ["", *folded("All methods, by ranking", [NEAREST, "", picture])]
+            else:
+                lines += ["", picture]
         lines += [*details, "", _measured(told)]
     seen = claims.seen(found)
     if seen:
