@@ -11,17 +11,22 @@ constexpr int32_t kEscalatedPilotMax = 512;
 
 bool Promises(const TailPolicy& policy) { return BoundsTheError(policy.tail, policy.bound); }
 
+// A stratified tail has a bound too, which it does not use.
+bool UsesPaperBound(const TailPolicy& policy) {
+  return policy.tail == Tail::kUniform && policy.bound == Bound::kPaper;
+}
+
 // Whether there was a step left to make.
 bool Raise(const TailPolicy& base, Escalation& escalation) {
   TailPolicy& p = escalation.tail;
   if (escalation.dense) return false;
-  if (p.tail == Tail::kUniform && p.bound == Bound::kPaper && base.bound != p.bound) {
+  if (UsesPaperBound(p) && !UsesPaperBound(base)) {
     escalation.dense = true;
   } else if (p.inflation < kEscalatedInflationMax) {
     p.inflation = std::min(kEscalatedInflationMax, p.inflation * kInflationStep);
   } else if (p.pilot_token_count < kEscalatedPilotMax) {
     p.pilot_token_count = std::min(kEscalatedPilotMax, 2 * p.pilot_token_count);
-  } else if (base.tail == Tail::kUniform && base.bound == Bound::kPaper) {
+  } else if (UsesPaperBound(base)) {
     escalation.dense = true;
   } else {
     p.tail = Tail::kUniform;

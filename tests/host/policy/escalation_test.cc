@@ -18,10 +18,13 @@ TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
   uniform.tail = Tail::kUniform;
   Policy paper = uniform;
   paper.bound = Bound::kPaper;
+  // As when only the tail of such a policy is overridden: the bound stays, and is not used.
+  Policy stratified = paper;
+  stratified.tail = Tail::kStratified;
   Policy strong;
   strong.inflation = 16;
   strong.pilot_token_count = 4096;
-  for (const Policy& policy : {Policy(), uniform, paper, strong}) {
+  for (const Policy& policy : {Policy(), uniform, paper, stratified, strong}) {
     const int last = DenseLevel(policy);
     ASSERT_GT(last, 0);
     EXPECT_EQ(EscalationAt(policy, 0).tail.inflation, policy.inflation);
@@ -49,6 +52,9 @@ TEST(Escalation, TakesTheStepsInTheirOrder) {
   EXPECT_EQ(paper.tail.bound, Bound::kPaper);
   EXPECT_EQ(paper.tail.inflation, policy.inflation);
   EXPECT_EQ(DenseLevel(policy), 13);
+  Policy unused = policy;
+  unused.bound = Bound::kPaper;
+  EXPECT_EQ(DenseLevel(unused), 13);
 }
 
 TEST(Escalation, LeavesAPolicyThatPromisesNothing) {
