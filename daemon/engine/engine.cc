@@ -18,7 +18,7 @@
 namespace spillway {
 namespace {
 
-// What a model takes without weights and sequences, rounded up.
+// Bytes that a model takes without weights and sequences, rounded up.
 constexpr int64_t kModelTableBytes = 8192;
 
 }  // namespace
@@ -35,7 +35,8 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
 
 Engine::~Engine() {
   StopRebuilding();
-  // What has been answered may not be over: it holds sequences, and those pages of the arena.
+  // Operations that were answered may not have ended: they hold sequences, and these hold pages of
+  // the arena.
   queues_.AwaitNone();
 }
 
@@ -56,7 +57,7 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id
                                                            const ModelSpec& spec,
                                                            const Policy& policy,
                                                            const CancelToken* cancel) {
-  RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; again when it is listed
+  RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; AddModel() checks again
   ASSIGN_OR_RETURN(std::shared_ptr<Model> model, MakeModel(id, spec, policy, options_.clock()));
   if (options_.store != nullptr) {
     ASSIGN_OR_RETURN(
@@ -84,7 +85,7 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,
                    device_->CreateModel(model.spec, safetensors, cancel));
   std::string sha256 = safetensors.empty() ? "" : Sha256::Of(safetensors);
-  // Who is told of an error finds the model as it was.
+  // Before the model changes: an error must leave it as it was.
   if (cancel != nullptr) RETURN_IF_ERROR(cancel->Check());
   if (model.record != nullptr && !safetensors.empty()) {
     RETURN_IF_ERROR(model.record->SetWeights(
@@ -103,7 +104,7 @@ int64_t Engine::FreeTokenCount(const Model& model) const {
   int64_t host_bytes = spec.row_bytes() * spec.kv_head_count * spec.layer_count;
   int64_t free_count = std::numeric_limits<int64_t>::max();
   const int64_t index_bytes = IndexBytesPerToken(spec);
-  std::optional<int64_t> device_bytes;  // free on the freest
+  std::optional<int64_t> device_bytes;  // free on the device with the most free memory
   for (const Device* part : device_->parts()) {
     const std::optional<DeviceMemory> memory = part->memory();
     if (!memory) continue;
@@ -179,7 +180,7 @@ void Engine::RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Se
                   std::make_shared<SimpleOperation>(this, std::move(sequence), std::move(run)));
 }
 
-// Heads the queues of sequences for as long as a decoder holds them.
+// Stays at the head of the sequences' queues while a decoder holds them.
 class Engine::HoldOperation : public OrderedQueues::Operation {
  public:
   explicit HoldOperation(std::vector<std::shared_ptr<Sequence>> sequences)
@@ -290,7 +291,7 @@ void Engine::DeleteSealed(std::string_view id, std::function<void(absl::Status)>
   absl::StatusOr<std::shared_ptr<Sequence>> sequence = registry_.FindSequence(id);
   if (!sequence.ok()) return done(sequence.status());
   if ((*sequence)->held) return done(SequenceHeld((*sequence)->name));
-  // It is listed until its turn comes: one that turns out to be open stays.
+  // It stays in the registry until its turn comes: if it is not sealed then, it is not deleted.
   RunInTurn(*std::move(sequence), [this, done = std::move(done)](Sequence& sequence) {
     if (sequence.deleted()) return done(SequenceNotFound(sequence.name));
     if (!sequence.sealed) return done(SequenceNotSealed(sequence.name));
@@ -304,7 +305,7 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
   const auto idle = [this](const Sequence& sequence) { return queues_.IsIdle(sequence.queue); };
   std::vector<ExpiredSequence> expired;
   const absl::Time now = options_.clock();
-  for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(idle)) {
+  for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(now, idle)) {
     using Why = ExpiredSequence::Why;
     const Why why = sequence->idle_end() <= now ? Why::kIdle : Why::kAbandoned;
     auto& count =
@@ -345,7 +346,7 @@ absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> laye
   const ModelSpec& spec = sequence.model->spec;
   const int64_t row_bytes =
       static_cast<int64_t>(layers.size()) * count * spec.kv_head_count * spec.row_bytes();
-  // A step brings less than a slab, and asks nothing.
+  // A decode step needs less than a slab, so the arena need not prepare for it.
   if (row_bytes > kSlabBytes) {
     const PagePool& pool = sequence.model->row_pool;
     arena_->Expect(row_bytes - pool.spare_page_count() * pool.page_bytes());
@@ -365,7 +366,7 @@ absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> laye
   int64_t longest = 0;
   for (size_t i = 0; i < prepared; ++i) sequence.rows[layers[i]].Rollback();
   for (const LayerRows& rows : sequence.rows) longest = std::max(longest, rows.token_count());
-  // Cuts no layer: it gives back the room that was made.
+  // No layer is longer than this: only the room that was made is given back.
   device_->TruncateSequence(*sequence.model->device(), *sequence.device, longest);
   return status;
 }

@@ -14,19 +14,20 @@ constexpr size_t kIdLengthMax = 63;
 
 bool IsAlphanumeric(char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
 
-// For who opens the store later.
+// These decide whether the next process that opens the store finds the sequence.
 void List(Sequence& sequence) {
   if (sequence.record != nullptr) sequence.record->List();
 }
 void Unlist(Sequence& sequence) {
   if (sequence.record != nullptr) sequence.record->Unlist();
 }
-// That somebody has used it who never goes. What is listed has its record.
+// Records that a client without an id used it, and so keeps it. A sequence in the registry still
+// has its record.
 void Keep(Sequence& sequence) {
   if (sequence.record != nullptr) sequence.record->Mark();
 }
 
-// The first items after `after` that pass.
+// The first `count` items after `after` for which `pass` is true.
 template <typename T, typename Pass>
 Page<T> ListAfter(const std::map<std::string, std::shared_ptr<T>, std::less<>>& all,
                   std::string_view after, int64_t count, const Pass& pass) {
@@ -42,7 +43,7 @@ Page<T> ListAfter(const std::map<std::string, std::shared_ptr<T>, std::less<>>& 
   return page;
 }
 
-// The ids of a namespace that come after a client's id; pass only that namespace's.
+// The engine's id after which to list. `pass` must drop the ids of other namespaces that follow.
 std::string After(std::string_view name_space, std::string_view after) {
   return name_space.empty() ? std::string(after)
                             : absl::StrCat(std::string(name_space), "/", std::string(after));
@@ -105,7 +106,7 @@ absl::StatusOr<std::shared_ptr<Model>> Registry::FindModel(std::string_view id) 
 }
 
 absl::Status Registry::RemoveModel(std::string_view id) {
-  std::shared_ptr<Model> removed;  // goes after the lock
+  std::shared_ptr<Model> removed;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
   const auto it = models_.find(id);
   if (it == models_.end()) return ModelNotFound(ModelName(id));
@@ -137,7 +138,7 @@ Page<Model> Registry::ListModelsOf(std::string_view name_space, std::string_view
 }
 
 absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
-  std::shared_ptr<Sequence> expired;  // goes after the lock
+  std::shared_ptr<Sequence> expired;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
   const auto model = models_.find(sequence->model->id);
   if (model == models_.end() || model->second != sequence->model) {
@@ -208,10 +209,9 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_vie
 }
 
 std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(
-    const std::function<bool(const Sequence&)>& is_idle) {
+    absl::Time now, const std::function<bool(const Sequence&)>& is_idle) {
   std::vector<std::shared_ptr<Sequence>> expired;
   const MutexLock lock(mutex_);
-  const absl::Time now = clock_();
   for (auto it = sequences_.begin(); it != sequences_.end();) {
     if (it->second->expire_time() <= now && is_idle(*it->second)) {
       Unlist(*it->second);

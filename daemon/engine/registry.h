@@ -20,11 +20,11 @@ namespace spillway {
 template <typename T>
 struct Page {
   std::vector<std::shared_ptr<T>> items;
-  bool more = false;  // others follow the last item
+  bool more = false;  // more items follow the last one
 };
 
-// The models and sequences that can be named, by the engine's ids (caller.h). Thread-safe. What it
-// removes lives on while operations hold it.
+// The models and sequences that can be found by name, by the engine's ids (caller.h). What is
+// removed stays alive while operations hold it. Thread-safe.
 class Registry {
  public:
   using Clock = std::function<absl::Time()>;
@@ -33,47 +33,47 @@ class Registry {
         model_count_max_(model_count_max),
         sequence_count_max_(sequence_count_max) {}
 
-  // What is there beyond them stays.
+  // Existing models and sequences beyond the new limits stay.
   void SetCountMax(int64_t model_count_max, int64_t sequence_count_max) ABSL_LOCKS_EXCLUDED(mutex_);
   int64_t sequence_count_max() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Whether a client's `id` may name something: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
+  // Whether a client may choose this id: [a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?.
   static bool IsValidId(std::string_view id);
 
-  // ALREADY_EXISTS when the id is taken, RESOURCE_EXHAUSTED at the most models.
+  // ALREADY_EXISTS if the id is taken, RESOURCE_EXHAUSTED at the limit of models.
   absl::Status CheckNewModel(std::string_view id) const;
-  // The same, with the model listed where it is OK.
+  // Adds the model. Errors as CheckNewModel().
   absl::Status AddModel(std::shared_ptr<Model> model);
   // NOT_FOUND, reason MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Model>> FindModel(std::string_view id) const;
-  // NOT_FOUND; FAILED_PRECONDITION while sequences of it are listed.
+  // NOT_FOUND; FAILED_PRECONDITION while the registry has sequences of it that have not expired.
   absl::Status RemoveModel(std::string_view id);
-  // Up to count models whose id is after `after`, by id.
+  // Up to count models whose id follows `after`, ordered by id.
   Page<Model> ListModels(std::string_view after, int64_t count) const;
-  // Those of a namespace alone; after is a client's id.
+  // The same, but only those of a namespace; `after` is a client's id.
   Page<Model> ListModelsOf(std::string_view name_space, std::string_view after,
                            int64_t count) const;
 
-  // ALREADY_EXISTS when the id is taken by a sequence that has not expired,
-  // NOT_FOUND when its model is gone, RESOURCE_EXHAUSTED at the most
-  // sequences, or its account's.
+  // ALREADY_EXISTS if a sequence that has not expired has the id, NOT_FOUND if its model was
+  // removed, RESOURCE_EXHAUSTED at the limit of sequences or at the quota of its account.
   absl::Status AddSequence(std::shared_ptr<Sequence> sequence);
-  // Does not renew it. NOT_FOUND, reason SEQUENCE_NOT_FOUND, also for one that has expired.
+  // NOT_FOUND, reason SEQUENCE_NOT_FOUND, also if it has expired. Does not renew its ttl.
   absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(std::string_view id) const;
-  // The same for a client that uses it (Sequence::Use), which renews its ttl.
+  // The same, for a client that uses it (Sequence::Use()). Renews its ttl.
   absl::StatusOr<std::shared_ptr<Sequence>> UseSequence(
       std::string_view id, const std::shared_ptr<Presence>& client) const;
-  // Takes it out of the list and returns it. NOT_FOUND, also where `only` is not null and another
-  // sequence has the id.
+  // Removes the sequence and returns it. NOT_FOUND, also if `only` is not null and another sequence
+  // has the id.
   absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id,
                                                          const Sequence* only = nullptr);
-  // Takes out all that expired and have nothing running by `is_idle`.
+  // Removes and returns all sequences that have expired by `now` and for which is_idle returns
+  // true.
   std::vector<std::shared_ptr<Sequence>> TakeExpired(
-      const std::function<bool(const Sequence&)>& is_idle);
-  // Up to count sequences whose id is after `after`, by id; of one model
-  // unless `model` is null. Does not renew, leaves out what has expired.
+      absl::Time now, const std::function<bool(const Sequence&)>& is_idle);
+  // Up to count sequences whose id follows `after`, ordered by id; of one model unless `model` is
+  // null. Leaves out expired sequences, and renews none.
   Page<Sequence> ListSequences(const Model* model, std::string_view after, int64_t count) const;
-  // Those of a namespace alone; after is a client's id.
+  // The same, but only those of a namespace; `after` is a client's id.
   Page<Sequence> ListSequencesOf(std::string_view name_space, const Model* model,
                                  std::string_view after, int64_t count) const;
   int64_t sequence_count() const;

@@ -15,13 +15,13 @@
 namespace spillway {
 namespace {
 
-// What others are told of an outcome that was waited for.
+// Passes an outcome to the thread that waits for it.
 class Waiter {
  public:
   void Set(absl::StatusOr<AttendOutcome> outcome) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     outcome_.emplace(std::move(outcome));
-    // Under the lock: who waits may be gone as soon as it is released.
+    // Under the lock: the thread that waits may destroy this as soon as the lock is released.
     set_.NotifyOne();
   }
   absl::StatusOr<AttendOutcome> Wait() ABSL_LOCKS_EXCLUDED(mutex_) {
@@ -87,14 +87,19 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tens
     chunk.generation = part.generation;
     chunk.k.first = {tensors.k.At(at), tensors.k.head_stride, tensors.k.token_stride};
     chunk.v.first = {tensors.v.At(at), tensors.v.head_stride, tensors.v.token_stride};
-    RETURN_IF_ERROR(CheckFinite(chunk, spec, ""));
+    RETURN_IF_ERROR(AtPart(i, CheckFinite(chunk, spec, "")));
     item.attend.policy = part.policy;
     item.attend.q_dtype = tensors.q_dtype;
     item.attend.query_count = token_count_;
     item.attend.q = q.At(at);
-    RETURN_IF_ERROR(CheckFinite(item.attend, spec, "q"));
+    RETURN_IF_ERROR(AtPart(i, CheckFinite(item.attend, spec, "q")));
   }
   return request;
+}
+
+absl::Status Step::AtPart(size_t index, const absl::Status& status) const {
+  if (status.ok() || parts_.size() == 1) return status;
+  return WithMessage(status, absl::StrCat(parts_[index].sequence->name, ": ", status.message()));
 }
 
 absl::Status Step::Attend(int layer, const StepTensors& tensors) {
@@ -109,12 +114,7 @@ absl::Status Step::Attend(int layer, const StepTensors& tensors) {
   for (size_t i = 0; i < parts_.size(); ++i) {
     const JobItem& item = outcome_.job->items[i];
     if (!item.status.ok()) {
-      if (first.ok()) {
-        first = parts_.size() == 1
-                    ? item.status
-                    : WithMessage(item.status, absl::StrCat(parts_[i].sequence->name, ": ",
-                                                            item.status.message()));
-      }
+      if (first.ok()) first = AtPart(i, item.status);
       continue;
     }
     const AttendResult& result = item.result;

@@ -13,8 +13,8 @@
 
 namespace spillway {
 
-// A decode step of sequences of one model, announced once: what follows, layer
-// by layer, are tensors alone. One thread at a time.
+// A decode step of sequences of one model. Create() announces the new tokens once; then each layer
+// needs only its tensors. One thread at a time.
 class Step {
  public:
   struct Part {
@@ -24,9 +24,9 @@ class Step {
     Policy policy;  // valid for the model
   };
 
-  // INVALID_ARGUMENT for no parts or too many, a sequence twice or of another
-  // model, or token_count beyond [1, 16].
-  // trace: by what its client's tracing knows it; may be empty.
+  // INVALID_ARGUMENT for no parts or too many, for a sequence that is named twice or is of another
+  // model than the first one, or for a token_count outside [1, 16].
+  // trace: trace id of the step; may be empty.
   static absl::StatusOr<std::unique_ptr<Step>> Create(Engine* engine, std::vector<Part> parts,
                                                       int64_t token_count, std::string trace = {});
 
@@ -34,15 +34,15 @@ class Step {
   int part_count() const { return static_cast<int>(parts_.size()); }
   int64_t token_count() const { return token_count_; }
 
-  // Appends the new tokens' K and V of a layer and attends, and waits for it:
-  // in this thread, where the device computes on the CPU. An element that is
-  // not finite, a position that does not follow and everything else is as with
-  // a Decode message of each sequence. The first error is returned, naming its
-  // part where there are several; the others' outputs are written all the same.
-  // tensors: in host memory; they stay as they are until the attend is over.
+  // Appends K and V of the new tokens to a layer, attends, and waits for the result: in this
+  // thread, if the device computes on the CPU. What a Decode message would refuse for one part,
+  // such as an element that is not finite or a position that does not follow, fails the whole step
+  // before anything has changed. If parts fail on the device, the first such error is returned;
+  // with several parts, it names the sequence. The outputs of the other parts are written all the
+  // same. tensors: in host memory; they must not change until this returns.
   absl::Status Attend(int layer, const StepTensors& tensors);
 
-  // The last attend, for its certificates and counts; null before the first.
+  // The job of the last attend, with certificates and counts; null before the first attend.
   const Job* last() const { return outcome_.job.get(); }
 
  private:
@@ -53,12 +53,14 @@ class Step {
         trace_(std::move(trace)) {}
 
   absl::StatusOr<AttendRequest> RequestOf(int layer, const StepTensors& tensors);
+  // The same error; if the step has several parts, it names the sequence.
+  absl::Status AtPart(size_t index, const absl::Status& status) const;
 
   Engine* const engine_;
   const std::vector<Part> parts_;
   const int64_t token_count_;
   const std::string trace_;
-  std::vector<std::byte> q_;  // queries in C order, where they are not
+  std::vector<std::byte> q_;  // copy of the queries in C order, if the caller's are not
   AttendOutcome outcome_;
 };
 

@@ -1,4 +1,4 @@
-"""Decode steps of several sequences, announced once."""
+"""Decode steps of several sequences, announced in one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillway import Client, Model, Policy, Sequence
 
 pytestmark = pytest.mark.transports("grpcio", "libspillway", "embedded")
 
-LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # of the model fixture
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 LENGTHS = (1500, 40, 7)
 
 
@@ -23,7 +23,7 @@ def normal(rng: np.random.Generator, *shape: int) -> Any:
 
 
 def filled(client: Client, model: Model, rng: np.random.Generator) -> list[Sequence]:
-    """Sequences of the lengths, one long enough to be sparse."""
+    """Sequences of these lengths. One is long enough for sparse attention."""
     sequences = []
     for length in LENGTHS:
         sequence = client.create_sequence(model)
@@ -126,7 +126,7 @@ def test_torch_of_any_strides(client: Client, rng: np.random.Generator) -> None:
         layer_count=1, query_head_count=HEADS, kv_head_count=KV_HEADS, head_dim=DIM
     )
     sequences = [client.create_sequence(model) for _ in range(2)]
-    # As a model has them: of one projection, [B, T, heads, d].
+    # The layout of models: views of one projection [B, T, heads, d].
     projected = torch.randn(2, 3, HEADS + 2 * KV_HEADS, DIM).bfloat16()
     q, k, v = projected.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
     with client.begin_step(sequences, token_count=3) as step:
@@ -162,12 +162,12 @@ def test_a_policy_holds_for_the_step(
 def test_cuda_tensors_of_steps_one_after_the_other(
     client: Client, model: Model, rng: np.random.Generator
 ) -> None:
-    """What a stream has yet to write is what is attended, step for step."""
+    """Each step attends to tensors that the stream has yet to write."""
     sequences = filled(client, model, rng)
     alone = [sequence.fork() for sequence in sequences]
     device = daemon_device()
     for _ in range(5):
-        # Long enough that copies which did not wait for it would be of what was before.
+        # Long enough that a copy that did not wait for it would read old values.
         busy = torch.randn(4096, 4096, device=device)
         with client.begin_step(sequences) as step, client.begin_step(alone) as other:
             for layer in range(LAYERS):
@@ -232,7 +232,8 @@ def test_bad_tensors_append_nothing(client: Client, model: Model, rng: np.random
             with pytest.raises(spillway.OutOfRange, match="(?i)" + name + ".* is not finite") as e:
                 step.attend(0, **bad_tensors)
             assert e.value.reason == "NON_FINITE"
-    # Over a stream those whose rows were fine have them.
+            assert sequences[index[0]].name in str(e.value)
+    # On a stream, the sequences with valid rows have appended them.
     lengths = [sequence.refresh().layer_token_counts for sequence in sequences]
     if client.transport == "embedded":
         assert lengths == [(length, length) for length in LENGTHS]
@@ -250,7 +251,7 @@ def test_what_went_on_meanwhile_is_said(
     sequence.refresh()
     with client.begin_step([sequence]) as step:
         step.attend(0, q, k, v)
-        # The same again is there already; other rows are not.
+        # The same rows again are accepted; other rows are refused.
         step.attend(0, q, k, v)
         with pytest.raises(spillway.AlreadyExists, match="other rows"):
             step.attend(0, q, k + 1, v)
