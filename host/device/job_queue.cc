@@ -10,7 +10,7 @@
 namespace spillway {
 namespace {
 
-// Cancelled once nobody waits for any part.
+// Cancelled once every part is cancelled or late.
 class BatchCancelToken final : public CancelToken {
  public:
   explicit BatchCancelToken(const std::vector<QueuedJob>& parts) {
@@ -25,7 +25,7 @@ class BatchCancelToken final : public CancelToken {
   std::vector<std::shared_ptr<CancelToken>> tokens_;
 };
 
-// What is cancelled already is left to end by itself.
+// A job that is already cancelled is not joined; it ends by itself.
 bool MayJoin(const QueuedJob& queued) {
   const Job& job = *queued.job;
   return !queued.alone && !job.trace && (job.cancel == nullptr || job.cancel->Check().ok());
@@ -68,7 +68,13 @@ std::vector<QueuedJob> JobBatch::Split() {
   if (joined_ != nullptr) {
     auto item = joined_->items.begin();
     for (QueuedJob& part : parts_) {
-      for (JobItem& own : part.job->items) own = std::move(*item++);
+      const absl::Status cancelled =
+          part.job->cancel == nullptr ? absl::OkStatus() : part.job->cancel->Check();
+      for (JobItem& own : part.job->items) {
+        own = std::move(*item++);
+        // The batch stops when all of its parts do, and each part has a reason of its own.
+        if (absl::IsCancelled(own.status) && !cancelled.ok()) own.status = cancelled;
+      }
       part.job->device_time_us = joined_->device_time_us;
       part.job->stages = joined_->stages;
     }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,7 @@ class Model final : public DeviceModel {
 
 class JobQueueTest : public ::testing::Test {
  protected:
-  // A job whose items are known by their visible counts.
+  // A job whose items are identified by their visible counts.
   std::unique_ptr<Job> Step(std::vector<int64_t> names, int layer = 0,
                             DeviceModel* model = nullptr) {
     auto job = std::make_unique<Job>();
@@ -61,7 +62,7 @@ class JobQueueTest : public ::testing::Test {
     for (const JobItem& item : job.items) names.push_back(item.attend->visible[0]);
     return names;
   }
-  // The names of the next batch of steps; empty: there is none.
+  // The names of the next batch of steps; empty if there is none.
   std::vector<int64_t> TakeStep() {
     std::optional<JobBatch> batch = queue_.Take(JobKind::kStep);
     return batch ? Names(batch->job()) : std::vector<int64_t>();
@@ -112,7 +113,7 @@ TEST_F(JobQueueTest, StepsOfOneLayerAreJoinedAndNobodyIsPassedForLong) {
   Push(Step({5}, 0, &other_model_));
   Push(Step({6}, 1));
   EXPECT_THAT(TakeStep(), ElementsAre(1, 3, 4));
-  // Who comes later does not overtake who is first.
+  // A later job does not overtake the first one.
   Push(Step({7}, 0));
   EXPECT_THAT(TakeStep(), ElementsAre(2, 6));
   EXPECT_THAT(TakeStep(), ElementsAre(5));
@@ -127,7 +128,7 @@ TEST_F(JobQueueTest, OwnersTakeTurns) {
   };
   for (int64_t name = 1; name <= 4; ++name) push(name, 7);
   EXPECT_THAT(TakeStep(), ElementsAre(1));
-  // Who comes with little is not behind all that another has brought.
+  // An owner with few jobs does not wait for all jobs of another owner.
   push(11, 8);
   push(12, 8);
   push(21, 9);
@@ -234,6 +235,29 @@ TEST_F(JobQueueTest, ABatchIsCancelledWithItsLastPart) {
   EXPECT_TRUE(batch->job().cancel->Check().ok());
   tokens[1]->Cancel();
   EXPECT_TRUE(absl::IsCancelled(batch->job().cancel->Check()));
+}
+
+TEST_F(JobQueueTest, APartOfACancelledBatchHasItsOwnReason) {
+  // Parts whose deadlines have passed do not join: on a slow machine it takes a longer one.
+  for (auto time = std::chrono::milliseconds(20);; time *= 2) {
+    const auto deadline = CancelToken::Clock::now() + time;
+    for (int64_t i = 1; i <= 2; ++i) {
+      auto job = Step({i});
+      job->cancel = std::make_shared<CancelToken>(deadline);
+      Push(std::move(job));
+    }
+    std::optional<JobBatch> batch = queue_.Take(JobKind::kStep);
+    if (batch->part_count() == 1) {
+      (void)queue_.Take(JobKind::kStep);
+      continue;
+    }
+    std::this_thread::sleep_until(deadline);
+    for (JobItem& item : batch->job().items) item.status = batch->job().cancel->Check();
+    for (const QueuedJob& part : batch->Split()) {
+      EXPECT_TRUE(absl::IsDeadlineExceeded(part.job->items[0].status));
+    }
+    return;
+  }
 }
 
 TEST_F(JobQueueTest, ABatchWithAPartThatNobodyCancelsGoesOn) {
