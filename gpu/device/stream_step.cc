@@ -24,11 +24,11 @@
 namespace spillway::cuda {
 namespace {
 
-// Announcements on their way.
+// Announcements in flight.
 constexpr int kSlotCount = 2;
-// Changes of page tables that a slot takes at a time.
+// Most updates of page tables that a slot holds.
 constexpr int64_t kUpdatesMax = 1 << 16;
-// Graphs that a layer keeps, each of tensors of its own.
+// Graphs that a layer keeps, each for different tensors.
 constexpr size_t kGraphsOfLayer = 4;
 
 // One layer of an announcement.
@@ -46,7 +46,7 @@ struct LayerRun {
   StepLength* lengths = nullptr;  // the same
 };
 
-// An announcement, and the pinned memory that it is written to.
+// An announcement, and the pinned memory in which it is written.
 struct Slot {
   PinnedBuffer memory;
   Event done;
@@ -57,14 +57,14 @@ struct Slot {
   std::vector<std::unique_ptr<LayerRun>> layers;
 };
 
-// A layer's launches for tensors that it was given. Callers that enqueue attends one by one
-// give the same memory again and again, for their allocators do.
+// A layer's launches for certain tensors. Callers that enqueue attends one by one pass the same
+// memory again and again, because their allocators reuse it.
 struct LayerGraph {
   StepTensors tensors;
-  Graph graph;  // from the second time on
+  Graph graph;  // captured the second time
 };
 
-// Bytes of one layer: what is uploaded, and what comes back.
+// Bytes of one layer: what is uploaded, and what is returned.
 struct LayerBytes {
   int64_t requests = 0;
   int64_t results = 0;
@@ -80,7 +80,7 @@ class CudaStreamStep final : public StreamStep {
   }
   ~CudaStreamStep() override {
     const CurrentDevice current(home_.ordinal);
-    // Of what was not concluded, launches may be on their way on any stream.
+    // Launches of an announcement that was not concluded may run on any stream.
     for (; pending_count_ > 0; --pending_count_) {
       Slot& slot = oldest();
       SPILLWAY_CUDA_REPORT(slot.concluded ? cudaEventSynchronize(slot.done.get())
@@ -102,7 +102,7 @@ class CudaStreamStep final : public StreamStep {
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override;
   absl::Status Conclude(void* stream) override;
   int pending_count() const override { return pending_count_; }
-  // Sequences of one engine have records or none has.
+  // Either all sequences of an engine have records, or none.
   bool keeps_lengths() const override {
     return options_.parts.front().rows->front().length_word() != nullptr;
   }
@@ -118,36 +118,37 @@ class CudaStreamStep final : public StreamStep {
   Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
 
-  // A layer whose attends see up to `lengths` tokens of each part, planned.
+  // Plans a layer whose attends see up to lengths[i] tokens of part i. selector: replaces that of
+  // the policies.
   std::unique_ptr<LayerRun> Plan(int layer, const std::vector<int64_t>& lengths,
                                  const StepContext& step, std::optional<Selector> selector) const;
-  // What a layer takes at most, and the workspace of all.
+  // Returns the most bytes that a layer takes; raises workspace_bytes to the largest workspace.
   LayerBytes Measure(std::optional<Selector> selector, int64_t& workspace_bytes) const;
   absl::Status CheckLengths() const;
-  // What parts have and no step can: indexes their first pages, copies rows that are to be in
-  // GPU memory.
+  // Does what no step can do: indexes first pages of parts, and copies rows that are to be in GPU
+  // memory.
   absl::Status CatchUp(cudaStream_t stream);
-  // Whether the layer's first pages are there and not indexed.
+  // Whether the layer's first pages exist and are not indexed.
   bool LacksIndex(const StreamStepPart& part, int layer) const;
-  // Whether a layer that is planned has room; request_bytes are taken already.
+  // Whether a planned layer has room. request_bytes: taken already.
   absl::Status CheckFits(LayerRun& run, int64_t request_bytes) const;
-  // What is announced in a slot, and its tables.
+  // Writes an announcement to a slot, and updates the tables.
   absl::Status Fill(Slot& slot, cudaStream_t stream);
   absl::Status AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates);
   absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                             cudaStream_t stream) const;
   // Puts a layer's kernels on the stream.
   absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
-  // The layer's graph for the tensors, which may be empty; null the first time.
+  // The layer's graph for these tensors, maybe not captured yet; null the first time.
   LayerGraph* FindGraph(int layer, const StepTensors& tensors);
 
   const StreamStepHome home_;
   const StreamStepOptions options_;
-  std::vector<ResidencyUse> uses_;  // for what is on its way
+  std::vector<ResidencyUse> uses_;  // so that the sequences keep their rows
   LayerBytes layer_bytes_;
   int64_t upload_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
-  DeviceBuffer memory_;  // what is uploaded, bad elements [L][B], the workspace
+  DeviceBuffer memory_;  // uploaded data, bad elements [L][B], workspace
   PinnedBuffer stop_;    // 0: nothing stops a step's kernels
   BadElement* bad_ = nullptr;
   std::byte* workspace_ = nullptr;
@@ -155,12 +156,12 @@ class CudaStreamStep final : public StreamStep {
   uint64_t announced_count_ = 0;
   int pending_count_ = 0;
   uint64_t version_ = 0;
-  // As the newest announcement launches them, all layers.
+  // The launches of all layers in the newest announcement.
   std::vector<Wave> waves_;
   std::vector<DenseWave> dense_waves_;
-  // By layer, the latest first; of this version.
+  // By layer, most recently used first; for version_.
   std::vector<std::vector<LayerGraph>> graphs_;
-  Stream capture_stream_;  // the caller's may be one that cannot be captured
+  Stream capture_stream_;  // the caller's stream may not allow capture
   Stream side_stream_;
   Event fork_, join_;
   const Slot* settled_ = nullptr;
@@ -217,7 +218,7 @@ LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
                                 run->dense.Reserve(requests, results)});
     most.requests = std::max(most.requests, requests.bytes());
     most.results = std::max(most.results, results.bytes());
-    // Else layers differ in what is dense by a policy's word.
+    // Otherwise layers differ: the policy makes some of them dense.
     if (alike) break;
   }
   return most;
@@ -225,6 +226,7 @@ LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
 
 absl::Status CudaStreamStep::Open() {
   const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(current.status());
   if (home_.model->methods_encode()) {
     return absl::UnimplementedError(
         absl::StrCat("steps on a stream of ", std::string(home_.gpu.name),
@@ -243,7 +245,7 @@ absl::Status CudaStreamStep::Open() {
                        "selection, and the tails none, uniform and stratified"));
     }
   }
-  // A step's layers may be attended exactly or not, as their sequences grow.
+  // A layer may be dense or sparse, depending on the length of its sequences.
   const LayerBytes sparse = Measure(std::nullopt, workspace_bytes_);
   const LayerBytes dense = Measure(Selector::kAll, workspace_bytes_);
   Carver requests, uploaded, pinned, device;
@@ -299,7 +301,7 @@ bool CudaStreamStep::LacksIndex(const StreamStepPart& part, int layer) const {
          index(part, layer).indexed_token_count() == 0;
 }
 
-// What announces tokens, or waits, is no part of a graph.
+// Announcements, and whatever waits, cannot be part of a graph.
 absl::Status CheckNotCaptured(cudaStream_t stream) {
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
   if (!captured) return absl::OkStatus();
@@ -318,7 +320,7 @@ absl::Status CudaStreamStep::CheckLengths() const {
                                                 " tokens are beyond token_count_max ",
                                                 options_.token_count_max, " of the step"));
     }
-    // The step that completes the first pages has no index yet.
+    // The step that completes the first pages has no index yet, so it must be dense.
     if (!spec().has_index() || start >= kCentreTokenCount || end < kCentreTokenCount) continue;
     for (int layer = 0; layer < spec().layer_count; ++layer) {
       if (part.policy.IsDense(spec(), layer, options_.token_count, end)) continue;
@@ -349,7 +351,7 @@ absl::Status CudaStreamStep::CatchUp(cudaStream_t stream) {
       item.append->start = rows.token_count();
     }
     if (job->items.empty()) continue;
-    // Their rows may be on their way.
+    // The rows may not have been written yet.
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
     std::promise<absl::Status> done;
     home_.device->Submit(std::move(job), [&done](std::unique_ptr<Job> ended) {
@@ -416,7 +418,7 @@ absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>
 absl::Status CudaStreamStep::UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                                           cudaStream_t stream) const {
   for (size_t at = 0; at < updates.size(); at += kUpdatesMax) {
-    // Many only where tables are new.
+    // So many only if tables are new.
     if (at > 0) SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
     const auto count = std::min<size_t>(updates.size() - at, kUpdatesMax);
     std::copy_n(updates.begin() + static_cast<int64_t>(at), count, slot.updates);
@@ -428,6 +430,7 @@ absl::Status CudaStreamStep::UpdateTables(Slot& slot, const std::vector<TableUpd
 
 absl::Status CudaStreamStep::Announce(void* on) {
   const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(current.status());
   auto* const stream = static_cast<cudaStream_t>(on);
   RETURN_IF_ERROR(CheckNotCaptured(stream));
   RETURN_IF_ERROR(CheckLengths());
@@ -517,6 +520,7 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
     return absl::FailedPreconditionError("no tokens are announced: begin the next step first");
   }
   const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(current.status());
   RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, tensors));
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
@@ -583,6 +587,7 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
 absl::Status CudaStreamStep::Conclude(void* stream) {
   if (pending_count_ == 0 || newest().concluded) return absl::OkStatus();
   const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(current.status());
   auto* const of_caller = static_cast<cudaStream_t>(stream);
   RETURN_IF_ERROR(CheckNotCaptured(of_caller));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(newest().done.get(), of_caller));

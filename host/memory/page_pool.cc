@@ -30,8 +30,8 @@ int64_t RoundUp(int64_t n, int64_t step) { return (n + step - 1) / step * step; 
   std::abort();
 }
 
-// Generation and references of a page in one word, so that the last release
-// also ends the generation: no reference can be added in between.
+// Generation and reference count of a page in one word, so that the last release also ends the
+// generation: no reference can be added in between.
 struct State {
   uint32_t generation;
   uint32_t reference_count;
@@ -50,8 +50,8 @@ uint32_t NextGeneration(uint32_t generation) {
 
 }  // namespace
 
-// A page's index is its slab's number in the arena, shifted, plus its place
-// in the slab: its address needs no table that could move under a reader.
+// A page's index is its slab's number in the arena, shifted, plus its place in the slab. So its
+// address needs no table that could move while another thread reads it.
 struct PagePool::Impl {
   using States = std::unique_ptr<std::atomic<uint64_t>[]>;
 
@@ -101,7 +101,7 @@ struct PagePool::Impl {
   uint32_t SlabOf(PageRef page) const { return page.index >> shift; }
   int64_t PlaceOf(PageRef page) const { return page.index & ((uint32_t{1} << shift) - 1); }
   std::byte* SlabBase(uint32_t slab) const { return arena->base() + slab * kSlabBytes; }
-  // The page's state, or null for an index that the pool never handed out.
+  // The page's state; null if the pool never had a page with this index.
   std::atomic<uint64_t>* StateOf(PageRef page) const {
     const uint32_t slab = SlabOf(page);
     const int64_t place = PlaceOf(page);
@@ -109,19 +109,21 @@ struct PagePool::Impl {
     std::atomic<uint64_t>* states = slab_states[slab].load(std::memory_order_acquire);
     return states == nullptr ? nullptr : &states[place];
   }
-  // The slab to take a page from: the neighbour's, one with room, a new one.
+  // Chooses the slab to take a page from: the neighbour's, else another with a free page, else a
+  // new one.
   absl::StatusOr<uint32_t> ChooseSlab(PageRef neighbour) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void FreePage(PageRef page);
-  // The pool holds the slab, all places free, from now on.
+  // Adds a slab to the pool. All of its pages are free.
   void AddSlab(uint32_t slab) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 
   Arena* const arena;
+  const int64_t page_bytes;
   int64_t slab_count = 1;
   int64_t pages_per_slab = 0;
   int shift = 0;
   uint32_t slab_capacity = 0;
-  // [slab_capacity]; null until the pool first holds that slab, then never
-  // changed while the pool lives, so that stale references find their state.
+  // [slab_capacity]. Null until the pool first holds that slab, then never changed, so that stale
+  // references find their state.
   std::unique_ptr<std::atomic<std::atomic<uint64_t>*>[]> slab_states;
 
   mutable Mutex mutex;
@@ -131,7 +133,7 @@ struct PagePool::Impl {
   int64_t used_page_count ABSL_GUARDED_BY(mutex) = 0;
 };
 
-PagePool::Impl::Impl(Arena* arena, int64_t page_bytes) : arena(arena) {
+PagePool::Impl::Impl(Arena* arena, int64_t page_bytes) : arena(arena), page_bytes(page_bytes) {
   constexpr int64_t kWasteShare = 64;
   slab_count = (page_bytes + kSlabBytes - 1) / kSlabBytes;
   while (slab_count * kSlabBytes % page_bytes * kWasteShare > slab_count * kSlabBytes) ++slab_count;
@@ -148,10 +150,12 @@ absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
     if (it != slabs.end() && it->second.count() > 0) return it->first;
   }
   if (!with_room.empty()) return *with_room.begin();
-  ASSIGN_OR_RETURN(std::byte* const base, arena->AllocateSlabs(slab_count));
-  const int64_t slab = (base - arena->base()) / kSlabBytes;
+  const absl::StatusOr<std::byte*> base = arena->AllocateSlabs(slab_count);
+  if (absl::IsResourceExhausted(base.status())) return arena->Exhausted("a page", page_bytes, 0);
+  RETURN_IF_ERROR(base.status());
+  const int64_t slab = (*base - arena->base()) / kSlabBytes;
   if (slab >= slab_capacity) {
-    arena->FreeSlabs(base, slab_count);
+    arena->FreeSlabs(*base, slab_count);
     return absl::ResourceExhaustedError("the page pool has used all of its page indices");
   }
   const auto id = static_cast<uint32_t>(slab);
@@ -196,18 +200,14 @@ PagePool::~PagePool() {
 
 absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
   const MutexLock lock(impl_->mutex);
-  const absl::StatusOr<uint32_t> slab = impl_->ChooseSlab(neighbour);
-  if (!slab.ok()) {
-    if (!absl::IsResourceExhausted(slab.status())) return slab.status();
-    return impl_->arena->Exhausted("a page", page_bytes_, 0);
-  }
-  Impl::FreePlaces& places = impl_->slabs.at(*slab);
-  const bool beside = neighbour && impl_->SlabOf(neighbour) == *slab;
+  ASSIGN_OR_RETURN(const uint32_t slab, impl_->ChooseSlab(neighbour));
+  Impl::FreePlaces& places = impl_->slabs.at(slab);
+  const bool beside = neighbour && impl_->SlabOf(neighbour) == slab;
   const int64_t place = places.Take(beside ? impl_->PlaceOf(neighbour) + 1 : 0);
-  if (places.count() == 0) impl_->with_room.erase(*slab);
+  if (places.count() == 0) impl_->with_room.erase(slab);
   ++impl_->used_page_count;
 
-  PageRef page{*slab << impl_->shift | static_cast<uint32_t>(place), 0};
+  PageRef page{slab << impl_->shift | static_cast<uint32_t>(place), 0};
   std::atomic<uint64_t>& state = *impl_->StateOf(page);
   page.generation = State::Unpack(state.load(std::memory_order_relaxed)).generation;
   if (page.generation == 0) page.generation = 1;
@@ -267,8 +267,8 @@ void PagePool::Release(PageRef page) {
     next = State::Unpack(word);
     if (!next.Holds(page)) Die("Release", page);
     if (--next.reference_count == 0) next.generation = NextGeneration(next.generation);
-    // Release: our reads of the page come before its reuse; acquire: so do
-    // those of the others when ours is the last reference.
+    // Release: this thread's reads of the page come before its reuse. Acquire: so do those of the
+    // other threads, if this is the last reference.
   } while (!state->compare_exchange_weak(word, next.Pack(), std::memory_order_acq_rel,
                                          std::memory_order_relaxed));
   if (next.reference_count == 0) impl_->FreePage(page);
@@ -277,7 +277,7 @@ void PagePool::Release(PageRef page) {
 bool PagePool::IsShared(PageRef page) const {
   const std::atomic<uint64_t>* state = impl_->StateOf(page);
   if (state == nullptr) Die("IsShared", page);
-  // Acquire: who sees itself alone may write, after the others' reads.
+  // Acquire: a sole owner may write, after the reads of earlier owners.
   const State now = State::Unpack(state->load(std::memory_order_acquire));
   if (!now.Holds(page)) Die("IsShared", page);
   return now.reference_count > 1;
