@@ -24,7 +24,7 @@
 namespace spillway {
 namespace {
 
-// One line each, and one for each device.
+// Logs the machine: one line per topic, and one per device.
 void LogSystem(const Config& config, const Topology& topology, const Device& device) {
   LogInfo("cores", {{"cores", absl::StrCat(topology.core_count)},
                     {"hardware_threads", absl::StrCat(topology.hardware_thread_count)}});
@@ -50,7 +50,7 @@ void LogSystem(const Config& config, const Topology& topology, const Device& dev
   }
 }
 
-// Checks what came of MPS, and says so in one line.
+// Checks whether MPS is used as the settings ask, and logs the result in one line.
 absl::Status CheckMps(const Config& config, const Mps& mps, const Device& device) {
   std::vector<DeviceInfo> devices;
   for (const Device* part : device.parts()) devices.push_back(part->info());
@@ -82,13 +82,13 @@ std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, Server& s
       [&manager] { manager.Beat(); });
 }
 
-// What may change while it serves.
+// Applies the settings that may change while the daemon serves.
 void Apply(const Config& config, Server& server) {
   SetLogLevel(config.log_level);
   server.Apply(config);
 }
 
-// What a daemon serves from; what comes later goes first.
+// All that a server needs. Members are destroyed in reverse order.
 struct Base {
   std::unique_ptr<MpsSystem> system;
   std::unique_ptr<Mps> mps;
@@ -98,7 +98,7 @@ struct Base {
 absl::StatusOr<Base> Open(const Config& config, const Topology& topology,
                           DeviceWatch::OnLost device_lost) {
   Base base;
-  // Before CUDA, which decides with its first call whether it attaches.
+  // Before CUDA is used: its first call decides whether the process attaches to MPS.
   base.system = CreateMpsSystem();
   ASSIGN_OR_RETURN(Mps mps, Mps::Prepare(config, base.system.get()));
   base.mps = std::make_unique<Mps>(std::move(mps));
@@ -108,7 +108,7 @@ absl::StatusOr<Base> Open(const Config& config, const Topology& topology,
   return base;
 }
 
-// Waits for a signal that can be followed.
+// Waits for the next signal that the daemon can act on.
 int WaitForSignal(const Config& config, const sigset_t& signals) {
   for (;;) {
     int signal = 0;
@@ -139,7 +139,7 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
     base = Open(config, topology, device_lost);
   }
   if (!base.ok()) return CannotStart(base.status());
-  // After MPS, for its programs keep the limit that they inherit.
+  // After MPS was started: its programs inherit the limit that is in force when they start.
   const int64_t descriptor_limit = RaiseDescriptorLimit();
   int signal = 0;
   {
@@ -168,7 +168,11 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
           read, [&server](const Config& changed) { Apply(changed, **server); }, running);
       manager.Ready(serving);
     }
-    if (signal == SIGUSR2) manager.Reloading();
+    if (signal == SIGUSR2) {
+      manager.Reloading();
+    } else {
+      losses.End();
+    }
     LogInfo("draining", {{"signal", absl::StrCat("SIG", sigabbrev_np(signal))},
                          {"grace_seconds", absl::StrCat(running.grace_seconds)}});
     DrainAndStop(**server, absl::Seconds(running.grace_seconds), signals,

@@ -27,23 +27,24 @@ void SetOption(int fd, int level, int option, int value) {
   setsockopt(fd, level, option, &value, sizeof(value));
 }
 
-// Not valid, and errno set, where the system refuses.
+// If the system refuses, the result is not valid and errno is set.
 Descriptor Listen(const addrinfo& address) {
   Descriptor listener(
       socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, address.ai_protocol));
   if (!listener.valid()) return listener;
-  // Connections that linger after a daemon's end do not keep the next one away.
+  // Connections that linger after a daemon has ended must not keep the next daemon from listening.
   SetOption(listener.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  // What is accepted inherits it.
+  // Accepted connections inherit this option and the following ones.
   SetOption(listener.get(), IPPROTO_TCP, TCP_NODELAY, 1);
-  // A client whose host or network is gone says nothing: its connection ends within a minute of
-  // silence, or two with bytes on their way, and so its sequences' grace begins.
+  // A client whose host or network is gone does not answer. Its connection then ends after a
+  // minute, and the grace of its sequences begins. Probes start after 30 s of silence. On Linux
+  // TCP_USER_TIMEOUT takes the place of TCP_KEEPCNT, and it also ends connections on which data is
+  // not acknowledged.
   SetOption(listener.get(), SOL_SOCKET, SO_KEEPALIVE, 1);
   SetOption(listener.get(), IPPROTO_TCP, TCP_KEEPIDLE, 30);
   SetOption(listener.get(), IPPROTO_TCP, TCP_KEEPINTVL, 10);
-  SetOption(listener.get(), IPPROTO_TCP, TCP_KEEPCNT, 3);
-  SetOption(listener.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, 120'000);
-  // [::] is every address of either kind.
+  SetOption(listener.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, 60'000);
+  // [::] means all IPv6 and IPv4 addresses.
   if (address.ai_family == AF_INET6) SetOption(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
   if (bind(listener.get(), address.ai_addr, address.ai_addrlen) != 0 ||
       listen(listener.get(), SOMAXCONN) != 0) {
@@ -58,7 +59,7 @@ int PortOf(int listener) {
   sockaddr_storage address = {};
   socklen_t size = sizeof(address);
   getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
-  // At the same place in both kinds of address.
+  // The port is at the same offset in IPv4 and IPv6 addresses.
   return ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
 }
 
@@ -78,7 +79,7 @@ absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type,
       bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return CannotListen(path, errno);
   }
-  // Nobody can connect before it listens.
+  // Nobody can connect before listen(), so the group and mode are set first.
   absl::Status status;
   if (access.group && lchown(path.c_str(), static_cast<uid_t>(-1), *access.group) != 0) {
     status = absl::PermissionDeniedError(absl::StrCat("cannot give ", path, " to group ",
@@ -109,7 +110,7 @@ absl::StatusOr<TcpListeners> ListenAtTcp(const std::string& address) {
   TcpListeners listeners;
   int error = EADDRNOTAVAIL;
   for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
-    // The first chooses the port for all.
+    // The first socket determines the port of all.
     if (listeners.port != 0) {
       reinterpret_cast<sockaddr_in*>(one->ai_addr)->sin_port =
           htons(static_cast<uint16_t>(listeners.port));
@@ -121,7 +122,7 @@ absl::StatusOr<TcpListeners> ListenAtTcp(const std::string& address) {
       continue;
     }
     error = errno;
-    // A name may have addresses of a kind that this machine has not.
+    // Other errors are ignored here: a name may have addresses of a family that this machine lacks.
     if (error == EADDRINUSE || error == EACCES) return CannotListen(address, error);
   }
   if (listeners.sockets.empty()) return CannotListen(address, error);

@@ -12,8 +12,9 @@
 namespace spillway {
 namespace {
 
-// How often, and how far apart, a GPU that was lost is tried, before the daemon gives up or goes on
-// with the CPU. A process for each: CUDA does not forget that it could not begin.
+// How many times, and with what pause, opening a lost GPU is tried before the daemon gives up or
+// continues on the CPU. Each attempt is a new process, because CUDA remembers a failed
+// initialization.
 constexpr int64_t kAttempts = 60;
 constexpr int64_t kAttemptsBeforeCpu = 10;
 constexpr timespec kAttemptPause = {.tv_sec = 1, .tv_nsec = 0};
@@ -30,6 +31,7 @@ void LossPolicy::Begin(Config& config) const {
 
 void LossPolicy::Lost(const Config& config, const DeviceWatch::Loss& loss) const {
   Log(LogLevel::kError, "device_lost", {{"device", loss.name}, {"error", loss.why}});
+  if (ending_) return;
   if (config.when_lost == WhenLost::kStay || config.arena_directory.empty()) {
     Log(LogLevel::kError, "device_stays_lost",
         {{"advice", config.arena_directory.empty()

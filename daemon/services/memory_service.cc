@@ -16,7 +16,7 @@ void Fill(const Region& region, v1::Region& out) {
 void FillHandle(const Region& region, v1::AttachRegionResponse& out) {
   if (region.gpu_memory != nullptr) out.set_ipc_handle(region.gpu_memory->handle());
 }
-// A doorbell is in host memory.
+// A doorbell is in host memory, so it has no handle.
 void FillHandle(const Region&, v1::AttachDoorbellResponse&) {}
 
 }  // namespace
@@ -54,15 +54,18 @@ grpc::ServerUnaryReactor* MemoryService::AnswerAttached(grpc::CallbackServerCont
                                                         Response& response, Attach attach) {
   auto* call = new UnaryCall(services_, *context);
   grpc::ServerUnaryReactor* const reactor = call->reactor();
-  // The system fills every page with zeros, which takes its time.
+  // The operating system fills every page with zeros, which takes time.
   services_.background.enqueue([call, &response, attach] {
     if (absl::Status status = call->cancel()->Check(); !status.ok()) return call->End(status);
-    const absl::StatusOr<std::shared_ptr<Region>> region = attach();
-    if (region.ok()) {
+    absl::StatusOr<std::shared_ptr<Region>> region = attach();
+    const absl::Status status = region.status();
+    if (status.ok()) {
       Fill(**region, *response.mutable_region());
       FillHandle(**region, response);
+      // Before the answer, after which the server may go, and with it what the region uses.
+      region->reset();
     }
-    call->End(region.status());
+    call->End(status);
   });
   return reactor;
 }

@@ -1,10 +1,11 @@
-"""GPUs that are lost: by an error after which CUDA works no more in the process."""
+"""GPUs that are lost: after an error, CUDA does not work any more in the process."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import pytest
 import spillway
 from arena_folder import DIM, LAYERS, SHAPES, Writer, folder_in_memory, rows
 from daemon_process import ROOT, binary, device_flags, on_gpu, wait_for_log
+from helpers import settles
 from spillway_lab import serving
 
 FAULT = Path(
@@ -32,14 +34,14 @@ QUERY = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
 
 @dataclass
 class Faulty:
-    """A daemon that loses its GPU when it is told to."""
+    """A daemon that loses its GPU when told to."""
 
     served: serving.Daemon
     fault: Path
     log: Path
 
     def lose(self) -> None:
-        """Returns when the fault was made."""
+        """Makes the daemon lose its GPU. Returns when the fault has happened."""
         self.fault.touch()
         while self.fault.exists():
             time.sleep(0.001)
@@ -65,7 +67,7 @@ def faulty(folder: Path, *flags: str) -> Iterator[Faulty]:
 
 
 def scraped(log: Path, name: str) -> dict[str, float]:
-    """Series of a metric, by their labels."""
+    """The series of a metric, by their labels."""
     address = re.findall(r"serving_http address=(\S+)", log.read_text())[-1]
     with urllib.request.urlopen(f"http://{address.removeprefix('http://')}/metrics") as answer:
         text = answer.read().decode()
@@ -88,7 +90,7 @@ def test_an_idle_daemon_comes_back_with_its_rows(tmp_path: Path) -> None:
             before = attended(sequence)
             for number in range(3):
                 each.lose()
-                # Nobody asks for anything.
+                # The daemon rebuilds without any request.
                 wait_for_log(each.log, "sequence_rebuilt", number + 1)
                 for one, other in zip(before, attended(sequence), strict=True):
                     np.testing.assert_array_equal(one, other)
@@ -146,6 +148,33 @@ def test_nobody_who_works_notices(tmp_path: Path, native: bool) -> None:
             assert sequence.refresh().token_count == length
             k, _ = sequence.fetch(0, 0, length)
             np.testing.assert_array_equal(k, rows(1, 0, length)[0])
+
+
+def test_a_daemon_that_ends_does_not_come_back(tmp_path: Path) -> None:
+    flags = ("--grace", "60")
+    with (
+        folder_in_memory() as arena,
+        faulty(tmp_path, "--arena-directory", str(arena), *flags) as each,
+    ):
+        with spillway.connect(each.served.target) as client:
+            client.create_model("m", **SHAPES)
+            end = threading.Event()
+
+            def nothing() -> Iterator[object]:
+                end.wait()
+                yield from ()
+
+            # An open stream, for which the daemon waits.
+            append = client._stubs.attention.Append.future(nothing())
+            assert settles(lambda: scraped(each.log, "spillway_open_streams") == {"": 1})
+            os.kill(each.served.pid, signal.SIGTERM)
+            wait_for_log(each.log, "draining")
+            each.lose()
+            wait_for_log(each.log, "device_lost")
+            end.set()
+            append.exception(timeout=10)
+        assert each.served.end() == 0
+        assert "relaunch" not in each.log.read_text()
 
 
 @pytest.mark.parametrize("way", ["no arena directory", "stay"])
